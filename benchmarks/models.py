@@ -181,13 +181,24 @@ def decoder(
     head: int = 128,
     checkpointing: bool = False,
     lora: int = 0,
+    experts: int = 0,
 ) -> Workload:
-    """Llama-like: LayerNorm, SDPA attention, SwiGLU, no biases in linear layers, untied head."""
+    """Llama-like: LayerNorm, SDPA attention, SwiGLU, no biases in linear layers, untied head.
+
+    ``experts``: so many SwiGLUs in every block, of which each token goes to two.
+    """
+
+    def feed_forward() -> nn.Module:
+        if not experts:
+            return SwiGLU(width, hidden)
+        from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
+
+        router = TopKRouter(width, experts, k=2)
+        return RoutedExperts(router, MixtureOfExperts(width, hidden, experts))
 
     def build() -> nn.Module:
         blocks = [
-            Block(width, Attention(width, width // head), SwiGLU(width, hidden))
-            for _ in range(layers)
+            Block(width, Attention(width, width // head), feed_forward()) for _ in range(layers)
         ]
         return LanguageModel(blocks, width=width, vocab=vocab, checkpointing=checkpointing)
 
@@ -309,10 +320,18 @@ _NAMED: dict[str, tuple[Callable[..., Workload], dict[str, Any]]] = {
         gpt2,
         dict(layers=12, width=768, hidden=3072, vocab=50_257, batch=8, seq=128),
     ),
+    "decoder-experts": (
+        decoder,
+        dict(layers=8, width=2048, hidden=1408, vocab=32_000, batch=8, seq=1024, experts=16),
+    ),
     "cnn-small": (cnn, dict(layers=3, width=32, batch=64)),
     "tiny": (
         decoder,
         dict(layers=1, width=16, hidden=32, vocab=11, batch=4, seq=6, head=8),
+    ),
+    "tiny-experts": (
+        decoder,
+        dict(layers=1, width=16, hidden=32, vocab=11, batch=4, seq=6, head=8, experts=4),
     ),
 }
 

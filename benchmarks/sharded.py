@@ -5,6 +5,8 @@ Started by ``torchrun``, one process for each GPU (or several on a CPU, to try i
     torchrun --nproc-per-node 2 -m benchmarks sharded --shards fsdp2 --model decoder-1
 
 By ``fsdp2`` every process has samples of its own, by ``tp`` (tensor parallelism) all have the same.
+By ``experts`` they have samples of their own, and other experts of each block
+(``--model decoder-experts``); all else is sharded as by ``fsdp2``.
 A step is forward, backward and clipping. Before anything is timed, norms and clipped sums are
 compared with the plain model's on one sample at a time (:mod:`benchmarks.agreement`), in every
 process. Methods take turns; a turn lasts as long as it does in the slowest process. What a step
@@ -54,6 +56,7 @@ COLLECTIVES = {
     "c10d::_allgather_base_": "all-gather",
     "c10d::_reduce_scatter_base_": "reduce-scatter",
     "c10d::allreduce_": "all-reduce",
+    "c10d::alltoall_base_": "all-to-all",
     "_c10d_functional::all_reduce": "all-reduce",
     "_c10d_functional::all_gather_into_tensor": "all-gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
@@ -133,13 +136,18 @@ def shard(model: Any, how: str, device: torch.device, compiled: bool) -> nn.Modu
     if compiled:
         for block in model.blocks:
             block.compile()
-    if how == "fsdp2":
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if how in ("fsdp2", "experts"):
         from torch.distributed.fsdp import fully_shard
 
+        from flash_clipping.distributed.experts import distribute_experts
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
+        ignored = distribute_experts(model, mesh) if how == "experts" else None
         for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)
-    from torch.distributed.device_mesh import init_device_mesh
+            fully_shard(block, mesh=mesh, ignored_params=ignored)
+        return fully_shard(model, mesh=mesh, ignored_params=ignored)
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -168,7 +176,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--shards", choices=["fsdp2", "tp"], default="fsdp2")
+    parser.add_argument("--shards", choices=["fsdp2", "tp", "experts"], default="fsdp2")
     parser.add_argument("--model", default="decoder-1" if on_gpu else "tiny", help="a decoder")
     parser.add_argument("--methods", default="nonprivate,flash", help=", ".join(METHODS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if on_gpu else "cpu")
@@ -214,7 +222,7 @@ def _run(chosen: argparse.Namespace, console: Console, device: torch.device) -> 
         compile="default" if chosen.compile else None,
     )
     # Of their own in each process: but for tensor parallelism, where all compute with one batch.
-    own = dist.get_rank() if chosen.shards == "fsdp2" else 0
+    own = 0 if chosen.shards == "tp" else dist.get_rank()
     inputs, targets = dataclasses.replace(setting, seed=own).draw(1)[0]
     rows = [Row(name) for name in chosen.methods.split(",")]
     allowed = _check(rows, setting, chosen.shards, inputs, targets)
@@ -240,7 +248,7 @@ def _check(
     """Note every method's errors; what is allowed of them."""
     plain = dataclasses.replace(setting, workload=setting.plain, compile=None)
     wide = agreement.reference_dtype(setting.dtype)
-    together = shards == "fsdp2"  # sums are over the samples of all processes
+    together = shards != "tp"  # sums are over the samples of all processes
     reference = _over_processes(agreement.one_at_a_time(plain, inputs, targets, wide), together)
     rounded = _over_processes(
         agreement.one_at_a_time(plain, inputs, targets, setting.dtype), together

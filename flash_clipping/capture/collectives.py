@@ -28,6 +28,7 @@ _MAY = (
     "torch.distributed.fsdp",
     "torch.distributed._composable",
     "flash_clipping.distributed",
+    "flash_clipping.layers.exchange",
 )
 
 

@@ -1,5 +1,6 @@
 """Models whose parameters are shards: PyTorch's ``fully_shard`` (FSDP2), its hybrid form (HSDP),
-and ``parallelize_module`` (tensor parallelism), alone or below ``fully_shard``.
+experts in parallel, and ``parallelize_module`` (tensor parallelism), alone or below
+``fully_shard``.
 
 A parameter is a *slot*: the module that has it, and its name there. Two tensors take turns in it.
 Between steps that is a shard, a ``DTensor``: there the sum goes, and the optimizer reads it. While
@@ -13,9 +14,11 @@ the module runs it is the whole, unsharded parameter: that is what layers comput
 * ``synchronized_probe.py``: rehearsals that all processes run at the same time;
 * ``model.py``: puts these in the place of what an ordinary model has; a process whose local batch
   is empty takes part in all that the others do;
-* ``tensor/``: layers that are cut over processes which share their samples.
+* ``tensor/``: layers that are cut over processes which share their samples;
+* ``experts.py``: experts of which each process has its own, and the samples that reach them.
 
-But for ``tensor/`` a process has its own samples, so their norms and coefficients are its own.
+But for ``tensor/`` a process has its own samples; their norms and coefficients are its own, but for
+what experts in other processes have of them.
 Communication follows one rule: every process starts the same operations in the same order, whatever
 batch it has.
 """

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist, nn
 
 from flash_clipping._compat import at_end_of_backward
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.distributed.experts import ExpertFactors
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.distributed.reducer import LocalSums, OrderedSums, Reducer
@@ -18,7 +20,7 @@ from flash_clipping.distributed.tensor.layouts import Share
 from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, accumulation_dtype
-from flash_clipping.finish.backward_pass import BackwardPass
+from flash_clipping.finish.backward_pass import BackwardPass, stored_where_cheaper
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.session import Readers
 
@@ -32,6 +34,7 @@ class ShardedBackwardPass(BackwardPass):
         self._session = session
         #: ``mode="two_pass"``: clipped sums of this process, until the walk has ended.
         self._sums: dict[int, Tensor] = {}
+        self.experts = ExpertFactors(self.backend)
 
     def stand_in(self) -> None:
         if self.session.recomputed:
@@ -53,10 +56,42 @@ class ShardedBackwardPass(BackwardPass):
         factors: Sequence[Factor],
         readers: Readers | None = None,
     ) -> None:
+        if id(params[0]) in self.slots.experts:
+            self._record_experts(path, params, factors, readers)
+            return
         if self._is_made_up:
             self.without_samples = [*self.without_samples, *params]
             return
         super().record(path, params, factors, readers)
+
+    def _record_experts(
+        self,
+        path: str,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Any],
+        readers: Readers | None,
+    ) -> None:
+        """Experts in parallel: rows come from all processes, also where this one has no samples."""
+        samples = factors[0].samples
+        self.experts.note(path, samples)
+        self.without_samples = [*self.without_samples, *params]
+        if not self._is_made_up and samples.own != self.batch_size:
+            self._check_batch_size(path, samples.own)
+        whole: Sequence[Factor] = [factor.whole for factor in factors]
+        if readers is not None and self.coef is None and not self.norms_only:
+            call, place = readers
+            count = partial(call.count_readers, place, params)
+            whole = stored_where_cheaper(whole, count, self.backend)
+        for param, factor in zip(params, whole, strict=True):
+            key = id(param)
+            if self.coef is not None:
+                total = self.experts.clipped_sum(key, factor)
+                assert total is not None
+                self._put(param, total)
+            elif self.norms_only and self.uses[key] == 1:
+                self.experts.measure(key, factor)
+            else:
+                self.experts.keep(key, factor)
 
     def finish(self) -> None:
         """After what ``fully_shard`` does at the end of backward, whoever was queued first."""
@@ -72,6 +107,19 @@ class ShardedBackwardPass(BackwardPass):
                 "backward() without inputs, and freeze what is not to be trained."
             )
         return True
+
+    def take_norms(self) -> None:
+        super().take_norms()
+        assert self.coef is not None
+        keys = [key for key in map(id, self.slots.recorded()) if key in self.slots.experts]
+        self.experts.share(keys, self.coef)
+
+    def _of_whole_gradients(
+        self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts
+    ) -> tuple[Tensor, Doubts]:
+        keys = [id(param) for param in params]
+        is_expert = [key in self.slots.experts for key in keys]
+        return self.experts.whole_norms(keys, norms_PB, doubts, is_expert)
 
     def _put(self, param: nn.Parameter, grad: Tensor) -> None:
         """``mode="two_pass"``: keep a sum, to which further uses are added."""
@@ -91,8 +139,14 @@ class ShardedBackwardPass(BackwardPass):
             destination = self.slots.to(key)
             rounded = self.session.sum_dtype == "parameter"
             dtype = destination.dtype if rounded else accumulation_dtype(destination.dtype)
-            total = ordered.take(key) if key not in self._sums else self._sums.pop(key)
-            reducer.add(destination, total, dtype)
+            if key in self._sums:
+                total: Tensor | None = self._sums.pop(key)
+            elif key in self.slots.experts:
+                total = self.experts.clipped_sum(key)
+            else:
+                total = ordered.take(key)
+            add = reducer.add_own if key in self.slots.experts else reducer.add
+            add(destination, total, dtype)
         reducer.finish()
         self.slots.note_sums()
         self.session.note_sums(self.slots.trainable())
@@ -100,6 +154,7 @@ class ShardedBackwardPass(BackwardPass):
     def forget(self) -> None:
         super().forget()
         self._sums.clear()
+        self.experts.forget()
 
 
 class TensorParallelBackwardPass(ShardedBackwardPass):

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from flash_clipping.capture.proxies import ParameterProxy
+from flash_clipping.distributed.experts import in_parallel
 from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.errors import FlashClippingError
 
@@ -44,6 +45,10 @@ class ParameterSlots:
         self._number: dict[int, int] = {}
         #: The bits of the clipped sums that were left in ``p.grad``, by ``id`` of destinations.
         self.sums: dict[int, Tensor] = {}
+        #: Parameters of experts in parallel, by ``id``: nobody gathers them.
+        self.experts = {
+            id(param) for layer in in_parallel(root).values() for param in layer.parameters()
+        }
         #: By the module that gathers them.
         self._of_module: dict[nn.Module, list[Slot]] = {}
         gathering: dict[str, nn.Module] = {}

@@ -122,6 +122,16 @@ class Reducer:
         self._waiting.append((destination, total))
         self._bytes += total.nbytes
 
+    def add_own(self, destination: Any, total: Tensor | None, dtype: torch.dtype) -> None:
+        """The same of what nobody gathers, and this process and its replicas alone have."""
+        own, mesh = local_of(destination), destination.device_mesh
+        if total is None:
+            total = torch.zeros_like(own, dtype=dtype)
+        total = total.to(dtype).reshape(own.shape).contiguous()
+        for over in range(mesh.ndim - 1):
+            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=mesh.get_group(over))
+        _add_to_grad(destination, total)
+
     def finish(self) -> None:
         """Wait (on a GPU: let its stream wait) until all sums are in ``p.grad``."""
         if self._waiting:

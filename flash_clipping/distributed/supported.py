@@ -114,6 +114,7 @@ def refuse_sharding(root: nn.Module) -> None:
         name: param for name, param in root.named_parameters() if hasattr(param, "placements")
     }
     if is_tensor_parallel(root):
+        _refuse_experts(root)
         _refuse_tensor_parallel(shards, fully_sharded=bool(parts))
     for name, param in root.named_parameters():
         if parts and name not in shards and param.requires_grad:
@@ -130,6 +131,18 @@ def refuse_sharding(root: nn.Module) -> None:
                     f"the model: found parameters on several device meshes ({meshes[0]} and "
                     f"{mesh}). Shard all of it over one. {_WORKS}"
                 )
+
+
+def _refuse_experts(root: nn.Module) -> None:
+    from flash_clipping.distributed.experts import in_parallel
+
+    for path in in_parallel(root):
+        raise NotImplementedError(
+            f"{path}: found experts in parallel in a model that fully_shard was not applied to "
+            "over the same mesh, or whose layers are cut over processes as well. Cut experts "
+            "alone, and shard all else over their mesh, blocks first:\n"
+            "    fully_shard(model, mesh=mesh, ignored_params=distribute_experts(model, mesh))"
+        )
 
 
 def _refuse_tensor_parallel(shards: Mapping[str, Any], fully_sharded: bool) -> None:

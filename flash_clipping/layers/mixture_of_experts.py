@@ -36,8 +36,10 @@ class MixtureOfExperts(nn.Module):
     Without LoRA ``gate_up`` and ``down`` are trained. With it they are frozen, and
     ``gate_up_A``, ``gate_B``, ``up_B``, ``down_A`` and ``down_B`` are trained.
 
-    Unwrapped it is trained by autograd, in the same arithmetic. A token may be sent to one expert
-    twice. Backward is of first order, and no transform of ``torch.func`` goes through it.
+    Unwrapped it is trained by autograd, in the same arithmetic. Experts may lie in several
+    processes (:func:`~flash_clipping.distributed.experts.distribute_experts`). A token may be sent
+    to one expert twice. Backward is of first order, and no transform of ``torch.func`` goes through
+    it.
 
     Args:
         dim: features of a token, d.
@@ -57,7 +59,8 @@ class MixtureOfExperts(nn.Module):
 
     Guarantees:
         The output of a token depends on that token and its routing alone, and no sample's gradient
-        on another's. Nothing waits for the device; no atomics are used.
+        on another's. No atomics are used. Nothing waits for the device, but for experts in several
+        processes: once in forward.
     """
 
     gate_up_A: nn.Parameter

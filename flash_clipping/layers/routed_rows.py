@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_clipping.layers.exchange import Exchange, exchange_of, local
 from flash_clipping.ops.runtime.backend import autocast_operands
 from flash_clipping.ops.segments import Rows, Segments, grouped_linear, sums_of_tokens
 
@@ -32,11 +33,13 @@ class Gradients:
         segments: which sample and which expert the rows are of.
         operands: of matrices ``[E, p, d]``: A ``[N, d]`` and G ``[N, p]``.
         rows: of biases ``[E, p]``: rows ``[N, p]`` to be added up.
+        exchange: where the rows come from, if experts lie in several processes.
     """
 
     segments: Segments
     operands: dict[str, tuple[Rows, Rows]] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True)
@@ -292,15 +295,23 @@ def compute(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """Tokens ``[B, ..., d]`` through the experts ``[B, ..., k]`` that were chosen for them, as
     autocast has it; and what :func:`gradients` reads: of a token the input once, however many
-    experts read it, and of every row what the first projection gave."""
-    segments = routing(expert_ids, experts)
-    operands: Any = autocast_operands(x, *tensors)
+    experts read it, and of every row what the first projection gave.
+
+    Where ``tensors`` lie in parts over a mesh, rows go to the processes that have their experts."""
+    exchange = exchange_of(tensors, expert_ids, experts)
+    operands: Any = autocast_operands(x, *local(tensors))
     tokens, *params = operands
     # LoRA is often kept wider than what it is added to: it is read in the dtype of tokens.
     params = [param.to(tokens.dtype) for param in params]
     x_Md, weight_Mk = tokens.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1])
+    if exchange is None:
+        segments = routing(expert_ids, experts)
+    else:
+        x_Md, weight_Mk, segments = exchange.arrive(x_Md, weight_Mk)
     y_Md, up_Nu = arithmetic(params).forward(x_Md, weight_Mk, segments)
-    saved = x_Md, weight_Mk, up_Nu, *params, segments, weights.shape, x.dtype
+    saved = x_Md, weight_Mk, up_Nu, *params, segments, exchange, weights.shape, x.dtype
+    if exchange is not None:
+        y_Md = exchange.to_tokens(y_Md.to(tokens.dtype))
     return y_Md.to(x.dtype).view(x.shape), saved
 
 
@@ -313,11 +324,18 @@ def gradients(
     weights_wanted: bool,
 ) -> tuple[Tensor | None, Tensor | None, Gradients]:
     """Gradients of tokens and of weights, if wanted, and what those of parameters are made of."""
-    x_Md, weight_Mk, up_Nu, *params, segments, shape, dtype = saved
+    x_Md, weight_Mk, up_Nu, *params, segments, exchange, shape, dtype = saved
     grad_Md = grad.reshape(-1, grad.shape[-1])
+    if exchange is not None:
+        grad_Md = exchange.to_experts(grad_Md.to(up_Nu.dtype))
     grad_x_Md, grad_weight_Mk, found = arithmetic(params).backward(
         grad_Md, x_Md, weight_Mk, up_Nu, segments, wanted, x_wanted, weights_wanted
     )
+    if exchange is not None:
+        found.exchange = exchange
+        grad_x_Md = None if grad_x_Md is None else exchange.to_tokens(grad_x_Md)
+        if grad_weight_Mk is not None:
+            grad_weight_Mk = exchange.to_choices(grad_weight_Mk[:, 0])
     grad_x = None if grad_x_Md is None else grad_x_Md.to(dtype).view(grad.shape)
     grad_weights = None if grad_weight_Mk is None else grad_weight_Mk.view(shape)
     return grad_x, grad_weights, found

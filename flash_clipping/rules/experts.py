@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import gate_of_experts
 from flash_clipping.factors import Dense, Factor, SegmentedOuter
+from flash_clipping.layers.exchange import Samples, are_parts
 from flash_clipping.layers.routed_rows import (
     Between,
     Gradients,
@@ -104,8 +105,46 @@ def arithmetic_of(
     return RoutedRows(projection(0), projection(half), Between(between))
 
 
+class OfSeveralProcesses(Factor):
+    """A gradient of this process's experts, of the samples of all processes that sent it rows.
+
+    No process knows a sample's gradient by itself: the backward pass of a sharded model adds norms
+    up over processes, and takes ``whole`` in the place of this.
+
+    Attributes:
+        whole: for the samples of all processes, one process after the other.
+        samples: which of them are this process's.
+    """
+
+    def __init__(self, whole: Factor, samples: Samples):
+        self.whole, self.samples = whole, samples
+
+    @property
+    def batch_size(self) -> int:
+        return self.samples.own
+
+    def sqnorms(self, backend: str) -> Tensor:
+        raise NotImplementedError
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        """Of all samples, with recording off: a ``DTensor``, as the parameter is one."""
+        if coef_B is not None:
+            raise NotImplementedError
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        mesh = self.samples.mesh
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        return DTensor.from_local(
+            self.whole.clipped_sum(None, backend), mesh, placements, run_check=False
+        )
+
+    def dense(self) -> Tensor:
+        raise NotImplementedError
+
+
 def factors_of(found: Gradients) -> dict[str, Factor]:
-    """Factors of matrices ``[E, p, d]`` and of biases ``[E, p]``."""
+    """Factors of matrices ``[E, p, d]`` and of biases ``[E, p]``; of the samples of several
+    processes, if experts lie in several."""
     segments = found.segments
     factors: dict[str, Factor] = {
         name: SegmentedOuter(A, G, segments) for name, (A, G) in found.operands.items()
@@ -113,6 +152,9 @@ def factors_of(found: Gradients) -> dict[str, Factor]:
     for name, G_Np in found.rows.items():
         sums_BEp = segment_sums(G_Np, segments).unflatten(0, (segments.groups, segments.samples))
         factors[name] = Dense(sums_BEp.transpose(0, 1))
+    if (exchange := found.exchange) is not None:
+        samples = exchange.samples
+        return {name: OfSeveralProcesses(whole, samples) for name, whole in factors.items()}
     return factors
 
 
@@ -127,7 +169,8 @@ class ExpertsRule(Rule):
     folds = True
 
     def __init__(self) -> None:
-        self._checked: WeakSet[nn.Module] = WeakSet()
+        #: Layers that compute what the rule does.
+        self.checked: WeakSet[nn.Module] = WeakSet()
 
     def experts(self, layer: Any) -> Any:
         """The module of ``transformers``."""
@@ -165,15 +208,20 @@ class ExpertsRule(Rule):
     def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         hidden_BTd, chosen_BTk, weight_BTk = self.routed(layer, *inputs)
         beside = self.beside(layer)
+        tensors = self.tensors(layer, beside)
+        try:
+            in_parts = are_parts(tensors)
+        except ValueError as error:
+            raise UnsupportedLayer(str(error)) from error
         output_BTd, saved = compute(
             lambda params: self.arithmetic(layer, params, beside),
-            self.tensors(layer, beside),
+            tensors,
             hidden_BTd,
             chosen_BTk,
             weight_BTk,
             self.experts(layer).num_experts,
         )
-        if layer not in self._checked:
+        if layer not in self.checked and not in_parts:
             with torch.no_grad():
                 own_Md = self.own_output(layer, *inputs)
             if torch.isfinite(own_Md).all():  # else the next batch may tell
@@ -189,7 +237,7 @@ class ExpertsRule(Rule):
                         "a rule of its own (flash_clipping.register_rule), or freeze its "
                         "parameters."
                     )
-                self._checked.add(layer)
+                self.checked.add(layer)
         return output_BTd, (*saved, beside)
 
     def backward(

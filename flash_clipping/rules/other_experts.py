@@ -78,7 +78,8 @@ class DbrxExpertsRule(ExpertsRule):
         return [layer.mlp.w1, layer.mlp.v1, layer.mlp.w2]
 
     def arithmetic(self, layer: Any, params: Sequence[Tensor], beside: Any) -> RoutedRows:
-        gate, up, down = (param.unflatten(0, (layer.num_experts, -1)) for param in params)
+        # As many as there are: a process may have some of the experts.
+        gate, up, down = (param.unflatten(0, (-1, layer.ffn_hidden_size)) for param in params)
         first = SideBySide([Projection(gate, "mlp.w1"), Projection(up, "mlp.v1")])
         second = Projection(down.mT, "mlp.w2", transposed=True)
         return RoutedRows(first, second, gated(layer.mlp.activation_fn))

@@ -196,10 +196,11 @@ def find_rule(layer: nn.Module) -> Rule | None:
 
     A subclass is served by its parent's rule only while it computes what the parent computes: it
     has the parent's ``forward`` (on the class and on the instance), no children of its own and no
-    property in the place of a parameter, but for what :attr:`Rule.allows_computed` says.
+    property in the place of a parameter, but for what :attr:`Rule.allows_computed` says. A forward
+    on the instance that is computed by a rule says by which (``computes_rule``).
     """
-    if "forward" in vars(layer):
-        return None
+    if (forward := vars(layer).get("forward")) is not None:
+        return getattr(forward, "computes_rule", None)
     children = {name for name, _ in layer.named_children()}
     for ancestor in type(layer).__mro__:
         rule = _RULES.get(ancestor) or _RULES.get(full_name(ancestor))

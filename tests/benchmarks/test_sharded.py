@@ -17,11 +17,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("shards", "first"), [("fsdp2", "all-gather"), ("tp", "all-reduce")])
+@pytest.mark.parametrize(
+    ("shards", "first"),
+    [("fsdp2", "all-gather"), ("tp", "all-reduce"), ("experts", "all-to-all")],
+)
 def test_two_processes(shards: str, first: str, tmp_path: Path) -> None:
     path = tmp_path / "sharded.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "benchmarks", "sharded", "--shards", shards, "--model", "decoder-small"]
+    command += ["-m", "benchmarks", "sharded", "--shards", shards]
+    command += ["--model", "tiny-experts" if shards == "experts" else "decoder-small"]
     command += ["--layers", "1", "--batch", "2", "--seq", "8", "--rounds", "2", "--steps", "1"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run([*command, "--json", str(path)], check=True, env=environment, timeout=120)

@@ -79,7 +79,7 @@ def clipped(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     if options.pop("offloaded", False):
         options["shards"] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     if options.get("clipping") == "per_layer":
-        model = processes.make(kind=Adapted)
+        model = processes.make(**options["net"])
         trainable = [p for p in model.parameters() if p.requires_grad]
         options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trainable))]
     found = clipped_step(rank, **options)

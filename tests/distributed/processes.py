@@ -30,7 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.compiled.regions import Region
-from tests.support.oracle import Truth, per_sample_truth
+from tests.support.autograd import truth_by_autograd
+from tests.support.oracle import Truth
 from tests.support.shared import filled_once
 from tests.support.starting import start_processes
 
@@ -130,15 +131,19 @@ def truth_of(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
 
 
 def _truth_of(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
-    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return truth_by_autograd(
+        model, (ids, y), lambda m, given: F.cross_entropy(m(given[0]), given[1])
+    )
 
-    return per_sample_truth(model, (ids, y), loss)
 
-
-def sharded(model: Any, how: str = "blocks", **options: Any) -> Any:
+def sharded(model: Any, how: str = "blocks", experts: bool = False, **options: Any) -> Any:
+    """``experts``: those of the model lie in parallel, over the same mesh."""
     from torch.distributed.fsdp import fully_shard
 
+    from flash_clipping.distributed.experts import distribute_experts
+
+    if experts:
+        options["ignored_params"] = distribute_experts(model, options["mesh"])
     for module in model.modules() if how == "leaves" else model.blocks:
         if how == "blocks" or (module._parameters and module is not model):
             fully_shard(module, **options)
@@ -209,14 +214,17 @@ def clipped_step(
         for part in range(micro):
             some = slice(part, None, micro)
             F.cross_entropy(flash(ids[some]), y[some]).backward()
-        expected = whole.norms[cuts[rank] : cuts[rank + 1]][micro - 1 :: micro]
-        errors.append(error(flash.get_norm_sample(), expected))
+        mine = range(cuts[rank], cuts[rank + 1])[micro - 1 :: micro]
+        errors.append(error(flash.get_norm_sample(), whole.norms[mine]))
         clipped = expected_sums(whole, options)
         for name, param in model.named_parameters():
             assert (param.grad is not None) == param.requires_grad, name
             if param.grad is not None:
                 plain_name = name.replace("_orig_mod.", "")
                 errors.append(error(all_of(param.grad), clipped[plain_name]))
+                of_param: Any = param._norm_sample  # type: ignore[attr-defined]
+                off = of_param - whole.param_norms[plain_name][mine].to(of_param.device)
+                errors += [float(off.abs().max() / whole.norms.max()) if len(off) else 0.0]
     together = flash._sharded.together
     settled = together._settled_with == flash._guards.count
     flash.to_standard_module()

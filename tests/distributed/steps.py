@@ -84,14 +84,16 @@ def end_of_training(
     return {name: all_of(param).detach() for name, param in model.named_parameters()}
 
 
-def trained(rank: int, shards: dict[str, Any], **options: Any) -> float:
+def trained(
+    rank: int, shards: dict[str, Any], net: dict[str, Any] | None = None, **options: Any
+) -> float:
     """Training of all processes differs from that of one with the whole batch by ..."""
 
     def end(model: Any, ids: Tensor, y: Tensor) -> dict[str, Tensor]:
         return end_of_training(model, lambda m: F.cross_entropy(m(ids), y), SAMPLES, **options)
 
-    found = end(sharded(make(), **shards), *local(rank, everyone()))
-    alone = end(make(), *batch())
+    found = end(sharded(make(**(net or {})), **shards), *local(rank, everyone()))
+    alone = end(make(**(net or {})), *batch())
     return max(error(found[name], alone[name]) for name in alone)
 
 
@@ -110,10 +112,10 @@ def counted_blocks() -> Iterator[list[int]]:
         yield drawn
 
 
-def noisy(rank: int, shards: dict[str, Any]) -> dict[str, Any]:
+def noisy(rank: int, shards: dict[str, Any], net: dict[str, Any] | None = None) -> dict[str, Any]:
     """Noise in units of its standard deviation: this process's shards, and all of it."""
     torch.manual_seed(0)  # all processes alike: that must not matter
-    model = sharded(make(), **shards)
+    model = sharded(make(**(net or {})), **shards)
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
     optimizer = optimizer_of(model, flash, 5.0)
     steps, own = [], []
@@ -130,7 +132,7 @@ def noisy(rank: int, shards: dict[str, Any]) -> dict[str, Any]:
         steps.append(torch.cat(own))
 
     def optimizer_of_another() -> Any:
-        other = sharded(make(), **shards)
+        other = sharded(make(**(net or {})), **shards)
         return optimizer_of(other, GradSampleModuleFlashClipping(other, max_grad_norm=C), 5.0)
 
     whole = [torch.empty(0)] * dist.get_world_size()
@@ -160,10 +162,15 @@ def in_parts(loader: Any, optimizer: Any, part: int) -> Any:
     ).__enter__()
 
 
-def engine_run(shards: dict[str, Any], part: int | None = None, **options: Any) -> dict[str, Any]:
+def engine_run(
+    shards: dict[str, Any],
+    part: int | None = None,
+    net: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """One epoch by Poisson batches, all processes seeded alike; in parts of so many samples."""
     torch.manual_seed(0)
-    model = sharded(make(), **shards)
+    model = sharded(make(**(net or {})), **shards)
     engine = FlashPrivacyEngine(accountant="pld" if "max_batch_size" in options else "rdp")
     wrapped, optimizer, criterion, loader = engine.make_private(
         module=model,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_clipping.randomness.mechanisms import BandedNoise
-from tests.distributed import pipelines, steps
+from tests.distributed import experts, pipelines, steps
 from tests.distributed.processes import Found, Parts, clipped_step, device, make, sharded
 
 #: 5 samples of 5 positions in the second process, and none in the third.
@@ -38,6 +38,7 @@ def main(rank: int) -> Parts:
         ),
         "truncated": lambda: steps.engine_run(shards, part=1, max_batch_size=8),
         "correlated": lambda: steps.correlated(sharded(make(), mesh=mesh), BandedNoise(3)),
+        **experts.by_four(rank),
         **pipelines.main(rank),
     }
 

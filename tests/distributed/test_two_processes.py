@@ -14,8 +14,17 @@ import torch
 from torch import distributed as dist
 
 from flash_clipping.randomness.mechanisms import BandedNoise, OneStepNoise
-from tests.distributed import cases, data_parallel, failures, pipelines, processes, steps, uses
-from tests.distributed.processes import BACKEND, Found, Parts, refusals
+from tests.distributed import (
+    cases,
+    data_parallel,
+    experts,
+    failures,
+    pipelines,
+    processes,
+    steps,
+    uses,
+)
+from tests.distributed.processes import BACKEND, C, Found, Parts, refusals, truth_of
 
 TRAINED: dict[str, dict[str, Any]] = {
     "one_pass": {},
@@ -64,6 +73,7 @@ def main(rank: int) -> Parts:
         **refusals(steps.refusals(rank), on_device=("changed",)),
         **pipelines.main(rank),
         **uses.main(rank),
+        **experts.by_two(rank),
         "trainer": lambda: data_parallel.main(rank),
         **failures.main(rank, str(folder[0])),
     }

@@ -25,8 +25,8 @@ from tests.distributed.processes import (
     truth_of,
 )
 from tests.distributed.steps import Rows
+from tests.support.autograd import truth_by_autograd
 from tests.support.hugging_face import llama
-from tests.support.oracle import per_sample_truth
 
 CUTS = (0, 5, 8)
 
@@ -52,7 +52,7 @@ def token_losses(model: Any, given: tuple[Tensor, ...]) -> Tensor:
 def steps_beside_single_samples(model: Any, plain: Any, rows: slice = slice(None)) -> float:
     """Norms and sums of a model of transformers, ``rows`` of the batch being this process's."""
     ids, _ = batch()
-    whole = per_sample_truth(plain, (ids,), token_losses)
+    whole = truth_by_autograd(plain, (ids,), lambda m, given: token_losses(m, given).mean())
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
     errors = []
     for _ in range(2):

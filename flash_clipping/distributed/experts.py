@@ -1,0 +1,288 @@
+"""Experts in parallel: each process of a mesh has some of them, and tokens go to them.
+
+Every process has samples of its own. The rows of a sample reach several processes, and so does its
+gradient: squared norms are added up over the processes of an expert mesh, and each of these gets
+the coefficients of all samples that sent it rows.
+
+B samples of this process, M those of all processes of its expert mesh, P parameters of experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from flash_clipping.capture.layer_arguments import positional
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import Factor, merge
+from flash_clipping.finish.clipping import Coefficients, Doubts
+from flash_clipping.layers.exchange import Samples
+from flash_clipping.layers.routed_rows import SideBySide
+from flash_clipping.rules import find_rule
+from flash_clipping.rules.experts import ExpertsRule
+from flash_clipping.rules.mixture_of_experts import MixtureOfExpertsRule
+from flash_clipping.rules.other_experts import DbrxExpertsRule, Llama4ExpertsRule
+from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer
+
+_SERVED = (MixtureOfExpertsRule, ExpertsRule, DbrxExpertsRule, Llama4ExpertsRule)
+
+
+def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
+    """Leave every process its part of all experts of a model, in place.
+
+    Served are :class:`~flash_clipping.layers.MixtureOfExperts` and the stacked experts of
+    ``transformers``. Their parameters become ``DTensor``s: of E experts on n processes the first
+    has the first E/n, and so on. Give what this returns to ``fully_shard`` as ``ignored_params``,
+    with the same mesh, for every block and for the model.
+
+    Args:
+        model: with the same weights in all processes; those of the first are taken.
+        mesh: of one dimension, along which processes have other experts; or of two (data, expert):
+            processes along the first have the same ones.
+
+    Returns:
+        The parameters of all experts.
+
+    Raises:
+        ValueError: there are no experts, or not as many in each process; or the mesh has another
+            number of dimensions; or parameters are not there yet (``meta``), or not finite.
+        NotImplementedError: experts of a kind that is not served, or that compute something else.
+    """
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"distribute_experts: found a mesh of {mesh.ndim} dimensions; expected (expert,) or "
+            "(data, expert). Use init_device_mesh(device, (data, experts), mesh_dim_names=...)."
+        )
+    found: dict[int, nn.Parameter] = {}
+    for path, module in [*model.named_modules()]:
+        rule = find_rule(module)
+        if type(rule) in _SERVED:
+            _distribute(path or "the model", module, rule, mesh, found)
+        elif isinstance(rule, ExpertsRule):
+            raise NotImplementedError(
+                f"{path} ({type(module).__name__}): found adapters around experts, which are not "
+                "built for experts in parallel. Distribute the experts of the plain model, or use "
+                "flash_clipping.layers.MixtureOfExperts(..., rank=r)."
+            )
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__}: found no experts to distribute; expected "
+            "flash_clipping.layers.MixtureOfExperts, or stacked experts of transformers."
+        )
+    return {*found.values()}
+
+
+def _distribute(
+    path: str, layer: Any, rule: Any, mesh: Any, found: dict[int, nn.Parameter]
+) -> None:
+    """Cut one layer; ``found`` has the parts of parameters by the ``id`` of the whole: tied ones
+    stay tied."""
+    is_own = isinstance(rule, MixtureOfExpertsRule)
+    experts, n = layer.experts if is_own else layer.num_experts, mesh.size(mesh.ndim - 1)
+    if experts % n:
+        raise ValueError(
+            f"{path}: found {experts} experts and {n} processes along the mesh's last dimension; "
+            "expected as many experts in each. Use a mesh whose last dimension divides "
+            f"{experts}."
+        )
+    if any(param.is_meta or isinstance(param, DTensor) for param in layer.parameters()):
+        raise ValueError(
+            f"{path}: found parameters on the meta device, or DTensors; expected whole ones. Call "
+            "distribute_experts before fully_shard, on a model whose weights are loaded."
+        )
+    if not is_own:
+        _compare(path, layer, rule, experts)
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    for module in layer.modules():
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if id(param) not in found:
+                shard = distribute_tensor(param.detach(), mesh, placements)
+                found[id(param)] = nn.Parameter(shard, requires_grad=param.requires_grad)
+            module._parameters[name] = found[id(param)]
+    layer.forward = ForwardByRule(layer, rule)
+
+
+def _compare(path: str, layer: Any, rule: ExpertsRule, experts: int) -> None:
+    """See that a layer computes what its rule does, while all of its matrices are here: a token for
+    every expert."""
+    first = rule.arithmetic(layer, rule.tensors(layer, None), None).first
+    matrices = (first.parts[0] if isinstance(first, SideBySide) else first).W_Epd
+    tokens = torch.arange(experts * matrices.shape[2], device=matrices.device) * 0.7
+    x_1Ed = tokens.sin().to(matrices.dtype).view(1, experts, -1)
+    routes: tuple[Tensor, ...] = ()
+    if not isinstance(rule, Llama4ExpertsRule):  # whose tokens tell by their places where they go
+        ids_E = torch.arange(experts, device=matrices.device)
+        routes = ids_E.view(1, -1, 1), torch.ones_like(x_1Ed[..., :1])
+    try:
+        with torch.no_grad():
+            rule.forward(layer, x_1Ed, *routes)
+    except UnsupportedLayer as error:
+        raise NotImplementedError(f"{path}: {error}") from error
+    if layer not in rule.checked:
+        raise ValueError(
+            f"{path}: found experts that give what is not finite, for tokens of ordinary size. "
+            "Load their weights before distribute_experts."
+        )
+
+
+class ForwardByRule:
+    """The forward of experts in parallel, by their rule: under ordinary autograd, where a model is
+    not wrapped. The sums of this process's experts are then left in their ``p.grad``, over the
+    samples of all processes along the mesh's last dimension.
+
+    Attributes:
+        computes_rule: the rule, by which a wrapped model runs the layer.
+    """
+
+    def __init__(self, layer: nn.Module, rule: Rule):
+        self.layer, self.computes_rule = layer, rule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.computes_rule.call(self.layer, self._apply, args, kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        layer, rule = self.layer, self.computes_rule
+        inputs = positional(layer, type(layer).__name__, rule, args, kwargs)
+        if not rule.takes_samples:  # tokens: of one sample, as it does not matter here
+            inputs = tuple(x.unsqueeze(0) for x in inputs)
+        output: Tensor = _ByRule.apply(layer, rule, len(inputs), *inputs, *layer.parameters())
+        return output if rule.takes_samples else output.squeeze(0)
+
+
+class _ByRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, rule: Rule, count: int, *tensors: Any) -> Tensor:
+        output, saved = rule.forward(layer, *tensors[:count])
+        ctx.layer, ctx.rule, ctx.count = layer, rule, count
+        ctx.save_for_backward(*(x for x in saved if isinstance(x, Tensor)))
+        ctx.saved = [None if isinstance(x, Tensor) else x for x in saved]
+        ctx.places = [i for i, x in enumerate(saved) if isinstance(x, Tensor)]
+        return output.detach()  # no view: it may be changed in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        saved = [*ctx.saved]
+        for place, x in zip(ctx.places, ctx.saved_tensors, strict=True):
+            saved[place] = x
+        wanted = ctx.needs_input_grad[3:]
+        named = dict(ctx.layer.named_parameters())
+        names = {n for n, is_wanted in zip(named, wanted[ctx.count :], strict=True) if is_wanted}
+        needs = Needs(wanted[: ctx.count], frozenset(names), "auto")
+        grads, factors = ctx.rule.backward(ctx.layer, tuple(saved), grad, needs)
+        sums = [
+            factors[name].clipped_sum(None, "auto").view_as(param) if name in names else None
+            for name, param in named.items()
+        ]
+        return None, None, None, *grads, *sums
+
+
+def in_parallel(root: nn.Module) -> dict[str, nn.Module]:
+    """Experts in parallel among these modules, by their paths."""
+    return {
+        path: module
+        for path, module in root.named_modules()
+        if isinstance(vars(module).get("forward"), ForwardByRule)
+    }
+
+
+class ExpertFactors:
+    """What one backward pass has recorded of experts in parallel, and what processes tell each
+    other of it: squared norms and coefficients, each in one all-reduce over the expert mesh.
+
+    Parameters go by their ``id``.
+    """
+
+    def __init__(self, backend: str):
+        self._backend = backend
+        self._samples: Samples | None = None
+        self._factors: dict[int, list[Factor]] = {}
+        #: Squared norms of all samples, and what rounding may hide of them.
+        self._norms: dict[int, tuple[Tensor, Tensor | None]] = {}
+        #: Coefficients of the same samples.
+        self._coefs: dict[int, Tensor] = {}
+
+    def note(self, path: str, samples: Samples) -> None:
+        """A layer has recorded gradients of these samples."""
+        if self._samples is not None and self._samples.counts != samples.counts:
+            raise FlashClippingError(
+                f"{path}: found experts with rows of {samples.counts} samples in the processes of "
+                f"their mesh, and of {self._samples.counts} in the same backward. Call backward() "
+                "for each batch by itself."
+            )
+        self._samples = samples
+
+    def keep(self, key: int, whole: Factor) -> None:
+        """Hold a factor, of one use of a parameter, until the pass ends."""
+        self._factors.setdefault(key, []).append(whole)
+
+    def measure(self, key: int, whole: Factor) -> None:
+        """Take the norms of a parameter's only factor, and let go of it."""
+        self._norms[key] = whole.sqnorms(self._backend), whole.doubt(self._backend)
+
+    def whole_norms(
+        self, keys: Sequence[int], norms_PB: Tensor, doubts: Doubts, is_expert: Sequence[bool]
+    ) -> tuple[Tensor, Doubts]:
+        """Norms and doubts of all parameters, to which those of experts are added.
+
+        Args:
+            keys: of all parameters, in an order that all processes share.
+            norms_PB: rows of experts hold nothing yet.
+            is_expert: which of the parameters are of experts.
+        """
+        samples = self._samples
+        experts = [key for key, is_one in zip(keys, is_expert, strict=True) if is_one]
+        if samples is None:
+            return norms_PB, doubts
+        for key in [*self._factors]:
+            factor = merge(self._factors.pop(key))
+            self._factors[key] = [factor]
+            self.measure(key, factor)
+        sq_B, _ = next(iter(self._norms.values()))
+        nothing_M = sq_B.new_zeros(sum(samples.counts), dtype=torch.float64)
+        found = [self._norms.pop(key, (nothing_M, None)) for key in experts]
+        rows = [sq_M.double() for sq_M, _ in found]
+        rows += [nothing_M if doubt_M is None else doubt_M.double() for _, doubt_M in found]
+        of_own = samples.added_up(torch.stack(rows))[:, : norms_PB.shape[1]]
+        sq_EB, doubt_EB = of_own.chunk(2)
+        dtype = torch.promote_types(norms_PB.dtype, sq_B.dtype)
+        # A sum that cancels may come out below zero. An overflow is no such sum, and must not be 0.
+        sq_EB = sq_EB.nan_to_num(nan=math.nan, posinf=math.inf, neginf=math.nan).clamp(min=0)
+        of_experts = iter((sq_EB.sqrt() * doubts.scale).to(dtype))
+        norms = [
+            next(of_experts) if is_one else norm_B.to(dtype)
+            for norm_B, is_one in zip(norms_PB, is_expert, strict=True)
+        ]
+        return torch.stack(norms), Doubts(
+            [*doubts.blocks, (experts, doubt_EB.to(dtype))], doubts.scale
+        )
+
+    def share(self, keys: Sequence[int], coef: Coefficients) -> None:
+        """Tell all processes of the mesh the coefficients of this one's samples."""
+        if self._samples is None:
+            return
+        rows = [coef.one] if coef.one is not None else [coef[key] for key in keys]
+        of_all = self._samples.gathered(torch.stack(rows))
+        self._coefs = dict(zip(keys, of_all.expand(len(keys), -1), strict=True))
+
+    def clipped_sum(self, key: int, whole: Factor | None = None) -> Tensor | None:
+        """Over the samples of all processes; of what is held, unless ``whole`` is given. ``None``
+        where backward did not reach the parameter."""
+        if whole is None:
+            if key not in self._factors:
+                return None
+            (whole,) = self._factors.pop(key)
+        return whole.clipped_sum(self._coefs[key], self._backend)
+
+    def forget(self) -> None:
+        """Let go of all factors."""
+        self._factors.clear()
+        self._norms.clear()
