@@ -24,7 +24,7 @@ from tests.distributed import (
     steps,
     uses,
 )
-from tests.distributed.processes import BACKEND, C, Found, Parts, refusals, truth_of
+from tests.distributed.processes import BACKEND, Found, Parts, refusals
 
 TRAINED: dict[str, dict[str, Any]] = {
     "one_pass": {},
