@@ -17,12 +17,7 @@ from typing import Any
 from opacus.accountants import IAccountant, PRVAccountant, RDPAccountant, register_accountant
 
 from flash_clipping.errors import FlashClippingError, missing_extra
-from flash_clipping.randomness.mechanisms import (
-    BandedNoise,
-    IndependentNoise,
-    NoiseMechanism,
-    OneStepNoise as OneStepNoise,
-)
+from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 
 #: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
 SAMPLINGS = ("poisson", "cyclic_poisson", "fixed_order")
@@ -84,7 +79,8 @@ class Process:
                 "partly cancels, and epsilon must know how often. It does for IndependentNoise "
                 "with sampling='poisson' (max_batch_size: with no other), for BandedNoise with "
                 "'cyclic_poisson' or 'fixed_order' (it reaches over fewer steps than a cycle has), "
-                "and for OneStepNoise with 'fixed_order'."
+                "and for BandedInverseNoise, OneStepNoise and BufferedNoise with 'fixed_order' "
+                "(they reach over all steps: no amplification of theirs is proven here)."
             )
         if isinstance(self.noise, BandedNoise) and self.noise.count > self.cycle:
             raise ValueError(

@@ -140,8 +140,9 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
     sampling, max_batch_size = given.get("sampling", "poisson"), given.get("max_batch_size")
     if not isinstance(noise, NoiseMechanism):
         raise ValueError(
-            f"noise: found {type(noise).__name__}; expected IndependentNoise(), BandedNoise(...) "
-            "or OneStepNoise(...) of flash_clipping.randomness.mechanisms."
+            f"noise: found {type(noise).__name__}; expected IndependentNoise(), "
+            "BandedNoise(...), BandedInverseNoise(...), OneStepNoise(...) or BufferedNoise(...) of "
+            "flash_clipping.randomness.mechanisms."
         )
     if sampling == "poisson" and max_batch_size is None and isinstance(noise, IndependentNoise):
         process = Process()

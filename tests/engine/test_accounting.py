@@ -18,7 +18,13 @@ from flash_clipping.engine.accounting import (
     Process,
     relation_of,
 )
-from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, OneStepNoise
+from flash_clipping.randomness.mechanisms import (
+    BandedInverseNoise,
+    BandedNoise,
+    BufferedNoise,
+    IndependentNoise,
+    OneStepNoise,
+)
 
 dp = pytest.importorskip("dp_accounting")
 stats = pytest.importorskip("scipy.stats")
@@ -96,20 +102,28 @@ def gaussian(mu: float, delta: float = 1e-5) -> float:
     return high
 
 
+#: ``inv(C)`` of a run of 10 steps, of three diagonals.
+INVERSE = np.eye(10) - 0.5 * np.eye(10, k=-1) - 0.125 * np.eye(10, k=-2)
+
+
 @pytest.mark.parametrize(
-    ("noise", "squared"),
+    ("noise", "matrix"),
     [
-        (IndependentNoise(), 3.0),
-        # Columns 0, 4 and 8 of a matrix of 10 steps do not meet; the last is cut off.
-        (BandedNoise(3), 2 * (1 + 0.25 + 0.375**2) + 1.25),
-        (OneStepNoise(0.5), None),
+        (IndependentNoise(), np.eye(10)),
+        (BandedNoise(3), np.eye(10) + 0.5 * np.eye(10, k=-1) + 0.375 * np.eye(10, k=-2)),
+        (OneStepNoise(0.5), sum(0.5**j * np.eye(10, k=-j) for j in range(10))),
+        (BandedInverseNoise(3), np.linalg.inv(INVERSE)),
+        (
+            BufferedNoise((0.4, 0.1), (0.9, 0.5)),
+            np.eye(10)
+            + sum((0.4 * 0.9**j + 0.1 * 0.5**j) * np.eye(10, k=-j - 1) for j in range(10)),
+        ),
     ],
 )
-def test_fixed_order_is_one_gaussian(noise: Any, squared: float | None) -> None:
+def test_fixed_order_is_one_gaussian(noise: Any, matrix: np.ndarray) -> None:
+    """Of the norm of those columns in whose steps a sample takes part: 0, 4 and 8."""
     process = Process("fixed_order", noise, samples=40, cycle=4)
-    if squared is None:
-        matrix = [[0.5 ** (t - s) if t >= s else 0 for s in range(10)] for t in range(10)]
-        squared = float((np.array(matrix)[:, [0, 4, 8]].sum(1) ** 2).sum())
+    squared = float((matrix[:, [0, 4, 8]].sum(1) ** 2).sum())
     found = accountant(process, (2.0, 0.25, 10)).get_epsilon(1e-5)
     assert found == pytest.approx(gaussian(squared**0.5 / 2.0), rel=1e-6)
     assert process.relation == ZERO_OUT
@@ -158,6 +172,11 @@ def test_the_noise_for_a_target(process: Process) -> None:
         ({"noise": OneStepNoise(0.5)}, "OneStepNoise with sampling='poisson'"),
         ({"noise": BandedNoise(3)}, "'cyclic_poisson' or 'fixed_order'"),
         ({"sampling": "cyclic_poisson", "noise": OneStepNoise(0.5)}, "fewer steps than a cycle"),
+        (
+            {"sampling": "cyclic_poisson", "noise": BandedInverseNoise(3), "cycle": 3},
+            "BandedInverseNoise with sampling='cyclic_poisson'",
+        ),
+        ({"noise": BufferedNoise((0.5,), (0.5,))}, "BufferedNoise with sampling='poisson'"),
         ({"sampling": "cyclic_poisson"}, "IndependentNoise with sampling='cyclic_poisson'"),
         ({"sampling": "fixed_order", "noise": BandedNoise(5), "cycle": 4}, "4 batches"),
         ({"sampling": "fixed_order", "max_batch_size": 3}, "max_batch_size with"),
