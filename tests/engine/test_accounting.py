@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from opacus.accountants import PRVAccountant
+from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp
 
+from flash_clipping import FlashPrivacyEngine
 from flash_clipping.engine import accounting
 from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     ZERO_OUT,
+    DiscreteGaussianAccountant,
     PldAccountant,
     Process,
     relation_of,
@@ -28,6 +31,7 @@ from flash_clipping.randomness.mechanisms import (
 
 dp = pytest.importorskip("dp_accounting")
 stats = pytest.importorskip("scipy.stats")
+special = pytest.importorskip("scipy.special")
 
 
 def accountant(process: Process, *history: tuple[float, float, int]) -> PldAccountant:
@@ -222,3 +226,61 @@ def test_truncated_batches_are_accounted_for_both_neighbours() -> None:
     events = Process(samples=50, max_batch_size=9, cycle=5).events(1.0, 0.2, 3)
     assert [event.event.dataset_size for event in events] == [50, 51]
     assert [event.event.truncated_batch_size for event in events] == [9, 9]
+
+
+# -- discrete noise --------------------------------------------------------------------------------
+
+
+def discrete_pair(moved: int, deviation: float, rate: float) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of the probabilities of one step's outputs without and with a sample, number by
+    number, by their definition."""
+    x = np.arange(-60 * int(deviation), 60 * int(deviation) + 1)
+    without, other = -(x**2) / (2 * deviation**2), -((x - moved) ** 2) / (2 * deviation**2)
+    without, other = without - special.logsumexp(without), other - special.logsumexp(other)
+    with np.errstate(divide="ignore"):
+        return without, np.logaddexp(np.log(1 - rate) + without, np.log(rate) + other)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize(("moved", "deviation"), [(1, 1.0), (3, 2.0), (4, 4.0), (1, 8.0)])
+def test_discrete_noise_costs_what_is_accounted(moved: int, deviation: float, rate: float) -> None:
+    """Rényi divergences of both directions against sums over integers, and the exact δ of a step
+    and of two against the accountant's ε."""
+    without, sampled = discrete_pair(moved, deviation, rate)
+    multiplier = deviation / moved
+    for order in (2, 3, 8, 20):
+        formula = compute_rdp(q=rate, noise_multiplier=multiplier, steps=1, orders=[order])[0]
+        for p, q in ((sampled, without), (without, sampled)):
+            exact = special.logsumexp(order * p - (order - 1) * q) / (order - 1)
+            assert exact <= formula * (1 + 1e-9) + 1e-12
+            if p is sampled:
+                assert exact == pytest.approx(formula, rel=1e-6)
+    without, sampled = np.exp(without), np.exp(sampled)
+    for steps in (1, 2):
+        p, q = without, sampled
+        if steps == 2:
+            p, q = np.outer(p, p), np.outer(q, q)
+        found = DiscreteGaussianAccountant()
+        found.history = [(multiplier, rate, steps)]
+        for delta in (1e-3, 1e-6):
+            factor = math.exp(found.get_epsilon(delta))
+            assert np.maximum(p - factor * q, 0).sum() <= delta
+            assert np.maximum(q - factor * p, 0).sum() <= delta
+
+
+def test_discrete_noise_is_accounted_for_at_whole_orders() -> None:
+    found, gaussian_noise = DiscreteGaussianAccountant(), RDPAccountant()
+    for steps in (found, gaussian_noise):
+        for _ in range(50):
+            steps.step(noise_multiplier=1.2, sample_rate=0.1)
+    assert gaussian_noise.get_epsilon(1e-5) <= found.get_epsilon(1e-5)
+    assert found.get_epsilon(1e-5) < 1.1 * gaussian_noise.get_epsilon(1e-5)
+    for alphas in ([2.5], [1], [2, 3.1]):
+        with pytest.raises(ValueError, match="whole orders"):
+            found.get_epsilon(1e-5, alphas=alphas)
+    found.step(noise_multiplier=0.0, sample_rate=0.1)
+    assert found.get_epsilon(1e-5) == math.inf
+    assert DiscreteGaussianAccountant().get_epsilon(1e-5) == 0
+    assert FlashPrivacyEngine(accountant="discrete_gaussian").accountant.mechanism() == (
+        "discrete_gaussian"
+    )
