@@ -275,6 +275,7 @@ def test_discrete_noise_is_accounted_for_at_whole_orders() -> None:
             steps.step(noise_multiplier=1.2, sample_rate=0.1)
     assert gaussian_noise.get_epsilon(1e-5) <= found.get_epsilon(1e-5)
     assert found.get_epsilon(1e-5) < 1.1 * gaussian_noise.get_epsilon(1e-5)
+    assert all(order == int(order) >= 2 for order in found.DEFAULT_ALPHAS)
     for alphas in ([2.5], [1], [2, 3.1]):
         with pytest.raises(ValueError, match="whole orders"):
             found.get_epsilon(1e-5, alphas=alphas)
