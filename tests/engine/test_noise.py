@@ -13,11 +13,13 @@ from opacus import PrivacyEngine
 from torch import Tensor, nn
 
 from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine
+from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
 from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
 from flash_clipping.ops.noise import discrete_grid, discrete_noisy_means, grid_of, noisy_means
 from flash_clipping.randomness import Draw, Purpose, SecretStream, SeededNoiseWarning
 from flash_clipping.randomness.choices import discrete_gaussian
+from flash_clipping.randomness.mechanisms import BandedInverseNoise, BufferedNoise
 from tests.support.private import Private, data
 
 seeded = pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
@@ -339,9 +341,13 @@ def test_exact_noise_is_refused_where_it_is_not_accounted_for() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_on_a_gpu_waits_for_nothing() -> None:
+@pytest.mark.parametrize("noise", ["independent", "exact", "inverse", "buffers"])
+def test_a_step_on_a_gpu_waits_for_nothing(noise: str) -> None:
     param = nn.Parameter(torch.zeros(1000, device="cuda"))
-    optimizer = optimizer_of([param])
+    optimizer = optimizer_of([param], noise_grid="exact" if noise == "exact" else False)
+    correlated = {"inverse": BandedInverseNoise(3), "buffers": BufferedNoise((0.4,), (0.9,))}
+    if noise in correlated:
+        optimizer.correlated = CorrelatedNoise(correlated[noise], lambda batch: None)
 
     def step() -> Tensor:
         optimizer.zero_grad()
