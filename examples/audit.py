@@ -3,6 +3,7 @@
     python examples/audit.py            # the lower bound stays under the accountant's ε
     python examples/audit.py --broken   # clipping 50 times too loose: the audit notices
     python examples/audit.py --model current   # experts with LoRA, product keys, hyper-connections
+    python examples/audit.py --noise buffers   # noise that later steps take back
 
 One training run is enough (``flash_clipping.auditing`` says why, and has the bounds). Every canary
 owns one input feature, so its gradient points where no other sample's does, and the score reads
@@ -18,7 +19,8 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,7 @@ from training import InMemoryDataset
 
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.auditing import Audit, Canaries
+from flash_clipping.randomness.mechanisms import BandedInverseNoise, BufferedNoise, NoiseMechanism
 
 CLASSES = 10
 # A canary's gradient must be longer than a broken bound lets through, or breaking changes nothing.
@@ -67,6 +70,22 @@ class CurrentLayers(nn.Module):
 MODELS = {"convolutions": convolutions, "current": CurrentLayers}
 
 
+def private_options(noise: str, steps: int, batches: int) -> tuple[str, dict[str, Any]]:
+    """The accountant, and arguments of make_private, for so many steps and batches in an epoch."""
+    if noise == "discrete":
+        return "discrete_gaussian", {"noise_grid": "exact"}
+    correlated: dict[str, Callable[[], NoiseMechanism]] = {
+        "inverse": lambda: BandedInverseNoise.optimised(3, steps, batches),
+        "buffers": lambda: BufferedNoise.optimised(2, steps, batches),
+    }
+    if noise not in correlated:
+        return "prv", {}
+    return "pld", {"sampling": "fixed_order", "noise": correlated[noise]()}
+
+
+NOISES = ("independent", "inverse", "buffers", "discrete")
+
+
 class AuditedModel(nn.Module):
     """A small image classifier, and one input feature for each canary."""
 
@@ -94,17 +113,25 @@ def audit(args: argparse.Namespace, console: Console) -> Audit:
     pixels, digits = load_digits(return_X_y=True)
     x = torch.tensor(pixels[: args.samples], dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
     y = torch.tensor(digits[: args.samples], dtype=torch.long)
-    number_in = 1 + included_M.nonzero().flatten()
+    number_M, image_M = 1 + torch.arange(m), torch.zeros(m, 1, 8, 8)
+    steps = args.epochs * args.batches
+    accountant, options = private_options(args.noise, steps, args.batches)
+    rows_M = included_M
+    if "sampling" in options:
+        # Epsilon is for zeroing a sample out: all canaries have their places. A sample that is not
+        # finite adds nothing.
+        rows_M = torch.ones_like(included_M)
+        image_M[~included_M] = math.nan
     data = InMemoryDataset(
-        torch.cat([x, torch.zeros(len(number_in), 1, 8, 8)]),
-        torch.cat([torch.zeros(len(x), dtype=torch.long), number_in]),
-        torch.cat([y, label_M[included_M]]),
+        torch.cat([x, image_M[rows_M]]),
+        torch.cat([torch.zeros(len(x), dtype=torch.long), number_M[rows_M]]),
+        torch.cat([y, label_M[rows_M]]),
     )
 
     model = AuditedModel(m, MODELS[args.model]()).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     loader = data.loader(math.ceil(len(data) / args.batches))
-    engine = FlashPrivacyEngine()
+    engine = FlashPrivacyEngine(accountant=accountant)
     private, optimizer, criterion, loader = engine.make_private_with_epsilon(
         module=model,
         optimizer=optimizer,
@@ -114,6 +141,7 @@ def audit(args: argparse.Namespace, console: Console) -> Audit:
         target_delta=args.delta,
         epochs=args.epochs,
         max_grad_norm=args.max_grad_norm,
+        **options,
     )
     if args.broken:
         # On purpose: samples are clipped to 50 C, while the noise is still that for C. It would
@@ -145,6 +173,7 @@ def audit(args: argparse.Namespace, console: Console) -> Audit:
         score_M,
         guesses=args.guesses,
         epsilon=engine.get_epsilon(args.delta),
+        relation=engine.relation,
         delta=args.delta,
         confidence=args.confidence,
         gaussian=args.gaussian,
@@ -170,6 +199,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--broken", action="store_true", help="clip 50 times too loosely")
     parser.add_argument("--gaussian", action="store_true", help="the tighter bound, of Gaussians")
     parser.add_argument("--model", choices=tuple(MODELS), default="convolutions")
+    parser.add_argument("--noise", choices=NOISES, default="independent")
     parser.add_argument("--canaries", type=int, default=1000, help="coins to throw")
     parser.add_argument("--guesses", type=int, default=300, help="canaries not to abstain on")
     parser.add_argument("--samples", type=int, default=1000, help="other training data")
@@ -197,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> Audit:
     warnings.filterwarnings("ignore", message="Secure RNG turned off")
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     warnings.filterwarnings("ignore", message="Optimal order is the")
+    warnings.filterwarnings("ignore", message="The gradient of at least one sample was not finite")
     found = audit(args, console)
     show(found, args.broken, console)
     return found

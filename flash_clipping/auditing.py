@@ -213,6 +213,7 @@ class Canaries:
         delta: float,
         confidence: float = 0.95,
         gaussian: bool = False,
+        relation: str = "add or remove one sample",
     ) -> Audit:
         """Guess by these scores, and compare what that shows with what was promised.
 
@@ -220,7 +221,9 @@ class Canaries:
             score_M: ``[M]``, higher for canaries that look as if they were in the data.
             guesses: on how many canaries not to abstain. To be chosen before the scores are known:
                 the best of several numbers is not covered by the confidence.
-            epsilon: what the accountant says at ``delta``; a sample is added or removed.
+            epsilon: what the accountant says at ``delta``.
+            relation: what a coin does to its sample, and ε is for: ``engine.relation``. To zero one
+                out is to leave it in the data with a gradient that adds nothing.
             delta, confidence, gaussian: as in :func:`epsilon_lower_bound`.
 
         Raises:
@@ -244,6 +247,7 @@ class Canaries:
             delta=delta,
             confidence=confidence,
             epsilon=epsilon,
+            relation=relation,
             lower_bound=epsilon_lower_bound(
                 m, guesses, correct, delta, confidence, gaussian=gaussian
             ),
@@ -259,6 +263,7 @@ class Audit:
     Attributes:
         lower_bound: on ε, at ``delta`` and with ``confidence``.
         epsilon: the accountant's.
+        relation: which datasets it compares.
         area_under_curve: of true over false positives, for all thresholds: 0.5 is chance.
         area_interval: of that, 95 %, by resampling canaries.
     """
@@ -273,6 +278,7 @@ class Audit:
     lower_bound: float
     area_under_curve: float
     area_interval: tuple[float, float]
+    relation: str = "add or remove one sample"
 
     @property
     def violated(self) -> bool:
@@ -289,7 +295,7 @@ class Audit:
             ("right", f"{self.correct} ({share:.1%})"),
             ("area under the curve", f"{self.area_under_curve:.3f} ({low:.3f} to {high:.3f})"),
             (f"ε, lower bound ({self.confidence:.0%} confidence)", f"{self.lower_bound:.2f}"),
-            (f"ε, accountant (δ = {self.delta:g}; add or remove one)", f"{self.epsilon:.2f}"),
+            (f"ε, accountant (δ = {self.delta:g}; {self.relation})", f"{self.epsilon:.2f}"),
         ]
 
     @property

@@ -19,7 +19,12 @@ from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose, SecretStream
-from flash_clipping.randomness.mechanisms import BandedNoise, NoiseMechanism, OneStepNoise
+from flash_clipping.randomness.mechanisms import (
+    BandedInverseNoise,
+    BandedNoise,
+    BufferedNoise,
+    NoiseMechanism,
+)
 
 
 class CorrelatedNoise:
@@ -42,12 +47,13 @@ class CorrelatedNoise:
 
     def begin_run(self) -> None:
         """Steps from now on take nothing back of the noise of those before."""
-        #: The last rows of ``inv(C) Z``, the latest first: of banded noise.
+        #: Of banded noise the last rows of ``inv(C) Z``, the latest first; of buffered noise the
+        #: buffers.
         self._rows: list[list[Tensor]] = []
-        #: Where every ``z`` came from: of banded noise that is drawn again.
+        #: Where ``z`` came from: of banded noise that is drawn again, in every step, the first
+        #: first; of noise with a banded inverse, in those that the next one takes back, the latest
+        #: first.
         self._draws: list[Draw] = []
-        #: Where the last ``z`` came from: of one-step noise.
-        self._last: Draw | None = None
         self._shapes: Any = None
         #: Noise multiplier and standard deviation of the steps before.
         self._settings: tuple[float, float] | None = None
@@ -125,14 +131,28 @@ class CorrelatedNoise:
             self._draws = draws  # a step that failed has taken nothing
             return row
         row = _normals(draw, sums, numbers)
-        if isinstance(self.mechanism, OneStepNoise):
-            if self._last is not None:
-                for w, z in zip(row, _normals(self._last, sums, numbers), strict=True):
-                    w.sub_(z, alpha=self.mechanism.share)
-            self._last = draw
+        if isinstance(self.mechanism, BandedInverseNoise):
+            for share, before in zip(self.mechanism.taken_back, self._draws, strict=False):
+                for w, z in zip(row, _normals(before, sums, numbers), strict=True):
+                    w.sub_(z, alpha=float(share))
+            self._draws = [draw, *self._draws[: self.mechanism.count - 2]]
         elif isinstance(self.mechanism, BandedNoise):
             self._rows = self._with_next(row, self._rows)
+        elif isinstance(self.mechanism, BufferedNoise):
+            self._buffer(self.mechanism, row)
         return row
+
+    def _buffer(self, mechanism: BufferedNoise, z: list[Tensor]) -> None:
+        """Take from ``z`` what the buffers say; it becomes a row, and is added to them."""
+        if not self._rows:
+            self._rows = [[x.clone() for x in z] for _ in mechanism.weights]
+            return
+        for weight, buffer in zip(mechanism.weights, self._rows, strict=True):
+            for w, s in zip(z, buffer, strict=True):
+                w.sub_(s, alpha=weight)
+        for decay, buffer in zip(mechanism.decays, self._rows, strict=True):
+            for w, s in zip(z, buffer, strict=True):
+                s.mul_(decay).add_(w)
 
     def _with_next(self, z: list[Tensor], rows: list[list[Tensor]]) -> list[list[Tensor]]:
         """The last rows of banded noise, the latest first, when ``z`` is drawn; it becomes one."""

@@ -29,7 +29,7 @@ from flash_clipping.engine.step_record import (
     total_bound,
 )
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.ops.noise import noisy_means
+from flash_clipping.ops.noise import NoiseGrid, discrete_noisy_means, noisy_means
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.stream import stream_of
 
@@ -50,7 +50,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         generator: a seed, for tests: the stream is that of a number drawn from it, now.
         secure_mode: changes nothing: noise is that of secure mode. It refuses a seed.
         noise_grid: round noisy sums to a grid that does not depend on data
-            (:func:`flash_clipping.ops.noise.grid_of`).
+            (:func:`flash_clipping.ops.noise.grid_of`); ``"exact"``: round sums, and add discrete
+            noise (:func:`flash_clipping.ops.noise.discrete_noisy_means`).
         **kwargs: as in Opacus.
 
     Attributes:
@@ -90,10 +91,16 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         *,
         max_grad_norm: float | Sequence[float],
         stream: SecretStream | None = None,
-        noise_grid: bool = False,
+        noise_grid: NoiseGrid = False,
         **kwargs: Any,
     ):
         _refuse_many_closures(optimizer)
+        if noise_grid == "exact" and type(self) is not FlashDPOptimizer:
+            raise NotImplementedError(
+                f"noise_grid='exact': found {type(self).__name__}, as for several processes; "
+                "expected FlashDPOptimizer: discrete noise is for whole parameters in one process. "
+                "Use noise_grid=True."
+            )
         self.stream = stream_of(stream, kwargs.get("generator"), kwargs.get("secure_mode", False))
         self.noise_grid = noise_grid
         super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)  # type: ignore[arg-type]
@@ -358,9 +365,14 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         shards, dtypes = self._shards(), [self._noisy_dtype(p) for p in self.params]
         if self.correlated is None:
             draw, grid = self.stream.draw(Purpose.NOISE), self.noise_grid
-            noisy = noisy_means(
-                sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid
-            )
+            if grid == "exact":
+                noisy = discrete_noisy_means(
+                    sums, std, self._multiplier(), divisor, draw=draw, dtypes=dtypes
+                )
+            else:
+                noisy = noisy_means(
+                    sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid
+                )
         else:
             noisy = self.correlated.noisy_means(
                 sums,
@@ -492,8 +504,8 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
     def __init__(self, *args: Any, **kwargs: Any):
         if kwargs.get("noise_grid"):
             raise NotImplementedError(
-                "noise_grid=True: found data-parallel training, where sums of other workers are "
-                "added to the rounded one. Use fully_shard, or one process."
+                f"noise_grid={kwargs['noise_grid']!r}: found data-parallel training, where sums of "
+                "other workers are added to the rounded one. Use fully_shard, or one process."
             )
         super().__init__(*args, **kwargs)
 

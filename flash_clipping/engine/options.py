@@ -15,9 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping.capture.units import Offsets
-from flash_clipping.engine.accounting import PldAccountant, Process, without_hints
+from flash_clipping.engine.accounting import (
+    DiscreteGaussianAccountant,
+    PldAccountant,
+    Process,
+    without_hints,
+)
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.finish.clipping import check_clipping
+from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.ops.runtime.backend import BACKENDS
 from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 
@@ -71,7 +77,7 @@ class PrivateOptions(ModelOptions, total=False):
     sampling: Sampling
     max_batch_size: int | None
     noise: NoiseMechanism | None
-    noise_grid: bool
+    noise_grid: NoiseGrid
     cuda_graphs: CudaGraphs
     pipeline: Any
     # With clipping="adaptive".
@@ -140,8 +146,9 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
     sampling, max_batch_size = given.get("sampling", "poisson"), given.get("max_batch_size")
     if not isinstance(noise, NoiseMechanism):
         raise ValueError(
-            f"noise: found {type(noise).__name__}; expected IndependentNoise(), BandedNoise(...) "
-            "or OneStepNoise(...) of flash_clipping.randomness.mechanisms."
+            f"noise: found {type(noise).__name__}; expected IndependentNoise(), "
+            "BandedNoise(...), BandedInverseNoise(...), OneStepNoise(...) or BufferedNoise(...) of "
+            "flash_clipping.randomness.mechanisms."
         )
     if sampling == "poisson" and max_batch_size is None and isinstance(noise, IndependentNoise):
         process = Process()
@@ -190,6 +197,37 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
             raise ValueError(f"make_private: found {asked} with {name}. {advice}.")
     accountant.follow(process)
     return process
+
+
+def check_noise_grid(accountant: Any, given: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for an unknown ``noise_grid``, and for ``"exact"`` with what its
+    discrete noise is not accounted for."""
+    grid = given["noise_grid"]
+    if not (isinstance(grid, bool) or grid == "exact"):
+        raise ValueError(f"noise_grid: found {grid!r}; expected False, True or 'exact'.")
+    if grid != "exact":
+        return
+    refused = [
+        (
+            not isinstance(accountant, DiscreteGaussianAccountant),
+            f"accountant={accountant.mechanism()!r}",
+            "Its formulas are those of the continuous Gaussian, which are not proven for discrete "
+            "noise. Use FlashPrivacyEngine(accountant='discrete_gaussian')",
+        ),
+        (
+            given["clipping"] == "adaptive",
+            "clipping='adaptive'",
+            "The noise on its count of samples is continuous. Use another clipping",
+        ),
+        (
+            not given["poisson_sampling"],
+            "poisson_sampling=False",
+            "Only Poisson batches are accounted for exactly. Leave it at its default",
+        ),
+    ]
+    for found, name, advice in refused:
+        if found:
+            raise ValueError(f"make_private: found noise_grid='exact' with {name}. {advice}.")
 
 
 def planned_noise(

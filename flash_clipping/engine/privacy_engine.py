@@ -43,6 +43,7 @@ from flash_clipping.engine.options import (
     Sampling,
     SumDtype,
     check_keywords,
+    check_noise_grid,
     check_one_of,
     planned_noise,
     requested_process,
@@ -57,6 +58,7 @@ from flash_clipping.engine.sampling.loaders import (
     watch_sampling,
 )
 from flash_clipping.engine.unsupported import validate
+from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 from flash_clipping.randomness.stream import SecretStream, seed_notice
 
@@ -120,7 +122,9 @@ class FlashPrivacyEngine(PrivacyEngine):
     ``"flash"`` behave as in Opacus. What epsilon stands for: :meth:`get_epsilon`.
 
     Args:
-        accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus.
+        accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus; ``"pld"``
+            (:class:`~flash_clipping.engine.accounting.PldAccountant`); ``"discrete_gaussian"``
+            (:class:`~flash_clipping.engine.accounting.DiscreteGaussianAccountant`).
         secure_mode: refuse seeds; noise in mode ``"flash"`` is secure without it too. In other
             modes as in Opacus: it needs ``torchcsprng``.
         seed: for tests and debugging: makes noise repeat. Whoever knows it can subtract the noise.
@@ -236,7 +240,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         sampling: Sampling = "poisson",
         max_batch_size: int | None = None,
         noise: NoiseMechanism | None = None,
-        noise_grid: bool = False,
+        noise_grid: NoiseGrid = False,
         pipeline: Any = None,
         **kwargs: Any,
     ) -> Any:
@@ -290,7 +294,9 @@ class FlashPrivacyEngine(PrivacyEngine):
             noise: how the noise of steps is correlated
                 (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
             noise_grid: round noisy sums to a grid that does not depend on data, against attacks on
-                floating-point addition (``docs/noise.md``); flash only.
+                floating-point addition; ``"exact"``: round sums to a grid and add integers with
+                the law of a discrete Gaussian, drawn exactly, on the CPU, with
+                ``accountant="discrete_gaussian"`` (``docs/noise.md``); flash only.
             pipeline: ``True``, or a process group: the module is one stage of a pipeline, and all
                 stages' processes make this call, with the same dataset. They draw the same batches
                 (:class:`~flash_clipping.PrivateSchedule` runs them); flash only.
@@ -335,6 +341,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         group = pipeline_group(pipeline, given)
         if group is None:
             refuse_alone(module, distributed)
+        check_noise_grid(self.accountant, given)
         if units is not None and has_shards(module):
             raise NotImplementedError(
                 "units: found a model whose parameters are shards. Processes would have to "

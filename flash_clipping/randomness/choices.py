@@ -1,4 +1,5 @@
-"""Which ones are drawn: coin tosses and subsets, exact, from the words of a draw.
+"""Which ones are drawn, exactly, from the words of a draw: coin tosses, subsets, and the integers
+of a discrete Gaussian.
 
 Shape suffixes: ``N`` those to choose from, ``K`` those that were chosen.
 """
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_clipping.randomness.chacha20 import uniform_bits
+from flash_clipping.randomness.chacha20 import BLOCK_WORDS, MOST_BLOCKS, Keystream, uniform_bits
 from flash_clipping.randomness.stream import Draw
 
 #: Words of 64 bits that are drawn at a time, and of a block.
@@ -70,3 +71,132 @@ def _unsigned(draw: Draw, count: int, tensor: int, shard: int, first: int) -> np
     bits = uniform_bits(draw, count, tensor=tensor, shard=shard, first=first)
     found: np.ndarray = bits.numpy().view(np.uint64)
     return found
+
+
+# -- integers with the law of a discrete Gaussian --------------------------------------------------
+
+#: The most bits of a discrete Gaussian's standard deviation: squares of its parts fit in 63.
+MOST_BITS = 31
+_EXACT_AT_A_TIME = 1 << 15
+
+
+def discrete_gaussian(
+    draw: Draw, count: int, bits: int, *, tensor: int = 0, shard: int = 0
+) -> Tensor:
+    """``[N]``, int64: each ``y`` with probability proportional to ``exp(-y^2 / (2 S^2))``, with
+    ``S = 2^bits``, independently: exactly, as far as the words are uniform.
+
+    Only integers are computed with. Coins that fall with probability ``exp(-n / 2^m)`` are made of
+    coins with rational probabilities (Canonne, Kamath and Steinke 2020, arXiv 2004.00010,
+    algorithm 1); whole standard deviations and their rest are drawn apart and taken together with
+    the probability that is left (Karney 2016, arXiv 1303.6257, algorithm N): with ``u = U / S``,
+    ``exp(-(v + u)^2 / 2) = exp(-v^2 / 2) exp(-u v) exp(-u^2 / 2)``.
+
+    Args:
+        draw: whose words.
+        count: N.
+        bits: 1 to 31.
+        tensor, shard: which of the draw's nonces.
+
+    Raises:
+        ValueError: other ``bits``; more words than a nonce has.
+
+    Guarantees:
+        How long it takes depends on the words, and on nothing else: not on data.
+    """
+    if not 1 <= bits <= MOST_BITS:
+        raise ValueError(f"discrete_gaussian: found {bits} bits; expected 1 to {MOST_BITS}.")
+    words = _Words(draw, tensor, shard)
+    found_N = np.empty(count, dtype=np.int64)
+    for start in range(0, count, _EXACT_AT_A_TIME):
+        part = found_N[start : start + _EXACT_AT_A_TIME]
+        left = np.arange(len(part))
+        while len(left):
+            values, are_taken = _proposals(words, len(left), bits)
+            part[left[are_taken]] = values[are_taken]
+            left = left[~are_taken]
+    return torch.from_numpy(found_N)
+
+
+def _proposals(words: _Words, count: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values, and which of them may be taken."""
+    halves = np.ones(count, dtype=np.uint64)
+    whole = np.zeros(count, dtype=np.int64)  # v, geometric: each is exp(-1/2) times the one before
+    alive = np.arange(count)
+    while len(alive):
+        alive = alive[_exponential_coins(words, halves[: len(alive)], 1)]
+        whole[alive] += 1
+    # exp(-v^2 / 2) = exp(-1/2)^v exp(-1)^(v (v - 1) / 2)
+    taken = _often(words, 2 * halves, 1, whole * (whole - 1) // 2)
+    random = words.take(count)
+    rest = random >> np.uint64(64 - bits)  # U
+    is_negative = (random & np.uint64(1)).astype(bool)
+    taken &= ~(is_negative & (whole == 0) & (rest == 0))  # 0 has one sign
+    chosen = taken.nonzero()[0]
+    rest, whole = rest[chosen], whole[chosen]
+    keep = _exponential_coins(words, rest * rest, 2 * bits + 1)
+    keep &= _often(words, rest, bits, whole)
+    taken[chosen] = keep
+    values = np.zeros(count, dtype=np.int64)
+    values[chosen] = (whole << bits) + rest.astype(np.int64)
+    return np.where(is_negative, -values, values), taken
+
+
+def _often(words: _Words, n: np.ndarray, m: int, times: np.ndarray) -> np.ndarray:
+    """Whether so many coins of probability ``exp(-n / 2^m)`` each all fall well."""
+    found = np.ones(len(n), dtype=bool)
+    alive, number = (times > 0).nonzero()[0], 0
+    while len(alive):
+        fell = _exponential_coins(words, n[alive], m)
+        found[alive[~fell]] = False
+        number += 1
+        alive = alive[fell & (times[alive] > number)]
+    return found
+
+
+def _exponential_coins(words: _Words, n: np.ndarray, m: int) -> np.ndarray:
+    """Each true with probability ``exp(-n / 2^m)``; ``n``: uint64, 0 to ``2^m``; ``m``: 1 to 63.
+
+    The first ``k`` for which a coin of probability ``n / (2^m k)`` falls the other way is odd with
+    this probability: that is the exponential's series.
+    """
+    found = np.empty(len(n), dtype=bool)
+    alive, k = np.arange(len(n)), 1
+    while len(alive):
+        fell = (words.take(len(alive)) >> np.uint64(64 - m)) < n[alive]
+        if k > 1:
+            fell[fell] = _one_in(words, k, int(fell.sum()))
+        found[alive[~fell]] = k % 2
+        alive, k = alive[fell], k + 1
+    return found
+
+
+def _one_in(words: _Words, k: int, count: int) -> np.ndarray:
+    """Each true with probability ``1 / k``; ``k``: 2 or more."""
+    bits = (k - 1).bit_length()
+    found = words.take(count) >> np.uint64(64 - bits)
+    while len(beyond := (found >= k).nonzero()[0]):
+        found[beyond] = words.take(len(beyond)) >> np.uint64(64 - bits)
+    return found == 0
+
+
+class _Words:
+    """The words of a nonce, each taken once."""
+
+    def __init__(self, draw: Draw, tensor: int, shard: int) -> None:
+        self._keystream, self._blocks = Keystream(draw, tensor=tensor, shard=shard), 0
+
+    def take(self, count: int) -> np.ndarray:
+        """``[count]``, uint64: the next ones; what is left of their last block is dropped."""
+        blocks = -(-count // _OF_BLOCK)
+        self._blocks += blocks
+        if self._blocks > MOST_BLOCKS:
+            raise ValueError(
+                f"discrete_gaussian: found a tensor that needs more than the {MOST_BLOCKS} blocks "
+                "of words that a nonce has. Split the parameter."
+            )
+        found = torch.empty(blocks, BLOCK_WORDS, dtype=torch.int32)
+        if blocks:
+            self._keystream.fill(found)
+        numbers: np.ndarray = found.numpy().reshape(-1).view(np.uint64)[:count]
+        return numbers

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -27,14 +27,20 @@ class NoiseMechanism(ABC):
     Entries of its first column are 1 at first, never negative, and never grow.
     """
 
+    @property
     @abstractmethod
-    def column(self, steps: int) -> np.ndarray:
-        """``[T]``, float64: the first column of ``C`` for so many steps."""
+    def series(self) -> tuple[np.ndarray, np.ndarray]:
+        """Two polynomials, the constant first, float64: their quotient has the first column of
+        ``C`` as its power series."""
 
     @property
     @abstractmethod
     def settings(self) -> dict[str, float | str]:
         """For a checkpoint: a name and numbers."""
+
+    def column(self, steps: int) -> np.ndarray:
+        """``[T]``, float64: the first column of ``C`` for so many steps."""
+        return _filtered(*self.series, np.eye(1, steps + 1)[0])[:steps]  # of 0 steps, too
 
     def sensitivity(self, steps: int, separation: int | None = None) -> float:
         """How far one sample moves ``C X`` in ``steps`` steps, in clipping bounds.
@@ -56,13 +62,30 @@ class NoiseMechanism(ABC):
             total_T[start:] += column_T[: steps - start]
         return float(np.linalg.norm(total_T))
 
+    def error(self, steps: int, separation: int | None = None) -> float:
+        """The mean variance of prefix sums of the noise, at sensitivity 1: what decides how much a
+        mechanism helps at some ε. For independent noise and one participation ``(T + 1) / 2``.
+
+        The sum of the noise of steps ``0 .. t`` is ``sum_i g_i z_{t-i}``, where ``g`` are the
+        coefficients of ``1 / ((1 - x) c(x))``: its variance, averaged over ``t``, is
+        ``sum_i (1 - i / T) g_i^2``.
+
+        Args:
+            steps, separation: as in :meth:`sensitivity`.
+        """
+        numerator, denominator = self.series
+        g_T = np.cumsum(_filtered(denominator, numerator, np.eye(1, steps)[0]))
+        share_T = 1 - np.arange(steps) / steps
+        return float(share_T @ g_T**2) * self.sensitivity(steps, separation) ** 2
+
 
 @dataclass(frozen=True)
 class IndependentNoise(NoiseMechanism):
     """Every step's noise is its own: DP-SGD as it is known. ``C`` is the identity."""
 
-    def column(self, steps: int) -> np.ndarray:
-        return np.eye(1, max(steps, 0))[0]
+    @property
+    def series(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.ones(1), np.ones(1)
 
     @property
     def settings(self) -> dict[str, float | str]:
@@ -126,10 +149,10 @@ class BandedNoise(NoiseMechanism):
         """Weights that make the error of prefix sums least, for a run of so many steps.
 
         The error is the variance of the sum of the noise of steps ``0 .. t``, averaged over ``t``,
-        times the squared norm of the weights: what it is at one sensitivity, for samples whose
-        steps are at least ``count`` apart. Found by L-BFGS-B from the closed form, among weights
-        that never grow: not worse than the closed form. The weights only decide how much noise
-        helps; ε is computed for whatever they are.
+        times the squared norm of the weights (:meth:`error`): what it is at one sensitivity, for
+        samples whose steps are at least ``count`` apart. Found by L-BFGS-B from the closed form,
+        among weights that never grow: not worse than the closed form. The weights only decide how
+        much noise helps; ε is computed for whatever they are.
 
         Args:
             count: b.
@@ -140,26 +163,25 @@ class BandedNoise(NoiseMechanism):
             ValueError: fewer than two diagonals; fewer steps than diagonals.
         """
         closed = cls(count, memory)
-        if steps < count:
-            raise ValueError(
-                f"BandedNoise.optimised: found {steps} steps with {count} diagonals; expected as "
-                "many steps at least."
-            )
-        return cls(count, memory, _optimised(closed.coefficients, steps))
+        _check_steps("BandedNoise", steps, count)
+        start = closed.coefficients
+
+        def of_ratios(ratios: np.ndarray) -> BandedNoise:
+            weights = np.cumprod(np.concatenate([[1.0], ratios]))
+            return cls(count, memory, tuple(weights.tolist()))
+
+        return _optimised(closed, of_ratios, start[1:] / start[:-1], (1e-6, 1.0), steps, None)
 
     @property
     def coefficients(self) -> np.ndarray:
         """``[b]``, float64: what is on the diagonals, 1 first."""
         if self.weights is not None:
             return np.array(self.weights)
-        j = np.arange(1, self.count)
-        return np.concatenate([[1.0], np.cumprod((2 * j - 1) / (2 * j))])
+        return _square_root(self.count)
 
-    def column(self, steps: int) -> np.ndarray:
-        found = np.zeros(steps)
-        kept = min(steps, self.count)
-        found[:kept] = self.coefficients[:kept]
-        return found
+    @property
+    def series(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.coefficients, np.ones(1)
 
     @property
     def settings(self) -> dict[str, float | str]:
@@ -170,11 +192,107 @@ class BandedNoise(NoiseMechanism):
 
 
 @dataclass(frozen=True)
-class OneStepNoise(NoiseMechanism):
+class BandedInverseNoise(NoiseMechanism):
+    """``inv(C)`` has ``count`` diagonals: banded inverse square root (BISR) by default.
+
+    The noise of a step is ``z_t - a_1 z_{t-1} - ... - a_{b-1} z_{t-b+1}``. Noise of the last
+    ``b - 1`` steps is drawn again, from where it was drawn: nothing is kept.
+
+    Args:
+        count: b, at least 2.
+        shares: ``a_1 .. a_{b-1}``, never negative, for which the column of ``C`` never grows; see
+            :meth:`optimised`.
+
+    Guarantees:
+        The column of ``C`` never grows, whatever the number of steps, if its first ``b`` entries
+        do not, which are looked at: each later entry is ``sum_i a_i`` times those before it, so
+        that two neighbours differ by ``sum_i a_i`` times differences before them.
+
+    Source:
+        The inverse of the square root of the matrix of prefix sums, cut off after ``b`` diagonals
+        (Kalinin et al. 2025, arXiv 2505.12128): ``a_j = binom(2 j, j) / (4^j (2 j - 1))``.
+
+    Raises:
+        ValueError: fewer than two diagonals; shares for which sensitivities are not known.
+    """
+
+    count: int
+    shares: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or self.count < 2:
+            raise ValueError(
+                f"BandedInverseNoise: found {self.count!r} diagonals; expected 2 or more. With "
+                "one, noise is independent: IndependentNoise()."
+            )
+        if self.shares is None:
+            return
+        object.__setattr__(self, "shares", tuple(float(a) for a in self.shares))
+        a = np.asarray(self.shares)
+        fits = len(a) == self.count - 1 and np.isfinite(a).all() and (a >= 0).all()
+        if not (fits and a.any() and (np.diff(self.column(self.count)) <= 0).all()):
+            raise ValueError(
+                f"BandedInverseNoise: found shares {self.shares}; expected {self.count - 1} of "
+                "them, none negative and not all 0, for which the column of C never grows: for "
+                "others sensitivities are not known."
+            )
+
+    @classmethod
+    def optimised(cls, count: int, steps: int, separation: int | None = None) -> BandedInverseNoise:
+        """Shares that make :meth:`error` least, for a run of so many steps.
+
+        Found by L-BFGS-B from the closed form, among those whose column of ``C`` is log-convex in
+        its first ``count`` entries (by Kaluza's theorem none of their shares is negative): not
+        worse than the closed form. ε is computed for whatever they are.
+
+        Args:
+            count: b.
+            steps: T.
+            separation: steps from one participation of a sample to the next: the number of batches
+                in an epoch. ``None``: every sample takes part once.
+
+        Raises:
+            ValueError: fewer than two diagonals; fewer steps than diagonals.
+        """
+        closed = cls(count)
+        _check_steps("BandedInverseNoise", steps, count)
+
+        def of_gaps(quotients: np.ndarray) -> BandedInverseNoise:
+            # Gaps of neighbours' ratios to 1 never grow: the ratios do, the column is log-convex.
+            ratios = 1 - np.cumprod(quotients)
+            column = np.cumprod(np.concatenate([[1.0], ratios]))
+            a = -_filtered(np.ones(1), column, np.eye(1, count)[0])[1:]
+            return cls(count, tuple(np.maximum(a, 0.0).tolist()))
+
+        j = np.arange(1, count)
+        start = np.concatenate([[0.5], j[:-1] / j[1:]])
+        return _optimised(closed, of_gaps, start, (1e-3, 1 - 1e-6), steps, separation)
+
+    @property
+    def taken_back(self) -> np.ndarray:
+        """``[b - 1]``, float64: shares of the noise of the steps before, the latest first."""
+        if self.shares is not None:
+            return np.array(self.shares)
+        j = np.arange(1, self.count)
+        found: np.ndarray = _square_root(self.count)[1:] / (2 * j - 1)
+        return found
+
+    @property
+    def series(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.ones(1), np.concatenate([[1.0], -self.taken_back])
+
+    @property
+    def settings(self) -> dict[str, float | str]:
+        found: dict[str, float | str] = {"noise": "banded_inverse", "count": self.count}
+        if self.shares is not None:
+            found["shares"] = " ".join(map(repr, self.shares))
+        return found
+
+
+class OneStepNoise(BandedInverseNoise):
     """A step takes back some of the last one's noise: ``z_t - share z_{t-1}``.
 
-    The last one's is drawn again, from where it was drawn: nothing is kept. ``C`` has
-    ``share^j`` on its diagonals, all of them.
+    :class:`BandedInverseNoise` with two diagonals: ``C`` has ``share^j`` on its own, all of them.
 
     Args:
         share: λ, between 0 and 1.
@@ -183,67 +301,169 @@ class OneStepNoise(NoiseMechanism):
         ValueError: it is not between them.
     """
 
-    share: float
-
-    def __post_init__(self) -> None:
-        if not (0 < self.share < 1 and math.isfinite(self.share)):
+    def __init__(self, share: float):
+        if not (0 < share < 1 and math.isfinite(share)):
             raise ValueError(
-                f"OneStepNoise: found a share of {self.share}; expected one between 0 and 1. With "
+                f"OneStepNoise: found a share of {share}; expected one between 0 and 1. With "
                 "0 noise is independent: IndependentNoise()."
             )
+        super().__init__(2, (share,))
 
-    def column(self, steps: int) -> np.ndarray:
-        return self.share ** np.arange(steps, dtype=np.float64)
+    @property
+    def share(self) -> float:
+        """λ."""
+        return float(self.taken_back[0])
 
     @property
     def settings(self) -> dict[str, float | str]:
         return {"noise": "one_step", "share": self.share}
 
 
-def prefix_error(weights: np.ndarray, steps: int) -> tuple[float, np.ndarray]:
-    """The mean squared error of prefix sums at sensitivity 1, and its derivative by the weights.
+@dataclass(frozen=True)
+class BufferedNoise(NoiseMechanism):
+    """Buffered linear Toeplitz noise (BLT): ``C`` has ``c_0 = 1``, ``c_j = sum_i w_i l_i^(j-1)``.
 
-    The sum of the noise of steps ``0 .. t`` is ``sum_i g_i z_{t-i}``, where ``g`` are the
-    coefficients of ``1 / ((1 - x) c(x))``: its variance, averaged over ``t``, is
-    ``sum_i (1 - i / T) g_i^2``.
+    ``d`` buffers, each of the memory of the parameters in fp32, stand for all noise before: the
+    noise of a step is ``r_t = z_t - sum_i w_i s_i``, after which each buffer becomes
+    ``s_i := l_i s_i + r_t``.
 
     Args:
-        weights: ``[b]``, 1 first.
-        steps: T.
+        weights: ``w``, ``d`` numbers above 0 with a sum of 1 at most.
+        decays: ``l``, as many numbers from 0 to 1, 1 not included.
 
-    Returns:
-        The error, and ``[b]``, its derivative; both float64.
+    Guarantees:
+        The column of ``C`` is never negative and never grows: ``c_1`` is the sum of the weights,
+        and each later entry is made of numbers none of which is larger than before.
+
+    Source:
+        Dvijotham et al. 2024, arXiv 2404.16706; for several participations McMahan et al. 2024,
+        arXiv 2408.08868.
+
+    Raises:
+        ValueError: other weights or decays: sensitivities are not known.
     """
+
+    weights: tuple[float, ...]
+    decays: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "decays"):
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+        w, decay = np.array(self.weights), np.array(self.decays)
+        fits = len(w) == len(decay) > 0 and (w > 0).all() and w.sum() <= 1
+        if not (fits and (decay >= 0).all() and (decay < 1).all()):
+            raise ValueError(
+                f"BufferedNoise: found weights {self.weights} and decays {self.decays}; expected "
+                "as many of both, weights above 0 with a sum of 1 at most, and decays from 0 to "
+                "1, 1 not included: for others sensitivities are not known."
+            )
+
+    @classmethod
+    def optimised(cls, buffers: int, steps: int, separation: int | None = None) -> BufferedNoise:
+        """Weights and decays that make :meth:`error` least, for a run of so many steps, found by
+        L-BFGS-B. ε is computed for whatever they are.
+
+        Args:
+            buffers: d, 1 or more; above 6 little is gained.
+            steps: T.
+            separation: as in :meth:`BandedInverseNoise.optimised`.
+
+        Raises:
+            ValueError: no buffer; fewer steps than buffers.
+        """
+        if isinstance(buffers, bool) or buffers < 1:
+            raise ValueError(
+                f"BufferedNoise.optimised: found {buffers!r} buffers; expected 1 or more."
+            )
+        _check_steps("BufferedNoise", steps, buffers)
+
+        def of_numbers(x: np.ndarray) -> BufferedNoise:
+            # Half of them: logarithms of weights; half: of how far decays are below 1. Their sum is
+            # kept below 1 by what it would be with one weight more.
+            weights = np.exp(x[:buffers])
+            weights /= 1 + weights.sum()
+            return cls(tuple(weights.tolist()), tuple((-np.expm1(x[buffers:])).tolist()))
+
+        # Decays at even distances between those that forget at once, and those that do not in T.
+        gaps = np.linspace(0, -math.log(steps), buffers + 2)[1:-1]
+        start = np.concatenate([gaps / 2, gaps])
+        bounds = (-30.0, -1e-9)
+        return _optimised(of_numbers(start), of_numbers, start, bounds, steps, separation)
+
+    def column(self, steps: int) -> np.ndarray:
+        # Term by term: products of many factors near 1 - x lose digits.
+        found = np.eye(1, max(steps, 0))[0]
+        powers = np.arange(steps - 1, dtype=np.float64)
+        for weight, decay in zip(self.weights, self.decays, strict=True):
+            found[1:] += weight * decay**powers
+        return found
+
+    @property
+    def series(self) -> tuple[np.ndarray, np.ndarray]:
+        denominator = np.ones(1)
+        for decay in self.decays:
+            denominator = np.convolve(denominator, [1.0, -decay])
+        numerator = denominator.copy()
+        for number, weight in enumerate(self.weights):
+            others = np.array([0.0, weight])
+            for other, decay in enumerate(self.decays):
+                if other != number:
+                    others = np.convolve(others, [1.0, -decay])
+            numerator += others
+        return numerator, denominator
+
+    @property
+    def settings(self) -> dict[str, float | str]:
+        return {
+            "noise": "buffered",
+            "weights": " ".join(map(repr, self.weights)),
+            "decays": " ".join(map(repr, self.decays)),
+        }
+
+
+def _square_root(count: int) -> np.ndarray:
+    """``binom(2 j, j) / 4^j``: the first coefficients of ``1 / sqrt(1 - x)``."""
+    j = np.arange(1, count)
+    return np.concatenate([[1.0], np.cumprod((2 * j - 1) / (2 * j))])
+
+
+def _filtered(numerator: np.ndarray, denominator: np.ndarray, x_T: np.ndarray) -> np.ndarray:
+    """The power series ``x`` times the quotient of two polynomials."""
     from scipy.signal import lfilter  # Opacus has it
 
-    impulse = np.eye(1, steps)[0]
-    g_T = np.cumsum(lfilter([1.0], weights, impulse))
-    # d g / d c_j = -x^j g / c.
-    moved_T = lfilter([1.0], weights, g_T)
-    share_T = 1 - np.arange(steps) / steps
-    error, square = float(share_T @ g_T**2), float(weights @ weights)
-    slopes = [-2 * (share_T[j:] * g_T[j:]) @ moved_T[: steps - j] for j in range(len(weights))]
-    return error * square, np.array(slopes) * square + 2 * weights * error
+    found: np.ndarray = lfilter(numerator, denominator, x_T)
+    return found
 
 
-def _optimised(start: np.ndarray, steps: int) -> tuple[float, ...]:
-    """By the ratios of neighbours, which are between 0 and 1."""
+def _check_steps(name: str, steps: int, least: int) -> None:
+    if steps < least:
+        raise ValueError(
+            f"{name}.optimised: found {steps} steps; expected as many steps as diagonals or "
+            f"buffers at least, {least}."
+        )
+
+
+_Mechanism = TypeVar("_Mechanism", bound=NoiseMechanism)
+
+
+def _optimised(
+    closed: _Mechanism,
+    make: Callable[[np.ndarray], _Mechanism],
+    start: np.ndarray,
+    bounds: tuple[float, float],
+    steps: int,
+    separation: int | None,
+) -> _Mechanism:
+    """What ``make`` makes of the numbers, within these bounds, with the least error; ``closed``,
+    where that is not better."""
     from scipy.optimize import minimize
 
-    def loss(ratios: np.ndarray) -> tuple[float, np.ndarray]:
-        weights = np.cumprod(np.concatenate([[1.0], ratios]))
-        error, slope = prefix_error(weights, steps)
-        behind = np.cumsum((slope * weights)[::-1])[::-1][1:]
-        return error, behind / ratios
-
     found = minimize(
-        loss,
-        start[1:] / start[:-1],
-        jac=True,
+        lambda x: math.log(make(x).error(steps, separation)),
+        start,
+        jac="3-point",
         method="L-BFGS-B",
-        bounds=[(1e-6, 1.0)] * (len(start) - 1),
+        bounds=[bounds] * len(start),
     ).x
-    weights = np.cumprod(np.concatenate([[1.0], found]))
-    if not prefix_error(weights, steps)[0] < prefix_error(start, steps)[0]:
-        weights = start
-    return tuple(weights.tolist())
+    best = make(found)
+    return best if best.error(steps, separation) < closed.error(steps, separation) else closed

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from flash_clipping.randomness.mechanisms import BandedNoise, OneStepNoise
+from flash_clipping.randomness.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
 from tests.distributed import (
     cases,
     data_parallel,
@@ -37,7 +37,8 @@ ADAPTIVE: dict[str, Any] = {"clipping": "adaptive", "noise_multiplier": 0.1, **s
 
 
 CORRELATED = {
-    "one step": OneStepNoise(0.6),
+    "inverse": BandedInverseNoise(3),
+    "buffers": BufferedNoise((0.3, 0.2), (0.5, 0.9)),
     "stored": BandedNoise(3),
     "drawn again": BandedNoise(3, "drawn_again"),
 }

@@ -8,20 +8,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from opacus.accountants import PRVAccountant
+from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp
 
+from flash_clipping import FlashPrivacyEngine
 from flash_clipping.engine import accounting
 from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     ZERO_OUT,
+    DiscreteGaussianAccountant,
     PldAccountant,
     Process,
     relation_of,
 )
-from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, OneStepNoise
+from flash_clipping.randomness.mechanisms import (
+    BandedInverseNoise,
+    BandedNoise,
+    BufferedNoise,
+    IndependentNoise,
+    OneStepNoise,
+)
 
 dp = pytest.importorskip("dp_accounting")
 stats = pytest.importorskip("scipy.stats")
+special = pytest.importorskip("scipy.special")
 
 
 def accountant(process: Process, *history: tuple[float, float, int]) -> PldAccountant:
@@ -96,20 +106,28 @@ def gaussian(mu: float, delta: float = 1e-5) -> float:
     return high
 
 
+#: ``inv(C)`` of a run of 10 steps, of three diagonals.
+INVERSE = np.eye(10) - 0.5 * np.eye(10, k=-1) - 0.125 * np.eye(10, k=-2)
+
+
 @pytest.mark.parametrize(
-    ("noise", "squared"),
+    ("noise", "matrix"),
     [
-        (IndependentNoise(), 3.0),
-        # Columns 0, 4 and 8 of a matrix of 10 steps do not meet; the last is cut off.
-        (BandedNoise(3), 2 * (1 + 0.25 + 0.375**2) + 1.25),
-        (OneStepNoise(0.5), None),
+        (IndependentNoise(), np.eye(10)),
+        (BandedNoise(3), np.eye(10) + 0.5 * np.eye(10, k=-1) + 0.375 * np.eye(10, k=-2)),
+        (OneStepNoise(0.5), sum(0.5**j * np.eye(10, k=-j) for j in range(10))),
+        (BandedInverseNoise(3), np.linalg.inv(INVERSE)),
+        (
+            BufferedNoise((0.4, 0.1), (0.9, 0.5)),
+            np.eye(10)
+            + sum((0.4 * 0.9**j + 0.1 * 0.5**j) * np.eye(10, k=-j - 1) for j in range(10)),
+        ),
     ],
 )
-def test_fixed_order_is_one_gaussian(noise: Any, squared: float | None) -> None:
+def test_fixed_order_is_one_gaussian(noise: Any, matrix: np.ndarray) -> None:
+    """Of the norm of those columns in whose steps a sample takes part: 0, 4 and 8."""
     process = Process("fixed_order", noise, samples=40, cycle=4)
-    if squared is None:
-        matrix = [[0.5 ** (t - s) if t >= s else 0 for s in range(10)] for t in range(10)]
-        squared = float((np.array(matrix)[:, [0, 4, 8]].sum(1) ** 2).sum())
+    squared = float((matrix[:, [0, 4, 8]].sum(1) ** 2).sum())
     found = accountant(process, (2.0, 0.25, 10)).get_epsilon(1e-5)
     assert found == pytest.approx(gaussian(squared**0.5 / 2.0), rel=1e-6)
     assert process.relation == ZERO_OUT
@@ -158,6 +176,11 @@ def test_the_noise_for_a_target(process: Process) -> None:
         ({"noise": OneStepNoise(0.5)}, "OneStepNoise with sampling='poisson'"),
         ({"noise": BandedNoise(3)}, "'cyclic_poisson' or 'fixed_order'"),
         ({"sampling": "cyclic_poisson", "noise": OneStepNoise(0.5)}, "fewer steps than a cycle"),
+        (
+            {"sampling": "cyclic_poisson", "noise": BandedInverseNoise(3), "cycle": 3},
+            "BandedInverseNoise with sampling='cyclic_poisson'",
+        ),
+        ({"noise": BufferedNoise((0.5,), (0.5,))}, "BufferedNoise with sampling='poisson'"),
         ({"sampling": "cyclic_poisson"}, "IndependentNoise with sampling='cyclic_poisson'"),
         ({"sampling": "fixed_order", "noise": BandedNoise(5), "cycle": 4}, "4 batches"),
         ({"sampling": "fixed_order", "max_batch_size": 3}, "max_batch_size with"),
@@ -203,3 +226,62 @@ def test_truncated_batches_are_accounted_for_both_neighbours() -> None:
     events = Process(samples=50, max_batch_size=9, cycle=5).events(1.0, 0.2, 3)
     assert [event.event.dataset_size for event in events] == [50, 51]
     assert [event.event.truncated_batch_size for event in events] == [9, 9]
+
+
+# -- discrete noise --------------------------------------------------------------------------------
+
+
+def discrete_pair(moved: int, deviation: float, rate: float) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of the probabilities of one step's outputs without and with a sample, number by
+    number, by their definition."""
+    x = np.arange(-60 * int(deviation), 60 * int(deviation) + 1)
+    without, other = -(x**2) / (2 * deviation**2), -((x - moved) ** 2) / (2 * deviation**2)
+    without, other = without - special.logsumexp(without), other - special.logsumexp(other)
+    with np.errstate(divide="ignore"):
+        return without, np.logaddexp(np.log(1 - rate) + without, np.log(rate) + other)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize(("moved", "deviation"), [(1, 1.0), (3, 2.0), (4, 4.0), (1, 8.0)])
+def test_discrete_noise_costs_what_is_accounted(moved: int, deviation: float, rate: float) -> None:
+    """Rényi divergences of both directions against sums over integers, and the exact δ of a step
+    and of two against the accountant's ε."""
+    without, sampled = discrete_pair(moved, deviation, rate)
+    multiplier = deviation / moved
+    for order in (2, 3, 8, 20):
+        formula = compute_rdp(q=rate, noise_multiplier=multiplier, steps=1, orders=[order])[0]
+        for p, q in ((sampled, without), (without, sampled)):
+            exact = special.logsumexp(order * p - (order - 1) * q) / (order - 1)
+            assert exact <= formula * (1 + 1e-9) + 1e-12
+            if p is sampled:
+                assert exact == pytest.approx(formula, rel=1e-6)
+    without, sampled = np.exp(without), np.exp(sampled)
+    for steps in (1, 2):
+        p, q = without, sampled
+        if steps == 2:
+            p, q = np.outer(p, p), np.outer(q, q)
+        found = DiscreteGaussianAccountant()
+        found.history = [(multiplier, rate, steps)]
+        for delta in (1e-3, 1e-6):
+            factor = math.exp(found.get_epsilon(delta))
+            assert np.maximum(p - factor * q, 0).sum() <= delta
+            assert np.maximum(q - factor * p, 0).sum() <= delta
+
+
+def test_discrete_noise_is_accounted_for_at_whole_orders() -> None:
+    found, gaussian_noise = DiscreteGaussianAccountant(), RDPAccountant()
+    for steps in (found, gaussian_noise):
+        for _ in range(50):
+            steps.step(noise_multiplier=1.2, sample_rate=0.1)
+    assert gaussian_noise.get_epsilon(1e-5) <= found.get_epsilon(1e-5)
+    assert found.get_epsilon(1e-5) < 1.1 * gaussian_noise.get_epsilon(1e-5)
+    assert all(order == int(order) >= 2 for order in found.DEFAULT_ALPHAS)
+    for alphas in ([2.5], [1], [2, 3.1]):
+        with pytest.raises(ValueError, match="whole orders"):
+            found.get_epsilon(1e-5, alphas=alphas)
+    found.step(noise_multiplier=0.0, sample_rate=0.1)
+    assert found.get_epsilon(1e-5) == math.inf
+    assert DiscreteGaussianAccountant().get_epsilon(1e-5) == 0
+    assert FlashPrivacyEngine(accountant="discrete_gaussian").accountant.mechanism() == (
+        "discrete_gaussian"
+    )

@@ -17,7 +17,9 @@ from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.sampling.samplers import CyclicPoissonSampler, FixedOrderSampler
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.mechanisms import (
+    BandedInverseNoise,
     BandedNoise,
+    BufferedNoise,
     IndependentNoise,
     NoiseMechanism,
     OneStepNoise,
@@ -26,7 +28,8 @@ from flash_clipping.randomness.mechanisms import (
 pytest.importorskip("dp_accounting")
 SIZE, BATCHES = 30, 5
 ALL = [BandedNoise(2), BandedNoise(4), OneStepNoise(0.6)]
-ALL += [BandedNoise(3, "drawn_again"), BandedNoise.optimised(3, 10)]
+ALL += [BandedNoise(3, "drawn_again"), BandedNoise.optimised(3, 10), BandedInverseNoise(4)]
+ALL += [BufferedNoise((0.3, 0.2), (0.5, 0.95))]
 
 
 class Rows:
@@ -70,13 +73,23 @@ def test_noise_is_taken_back_exactly(noise: NoiseMechanism) -> None:
     assert np.allclose(np.linalg.inv(inverse(noise, 9)) @ added, z, atol=1e-12)
 
 
-def test_one_step_noise_keeps_nothing() -> None:
-    source = Rows(OneStepNoise(0.5))
-    for _ in range(3):
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_banded_inverse_keeps_no_noise(count: int) -> None:
+    source = Rows(BandedInverseNoise(count))
+    for _ in range(6):
         source([torch.zeros(10)])
+    assert source.noise._rows == [] and len(source.noise._draws) == count - 1
     assert not any(isinstance(value, Tensor) for value in vars(source.noise).values())
-    assert source.noise._rows == []
-    assert source.noise._last is not None and source.noise._last.purpose is Purpose.NOISE
+    numbers = [draw.number for draw in source.noise._draws]
+    assert numbers == [*range(5, 6 - count, -1)] and source.noise._draws[0].purpose is Purpose.NOISE
+
+
+def test_buffered_noise_keeps_its_buffers() -> None:
+    source = Rows(BufferedNoise((0.2, 0.2, 0.1), (0.5, 0.9, 0.99)))
+    rows = [source([torch.zeros(10)])[0].clone() for _ in range(5)]
+    assert [len(buffer) for buffer in source.noise._rows] == [1, 1, 1]
+    expected = sum(0.9 ** (4 - t) * row for t, row in enumerate(rows))
+    assert torch.allclose(source.noise._rows[1][0], expected, atol=1e-6)
 
 
 def test_banded_noise_keeps_what_it_needs() -> None:

@@ -57,6 +57,27 @@ def test_a_short_audit_catches_broken_clipping(
     assert not audit.main(short).violated
 
 
+@pytest.mark.parametrize("noise", ["inverse", "discrete"])
+def test_a_short_audit_of_other_noise(audit: ModuleType, noise: str) -> None:
+    """ε is for what the run draws, and a run whose clipping is broken is found out."""
+    if noise == "inverse":
+        pytest.importorskip("dp_accounting")
+    short = [*SHORT, "--guesses", "150", "--epochs", "5", "--epsilon", "1", "--noise", noise]
+    found = audit.main(short)
+    assert not found.violated and 0.9 < found.epsilon <= 1
+    assert found.relation.startswith("zero out" if noise == "inverse" else "add or remove")
+    assert audit.main([*short, "--broken"]).violated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", ["inverse", "buffers", "discrete"])
+def test_audits_of_other_noise_stay_under_epsilon(audit: ModuleType, noise: str) -> None:
+    if noise != "discrete":
+        pytest.importorskip("dp_accounting")
+    found = audit.main(["--device", "cpu", "--noise", noise])
+    assert not found.violated and found.lower_bound > 0.4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_audit_stays_under_the_accountants_epsilon(audit: ModuleType, seed: int) -> None:

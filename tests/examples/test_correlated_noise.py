@@ -17,6 +17,8 @@ def test_noise_that_is_taken_back_helps(
     monkeypatch.syspath_prepend(str(EXAMPLES))
     example = importlib.import_module("correlated_noise")
     names = ["fixed order, independent", "fixed order, 8 diagonals"]
+    names += ["fixed order, inverse of 4, optimised", "fixed order, 2 buffers"]
     found = example.main(["--seeds=1", "--only", *names])
-    assert found[names[1]][0] > found[names[0]][0] + 0.05
-    assert capsys.readouterr().out.count("(zero out one sample)") == 2
+    for name in names[1:]:
+        assert found[name][0] > found[names[0]][0] + 0.05
+    assert capsys.readouterr().out.count("(zero out one sample)") == 4

@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 
 from flash_clipping.randomness.mechanisms import (
+    BandedInverseNoise,
     BandedNoise,
+    BufferedNoise,
     IndependentNoise,
     NoiseMechanism,
     OneStepNoise,
-    prefix_error,
 )
 
 OPTIMISED = BandedNoise.optimised(4, 40)
 ALL = [IndependentNoise(), BandedNoise(2), BandedNoise(4), OPTIMISED]
-ALL += [OneStepNoise(0.3), OneStepNoise(0.9)]
+ALL += [OneStepNoise(0.3), OneStepNoise(0.9), BandedInverseNoise(2), BandedInverseNoise(5)]
+ALL += [BandedInverseNoise.optimised(3, 40, 10), BufferedNoise((0.4,), (0.9,))]
+ALL += [BufferedNoise((0.7, 0.3), (0.0, 0.5)), BufferedNoise.optimised(3, 40, 10)]
 
 
 def matrix(noise: NoiseMechanism, steps: int) -> np.ndarray:
@@ -90,37 +93,128 @@ def test_separations_outside() -> None:
         OneStepNoise(0.5).sensitivity(4, 0)
 
 
-def error_by_matrices(weights: np.ndarray, steps: int) -> float:
+def error_by_matrices(noise: NoiseMechanism, steps: int, separation: int | None = None) -> float:
     """Of prefix sums, in the mean over steps, at a sensitivity of 1."""
-    noise = BandedNoise(len(weights), weights=tuple(weights))
     spread = np.tril(np.ones((steps, steps))) @ np.linalg.inv(matrix(noise, steps))
-    return float((spread**2).sum() / steps * noise.sensitivity(steps) ** 2)
+    return float((spread**2).sum() / steps * noise.sensitivity(steps, separation) ** 2)
+
+
+@pytest.mark.parametrize("separation", [None, 7])
+@pytest.mark.parametrize("noise", ALL, ids=str)
+def test_errors_of_prefix_sums(noise: NoiseMechanism, separation: int | None) -> None:
+    expected = error_by_matrices(noise, 50, separation)
+    assert noise.error(50, separation) == pytest.approx(expected, rel=1e-9)
+
+
+def test_errors_where_many_buffers_forget_alike() -> None:
+    """Decays near one another and near 1, whose polynomials are the hardest."""
+    noise = BufferedNoise((0.1,) * 5, (0.999, 0.9991, 0.9992, 0.9993, 0.9994))
+    assert noise.error(400) == pytest.approx(error_by_matrices(noise, 400), rel=1e-6)
+
+
+def test_a_banded_inverse_is_banded_and_that_of_the_root() -> None:
+    inverse = np.linalg.inv(matrix(BandedInverseNoise(4), 9))
+    root = np.linalg.inv(matrix(BandedNoise(9), 9))
+    assert np.allclose(np.tril(inverse, -4), 0, atol=1e-12)
+    assert np.allclose(inverse - np.tril(inverse, -4), root - np.tril(root, -4), atol=1e-12)
+    assert np.allclose(matrix(OneStepNoise(0.5), 9), matrix(BandedInverseNoise(2), 9))
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [BandedInverseNoise(b) for b in (2, 3, 8, 32)]
+    + [BandedInverseNoise(4, (0.6, 0.1, 0.1)), BandedInverseNoise.optimised(8, 2000, 50)]
+    + [BufferedNoise((0.5, 0.5), (0.0, 0.999)), BufferedNoise.optimised(4, 2000)],
+    ids=str,
+)
+def test_columns_never_grow_however_long_the_run(noise: NoiseMechanism) -> None:
+    column = noise.column(5000)
+    assert column[0] == 1 and (column >= -1e-15).all() and (np.diff(column) <= 1e-15).all()
 
 
 @pytest.mark.parametrize(("count", "steps"), [(2, 2), (3, 30), (8, 60)])
 def test_optimised_weights_are_better_and_nothing_near_them_is(count: int, steps: int) -> None:
-    closed, found = BandedNoise(count).coefficients, BandedNoise.optimised(count, steps)
-    weights = found.coefficients
-    least = error_by_matrices(weights, steps)
+    closed, found = BandedNoise(count), BandedNoise.optimised(count, steps)
+    weights, least = found.coefficients, error_by_matrices(found, steps)
     assert least < error_by_matrices(closed, steps)
-    assert prefix_error(weights, steps)[0] == pytest.approx(least, rel=1e-12)
     for j in range(1, count):
         for change in (0.99, 1.01):
             other = weights.copy()
             other[j] *= change
             if (np.diff(other) <= 0).all():
-                assert error_by_matrices(other, steps) > least * (1 - 1e-7)
-    assert found.settings != BandedNoise(count).settings and found != BandedNoise(count)
+                near = BandedNoise(count, weights=tuple(other))
+                assert error_by_matrices(near, steps) > least * (1 - 1e-7)
+    assert found.settings != closed.settings and found != closed
     assert found.settings == BandedNoise.optimised(count, steps, memory="drawn_again").settings
 
 
-def test_derivative_of_the_error() -> None:
-    weights, step = np.array([1.0, 0.6, 0.2]), 1e-6
-    slopes = prefix_error(weights, 20)[1]
-    for j in (1, 2):
-        change = step * np.eye(3)[j]
-        up, down = (prefix_error(weights + s * change, 20)[0] for s in (1, -1))
-        assert slopes[j] == pytest.approx((up - down) / (2 * step), rel=1e-6)
+@pytest.mark.parametrize(("count", "steps", "separation"), [(2, 60, None), (3, 56, 14), (6, 90, 9)])
+def test_optimised_inverses(count: int, steps: int, separation: int | None) -> None:
+    """Better than the closed form, and than log-convex columns that lie near in one share."""
+    closed, found = (
+        BandedInverseNoise(count),
+        BandedInverseNoise.optimised(count, steps, separation),
+    )
+    least = error_by_matrices(found, steps, separation)
+    assert least < error_by_matrices(closed, steps, separation)
+    tried = 0
+    for j in range(count - 1):
+        for change in (0.9, 1.1):
+            shares = found.taken_back
+            shares[j] *= change
+            try:
+                near = BandedInverseNoise(count, tuple(shares))
+            except ValueError:
+                continue
+            column = near.column(count)
+            if (np.diff(column[1:] / column[:-1]) >= 0).all():
+                tried += 1
+                assert error_by_matrices(near, steps, separation) > least * (1 - 1e-6)
+    assert tried
+    assert found.settings != closed.settings
+
+
+@pytest.mark.parametrize(("steps", "separation"), [(300, None), (300, 60), (56, 14)])
+def test_optimised_buffers(steps: int, separation: int | None) -> None:
+    """Better than what lies near; with more buffers not worse; and with one participation three
+    are within 2 % of the square root of prefix sums, which needs all rows."""
+    found = BufferedNoise.optimised(2, steps, separation)
+    least = error_by_matrices(found, steps, separation)
+    for number in range(2):
+        for change in (0.97, 1.03):
+            weights, gaps = np.array(found.weights), 1 - np.array(found.decays)
+            weights[number] *= change
+            other_gaps = gaps.copy()
+            other_gaps[number] *= change
+            for w, gap in ((weights, gaps), (np.array(found.weights), other_gaps)):
+                near = BufferedNoise(tuple(w), tuple(1 - gap))
+                assert error_by_matrices(near, steps, separation) > least * (1 - 1e-6)
+    more = error_by_matrices(BufferedNoise.optimised(3, steps, separation), steps, separation)
+    assert more < least * (1 + 1e-4)
+    if separation is None:
+        assert more < 1.02 * error_by_matrices(BandedNoise(steps), steps)
+
+
+@pytest.mark.parametrize(
+    ("count", "shares"),
+    [(1, None), (True, None), (2, (0.5, 0.1)), (3, (0.5, -0.1)), (2, (1.1,)), (2, (0.0,))]
+    + [(3, (0.1, 0.9)), (2, (float("nan"),)), (2, (float("inf"),))],
+)
+def test_inverses_without_a_known_sensitivity(count: int, shares: tuple[float, ...] | None) -> None:
+    with pytest.raises(ValueError, match="2 or more|sensitivities are not known"):
+        BandedInverseNoise(count, shares)
+
+
+@pytest.mark.parametrize(
+    ("weights", "decays"),
+    [((), ()), ((0.5,), (1.0,)), ((0.5,), (-0.1,)), ((0.0,), (0.5,)), ((0.6, 0.5), (0.1, 0.2))]
+    + [((0.5,), (0.5, 0.5)), ((float("nan"),), (0.5,)), ((0.5,), (float("nan"),))],
+)
+def test_buffers_without_a_known_sensitivity(
+    weights: tuple[float, ...], decays: tuple[float, ...]
+) -> None:
+    with pytest.raises(ValueError, match="sensitivities are not known"):
+        BufferedNoise(weights, decays)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +226,10 @@ def test_weights_without_a_known_sensitivity(weights: tuple[float, ...]) -> None
 
 
 def test_fewer_steps_than_diagonals_and_other_memories() -> None:
-    with pytest.raises(ValueError, match="as many steps"):
-        BandedNoise.optimised(4, 3)
+    for cls in (BandedNoise, BandedInverseNoise, BufferedNoise):
+        with pytest.raises(ValueError, match="as many steps"):
+            cls.optimised(4, 3)
+    with pytest.raises(ValueError, match="1 or more"):
+        BufferedNoise.optimised(0, 3)
     with pytest.raises(ValueError, match="drawn_again"):
         BandedNoise(2, "kept")  # type: ignore[arg-type]
