@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -359,3 +360,31 @@ def test_opacus_accountants_do_not_know_it() -> None:
             max_grad_norm=1.0,
             sampling="random_allocation",
         )
+
+
+@pytest.mark.parametrize("sampling", ["random_allocation", "shuffled"])
+def test_batches_are_cut_to_what_fits(sampling: str) -> None:
+    engine, module, optimizer, loader = private(sampling)
+    seen: Counter[int] = Counter()
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as small:
+        for x, rows in small:
+            assert len(x) <= 2
+            step(module, optimizer, x)
+            seen.update(rows.tolist())
+    assert seen == dict.fromkeys(range(30), 1)
+    assert engine.accountant.history == [(1.0, 0.2, 5)]
+
+
+@pytest.mark.parametrize("cls", [AllocationSampler, ShuffledSampler])
+def test_processes_take_parts_of_one_batch(cls: Any) -> None:
+    options: dict[str, Any] = {"num_samples": 50, "sample_rate": 0.2, "steps": 5, "round_steps": 5}
+    if cls is AllocationSampler:
+        options["participations"] = 1
+    whole, first, second = (
+        [*cls(stream=SecretStream(key=bytes(32)), rank=rank, world_size=size, **options)]
+        for rank, size in ((0, 1), (0, 2), (1, 2))
+    )
+    for batch, one, other in zip(whole, first, second, strict=True):
+        assert sorted(one + other) == sorted(batch) and 0 <= len(one) - len(other) <= 1

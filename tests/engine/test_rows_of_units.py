@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.engine import releases
@@ -149,3 +150,16 @@ def test_what_does_not_go_with_it(options: dict[str, Any], words: str) -> None:
 def test_several_owners_of_a_row_are_refused(units: Any) -> None:
     with pytest.raises(ValueError, match=r"several owners of row [01]; expected one.*to one of"):
         private(units=units)
+
+
+def test_batches_are_cut_to_what_fits() -> None:
+    engine = FlashPrivacyEngine(accountant="pld")
+    options: dict[str, Any] = {"sampling": "poisson_rows", "max_rows_per_unit": 3}
+    module, optimizer, criterion, loader = private(engine, **options)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as small:
+        for x, rows in small:
+            assert len(x) <= 2
+            step(module, optimizer, criterion, x, rows)
+    assert engine.accountant.history == [(1.0, 1 / 6, 6)]
