@@ -126,7 +126,7 @@ def test_the_numbers_of_the_page() -> None:
 
 def test_a_shuffled_epoch_has_every_sample_once() -> None:
     stream = SecretStream(key=bytes(32))
-    found = ShuffledSampler(num_samples=52, sample_rate=0.2, steps=5, round_steps=5, stream=stream)
+    found = ShuffledSampler(num_samples=52, sample_rate=0.2, steps=5, stream=stream)
     epochs = []
     for _ in range(2):
         epochs.append([*found])
@@ -211,10 +211,7 @@ def test_every_set_of_steps_is_as_probable() -> None:
 def sampler(participations: int = 1, **options: Any) -> AllocationSampler:
     options = {"num_samples": 50, "sample_rate": 0.2, "steps": 5} | options
     stream = SecretStream(key=bytes(32))
-    steps = participations * options["steps"]
-    return AllocationSampler(
-        participations=participations, round_steps=steps, stream=stream, **options
-    )
+    return AllocationSampler(participations=participations, stream=stream, **options)
 
 
 @pytest.mark.parametrize("participations", [1, 3])
@@ -375,16 +372,3 @@ def test_batches_are_cut_to_what_fits(sampling: str) -> None:
             seen.update(rows.tolist())
     assert seen == dict.fromkeys(range(30), 1)
     assert engine.accountant.history == [(1.0, 0.2, 5)]
-
-
-@pytest.mark.parametrize("cls", [AllocationSampler, ShuffledSampler])
-def test_processes_take_parts_of_one_batch(cls: Any) -> None:
-    options: dict[str, Any] = {"num_samples": 50, "sample_rate": 0.2, "steps": 5, "round_steps": 5}
-    if cls is AllocationSampler:
-        options["participations"] = 1
-    whole, first, second = (
-        [*cls(stream=SecretStream(key=bytes(32)), rank=rank, world_size=size, **options)]
-        for rank, size in ((0, 1), (0, 2), (1, 2))
-    )
-    for batch, one, other in zip(whole, first, second, strict=True):
-        assert sorted(one + other) == sorted(batch) and 0 <= len(one) - len(other) <= 1

@@ -194,12 +194,11 @@ class PoissonLoader(DPDataLoader):
                 options |= {"max_batch_size": process.max_batch_size, "fills_up": fills_up}
                 sampler = FixedShapeSampler(**options)
             elif process.sampling == "fixed_order":
-                sampler = FixedOrderSampler(round_steps=steps, **options)
+                sampler = FixedOrderSampler(**options)
             elif process.sampling == "shuffled":
-                sampler = ShuffledSampler(round_steps=steps, **options)
+                sampler = ShuffledSampler(**options)
             elif process.sampling == "random_allocation":
-                options |= {"participations": process.participations}
-                sampler = AllocationSampler(round_steps=process.round_steps, **options)
+                sampler = AllocationSampler(participations=process.participations, **options)
             elif process.sampling == "cyclic_poisson":
                 sampler = CyclicPoissonSampler(cycle=process.cycle, **options)
             else:

@@ -326,13 +326,15 @@ class RoundSampler(OrderedSampler):
     """The batches of a round of steps are drawn together, and kept until it has ended.
 
     Args:
-        round_steps: steps of a round.
         **kwargs: as in :class:`PoissonSampler`.
+
+    Attributes:
+        round_steps: steps of a round: an epoch, unless a subclass says otherwise.
     """
 
-    def __init__(self, *, round_steps: int, **kwargs: Any):
+    def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self.round_steps = round_steps
+        self.round_steps = self.steps
         self._rounds: dict[int, Sequence[Tensor]] = {}
 
     def begin_run(self) -> None:
@@ -375,6 +377,7 @@ class AllocationSampler(RoundSampler):
     def __init__(self, *, participations: int, **kwargs: Any):
         super().__init__(**kwargs)
         self.participations = participations
+        self.round_steps = participations * self.steps
 
     def _round(self, draw: Draw) -> Sequence[Tensor]:
         steps_NK = allocations(draw, self.num_samples, self.round_steps, self.participations)
