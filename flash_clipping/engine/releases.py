@@ -36,6 +36,7 @@ class Release:
             the ``size`` sums that a release is then, chosen uniformly. ``"rows"``: each of the
             unit's ``size`` rows, with probability ``rate``.
         rate, size, samples: see above.
+        is_discrete: noise on integers, which is accounted for in whole orders of Rényi DP only.
     """
 
     noise_multiplier: float
@@ -44,6 +45,7 @@ class Release:
     rate: float = 1.0
     size: int = 0
     samples: int = 0
+    is_discrete: bool = False
 
     @property
     def as_if_known(self) -> Release:

@@ -10,7 +10,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from opacus.accountants.analysis import gdp
 
 from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
+    DiscreteGaussianAccountant,
     FeasiblePrvAccountant,
     Process,
     relation_of,
@@ -62,8 +63,12 @@ def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
     accountant = engine.accountant
     process: Process = getattr(accountant, "process", Process())
     history = [tuple(entry) for entry in accountant.history]
+    is_discrete = isinstance(accountant, DiscreteGaussianAccountant)
     runs = [process.releases(*entry) for entry in history]
-    neighbours = [[*n] for n in zip(*runs, strict=True)] or [[]]
+    neighbours = [
+        [replace(release, is_discrete=is_discrete) for release in releases]
+        for releases in zip(*runs, strict=True)
+    ] or [[]]
     violated = (
         ["Batches are not those that are accounted for."] if engine._warned_not_poisson else []
     )
@@ -80,6 +85,7 @@ def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
             {
                 "accountant": accountant.mechanism(),
                 "process": process.state_dict(),
+                "noise": "discrete" if is_discrete else "continuous",
                 "samples": engine._samples,
                 "steps": sum(steps for *_, steps in history),
                 "history": [
@@ -220,6 +226,8 @@ def _largest(
     delta: float,
     is_violated: bool,
 ) -> dict[str, Any]:
+    if by is not _by_rdp and any(r.is_discrete for releases in neighbours for r in releases):
+        return {"epsilon": None, "is_bound": False, "why": "not proven for discrete noise"}
     found = [by(releases, delta) for releases in neighbours]
     values = [value for value, _ in found]
     why = found[0][1]
@@ -254,7 +262,8 @@ def _by_rdp(releases: Sequence[Release], delta: float) -> tuple[float | None, st
         return None, "knows Gaussian mechanisms, also of Poisson batches, only"
     if any(r.noise_multiplier == 0 for r in releases):
         return math.inf, ""
-    accountant = RDPAccountant()
+    of_integers = any(r.is_discrete for r in releases)  # a bound for other noise, too
+    accountant = DiscreteGaussianAccountant() if of_integers else RDPAccountant()
     accountant.history = [(r.noise_multiplier, r.rate, r.times) for r in releases]
     with without_hints():
         return float(accountant.get_epsilon(delta)) if releases else 0.0, ""

@@ -94,6 +94,19 @@ def test_what_an_accountant_does_not_know_has_no_number(
         assert found["rdp"]["epsilon"] > found["pld"]["epsilon"]
 
 
+def test_discrete_noise_is_accounted_for_in_whole_orders() -> None:
+    engine, _ = trained("discrete_gaussian", noise_grid="exact")
+    assert len(engine.accountant) == 10
+    report = json.loads(json.dumps(engine.report(DELTA)))
+    statistics = statistics_report("a", sensitivity=1.0, standard_deviation=4.0, delta=DELTA)
+    together = compose([report, statistics])
+    for found in (report["epsilon"], together["epsilon"]):
+        assert {name for name, e in found.items() if e["epsilon"] is not None} == {"rdp"}
+        assert found["pld"]["why"] == "not proven for discrete noise"
+    assert report["epsilon"]["rdp"]["epsilon"] == pytest.approx(engine.get_epsilon(DELTA))
+    assert together["epsilon"]["rdp"]["epsilon"] > report["epsilon"]["rdp"]["epsilon"]
+
+
 def test_what_was_warned_of_is_in_the_report() -> None:
     with pytest.warns(NotPoissonWarning):
         engine, _ = trained("prv", poisson_sampling=False)
