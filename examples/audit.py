@@ -2,6 +2,7 @@
 
     python examples/audit.py            # the lower bound stays under the accountant's ε
     python examples/audit.py --broken   # clipping 50 times too loose: the audit notices
+    python examples/audit.py --sampling random_allocation
     python examples/audit.py --model current   # experts with LoRA, product keys, hyper-connections
     python examples/audit.py --noise buffers   # noise that later steps take back
 
@@ -70,7 +71,9 @@ class CurrentLayers(nn.Module):
 MODELS = {"convolutions": convolutions, "current": CurrentLayers}
 
 
-def private_options(noise: str, steps: int, batches: int) -> tuple[str, dict[str, Any]]:
+def private_options(
+    noise: str, sampling: str, steps: int, batches: int
+) -> tuple[str, dict[str, Any]]:
     """The accountant, and arguments of make_private, for so many steps and batches in an epoch."""
     if noise == "discrete":
         return "discrete_gaussian", {"noise_grid": "exact"}
@@ -79,7 +82,7 @@ def private_options(noise: str, steps: int, batches: int) -> tuple[str, dict[str
         "buffers": lambda: BufferedNoise.optimised(2, steps, batches),
     }
     if noise not in correlated:
-        return "prv", {}
+        return ("prv" if sampling == "poisson" else "pld"), {"sampling": sampling}
     return "pld", {"sampling": "fixed_order", "noise": correlated[noise]()}
 
 
@@ -115,9 +118,9 @@ def audit(args: argparse.Namespace, console: Console) -> Audit:
     y = torch.tensor(digits[: args.samples], dtype=torch.long)
     number_M, image_M = 1 + torch.arange(m), torch.zeros(m, 1, 8, 8)
     steps = args.epochs * args.batches
-    accountant, options = private_options(args.noise, steps, args.batches)
+    accountant, options = private_options(args.noise, args.sampling, steps, args.batches)
     rows_M = included_M
-    if "sampling" in options:
+    if options.get("sampling") == "fixed_order":
         # Epsilon is for zeroing a sample out: all canaries have their places. A sample that is not
         # finite adds nothing.
         rows_M = torch.ones_like(included_M)
@@ -200,13 +203,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gaussian", action="store_true", help="the tighter bound, of Gaussians")
     parser.add_argument("--model", choices=tuple(MODELS), default="convolutions")
     parser.add_argument("--noise", choices=NOISES, default="independent")
+    samplings = ("poisson", "random_allocation")
+    parser.add_argument(
+        "--sampling", choices=samplings, default="poisson", help="of independent noise"
+    )
     parser.add_argument("--canaries", type=int, default=1000, help="coins to throw")
     parser.add_argument("--guesses", type=int, default=300, help="canaries not to abstain on")
     parser.add_argument("--samples", type=int, default=1000, help="other training data")
     parser.add_argument("--epsilon", type=float, default=4.0, help="privacy budget of the run")
     parser.add_argument("--delta", type=float, default=1e-5, help="δ of the (ε, δ) guarantee")
     parser.add_argument("--epochs", type=int, default=25)
-    parser.add_argument("--batches", type=int, default=4, help="Poisson batches per epoch")
+    parser.add_argument("--batches", type=int, default=4, help="batches per epoch")
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate of SGD")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="clipping bound C")
     parser.add_argument("--confidence", type=float, default=0.95, help="of the lower bound")

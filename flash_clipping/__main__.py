@@ -4,6 +4,7 @@ flash-clipping check my_project.train:factory
 flash-clipping plan --samples 60000 --batch-size 1024 --epochs 10 --epsilon 3
 flash-clipping audit scores.json --guesses 300
 flash-clipping env
+flash-clipping compose first.json second.json --delta 1e-5
 flash-clipping --version
 """
 
@@ -28,6 +29,7 @@ from torch.utils.data import TensorDataset
 from flash_clipping import __version__, auditing, diagnostics, planning
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.diagnostics import report as reports
+from flash_clipping.engine.report import compose, read_reports
 from flash_clipping.ops.runtime.backend import BACKENDS
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -155,12 +157,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     env.add_argument("--json", action="store_true", help="print the report as JSON")
     env.set_defaults(run=_env)
+    composed = commands.add_parser(
+        "compose",
+        help="epsilon of several runs on one dataset, from their reports",
+        description="Compose reports of engine.report(delta), and print the report of all as JSON.",
+    )
+    composed.add_argument("reports", metavar="FILE", nargs="+", help="JSON of engine.report(delta)")
+    composed.add_argument("--delta", type=float, help="by default that of the reports")
+    composed.set_defaults(run=_compose)
     return parser
 
 
 def _env(args: argparse.Namespace) -> int:
     report = diagnostics.environment()
     print(json.dumps(report, indent=2) if args.json else diagnostics.environment_text(report))
+    return 0
+
+
+def _compose(args: argparse.Namespace) -> int:
+    try:
+        print(json.dumps(compose(read_reports(args.reports), delta=args.delta), indent=2))
+    except (OSError, ValueError) as error:
+        print(f"flash-clipping compose: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

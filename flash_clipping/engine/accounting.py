@@ -1,8 +1,8 @@
 """The cost of steps that Opacus' accountants do not know, by Google's dp-accounting.
 
-A :class:`Process` says how batches are drawn and how noise is made. Each pair of the two has one
-event of dp-accounting's, or is refused by name. ``dp-accounting`` is an extra
-(``flash-clipping[accounting]``); it is imported when such an accountant is made.
+A :class:`Process` says how batches are drawn and how noise is made. Each pair of the two is a
+:class:`~flash_clipping.engine.releases.Release`, or is refused by name. ``dp-accounting`` is an
+extra (``flash-clipping[accounting]``); it is imported when such an accountant is made.
 """
 
 from __future__ import annotations
@@ -14,21 +14,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from opacus.accountants import IAccountant, PRVAccountant, RDPAccountant, register_accountant
+from opacus.accountants import (
+    GaussianAccountant,
+    IAccountant,
+    PRVAccountant,
+    RDPAccountant,
+    register_accountant,
+)
 
-from flash_clipping.errors import FlashClippingError, missing_extra
+from flash_clipping.engine.releases import Release, dp_accounting, epsilon_by_pld
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 
 #: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
-SAMPLINGS = ("poisson", "cyclic_poisson", "fixed_order")
+SAMPLINGS = (
+    "poisson",
+    "cyclic_poisson",
+    "fixed_order",
+    "shuffled",
+    "random_allocation",
+    "poisson_rows",
+)
 
 #: The neighbouring relation of ε, in words.
 ADD_OR_REMOVE = "add or remove one sample"
 ZERO_OUT = "zero out one sample"
-
-#: Privacy losses are rounded to multiples of this, so that ε is an upper bound; ten times faster
-#: than dp-accounting's own 1e-4, for about 1e-4 more.
-LOSS_GRID = 1e-3
 
 _MOST_NOISE = 1e6
 
@@ -46,12 +56,18 @@ class Process:
         sampling: ``"poisson"``: every step draws every sample with the sample rate.
             ``"cyclic_poisson"``: samples are in as many groups as noise has diagonals, and a step
             draws from the next group only, with so many times the rate. ``"fixed_order"``: batches
-            are parts of the dataset, the same in every epoch, in the same order.
+            are parts of the dataset, the same in every epoch, in the same order. ``"shuffled"``:
+            the same, but other parts in every epoch. ``"random_allocation"``: every sample takes
+            part in ``participations`` steps of a round, chosen uniformly and for itself; a round
+            has ``participations * cycle`` steps. ``"poisson_rows"``: every step draws every row of
+            every unit with the sample rate.
         noise: how the noise of steps is correlated.
         samples: in the dataset.
         max_batch_size: of a Poisson batch with more samples a random subset of this size is taken;
             ``None``: all.
         cycle: steps from a group, or a batch, to its next turn.
+        participations: of a sample in a round of random allocation.
+        rows_per_unit: the most rows that a unit has; of ``"poisson_rows"`` alone.
 
     Raises:
         ValueError: the two do not go together.
@@ -62,14 +78,30 @@ class Process:
     samples: int = 0
     max_batch_size: int | None = None
     cycle: int = 1
+    participations: int = 1
+    rows_per_unit: int | None = None
 
     def __post_init__(self) -> None:
         if self.sampling not in SAMPLINGS:
             raise ValueError(
                 f"sampling={self.sampling!r} is unknown; expected one of {', '.join(SAMPLINGS)}."
             )
-        served = {"poisson": IndependentNoise, "cyclic_poisson": BandedNoise}
-        fits = isinstance(self.noise, served.get(self.sampling, NoiseMechanism))
+        if isinstance(self.participations, bool) or self.participations < 1:
+            raise ValueError(f"participations: found {self.participations!r}; expected 1 or more.")
+        if self.participations > 1 and self.sampling != "random_allocation":
+            raise ValueError(
+                f"participations: found {self.participations} with sampling={self.sampling!r}; "
+                "expected sampling='random_allocation'."
+            )
+        by_rows = self.sampling == "poisson_rows"
+        if by_rows != (self.rows_per_unit is not None):
+            raise ValueError(
+                f"max_rows_per_unit: found {self.rows_per_unit} with sampling={self.sampling!r}; "
+                "expected sampling='poisson_rows' and the most rows of a unit, by which epsilon is "
+                "for all of them."
+            )
+        served = {"fixed_order": NoiseMechanism, "cyclic_poisson": BandedNoise}
+        fits = isinstance(self.noise, served.get(self.sampling, IndependentNoise))
         found = f"{type(self.noise).__name__} with sampling={self.sampling!r}"
         if self.max_batch_size is not None:
             fits, found = fits and self.sampling == "poisson", f"max_batch_size with {found}"
@@ -77,10 +109,11 @@ class Process:
             raise ValueError(
                 f"make_private: found {found}. A sample may take part in two steps whose noise "
                 "partly cancels, and epsilon must know how often. It does for IndependentNoise "
-                "with sampling='poisson' (max_batch_size: with no other), for BandedNoise with "
-                "'cyclic_poisson' or 'fixed_order' (it reaches over fewer steps than a cycle has), "
-                "and for BandedInverseNoise, OneStepNoise and BufferedNoise with 'fixed_order' "
-                "(they reach over all steps: no amplification of theirs is proven here)."
+                "with every sampling but 'cyclic_poisson' (max_batch_size: with 'poisson' alone), "
+                "for BandedNoise with 'cyclic_poisson' or 'fixed_order' (it reaches over fewer "
+                "steps than a cycle has), and for BandedInverseNoise, OneStepNoise and "
+                "BufferedNoise with 'fixed_order' (they reach over all steps: no amplification of "
+                "theirs is proven here)."
             )
         if isinstance(self.noise, BandedNoise) and self.noise.count > self.cycle:
             raise ValueError(
@@ -96,46 +129,54 @@ class Process:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether step t must take batch t: participations are bounded by their distance."""
-        return self.sampling != "poisson"
+        """Whether step t must take batch t."""
+        return self.sampling not in ("poisson", "poisson_rows")
+
+    @property
+    def round_steps(self) -> int:
+        """Steps whose batches are drawn together, all of one noise multiplier."""
+        drawn_together = self.sampling in ("shuffled", "random_allocation")
+        return self.participations * self.cycle if drawn_together else 1
 
     @property
     def relation(self) -> str:
         """The neighbouring relation of ε, in words."""
-        return ADD_OR_REMOVE if self.sampling == "poisson" else ZERO_OUT
+        if self.sampling == "poisson_rows":
+            return f"add or remove one unit, of {self.rows_per_unit} rows at most"
+        added = self.sampling in ("poisson", "random_allocation")
+        return ADD_OR_REMOVE if added else ZERO_OUT
 
-    def events(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Any]:
-        """Events of dp-accounting's for so many steps in a row; ε is the largest of them.
+    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
+        """What so many steps in a row release, as it is for each of the neighbours that there are;
+        ε is the largest of them.
 
         ``noise_multiplier``: standard deviation of the independent noise ``Z``, in clipping bounds;
         ``sample_rate``: of one step, over the whole dataset.
         """
-        dp = dp_accounting()
+        noise = noise_multiplier
         if self.max_batch_size is not None:
             # For a neighbour with one sample less, and for one with one more.
             return [
-                dp.SelfComposedDpEvent(
-                    dp.TruncatedSubsampledGaussianDpEvent(
-                        dataset_size=size,
-                        sampling_probability=sample_rate,
-                        truncated_batch_size=self.max_batch_size,
-                        noise_multiplier=noise_multiplier,
-                    ),
-                    steps,
-                )
-                for size in (self.samples, self.samples + 1)
+                Release(noise, steps, "truncated", sample_rate, self.max_batch_size, samples)
+                for samples in (self.samples, self.samples + 1)
             ]
+        if self.sampling == "poisson_rows":
+            assert self.rows_per_unit is not None  # see requested_process
+            return [Release(noise, steps, "rows", sample_rate, self.rows_per_unit)]
+        if self.sampling in ("fixed_order", "shuffled"):
+            # Whatever the order is, a sample takes part once in every epoch: nothing is amplified.
+            return [Release(noise / self.noise.sensitivity(steps, self.cycle))]
+        if self.sampling == "random_allocation":
+            # A round that has begun counts in full. k steps of a round are one step in each of k
+            # parts of it, which are random and may be known (Feldman and Shenfeld 2025).
+            times = -(-steps // self.round_steps) * self.participations
+            return [Release(noise, times, "one_of", size=self.cycle)]
         rate, times = sample_rate, steps
-        if self.sampling == "fixed_order":
-            sensitivity = self.noise.sensitivity(steps, self.cycle)
-            return [dp.GaussianDpEvent(noise_multiplier / sensitivity)]
         if self.sampling == "cyclic_poisson":
             # Columns of one sample's steps are orthogonal: each is a release of its own
             # (arXiv 2306.08153, theorem 4).
             rate, times = min(1.0, sample_rate * self.cycle), -(-steps // self.cycle)
-        sensitivity = self.noise.sensitivity(steps)
-        gaussian = dp.GaussianDpEvent(noise_multiplier / sensitivity)
-        return [dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(rate, gaussian), times)]
+        return [Release(noise / self.noise.sensitivity(steps), times, "poisson", rate)]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, to compare with those of a checkpoint."""
@@ -144,11 +185,30 @@ class Process:
             "samples": self.samples,
             "max_batch_size": self.max_batch_size,
             "cycle": self.cycle,
+            "participations": self.participations,
+            "rows_per_unit": self.rows_per_unit,
             **self.noise.settings,
         }
 
 
-class FeasiblePrvAccountant(PRVAccountant):
+class CountsSteps:
+    """An accountant whose ``len`` is the number of steps; Opacus' is that of changes of noise."""
+
+    history: list[tuple[float, float, int]]
+
+    def __len__(self) -> int:
+        return sum(steps for _, _, steps in self.history)
+
+
+class StepsOfRdpAccountant(CountsSteps, RDPAccountant):
+    """Opacus', with the right length."""
+
+
+class StepsOfGdpAccountant(CountsSteps, GaussianAccountant):
+    """Opacus', with the right length."""
+
+
+class FeasiblePrvAccountant(CountsSteps, PRVAccountant):
     """Opacus' default, which has an answer where there is next to no noise.
 
     The distribution of the privacy loss is as wide as ε. Where it would not fit in memory, or its
@@ -180,7 +240,7 @@ class FeasiblePrvAccountant(PRVAccountant):
         return float(found)
 
 
-class DiscreteGaussianAccountant(RDPAccountant):
+class DiscreteGaussianAccountant(StepsOfRdpAccountant):
     """Rényi DP of discrete Gaussian noise, ``FlashPrivacyEngine(accountant="discrete_gaussian")``.
 
     At whole orders Opacus' formula for Poisson-sampled Gaussian noise holds as it is for noise
@@ -219,7 +279,7 @@ class DiscreteGaussianAccountant(RDPAccountant):
         return "discrete_gaussian"
 
 
-class PldAccountant(IAccountant):
+class PldAccountant(CountsSteps, IAccountant):
     """Privacy loss distributions of dp-accounting's, ``FlashPrivacyEngine(accountant="pld")``.
 
     Needed where batches have a fixed size or noise is correlated; it serves ordinary Poisson
@@ -262,6 +322,15 @@ class PldAccountant(IAccountant):
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         *kind, steps = self.history[-1] if self.history else (None, None, 0)
         is_new_run = self._begins and self.process.is_in_order
+        of_round = steps % self.process.round_steps
+        if of_round and not is_new_run and kind != [noise_multiplier, sample_rate]:
+            raise FlashClippingError(
+                f"optimizer.step(): found noise_multiplier={noise_multiplier} in step {of_round} "
+                f"of a round of {self.process.round_steps}, whose steps before had {kind[0]}; "
+                f"expected one for all steps of a round of sampling={self.process.sampling!r}: a "
+                "sample takes part in any of them. Nothing was released. Change it when a round "
+                "ends."
+            )
         if kind == [noise_multiplier, sample_rate] and not is_new_run:
             self.history.pop()
         else:
@@ -273,22 +342,12 @@ class PldAccountant(IAccountant):
         """ε for this δ, for datasets that are neighbours by :attr:`Process.relation`."""
         if any(multiplier == 0 for multiplier, _, _ in self.history):
             return math.inf
-        dp = dp_accounting()
-        if self.process.sampling == "fixed_order" and self.history:
-            # Runs of Gaussian mechanisms are one, whose formula needs no numerical convolution.
-            parts = [self.process.events(*entry)[0].noise_multiplier for entry in self.history]
-            total = sum(multiplier**-2 for multiplier in parts) ** -0.5
-            return float(dp.get_epsilon_gaussian(total, delta))
-        is_removed = self.process.relation == ADD_OR_REMOVE
-        relation = dp.NeighboringRelation["ADD_OR_REMOVE_ONE" if is_removed else "REPLACE_SPECIAL"]
-        runs = [self.process.events(*entry) for entry in self.history]
-        found = []
-        for number in range(max((len(run) for run in runs), default=0)):
-            accountant = dp.pld.PLDAccountant(relation, LOSS_GRID)
-            for run in runs:
-                accountant.compose(run[number])
-            found.append(float(accountant.get_epsilon(delta)))
-        return max(found, default=0.0)
+        return max((epsilon_by_pld(r, delta) for r in self.releases()), default=0.0)
+
+    def releases(self) -> list[list[Release]]:
+        """What all steps released, as it is for each of the neighbours that there are."""
+        runs = [self.process.releases(*entry) for entry in self.history]
+        return [[*neighbour] for neighbour in zip(*runs, strict=True)]
 
     def noise_multiplier(
         self,
@@ -348,7 +407,7 @@ class PldAccountant(IAccountant):
         """As Opacus'; noise of the steps before is not known any more, and accounted for by
         itself. ``ValueError`` for steps of another process."""
         now, then = self.process.state_dict(), state_dict.get("process")
-        if then is not None and then != now:
+        if then is not None and (then := Process().state_dict() | then) != now:
             raise ValueError(
                 f"accountant: the checkpoint accounts for {then}; this engine for {now}. Make the "
                 "model private as it was, and load the checkpoint then."
@@ -358,22 +417,19 @@ class PldAccountant(IAccountant):
         if self.before_run is not None:
             self.before_run()
 
-    def __len__(self) -> int:
-        return sum(steps for _, _, steps in self.history)
-
     @classmethod
     def mechanism(cls) -> str:
         return "pld"
 
 
-def dp_accounting() -> Any:
-    """The package, or ``ImportError`` with how to install it."""
-    try:
-        import dp_accounting
-        import dp_accounting.pld
-    except ImportError as error:
-        raise missing_extra("accounting", 'accountant="pld"', error) from error
-    return dp_accounting
+def with_right_length(accountant: Any) -> Any:
+    """This new accountant of Opacus', as one that counts its steps."""
+    ours = {
+        PRVAccountant: FeasiblePrvAccountant,
+        RDPAccountant: StepsOfRdpAccountant,
+        GaussianAccountant: StepsOfGdpAccountant,
+    }.get(type(accountant))
+    return accountant if ours is None else ours()
 
 
 def relation_of(accountant: Any) -> str:

@@ -34,7 +34,14 @@ Reduction = Literal["mean", "sum"]
 SumDtype = Literal["float32", "parameter"]
 #: Whether a wrapped model's calls are replayed as CUDA graphs wherever that is exact.
 CudaGraphs = Literal["off", "auto"]
-Sampling = Literal["poisson", "fixed_order", "cyclic_poisson"]
+Sampling = Literal[
+    "poisson",
+    "fixed_order",
+    "cyclic_poisson",
+    "shuffled",
+    "random_allocation",
+    "poisson_rows",
+]
 
 
 class ModelOptions(TypedDict, total=False):
@@ -76,6 +83,7 @@ class PrivateOptions(ModelOptions, total=False):
     max_rows_per_unit: int | None
     sampling: Sampling
     max_batch_size: int | None
+    participations: int
     noise: NoiseMechanism | None
     noise_grid: NoiseGrid
     cuda_graphs: CudaGraphs
@@ -150,24 +158,34 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
             "BandedNoise(...), BandedInverseNoise(...), OneStepNoise(...) or BufferedNoise(...) of "
             "flash_clipping.randomness.mechanisms."
         )
-    if sampling == "poisson" and max_batch_size is None and isinstance(noise, IndependentNoise):
+    participations = given.get("participations", 1)
+    asked = sampling, max_batch_size, participations
+    if asked == ("poisson", None, 1) and isinstance(noise, IndependentNoise):
         process = Process()
         if isinstance(accountant, PldAccountant):
             accountant.follow(process)
         return process
     loader = given["data_loader"]
-    in_groups = sampling == "cyclic_poisson"
+    by_rows, in_groups = sampling == "poisson_rows", sampling == "cyclic_poisson"
     process = Process(
         sampling=sampling,
         noise=noise,
         samples=len(loader.dataset),
         max_batch_size=max_batch_size,
         cycle=noise.count if in_groups and isinstance(noise, BandedNoise) else len(loader),
+        participations=participations,
+        rows_per_unit=given.get("max_rows_per_unit") if by_rows else None,
     )
-    asked = f"sampling={sampling!r}, noise={type(noise).__name__}, max_batch_size={max_batch_size}"
+    named = f"sampling={sampling!r}, noise={type(noise).__name__}, max_batch_size={max_batch_size}"
     is_flash = given.get("grad_sample_mode", "flash") == "flash"
-    with_units = given.get("units") is not None or given.get("sample_of") is not None
+    with_units = given.get("units") is not None and not by_rows
+    with_units |= given.get("sample_of") is not None
     refused = [
+        (
+            by_rows and given.get("units") is None,
+            "no units",
+            "Give the owner of every row, units=ids, for whom epsilon is",
+        ),
         (not is_flash, "another grad_sample_mode than 'flash'", "Only 'flash' serves it"),
         (with_units, "units or sample_of", "It is accounted for samples of the dataset only"),
         (
@@ -194,7 +212,7 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
     ]
     for found, name, advice in refused:
         if found:
-            raise ValueError(f"make_private: found {asked} with {name}. {advice}.")
+            raise ValueError(f"make_private: found {named} with {name}. {advice}.")
     accountant.follow(process)
     return process
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args, overload
 
 from opacus import PrivacyEngine
-from opacus.accountants import PRVAccountant
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader
@@ -17,11 +16,11 @@ from flash_clipping._compat import check_engine, explain_flash_mode
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import has_shards, processes_of, shared_in_group
 from flash_clipping.engine.accounting import (
-    FeasiblePrvAccountant,
     LargeDeltaWarning,
     PldAccountant,
     Process,
     relation_of,
+    with_right_length,
     without_hints,
 )
 from flash_clipping.engine.correlated_noise import CorrelatedNoise
@@ -50,6 +49,7 @@ from flash_clipping.engine.options import (
 )
 from flash_clipping.engine.parallel import refuse_alone
 from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, pipeline_group
+from flash_clipping.engine.report import SAMPLE, make_report
 from flash_clipping.engine.sampling.loaders import (
     PoissonLoader,
     UnitsOfRows,
@@ -57,6 +57,7 @@ from flash_clipping.engine.sampling.loaders import (
     refuse_units,
     watch_sampling,
 )
+from flash_clipping.engine.sampling.samplers import RoundSampler
 from flash_clipping.engine.unsupported import validate
 from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
@@ -156,6 +157,8 @@ class FlashPrivacyEngine(PrivacyEngine):
     _asked: _Asked | None = None
     #: How many samples, or units, the dataset of the last make_private has.
     _samples: int | None = None
+    #: Who is hidden as a whole.
+    _unit = SAMPLE
     #: The δ that there was a warning about, and what else was said once.
     _large_deltas: frozenset[float] = frozenset()
     _explained_mode = _warned_not_poisson = _has_opacus_randomness = False
@@ -172,8 +175,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             # That noise is not secure: it is. Modes of Opacus warn where they are used.
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=False)
-        if type(self.accountant) is PRVAccountant:
-            self.accountant = FeasiblePrvAccountant()
+        self.accountant = with_right_length(self.accountant)
         self.secure_mode = secure_mode
         self.stream = SecretStream(seed=seed)
 
@@ -239,6 +241,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         max_rows_per_unit: int | None = None,
         sampling: Sampling = "poisson",
         max_batch_size: int | None = None,
+        participations: int = 1,
         noise: NoiseMechanism | None = None,
         noise_grid: NoiseGrid = False,
         pipeline: Any = None,
@@ -283,10 +286,13 @@ class FlashPrivacyEngine(PrivacyEngine):
                 dataset belongs to. Every step then draws these, not rows, and a batch is all rows
                 of those that were drawn; "sample" means such a *unit* from then on; flash only.
             max_rows_per_unit: of a unit with more rows so many are drawn, uniformly and anew each
-                time.
-            sampling: ``"poisson"``; ``"fixed_order"`` and ``"cyclic_poisson"`` are for correlated
-                noise (:class:`~flash_clipping.engine.accounting.Process`); flash only, and
-                ``accountant="pld"``.
+                time; with ``sampling="poisson_rows"`` once.
+            sampling: ``"poisson"``; others need ``accountant="pld"``, and are flash only
+                (:class:`~flash_clipping.engine.accounting.Process`, ``docs/sampling.md``):
+                ``"random_allocation"``, ``"shuffled"``, ``"poisson_rows"`` with ``units``, and, for
+                correlated noise, ``"fixed_order"`` and ``"cyclic_poisson"``.
+            participations: of a sample in ``participations * len(data_loader)`` steps; with
+                ``sampling="random_allocation"``.
             max_batch_size: every batch has this many rows, over all processes together. Where more
                 samples are drawn, a random subset of them is taken; where fewer, other rows fill
                 the batch up, which add exactly nothing. The sample rate is still the loader's;
@@ -361,10 +367,14 @@ class FlashPrivacyEngine(PrivacyEngine):
         finally:
             self._asked = None
         self._samples = len(dataset) if of_rows is None else of_rows.count
+        if of_rows is not None or sample_of is not None:
+            self._unit = "an owner of rows (units)" if of_rows is not None else f"{sample_of}"
         private.follow(wrapper)
         watch_sampling(self, wrapper, private, loader)
         if isinstance(self.accountant, PldAccountant):
             self.accountant.is_used = True
+            if isinstance(loader.batch_sampler, RoundSampler) and not self.accountant.before_run:
+                self.accountant.before_run = loader.batch_sampler.begin_run
         return wrapper, private, loss, loader
 
     @overload
@@ -527,8 +537,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             kwargs.pop(name, None)
         distributed = kwargs.pop("distributed", False)
         if asked.units is not None:
-            # Opacus counted rows.
-            kwargs["expected_batch_size"] = asked.units.count * asked.units.sample_rate
+            # Opacus counted all rows.
+            kwargs["expected_batch_size"] = asked.sampler.num_samples * asked.units.sample_rate
         generator = kwargs.pop("noise_generator", None)
         kwargs["stream"] = self.stream if generator is None else None
         kwargs.update(generator=generator, secure_mode=self.secure_mode)
@@ -625,6 +635,26 @@ class FlashPrivacyEngine(PrivacyEngine):
         return f"{found} ({relation})" + seed_notice(
             self.stream, getattr(optimizer, "stream", None)
         )
+
+    def report(self, delta: float, *, optimizer: Any = None) -> dict[str, Any]:
+        """All that ε depends on, to publish with a model: plain values, for ``json.dumps``.
+
+        Args:
+            delta: δ.
+            optimizer: what ``make_private`` returned; its noise may have a seed of its own.
+
+        Returns:
+            ``epsilon`` by ``"pld"``, ``"prv"``, ``"rdp"`` and ``"gdp"``, each with ``is_bound``, or
+            ``None`` and ``why``; ``relation`` and ``unit`` (the neighbours), ``assumptions``,
+            ``violated`` (what was warned of), ``seeds`` (empty for what may be released),
+            ``parts`` (sampling, noise, steps), ``releases`` (what
+            :func:`~flash_clipping.engine.report.compose` reads) and ``versions``.
+
+        Warns:
+            LargeDeltaWarning: as :meth:`get_epsilon`.
+        """
+        self.check_delta(delta)
+        return make_report(self, delta, optimizer)
 
     def save_checkpoint(
         self, *, optimizer: Any = None, checkpoint_dict: dict[str, Any] | None = None, **kwargs: Any

@@ -67,6 +67,37 @@ def subset(draw: Draw, count: int, size: int, *, tensor: int = 0, shard: int = 0
         first += blocks
 
 
+def allocations(draw: Draw, count: int, steps: int, times: int) -> Tensor:
+    """``[N, K]``, int32: for each of ``count`` samples ``times`` different numbers below ``steps``.
+
+    Every set of them has the same probability, exactly, and samples are independent. Floyd's
+    algorithm: for ``j`` from ``steps - times`` on a number of ``0 .. j`` is drawn, and ``j`` itself
+    taken where that one is taken already. Number ``k`` is made of the words of tensor ``k``.
+
+    Raises:
+        ValueError: ``times`` is not between 1 and ``steps``.
+    """
+    if not 1 <= times <= steps:
+        raise ValueError(f"allocations: found {times} of {steps}; expected 1 to {steps}.")
+    chosen_NK = np.empty((count, times), dtype=np.int32)
+    for k, j in enumerate(range(steps - times, steps)):
+        found_N = _below(draw, count, j + 1, tensor=k).astype(np.int32)
+        is_taken_N = (chosen_NK[:, :k] == found_N[:, None]).any(1)
+        chosen_NK[:, k] = np.where(is_taken_N, np.int32(j), found_N)
+    return torch.from_numpy(chosen_NK)
+
+
+def _below(draw: Draw, count: int, bound: int, *, tensor: int) -> np.ndarray:
+    """``[N]``, uint64: uniform numbers below ``bound``; words that would favour some are drawn
+    again."""
+    words_N = _unsigned(draw, count, tensor, 0, 0)
+    surplus, first = (1 << 64) % bound, -(-count // _OF_BLOCK)
+    while surplus and (again := words_N >= np.uint64((1 << 64) - surplus)).any():
+        words_N[again] = _unsigned(draw, int(again.sum()), tensor, 0, first)
+        first += -(-int(again.sum()) // _OF_BLOCK)
+    return words_N % np.uint64(bound)
+
+
 def _unsigned(draw: Draw, count: int, tensor: int, shard: int, first: int) -> np.ndarray:
     bits = uniform_bits(draw, count, tensor=tensor, shard=shard, first=first)
     found: np.ndarray = bits.numpy().view(np.uint64)

@@ -8,7 +8,7 @@ from typing import Any
 #: Arguments of ``make_private`` that a trainer passes itself.
 _OWN = """module optimizer data_loader noise_multiplier max_grad_norm poisson_sampling wrap_model
 loss_reduction noise_generator criterion grad_sample_mode units max_rows_per_unit distributed
-sampling max_batch_size noise"""
+sampling max_batch_size participations noise"""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 
 from flash_clipping import FlashPrivacyEngine
-from flash_clipping.engine import accounting
+from flash_clipping.engine import releases
 from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     ZERO_OUT,
@@ -67,7 +68,7 @@ def densities(values: list[float], rate: float, kept: int, sigma: float, at: Any
 @pytest.fixture
 def _coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """ε is an upper bound on any grid."""
-    monkeypatch.setattr(accounting, "LOSS_GRID", 1e-2)
+    monkeypatch.setattr(releases, "LOSS_GRID", 1e-2)
 
 
 @pytest.mark.usefixtures("_coarse")
@@ -97,7 +98,7 @@ def test_a_batch_that_nothing_is_cut_off_costs_nothing_more() -> None:
 
 def gaussian(mu: float, delta: float = 1e-5) -> float:
     """ε of a Gaussian mechanism with sensitivity ``mu`` (Balle and Wang 2018, theorem 8)."""
-    low, high = 0.0, 200.0
+    low, high = 0.0, 1e4
     for _ in range(200):
         e = (low + high) / 2
         log_second = e + stats.norm.logcdf(-mu / 2 - e / mu)
@@ -154,6 +155,25 @@ def test_no_noise_promises_nothing_and_no_steps_cost_nothing() -> None:
     assert PldAccountant().get_epsilon(1e-5) == 0
 
 
+@pytest.mark.parametrize(
+    ("sampled", "reach"),
+    [
+        (releases.Release(0.099, 3, "poisson", 0.1), 1),
+        (releases.Release(0.099, 3, "one_of", size=5), 1),
+        (releases.Release(0.199, 3, "truncated", 0.1, 5, 50), 2),
+        (releases.Release(0.399, 3, "rows", 0.1, 4), 4),
+    ],
+)
+def test_next_to_no_noise_costs_at_most_one_gaussian(sampled: releases.Release, reach: int) -> None:
+    """Where distributions of privacy losses would not fit in memory; and that is more."""
+    found = releases.epsilon_by_pld([sampled], 1e-5)
+    assert found == pytest.approx(gaussian(3**0.5 * reach / sampled.noise_multiplier), rel=1e-6)
+    tiny = replace(sampled, noise_multiplier=1e-4)
+    assert math.isfinite(releases.epsilon_by_pld([tiny, releases.Release(1.0)], 1e-5))
+    more = replace(sampled, noise_multiplier=0.1001 * reach)
+    assert releases.epsilon_by_pld([more], 1e-5) < 1.001 * found
+
+
 @pytest.mark.usefixtures("_coarse")
 @pytest.mark.parametrize(
     "process",
@@ -172,7 +192,7 @@ def test_the_noise_for_a_target(process: Process) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sampling": "shuffled"}, "unknown"),
+        ({"sampling": "random"}, "unknown"),
         ({"noise": OneStepNoise(0.5)}, "OneStepNoise with sampling='poisson'"),
         ({"noise": BandedNoise(3)}, "'cyclic_poisson' or 'fixed_order'"),
         ({"sampling": "cyclic_poisson", "noise": OneStepNoise(0.5)}, "fewer steps than a cycle"),
@@ -184,6 +204,14 @@ def test_the_noise_for_a_target(process: Process) -> None:
         ({"sampling": "cyclic_poisson"}, "IndependentNoise with sampling='cyclic_poisson'"),
         ({"sampling": "fixed_order", "noise": BandedNoise(5), "cycle": 4}, "4 batches"),
         ({"sampling": "fixed_order", "max_batch_size": 3}, "max_batch_size with"),
+        ({"sampling": "random_allocation", "max_batch_size": 3}, "max_batch_size with"),
+        ({"sampling": "random_allocation", "noise": BandedNoise(3)}, "BandedNoise with"),
+        ({"sampling": "random_allocation", "participations": 0}, "expected 1 or more"),
+        ({"participations": 2}, "expected sampling='random_allocation'"),
+        ({"sampling": "shuffled", "noise": OneStepNoise(0.5)}, "OneStepNoise with"),
+        ({"sampling": "poisson_rows"}, "max_rows_per_unit"),
+        ({"sampling": "poisson_rows", "noise": BandedNoise(3), "rows_per_unit": 2}, "BandedNoise"),
+        ({"rows_per_unit": 2}, "expected sampling='poisson_rows'"),
     ],
 )
 def test_what_does_not_match_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -223,9 +251,11 @@ def test_one_engine_makes_one_model_private_where_steps_are_not_alike() -> None:
 
 
 def test_truncated_batches_are_accounted_for_both_neighbours() -> None:
-    events = Process(samples=50, max_batch_size=9, cycle=5).events(1.0, 0.2, 3)
-    assert [event.event.dataset_size for event in events] == [50, 51]
-    assert [event.event.truncated_batch_size for event in events] == [9, 9]
+    found = Process(samples=50, max_batch_size=9, cycle=5).releases(1.0, 0.2, 3)
+    assert [(r.samples, r.size, r.rate, r.times) for r in found] == [
+        (50, 9, 0.2, 3),
+        (51, 9, 0.2, 3),
+    ]
 
 
 # -- discrete noise --------------------------------------------------------------------------------

@@ -14,7 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine.correlated_noise import CorrelatedNoise
-from flash_clipping.engine.sampling.samplers import CyclicPoissonSampler, FixedOrderSampler
+from flash_clipping.engine.sampling.samplers import (
+    AllocationSampler,
+    CyclicPoissonSampler,
+    FixedOrderSampler,
+    ShuffledSampler,
+)
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.mechanisms import (
     BandedInverseNoise,
@@ -316,12 +321,18 @@ def test_workers_of_parts_are_refused() -> None:
         break
 
 
-@pytest.mark.parametrize("sampling", ["fixed_order", "cyclic_poisson"])
-def test_processes_have_parts_of_the_batch_of_one(sampling: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (FixedOrderSampler, {}),
+        (ShuffledSampler, {}),
+        (CyclicPoissonSampler, {"cycle": 2}),
+        (AllocationSampler, {"participations": 1}),
+    ],
+)
+def test_processes_have_parts_of_the_batch_of_one(kind: Any, more: dict[str, int]) -> None:
     """Of one key; none has more than one sample more than another."""
-    kind: Any = {"fixed_order": FixedOrderSampler, "cyclic_poisson": CyclicPoissonSampler}[sampling]
-    options = {"num_samples": 50, "sample_rate": 0.2, "steps": 5}
-    options |= {"cycle": 2} if sampling == "cyclic_poisson" else {}
+    options = {"num_samples": 50, "sample_rate": 0.2, "steps": 5} | more
     alone, *parts = (
         kind(**options, **part, stream=SecretStream(key=bytes(32)))
         for part in ({}, *({"rank": rank, "world_size": 3} for rank in range(3)))

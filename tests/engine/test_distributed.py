@@ -68,6 +68,13 @@ RANDOM: dict[str, dict[str, Any]] = {
         "noise": OneStepNoise(0.5),
         "physical_batch": 3,
     },
+    "allocated": {
+        "poisson_sampling": True,
+        "noise_multiplier": 1.0,
+        "sampling": "random_allocation",
+        "steps": SAMPLES // BATCH,
+        "physical_batch": 3,
+    },
 }
 
 
@@ -174,7 +181,7 @@ def worker(rank: int, directory: str) -> None:
     try:
         results = {}
         for name, options in (SCENARIOS | RANDOM).items():
-            needs_pld = {"max_batch_size", "noise"} & {*options}
+            needs_pld = {"max_batch_size", "sampling"} & {*options}
             engine = FlashPrivacyEngine(accountant="pld" if needs_pld else "rdp")
             results[name] = train(options, rank, engine)
             results[name]["key"] = engine.stream.draw(Purpose.NOISE).key
@@ -251,6 +258,14 @@ def test_truncated_batches_have_one_shape(processes: list[dict[str, Any]]) -> No
     """20 rows of both processes together."""
     for found in processes:
         assert found["truncated"]["sizes"] == [4, 3, 3] * 6
+
+
+def test_random_allocation_has_every_sample_in_one_step_of_one_process(
+    processes: list[dict[str, Any]],
+) -> None:
+    assert sum(sum(found["allocated"]["sizes"]) for found in processes) == SAMPLES
+    steps = SAMPLES // BATCH
+    assert processes[0]["allocated"]["history"] == [(1.0, 1 / steps, steps)]
 
 
 def test_poisson_batches_differ_between_processes(processes: list[dict[str, Any]]) -> None:

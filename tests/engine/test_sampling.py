@@ -32,6 +32,7 @@ from torch.utils.data import (
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, NotPoissonWarning
 from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.engine.sampling.samplers import PoissonSampler, ShardedPoissonSampler
+from flash_clipping.engine.sampling.streams import StreamedDataset
 from flash_clipping.randomness import SeededNoiseWarning
 
 N, BATCH = 60, 6
@@ -499,3 +500,82 @@ def test_several_rows_of_a_sample_are_refused_whoever_fetches_them() -> None:
         for x, y in loader:
             with pytest.raises(FlashClippingError, match="samples"):
                 criterion(module(x), y).backward()
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+class Samples(IterableDataset):  # type: ignore[type-arg]
+    """A stream of these samples; of unknown size."""
+
+    def __init__(self, samples: list[Any]):
+        self.samples = samples
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in self.samples:
+            self.read += 1
+            yield sample
+
+
+def streams_of(*sizes: int) -> tuple[list[Samples], list[Any]]:
+    samples = [*data(sum(sizes))]
+    ends = [0, *itertools.accumulate(sizes)]
+    return [Samples(samples[a:b]) for a, b in itertools.pairwise(ends)], samples
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_of_shards_are_drawn_as_those_of_a_list(workers: int) -> None:
+    streams, samples = streams_of(7, 0, 30, 23)
+    epochs = []
+    for dataset in (samples, StreamedDataset(streams, [7, 0, 30, 23])):
+        with pytest.warns(SeededNoiseWarning):
+            engine = FlashPrivacyEngine(accountant="rdp", seed=3)
+        loader = DataLoader(dataset, batch_size=BATCH, num_workers=workers)  # type: ignore[arg-type]
+        module, optimizer, criterion, loader = private(loader, engine)
+        epochs.append([*loader])
+        for x, y in epochs[-1]:
+            assert x.shape[1:] == (4,) and len(x) == len(y)
+        for x, y in loader:
+            step(module, optimizer, criterion, x, y)
+    for (x, y), (x_list, y_list) in zip(*epochs, strict=True):
+        assert torch.equal(x, x_list) and torch.equal(y, y_list)
+
+
+def test_shards_without_a_drawn_sample_are_not_read() -> None:
+    streams, samples = streams_of(10, 10, 10)
+    dataset = StreamedDataset(streams, [10, 10, 10])
+    found = dataset.__getitems__([25, 3])
+    assert torch.equal(found[0][0], samples[25][0]) and torch.equal(found[1][0], samples[3][0])
+    assert [stream.read for stream in streams] == [10, 0, 10]  # counted when first read
+    assert torch.equal(dataset[21][0], samples[21][0])
+    assert [stream.read for stream in streams] == [10, 0, 12]
+    with pytest.raises(IndexError, match="sample 30 of 30"):
+        dataset[30]
+
+
+@pytest.mark.parametrize("size", [9, 11])
+def test_a_shard_of_another_size_is_an_error(size: int) -> None:
+    streams, _ = streams_of(10, 10)
+    dataset = StreamedDataset(streams, [10, size])
+    dataset[3]
+    with pytest.raises(FlashClippingError, match=f"10 samples in shard 1; expected {size}"):
+        dataset[12]
+
+
+def test_a_stream_that_is_read_once_only_is_an_error() -> None:
+    dataset = StreamedDataset([iter(data(10))], [10])
+    dataset[3]
+    with pytest.raises(FlashClippingError, match="found 0 samples in shard 0.*begins again"):
+        dataset[3]
+
+
+def test_streams_of_unknown_size_are_refused() -> None:
+    streams, _ = streams_of(10, 20)
+    with pytest.raises(ValueError, match=r"(?s)shard 0, a Samples without __len__.*sizes=\["):
+        StreamedDataset(streams)
+    with pytest.raises(ValueError, match=r"sizes \[10\] for 2 shards"):
+        StreamedDataset(streams, [10])
+    with pytest.raises(ValueError, match="Samples, an IterableDataset without __len__"):
+        private(DataLoader(streams[0], batch_size=5))
+    assert len(StreamedDataset([Stream()])) == N

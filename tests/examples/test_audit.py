@@ -88,6 +88,15 @@ def test_audit_stays_under_the_accountants_epsilon(audit: ModuleType, seed: int)
 
 
 @pytest.mark.slow
+def test_random_allocation_stays_under_its_epsilon(audit: ModuleType) -> None:
+    pytest.importorskip("dp_accounting")
+    options = ["--device", "cpu", "--sampling", "random_allocation", "--batches", "10"]
+    found = audit.main(options)
+    assert not found.violated and found.lower_bound > 0.3 and 3.9 < found.epsilon <= 4
+    assert audit.main([*options, "--broken"]).violated
+
+
+@pytest.mark.slow
 def test_audit_catches_broken_clipping(audit: ModuleType) -> None:
     found = audit.main(["--device", "cpu", "--broken"])
     assert found.violated and found.correct > 0.97 * found.guesses

@@ -113,6 +113,13 @@ def test_the_page_on_privacy_units(marker):
     assert marker not in ("without the engine", "pairs") or len(private.get_norm_sample()) == 3
 
 
+def test_the_block_about_streams():
+    names = {"DataLoader": DataLoader, "sizes": [20, 30]}
+    names["shards"] = [torch.randn(20, 4), torch.randn(30, 4)]
+    exec(block("tested: streams", "docs/sampling.md"), names)
+    assert len(names["dataset"]) == 50 and sum(len(x) for x in names["loader"]) == 50
+
+
 def test_the_lines_that_help_with_a_models_own_loss():
     ids = torch.randint(17, (3, 8))
     model = flash_clipping.GradSampleModuleFlashClipping(gpt2())

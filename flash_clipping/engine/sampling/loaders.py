@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.uniform_sampler import (
@@ -38,6 +39,7 @@ from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.distributed import shared_in_group
 from flash_clipping.engine.accounting import Process
 from flash_clipping.engine.sampling.samplers import (
+    AllocationSampler,
     BatchSizeNotifier,
     CyclicPoissonSampler,
     FixedOrderSampler,
@@ -45,6 +47,7 @@ from flash_clipping.engine.sampling.samplers import (
     OrderedSampler,
     PoissonSampler,
     ShardedPoissonSampler,
+    ShuffledSampler,
 )
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.randomness import Draw, Purpose, SecretStream
@@ -180,7 +183,8 @@ class PoissonLoader(DPDataLoader):
                     "its own. Train in one process; or make every item of the dataset a whole "
                     "unit, and give make_private sample_of=... in the place of units."
                 )
-            sampler = UnitSampler(units=units, **options)
+            by_rows = process.sampling == "poisson_rows"
+            sampler = (RowsOfUnitsSampler if by_rows else UnitSampler)(units=units, **options)
         elif distributed and process.is_plain:
             options |= {"sample_rate": sample_rate, "is_shared": is_shared}
             sampler = ShardedPoissonSampler(total_size=size, **options)
@@ -191,6 +195,10 @@ class PoissonLoader(DPDataLoader):
                 sampler = FixedShapeSampler(**options)
             elif process.sampling == "fixed_order":
                 sampler = FixedOrderSampler(**options)
+            elif process.sampling == "shuffled":
+                sampler = ShuffledSampler(**options)
+            elif process.sampling == "random_allocation":
+                sampler = AllocationSampler(participations=process.participations, **options)
             elif process.sampling == "cyclic_poisson":
                 sampler = CyclicPoissonSampler(cycle=process.cycle, **options)
             else:
@@ -302,11 +310,17 @@ def _refuse_different(size: int, steps: int) -> None:
 def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> None:
     """Raise ``ValueError`` for a loader whose sampling can be neither replaced nor accounted for:
     that samples in another way than all of the dataset alike, once per epoch."""
-    if isinstance(loader.dataset, IterableDataset) and poisson_sampling:
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset) and poisson_sampling:
         _refuse(
-            f"its dataset is a {type(loader.dataset).__name__}, an IterableDataset",
-            "Poisson sampling draws samples by their index. Use a dataset with __len__ and "
-            "__getitem__, or poisson_sampling=False, for which epsilon is an approximation",
+            f"its dataset is a {_name(dataset)}, an IterableDataset"
+            + ("" if isinstance(dataset, Sized) else " without __len__"),
+            "Samples are drawn by their number, of a known number of them. Use a dataset with "
+            "__len__ and __getitem__; or, where reading the stream again in every step is "
+            "affordable,\n    StreamedDataset([dataset], sizes=["
+            + (str(len(dataset)) if isinstance(dataset, Sized) else "...")
+            + "])\nof flash_clipping.engine.sampling.streams; or poisson_sampling=False, for which "
+            "epsilon is an approximation",
         )
     if not hasattr(loader.dataset, "__len__"):
         _refuse(
@@ -390,6 +404,18 @@ class UnitsOfRows:
     def __init__(
         self, units: Sequence[int] | Tensor, rows: int, sample_rate: float, max_rows: int | None
     ):
+        if isinstance(units, Tensor):
+            shared = [0] if units.dim() > 1 else []
+        else:
+            several = list | tuple | set | frozenset | np.ndarray
+            shared = [row for row, owner in enumerate(units) if isinstance(owner, several)]
+        if shared:
+            raise ValueError(
+                f"units: found several owners of row {shared[0]}; expected one "
+                "for each row. Removing one of its owners would remove the row from the others' "
+                "sums as well, which are clipped together with it: no bound here is for that. Give "
+                "each row to one of them; or leave units out, and rows are hidden one by one."
+            )
         ids = units.detach().cpu() if isinstance(units, Tensor) else torch.as_tensor(units)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"units: found {ids.dtype}; expected an integer for each row.")
@@ -433,6 +459,20 @@ class UnitSampler(PoissonSampler):
         unit_R = torch.tensor([place for place, own in enumerate(rows) for _ in own]).long()
         indices = [*chain.from_iterable(rows)]
         return indices, DrawnBatch(self.drawn, len(rows), len(indices), unit_R)
+
+
+class RowsOfUnitsSampler(PoissonSampler):
+    """Every step draws every row independently, with the same probability; of a unit with too many
+    rows some are chosen uniformly, once, and the others are never drawn."""
+
+    def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
+        super().__init__(num_samples=0, sample_rate=units.sample_rate, **kwargs)
+        draw = self.stream.draw(Purpose.SAMPLING)
+        self._kept = sorted(row for unit in range(units.count) for row in units.rows_of(unit, draw))
+        self.num_samples = len(self._kept)
+
+    def _batch(self, number: int) -> list[int]:
+        return [self._kept[place] for place in super()._batch(number)]
 
 
 def refuse_units(given: dict[str, Any]) -> None:
@@ -503,7 +543,6 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
         draw = getattr(optimizer.step_record, "draw", None)
         if isinstance(sampler, OrderedSampler):
             sampler.check_step(draw)  # before noise is drawn, too, where it is correlated
-            sampler.taken += 1
         elif isinstance(sampler, PoissonSampler):
             silent += draw is None
             if draw is not None and draw.stepped:
@@ -514,6 +553,8 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
         if draw is not None:
             draw.stepped = True
         account(optimizer)
+        if isinstance(sampler, OrderedSampler):
+            sampler.taken += 1
 
     optimizer.attach_step_hook(note_step)
 
@@ -526,8 +567,10 @@ def _warn(engine: Any, found: str) -> None:
             "that every step draws every sample independently with the sample rate; for other "
             "batches the epsilon that it reports is an approximation that may be too small. "
             "Take batches from the loader that make_private returns, with "
-            "poisson_sampling=True. (Trainers that make their own loaders must be given this "
-            "one, and a datamodule must return it.) This is said once.",
+            "poisson_sampling=True; for an epsilon that holds in any order, "
+            "make_private(sampling='shuffled') with accountant='pld'. (Trainers that make their "
+            "own loaders must be given this one, and a datamodule must return it.) This is said "
+            "once.",
             NotPoissonWarning,
             stacklevel=5,
         )

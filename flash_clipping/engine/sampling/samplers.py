@@ -3,7 +3,7 @@
 Accountants assume that every step draws every sample independently with the *sample rate* ``q``
 that they are told, and that nobody can guess who took part. Other samplers are for processes that
 an accountant of ours knows: batches of one size, cut or filled up, and batches in an order, for
-noise that is correlated over steps.
+noise that is correlated over steps, or because who takes part in a step depends on the others.
 
 Of several processes each gets a part. Of an ordinary Poisson batch it draws its own samples, which
 are independent of the others'. Other batches are cut, or are in an order: there all processes draw
@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor
 from flash_clipping.capture.draws import DrawnBatch, Draws
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.randomness import Draw, Purpose, SecretStream
-from flash_clipping.randomness.choices import coin_tosses, subset
+from flash_clipping.randomness.choices import allocations, coin_tosses, subset
 from flash_clipping.randomness.stream import stream_of
 
 
@@ -317,23 +317,73 @@ class OrderedSampler(PoissonSampler):
             found = "an unknown batch" if draw is None else f"batch {draw.number}"
             raise FlashClippingError(
                 f"optimizer.step(): found step {self.taken} (from 0) with {found} of the loader. "
-                "Noise is correlated over steps, and epsilon is for one step on every batch, in "
-                "order. Call optimizer.step() once for each batch; do not leave batches out. "
-                "Nothing was released."
+                "Epsilon is for one step on every batch, in order. Call optimizer.step() once for "
+                "each batch; do not leave batches out. Nothing was released."
             )
 
 
-class FixedOrderSampler(OrderedSampler):
-    """Every epoch has the same batches in the same order, drawn at random, once; every sample is in
-    one of them. Batches differ by one sample in size at most."""
+class RoundSampler(OrderedSampler):
+    """The batches of a round of steps are drawn together, and kept until it has ended.
+
+    Args:
+        **kwargs: as in :class:`PoissonSampler`.
+
+    Attributes:
+        round_steps: steps of a round: an epoch, unless a subclass says otherwise.
+    """
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        draw = self.stream.draw(Purpose.SAMPLING)
-        self._order = subset(draw, self.num_samples, self.num_samples)
+        self.round_steps = self.steps
+        self._rounds: dict[int, Sequence[Tensor]] = {}
+
+    def begin_run(self) -> None:
+        """Begin with a new round: steps from now on are accounted for by themselves."""
+        self.taken, self._rounds = 0, {}
 
     def _batch(self, number: int) -> list[int]:
-        return self._own(self._order[number % self.steps :: self.steps])
+        which, place = divmod(number, self.round_steps)
+        if which not in self._rounds:
+            running = self.taken // self.round_steps
+            self._rounds = {n: kept for n, kept in self._rounds.items() if n >= running}
+            self._rounds[which] = self._round(self.stream.draw(Purpose.SAMPLING))
+        return self._own(self._rounds[which][place])
+
+    def _round(self, draw: Draw) -> Sequence[Tensor]:
+        """The indices of every batch of a round."""
+        raise NotImplementedError
+
+
+class ShuffledSampler(RoundSampler):
+    """Every epoch cuts the dataset into batches at random, anew; every sample is in one of them.
+    Batches differ by one sample in size at most."""
+
+    def _round(self, draw: Draw) -> Sequence[Tensor]:
+        order = subset(draw, self.num_samples, self.num_samples)
+        return [order[place :: self.steps] for place in range(self.steps)]
+
+
+class FixedOrderSampler(ShuffledSampler):
+    """Every epoch has the same batches in the same order, drawn at random, once."""
+
+    def _batch(self, number: int) -> list[int]:
+        return super()._batch(number % self.round_steps)
+
+
+class AllocationSampler(RoundSampler):
+    """Every sample takes part in ``participations`` steps of a round, chosen uniformly for each
+    sample by itself: with one of ``len(loader)`` steps, balls in bins."""
+
+    def __init__(self, *, participations: int, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.participations = participations
+        self.round_steps = participations * self.steps
+
+    def _round(self, draw: Draw) -> Sequence[Tensor]:
+        steps_NK = allocations(draw, self.num_samples, self.round_steps, self.participations)
+        by_step = steps_NK.flatten().argsort(stable=True) // self.participations
+        sizes = steps_NK.flatten().bincount(minlength=self.round_steps)
+        return by_step.split(sizes.tolist())
 
 
 class CyclicPoissonSampler(OrderedSampler):

@@ -1,0 +1,310 @@
+"""Reports of what a run promises, as JSON, and what several of them promise together.
+
+A report says what ε depends on: who took part in which steps, noise, which datasets are compared,
+what is assumed, seeds and versions. It has no data, and no key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from opacus.accountants import RDPAccountant
+from opacus.accountants.analysis import gdp
+
+from flash_clipping.engine.accounting import (
+    ADD_OR_REMOVE,
+    DiscreteGaussianAccountant,
+    FeasiblePrvAccountant,
+    Process,
+    relation_of,
+    without_hints,
+)
+from flash_clipping.engine.releases import Release, epsilon_by_pld
+
+#: Of the form of reports, raised when a reader of an older one would be misled.
+FORMAT = 1
+
+#: Opacus looks for ε up to 500, and takes an exponential of one over the squared noise.
+_LARGEST_MU, _LEAST_NOISE_OF_GDP = 20.0, 0.04
+
+#: Who is hidden, if nothing else is said.
+SAMPLE = "a sample of the dataset"
+
+_PACKAGES = ("flash-clipping", "opacus", "torch", "dp-accounting", "numpy", "scipy")
+
+_ASSUMPTIONS = (
+    "Who takes part in a step, and the noise, are secret: nobody knows the key of the stream.",
+    "A sample's loss depends on that sample alone.",
+    "The bound that samples are clipped to is the one that noise is for.",
+    "Number of steps, sample rate, bound and the expected batch size are public constants, the "
+    "same for both datasets.",
+)
+_OF_SAMPLING = {
+    "poisson": "Every step draws every sample independently, with the sample rate.",
+    "fixed_order": "Every sample takes part once in an epoch, in the same step of each.",
+    "cyclic_poisson": "Every step draws every sample of its group independently.",
+    "shuffled": "Every sample takes part once in an epoch. Its order amplifies nothing.",
+    "random_allocation": "Every sample chooses its steps of a round uniformly and for itself; a "
+    "round that has begun counts in full.",
+    "poisson_rows": "Every step draws every row independently, with the sample rate; no unit has "
+    "more rows than its number.",
+}
+
+
+def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
+    """See :meth:`~flash_clipping.FlashPrivacyEngine.report`."""
+    accountant = engine.accountant
+    process: Process = getattr(accountant, "process", Process())
+    history = [tuple(entry) for entry in accountant.history]
+    is_discrete = isinstance(accountant, DiscreteGaussianAccountant)
+    runs = [process.releases(*entry) for entry in history]
+    neighbours = [
+        [replace(release, is_discrete=is_discrete) for release in releases]
+        for releases in zip(*runs, strict=True)
+    ] or [[]]
+    violated = (
+        ["Batches are not those that are accounted for."] if engine._warned_not_poisson else []
+    )
+    streams = (engine.stream, getattr(optimizer, "stream", None))
+    return _report(
+        neighbours,
+        delta,
+        relation=relation_of(accountant),
+        unit=engine._unit,
+        assumptions=[_OF_SAMPLING[process.sampling], *_ASSUMPTIONS],
+        violated=violated,
+        seeds=sorted({str(s.seed) for s in streams if s is not None and s.seed is not None}),
+        parts=[
+            {
+                "accountant": accountant.mechanism(),
+                "process": process.state_dict(),
+                "noise": "discrete" if is_discrete else "continuous",
+                "samples": engine._samples,
+                "steps": sum(steps for *_, steps in history),
+                "history": [
+                    dict(zip(("noise_multiplier", "sample_rate", "steps"), entry, strict=True))
+                    for entry in history
+                ],
+            }
+        ],
+    )
+
+
+def statistics_report(
+    name: str,
+    *,
+    sensitivity: float,
+    standard_deviation: float,
+    delta: float,
+    times: int = 1,
+    relation: str = ADD_OR_REMOVE,
+    unit: str = SAMPLE,
+) -> dict[str, Any]:
+    """A report of statistics that were released with Gaussian noise, to compose with those of runs.
+
+    Args:
+        name: of the statistics.
+        sensitivity: the most that they change, in the Euclidean norm, between neighbours.
+        standard_deviation: of the noise on each number.
+        delta: δ.
+        times: how often.
+        relation, unit: in which neighbours differ, in words: those of the run's report.
+
+    Raises:
+        ValueError: a sensitivity or a number of times that is not positive; negative noise.
+    """
+    if not (0 < sensitivity < math.inf and 0 <= standard_deviation < math.inf and times >= 1):
+        raise ValueError(
+            f"statistics_report: found sensitivity={sensitivity}, "
+            f"standard_deviation={standard_deviation}, times={times}; expected a positive "
+            "sensitivity, noise and a number of times."
+        )
+    given = {"sensitivity": sensitivity, "standard_deviation": standard_deviation, "times": times}
+    return _report(
+        [[Release(standard_deviation / sensitivity, times)]],
+        delta,
+        relation=relation,
+        unit=unit,
+        assumptions=[f"{name}: the sensitivity is as given, whatever the data are."],
+        violated=[],
+        seeds=[],
+        parts=[{"statistics": name, **given}],
+    )
+
+
+def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) -> dict[str, Any]:
+    """The report of everything that these reports are of, released from one dataset.
+
+    Args:
+        reports: as :meth:`FlashPrivacyEngine.report`, :func:`statistics_report` and this function
+            make them; also after JSON.
+        delta: δ; by default that of the reports.
+
+    Guarantees:
+        Distributions of privacy losses are composed, not ε's: less than their sum. Each release
+        may depend on those before it.
+
+    Raises:
+        ValueError: no report, another form of report, different neighbours, or δ's that differ
+            where none is given.
+    """
+    if not reports:
+        raise ValueError("compose: found no report; expected one or more.")
+    for number, report in enumerate(reports):
+        if report.get("format") != FORMAT:
+            raise ValueError(
+                f"compose: found format {report.get('format')!r} in report {number}; expected "
+                f"{FORMAT}, as engine.report(delta) makes it."
+            )
+    relations = {(report["relation"], report["unit"]) for report in reports}
+    deltas = {report["delta"] for report in reports}
+    if len(relations) > 1:
+        listed = "; ".join(f"{relation}: {unit}" for relation, unit in sorted(relations))
+        raise ValueError(
+            f"compose: found reports for different neighbours ({listed}); expected one relation "
+            "and one unit. Their epsilons are for different promises, and have no sum."
+        )
+    relation, unit = relations.pop()
+    if delta is None and len(deltas) > 1:
+        raise ValueError(
+            f"compose: found reports for different deltas {sorted(deltas)}; expected one. Say "
+            "which:\n    compose(reports, delta=1e-5)"
+        )
+    neighbours = [
+        [[Release(**release) for release in releases] for releases in report["releases"]]
+        for report in reports
+    ]
+    most = max(len(alternatives) for alternatives in neighbours)
+    return _report(
+        [
+            [release for n in neighbours for release in n[min(number, len(n) - 1)]]
+            for number in range(most)
+        ],
+        deltas.pop() if delta is None else delta,
+        relation=relation,
+        unit=unit,
+        assumptions=_once(a for report in reports for a in report["assumptions"]),
+        violated=_once(a for report in reports for a in report["violated"]),
+        seeds=_once(seed for report in reports for seed in report["seeds"]),
+        parts=[part for report in reports for part in report["parts"]],
+    )
+
+
+def read_reports(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """Reports in JSON files."""
+    return [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+
+
+def _report(
+    neighbours: Sequence[Sequence[Release]], delta: float, *, violated: list[str], **said: Any
+) -> dict[str, Any]:
+    if not 0 < delta < 1:
+        raise ValueError(f"delta: found {delta}; expected more than 0 and less than 1.")
+    return {
+        "format": FORMAT,
+        "delta": delta,
+        "epsilon": {
+            name: _largest(by, neighbours, delta, bool(violated)) for name, by in _BY.items()
+        },
+        "violated": violated,
+        **said,
+        "releases": [[asdict(release) for release in releases] for releases in neighbours],
+        "versions": _versions(),
+    }
+
+
+def _largest(
+    by: Callable[[Sequence[Release], float], tuple[float | None, str]],
+    neighbours: Sequence[Sequence[Release]],
+    delta: float,
+    is_violated: bool,
+) -> dict[str, Any]:
+    if by is not _by_rdp and any(r.is_discrete for releases in neighbours for r in releases):
+        return {"epsilon": None, "is_bound": False, "why": "not proven for discrete noise"}
+    found = [by(releases, delta) for releases in neighbours]
+    values = [value for value, _ in found]
+    why = found[0][1]
+    if any(value is None for value in values):
+        return {"epsilon": None, "is_bound": False, "why": why}
+    largest = max(value for value in values if value is not None)
+    if math.isinf(largest):  # no JSON
+        return {"epsilon": None, "is_bound": True, "why": "infinite: there is next to no noise"}
+    if is_violated:
+        why = "what is assumed is violated"
+    return {"epsilon": largest, "is_bound": not why, "why": why or None}
+
+
+def _by_pld(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
+    try:
+        return epsilon_by_pld(releases, delta), ""
+    except ImportError as error:
+        return None, str(error)
+
+
+def _by_prv(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
+    if any(r.takes_part != "poisson" for r in releases):
+        return None, "knows Poisson batches with independent noise only"
+    accountant = FeasiblePrvAccountant()
+    accountant.history = [(r.noise_multiplier, r.rate, r.times) for r in releases]
+    with without_hints():
+        return accountant.get_epsilon(delta) if releases else 0.0, ""
+
+
+def _by_rdp(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
+    if any(r.takes_part not in ("poisson", "always") for r in releases):
+        return None, "knows Gaussian mechanisms, also of Poisson batches, only"
+    if any(r.noise_multiplier == 0 for r in releases):
+        return math.inf, ""
+    of_integers = any(r.is_discrete for r in releases)  # a bound for other noise, too
+    accountant = DiscreteGaussianAccountant() if of_integers else RDPAccountant()
+    accountant.history = [(r.noise_multiplier, r.rate, r.times) for r in releases]
+    with without_hints():
+        return float(accountant.get_epsilon(delta)) if releases else 0.0, ""
+
+
+def _by_gdp(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
+    if any(r.noise_multiplier == 0 for r in releases):
+        return math.inf, ""
+    why = ""
+    if all(r.takes_part == "always" for r in releases):
+        mu = sum(r.times / r.noise_multiplier**2 for r in releases) ** 0.5
+    else:
+        kinds = {(r.takes_part, r.noise_multiplier, r.rate) for r in releases}
+        if len(kinds) > 1 or next(iter(kinds))[0] != "poisson":
+            return None, "knows Gaussian mechanisms, or Poisson batches of one rate and noise, only"
+        _, noise, rate = kinds.pop()
+        steps = sum(r.times for r in releases)
+        mu, why = math.inf, "a limit for many steps, which may be too small"
+        if noise > _LEAST_NOISE_OF_GDP:
+            mu = float(
+                gdp.compute_mu_poisson(steps=steps, noise_multiplier=noise, sample_rate=rate)
+            )
+    if not mu < _LARGEST_MU:
+        return None, "finds no epsilon this large"
+    if mu == 0 or gdp.delta_eps_mu(eps=0, mu=mu) <= delta:
+        return 0.0, why
+    return float(gdp.eps_from_mu(mu=mu, delta=delta)), why
+
+
+_BY = {"pld": _by_pld, "prv": _by_prv, "rdp": _by_rdp, "gdp": _by_gdp}
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _once(values: Iterable[str]) -> list[str]:
+    return [*dict.fromkeys(values)]
