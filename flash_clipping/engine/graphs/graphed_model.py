@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
+    call_of,
     has_lasting_node,
     hooks_of_module,
     hooks_of_parameter,
@@ -48,8 +49,9 @@ def replay_calls(model: GradSampleHooksFlashClipping) -> None:
 
     What replays them stands where ``nn.Module.compile()`` puts what replaces a module's call.
     """
-    root = model._module
-    model._graphs = root._compiled_call_impl = GraphedModel(model, root._call_impl)
+    root: Any = model._module
+    if (call := call_of(root)) is not None:
+        model._graphs = root._compiled_call_impl = GraphedModel(model, call)
 
 
 @dataclass
