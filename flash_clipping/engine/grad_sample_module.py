@@ -46,7 +46,6 @@ from flash_clipping.engine.step_record import checked_bound
 from flash_clipping.engine.token_losses import ModelLosses
 from flash_clipping.engine.unsupported import refuse_unsupported
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 
 
@@ -157,6 +156,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: What a model has besides that ``fully_shard`` was applied to.
         self._sharded = sharded_model(m, self._session)
         self._session.has_oracle = self._sharded is None
+        #: Of backward passes that nobody watches.
+        self._usual_pass = self._session.backward_pass_class
         GradSampleHooksFastGradientClipping.__init__(
             self,
             m,
@@ -304,8 +305,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         session.returning = call
         if call.recorded:
             self.running_step.awaits_backward = True
-            # Whoever watches backward passes (shards, diagnostics) sees all layers alike.
-            if units is None and session.backward_pass_class is BackwardPass:
+            # Whoever watches backward passes (diagnostics, pipelines) sees all layers alike.
+            if units is None and session.backward_pass_class is self._usual_pass:
                 session.proven_call = call
         for stand_in in losses.stand_ins:
             stand_in.calls = 0
