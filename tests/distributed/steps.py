@@ -395,15 +395,18 @@ def offloaded_gradient() -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from flash_clipping.distributed.reducer import as_sharded
+    from flash_clipping.distributed.parameter_slots import ParameterSlots
 
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     whole = torch.arange(10.0, device=device()).view(5, 2)
     param: Any = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
     own = param.to_local().detach()
+    model = nn.Module()
+    model.weight = param
+    slots = ParameterSlots(model, lambda *_: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "_device_type", "meta")
-        param.grad = as_sharded(param, 2 * own)
+        param.grad = slots.as_sharded(param, 2 * own)
     return torch.equal(all_of(param.grad), 2 * whole)
 
 

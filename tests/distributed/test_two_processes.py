@@ -106,7 +106,10 @@ def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactor
             assert (of_rank[name]["graphs"], of_rank[name]["breaks"]) == (1, 0), name
 
 
-@pytest.mark.parametrize("name", ["even", "uneven", "bare", "tied", "two_pass"])
+@pytest.mark.parametrize(
+    "name",
+    ["even", "uneven", "bare", "tied", "two_pass", *(n for n in cases.CASES if "one each" in n)],
+)
 def test_processes_stop_asking_each_other(name: str, found: list[Found]) -> None:
     """Steps then wait for no answer."""
     assert all(of_rank[f"clipped {name}"]["settled"] for of_rank in found)
