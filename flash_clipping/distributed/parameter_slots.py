@@ -125,6 +125,9 @@ class ParameterSlots:
     def as_sharded(self, param: Any, shard: Tensor) -> Tensor:
         """What is sharded as a parameter, if that is, from this process's shard: a view of it, but
         where shards lie on other devices than their mesh is for (``CPUOffloadPolicy``)."""
+        layout = self._layouts.get((id(param), shard.dtype))
+        if layout is not None:
+            return dtensor_of(shard, layout)
         if not isinstance(param, DTensor):
             return shard
         if shard.device.type != param.device_mesh.device_type:  # from_local would move it
@@ -132,9 +135,6 @@ class ParameterSlots:
                 grad = torch.empty_like(param, dtype=shard.dtype)
                 local_of(grad).copy_(shard)
             return grad
-        layout = self._layouts.get((id(param), shard.dtype))
-        if layout is not None:
-            return dtensor_of(shard, layout)
         where: Any = param.device_mesh, param.placements
         whole: Any = {"shape": param.shape, "stride": param.stride()}
         grad = DTensor.from_local(shard, *where, run_check=False, **whole)

@@ -507,6 +507,36 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self.running_step.bound = checked_bound(value)
 
     @property
+    def bucket_mb(self) -> int:
+        """Of a model in shards: how many MB (2^20 bytes) of clipped sums, before they are cut, one
+        operation adds up over processes; 256, or what it is set to, alike in all processes. Larger
+        buckets are fewer operations, and up to three of them are held at a time.
+
+        Raises:
+            ValueError: when it is asked for or set, of a model without shards; when it is set to
+                anything but an integer from 64 to 1024.
+        """
+        return self._reducer().bucket_bytes >> 20
+
+    @bucket_mb.setter
+    def bucket_mb(self, value: int) -> None:
+        reducer = self._reducer()
+        if not isinstance(value, int) or not 64 <= value <= 1024:
+            raise ValueError(
+                f"bucket_mb: found {value!r}; expected an integer from 64 to 1024.\n"
+                "    model.bucket_mb = 256"
+            )
+        reducer.bucket_bytes = value << 20
+
+    def _reducer(self) -> Any:
+        if self._sharded is None:
+            raise ValueError(
+                "bucket_mb: found a model without shards, whose sums nothing adds up over "
+                "processes. Set it after fully_shard(model) and make_private, or leave it out."
+            )
+        return self._sharded.reducer
+
+    @property
     def backward_count(self) -> int:
         """Backward passes whose clipped sums nobody has taken yet."""
         record = self.running_step.record
