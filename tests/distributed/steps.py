@@ -389,6 +389,35 @@ def resumable(prepare: Any, seed: int) -> tuple[nn.Module, Any, PrivateState]:
     return model, step, PrivateState(engine, flash, optimizer)
 
 
+def gradients_in_buckets(rank: int) -> dict[str, bool]:
+    """Where the sums of a step are, of parameters whose shards are uneven."""
+    model = sharded(make(torch.float32))
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    ids, y = local(rank, everyone())
+
+    def step() -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        F.cross_entropy(flash(ids), y).backward()
+        return [p.grad.to_local() for p in model.parameters()]
+
+    first = step()
+    reducer = flash._sharded.reducer
+    planned, layouts = reducer._buckets, [p.grad._spec for p in model.parameters()]
+    shards = step()
+    versions = [shard._version for shard in shards[1:]]
+    shards[0].zero_()
+    return {
+        "one memory": len({shard.untyped_storage().data_ptr() for shard in shards}) == 1,
+        "another one in each step": first[0].data_ptr() != shards[0].data_ptr(),
+        "on 16 bytes": all(shard.data_ptr() % 16 == 0 for shard in shards),
+        "versions of their own": [shard._version for shard in shards[1:]] == versions,
+        "planned once": reducer._buckets is planned,
+        "kept layouts": all(
+            p.grad._spec is layout for p, layout in zip(model.parameters(), layouts, strict=True)
+        ),
+    }
+
+
 def offloaded_gradient() -> bool:
     """A parameter whose shards are on another device than its mesh is for gets its gradient there,
     as ``CPUOffloadPolicy`` has them on GPUs."""
