@@ -94,7 +94,7 @@ def qwen3_moe(
     return causal_lm(name, "Qwen3Moe", config, batch=batch, seq=seq, checkpointing=checkpointing)
 
 
-def llama_1b(
+def llama_3_2(
     name: str,
     *,
     batch: int = 4,
@@ -102,14 +102,16 @@ def llama_1b(
     layers: int = 16,
     checkpointing: bool = False,
     tied: bool = True,
+    width: int = 2048,
+    heads: int = 32,
 ) -> Workload:
-    """Llama 3.2 1B: grouped queries, SwiGLU, a vocabulary of 128k, by default tied to the head."""
+    """Llama 3.2, by default 1B: grouped queries, SwiGLU, a vocabulary of 128k, tied to the head."""
     config = {
         "vocab_size": 128256,
-        "hidden_size": 2048,
+        "hidden_size": width,
         "intermediate_size": 8192,
         "num_hidden_layers": layers,
-        "num_attention_heads": 32,
+        "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "tie_word_embeddings": tied,
     }

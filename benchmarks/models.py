@@ -340,8 +340,9 @@ _NAMED: dict[str, tuple[Callable[..., Workload], dict[str, Any]]] = {
 _HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm-135m": ("smollm", {}),
     "t5-base": ("t5_base", {}),
-    "llama-3.2-1b": ("llama_1b", {}),
-    "llama-3.2-1b-untied": ("llama_1b", dict(tied=False)),
+    "llama-3.2-1b": ("llama_3_2", {}),
+    "llama-3.2-1b-untied": ("llama_3_2", dict(tied=False)),
+    "llama-3.2-3b": ("llama_3_2", dict(layers=28, width=3072, heads=24)),
     "llama-3-8b-lora": ("llama_8b_lora", {}),
     "gpt2-medium": ("gpt2", dict(size="medium")),
     "gpt2-small-e2e": ("gpt2", dict(size="small", batch=16, seq=100)),

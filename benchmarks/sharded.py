@@ -9,8 +9,10 @@ By ``experts`` they have samples of their own, and other experts of each block
 (``--model decoder-experts``); all else is sharded as by ``fsdp2``.
 A step is forward, backward and clipping. Before anything is timed, norms and clipped sums are
 compared with the plain model's on one sample at a time (:mod:`benchmarks.agreement`), in every
-process. Methods take turns; a turn lasts as long as it does in the slowest process. What a step
-sends is counted by PyTorch's profiler: calls of collectives, and elements of their largest operand.
+process. Methods take turns; a turn lasts as long as it does in the slowest process. "host" is what
+a step needs of the host: time until all is launched on a GPU that had nothing to do; on a CPU,
+processor time. What a step sends is counted by PyTorch's profiler: calls of collectives, and
+elements of their largest operand (of several tensors in one call it tells none).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import dataclasses
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import agreement, environment, models, options
 from benchmarks.agreement import Errors, Fingerprint
-from benchmarks.measure import PeakMemory, milliseconds, settle
+from benchmarks.measure import PeakMemory, host_milliseconds, milliseconds, settle
 from benchmarks.methods import Setting
 from benchmarks.options import DTYPES, UsageError
 from benchmarks.report import table
@@ -55,6 +58,7 @@ CUTS = {
 COLLECTIVES = {
     "c10d::_allgather_base_": "all-gather",
     "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce-scatter",
     "c10d::allreduce_": "all-reduce",
     "c10d::alltoall_base_": "all-to-all",
     "_c10d_functional::all_reduce": "all-reduce",
@@ -69,6 +73,7 @@ class Row:
 
     Attributes:
         peak_bytes: of the process with the largest peak.
+        host_ms: milliseconds of one step on the host, in the slowest process.
         collectives: of one step in the first process: calls and elements, by name.
     """
 
@@ -77,6 +82,7 @@ class Row:
     norm_error: float | None = None
     sum_error: float | None = None
     peak_bytes: int | None = None
+    host_ms: float | None = None
     collectives: dict[str, list[int]] = field(default_factory=dict)
     milliseconds: list[float] = field(default_factory=list)
 
@@ -84,7 +90,7 @@ class Row:
 class Method:
     """A step of a model whose parameters are in shards."""
 
-    def __init__(self, setting: Setting, shards: str) -> None:
+    def __init__(self, setting: Setting, shards: str, bucket_mb: int) -> None:
         self.model = shard(setting.build(), shards, setting.device, bool(setting.compile))
         self.module: Any = self.model
 
@@ -104,13 +110,14 @@ class Method:
 class Flash(Method):
     mode: Any = "one_pass"
 
-    def __init__(self, setting: Setting, shards: str) -> None:
+    def __init__(self, setting: Setting, shards: str, bucket_mb: int) -> None:
         from flash_clipping import GradSampleModuleFlashClipping
 
-        super().__init__(setting, shards)
+        super().__init__(setting, shards, bucket_mb)
         self.module = GradSampleModuleFlashClipping(
             self.model, max_grad_norm=setting.max_grad_norm, mode=self.mode
         )
+        self.module.bucket_mb = bucket_mb
 
     def norms(self) -> Tensor:
         return self.module.get_norm_sample()
@@ -132,9 +139,11 @@ METHODS: dict[str, type[Method]] = {
 
 
 def shard(model: Any, how: str, device: torch.device, compiled: bool) -> nn.Module:
-    """Leave this process its part of a decoder of :mod:`benchmarks.models`."""
+    """Leave this process its part of a model of :mod:`benchmarks.models`; by ``tp``, of one of its
+    decoders without adapters."""
+    blocks: Any = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
     if compiled:
-        for block in model.blocks:
+        for block in blocks:
             block.compile()
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -145,9 +154,13 @@ def shard(model: Any, how: str, device: torch.device, compiled: bool) -> nn.Modu
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
         ignored = distribute_experts(model, mesh) if how == "experts" else None
-        for block in model.blocks:
+        for block in blocks:
             fully_shard(block, mesh=mesh, ignored_params=ignored)
         return fully_shard(model, mesh=mesh, ignored_params=ignored)
+    if not isinstance(model, models.LanguageModel) or any(
+        not p.requires_grad for p in model.parameters()
+    ):
+        raise UsageError("--shards tp: found another model than a decoder without --lora.")
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -177,15 +190,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--shards", choices=["fsdp2", "tp", "experts"], default="fsdp2")
-    parser.add_argument("--model", default="decoder-1" if on_gpu else "tiny", help="a decoder")
+    parser.add_argument(
+        "--model", default="decoder-1" if on_gpu else "tiny", help="a model of blocks"
+    )
     parser.add_argument("--methods", default="nonprivate,flash", help=", ".join(METHODS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if on_gpu else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on a CPU")
     parser.add_argument("--batch", type=int, help="samples of each process")
     parser.add_argument("--seq", type=int)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--lora", type=int, metavar="R", help="freeze it; rank R on every linear")
     parser.add_argument("--checkpointing", action="store_true", help="recompute each block")
     parser.add_argument("--compile", action="store_true", help="every block")
+    parser.add_argument(
+        "--bucket", type=int, default=256, metavar="MB", help="of sums sent at once"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="samples of each method")
     parser.add_argument("--steps", type=int, default=8, help="in a turn")
     parser.add_argument("--warmup", type=int, default=3, help="steps before a method's first turn")
@@ -212,7 +231,8 @@ def run(chosen: argparse.Namespace, console: Console) -> int:
 
 
 def _run(chosen: argparse.Namespace, console: Console, device: torch.device) -> int:
-    shape = {"batch": chosen.batch, "seq": chosen.seq, "layers": chosen.layers}
+    names = "batch", "seq", "layers", "lora"
+    shape = {name: getattr(chosen, name) for name in names}
     workload = models.workload(chosen.model, **shape, checkpointing=chosen.checkpointing)
     setting = Setting(
         workload,
@@ -225,7 +245,7 @@ def _run(chosen: argparse.Namespace, console: Console, device: torch.device) -> 
     own = 0 if chosen.shards == "tp" else dist.get_rank()
     inputs, targets = dataclasses.replace(setting, seed=own).draw(1)[0]
     rows = [Row(name) for name in chosen.methods.split(",")]
-    allowed = _check(rows, setting, chosen.shards, inputs, targets)
+    allowed = _check(rows, setting, chosen, inputs, targets)
     for row in rows:
         console.print(f"{row.method}: off by {row.norm_error} (norms), {row.sum_error} (sums)")
     console.print(f"allowed: {allowed.norms:.1e} (norms), {allowed.gradients:.1e} (sums)")
@@ -243,12 +263,16 @@ def _run(chosen: argparse.Namespace, console: Console, device: torch.device) -> 
 
 
 def _check(
-    rows: list[Row], setting: Setting, shards: str, inputs: Tensor, targets: Tensor
+    rows: list[Row],
+    setting: Setting,
+    chosen: argparse.Namespace,
+    inputs: Tensor,
+    targets: Tensor,
 ) -> Errors:
     """Note every method's errors; what is allowed of them."""
     plain = dataclasses.replace(setting, workload=setting.plain, compile=None)
     wide = agreement.reference_dtype(setting.dtype)
-    together = shards != "tp"  # sums are over the samples of all processes
+    together = chosen.shards != "tp"  # sums are over the samples of all processes
     reference = _over_processes(agreement.one_at_a_time(plain, inputs, targets, wide), together)
     rounded = _over_processes(
         agreement.one_at_a_time(plain, inputs, targets, setting.dtype), together
@@ -256,7 +280,7 @@ def _check(
     for row in rows:
         settle(setting.device)
         try:
-            method = METHODS[row.method](setting, shards)
+            method = METHODS[row.method](setting, chosen.shards, chosen.bucket)
             method.step(inputs, targets)
             norms, sums = method.norms(), method.sums()
         except Exception as error:  # alike in all processes
@@ -301,7 +325,7 @@ def _measure(
     running = [row for row in rows if not row.note]
     for row in running:
         with PeakMemory(setting.device) as memory:
-            method = METHODS[row.method](setting, chosen.shards)
+            method = METHODS[row.method](setting, chosen.shards, chosen.bucket)
             for _ in range(chosen.warmup):
                 method.step(inputs, targets)
             with memory.measured():
@@ -309,6 +333,7 @@ def _measure(
         row.peak_bytes = int(_worst(memory.peak) or 0)
         row.collectives = _collectives(lambda m=method: m.step(inputs, targets))
         steps[row.method] = lambda m=method: m.step(inputs, targets)
+        row.host_ms = _worst(_host_milliseconds(setting.device, steps[row.method]))
     for number in range(chosen.rounds):
         first = number % len(running)
         for row in running[first:] + running[:first]:
@@ -321,6 +346,18 @@ def _measure(
 
             took = milliseconds(setting.device, turn) / chosen.steps
             row.milliseconds.append(_worst(took) or took)
+
+
+def _host_milliseconds(device: torch.device, step: Callable[[], None]) -> float:
+    found = host_milliseconds(device, step)
+    if found is not None:
+        return found
+    times = []
+    for _ in range(5):
+        begin = time.thread_time()  # the backend's own threads are no host of a GPU
+        step()
+        times.append((time.thread_time() - begin) * 1e3)
+    return statistics.median(times)
 
 
 def _collectives(step: Callable[[], None]) -> dict[str, list[int]]:
@@ -355,11 +392,13 @@ def _table(rows: list[Row]) -> str:
             [
                 row.method,
                 row.note or f"{median:.2f}",
+                "" if row.host_ms is None else f"{row.host_ms:.2f}",
                 *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
                 sent,
             ]
         )
-    return table(["method", "ms / step", "ratio", "memory", "collectives of a step"], lines)
+    heads = ["method", "ms / step", "host", "ratio", "memory", "collectives of a step"]
+    return table(heads, lines)
 
 
 def _ratio(row: Row, rows: list[Row]) -> float | None:

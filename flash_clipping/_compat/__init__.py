@@ -57,10 +57,14 @@ from flash_clipping._compat.opacus import (
 from flash_clipping._compat.parallel import (
     applied_to as applied_to,
     awaits_gradient as awaits_gradient,
+    dtensor_of as dtensor_of,
     is_awaited as is_awaited,
     is_flattened as is_flattened,
     is_replica as is_replica,
+    layout_of_dtensor as layout_of_dtensor,
+    local_tensor as local_tensor,
     parts_of_schedule as parts_of_schedule,
+    reduce_scatter_many as reduce_scatter_many,
     runs_in_ddp as runs_in_ddp,
 )
 from flash_clipping._compat.tensors import (

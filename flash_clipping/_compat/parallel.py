@@ -60,3 +60,36 @@ def parts_of_schedule(schedule: object) -> tuple[Any, Any, int]:
     micro-batches it has. Without: an error where a schedule is made private."""
     stage, loss_fn = attribute(schedule, "_stage"), attribute(schedule, "_loss_fn")
     return stage, loss_fn, attribute(schedule, "_n_microbatches")
+
+
+def reduce_scatter_many(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any) -> Any:
+    """Begin to add these tensors up over the processes of a group, each of which gets its part of
+    every sum in its output, in one operation; what is returned is to be waited for. Without: an
+    error where the first sums are reduced."""
+    options = torch.distributed.ReduceScatterOptions()
+    options.asyncOp = True
+    name = "reduce_scatter_single_coalesced"
+    if not hasattr(group, name):
+        name = "reduce_scatter_tensor_coalesced"  # older, and deprecated
+    return attribute(group, name)([*outputs], [*inputs], options)
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """This process's part of a ``DTensor``, outside of autograd: what ``to_local`` gives there, in
+    a hundredth of the time. Without: an error where a model with shards is wrapped."""
+    found: Tensor = attribute(tensor, "_local_tensor")
+    return found
+
+
+def layout_of_dtensor(tensor: Any) -> Any:
+    """What :func:`dtensor_of` needs of a ``DTensor``, and can be kept. Without: an error where the
+    first sums are left in ``p.grad``."""
+    return attribute(tensor, "_spec")
+
+
+def dtensor_of(shard: Tensor, layout: Any) -> Any:
+    """A ``DTensor`` of this process's shard that is laid out as another one of its dtype: what
+    ``DTensor.from_local`` makes, in a tenth of the time. Without: likewise."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(shard, layout, requires_grad=False)

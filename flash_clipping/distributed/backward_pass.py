@@ -14,12 +14,11 @@ from flash_clipping._compat import at_end_of_backward
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.distributed.experts import ExpertFactors
 from flash_clipping.distributed.parameter_slots import ParameterSlots
-from flash_clipping.distributed.process_groups import ProcessGroups
-from flash_clipping.distributed.reducer import LocalSums, OrderedSums, Reducer
+from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.distributed.tensor.layouts import Share
 from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, Factor, accumulation_dtype
+from flash_clipping.factors import Dense, Factor
 from flash_clipping.finish.backward_pass import BackwardPass, stored_where_cheaper
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.session import Readers
@@ -28,9 +27,9 @@ from flash_clipping.finish.session import Readers
 class ShardedBackwardPass(BackwardPass):
     """Factors belong to unsharded parameters; sums go to the shards that take their places."""
 
-    def __init__(self, session: ClippingSession, slots: ParameterSlots, processes: ProcessGroups):
+    def __init__(self, session: ClippingSession, slots: ParameterSlots, reducer: Reducer):
         super().__init__(session)
-        self.slots, self.processes = slots, processes
+        self.slots, self.reducer = slots, reducer
         self._session = session
         #: ``mode="two_pass"``: clipped sums of this process, until the walk has ended.
         self._sums: dict[int, Tensor] = {}
@@ -128,28 +127,28 @@ class ShardedBackwardPass(BackwardPass):
         self._sums[key] = grad if held is None else held + grad.view_as(held)
 
     def add_clipped_sums(self) -> None:
-        """Reduce the sums of all trainable parameters, in an order that all processes share: the
-        model's, backwards, as factors came."""
-        assert self.coef is not None and self.plan is not None
+        """Reduce the sums of all trainable parameters, in an order that all processes share."""
         self.slots.check()
-        ordered = OrderedSums(self.groups, self.plan, self.coef)
-        reducer = Reducer() if self.processes.data else LocalSums()
-        for param in reversed(self.slots.recorded()):
-            key = id(param)
-            destination = self.slots.to(key)
-            rounded = self.session.sum_dtype == "parameter"
-            dtype = destination.dtype if rounded else accumulation_dtype(destination.dtype)
-            if key in self._sums:
-                total: Tensor | None = self._sums.pop(key)
-            elif key in self.slots.experts:
-                total = self.experts.clipped_sum(key)
-            else:
-                total = ordered.take(key)
-            add = reducer.add_own if key in self.slots.experts else reducer.add
-            add(destination, total, dtype)
-        reducer.finish()
+        self.reducer.reduce(self._sums_of, rounded=self.session.sum_dtype == "parameter")
         self.slots.note_sums()
         self.session.note_sums(self.slots.trainable())
+
+    def _sums_of(self, part: tuple[int, ...]) -> dict[int, Tensor]:
+        """This process's clipped sums of these parameters; without those that backward did not
+        reach."""
+        assert self.coef is not None and self.plan is not None
+        found = {key: self._sums.pop(key) for key in part if key in self._sums}
+        for key in part:
+            if key in self.slots.experts and key not in found:
+                total = self.experts.clipped_sum(key)
+                if total is not None:
+                    found[key] = total
+
+        def add(keys: Sequence[int], sums: Sequence[Tensor]) -> None:
+            found.update(zip(keys, sums, strict=True))
+
+        self.groups.add_clipped_sums(self.plan, self.coef, add, part)
+        return found
 
     def forget(self) -> None:
         super().forget()
@@ -164,11 +163,11 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
         self,
         session: ClippingSession,
         slots: ParameterSlots,
-        processes: ProcessGroups,
+        reducer: Reducer,
         messages: NormAllReduce,
         marks: deque[Tensor],
     ):
-        super().__init__(session, slots, processes)
+        super().__init__(session, slots, reducer)
         self.messages, self._marks = messages, marks
 
     @cached_property

@@ -20,6 +20,7 @@ from flash_clipping.capture.tap import Tap
 from flash_clipping.distributed.backward_pass import ShardedBackwardPass
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups
+from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.distributed.synchronized_probe import SynchronizedProbe
 from flash_clipping.distributed.tensor.layers import TensorParallelLayers
 from flash_clipping.distributed.tensor.transformers_plan import lay_out_by_hooks
@@ -28,6 +29,9 @@ from flash_clipping.finish.clipping import Doubts
 
 #: How many samples are made up.
 _COUNT = 2
+
+#: Bytes of unsharded sums that one operation reduces.
+BUCKET_BYTES = 256 << 20
 
 
 class EmptyBatches:
@@ -89,17 +93,18 @@ class ShardedModel:
                 f"{type(root).__name__}: found no trainable parameter in a sharded model."
             )
         self.processes = ProcessGroups(self.slots.destinations, isinstance(root, FSDPModule))
+        self.reducer = Reducer(self.slots, bool(self.processes.data), BUCKET_BYTES)
         self.together = SynchronizedProbe(root, session, self.slots, self.processes)
         self._empty = EmptyBatches(root, session)
         session.trainable = self.slots.recorded
         session.state = lambda: chain(self.slots.tensors(), root.buffers())
         session.clip = partial(self._clip, session.clip)
         session.backward_pass_class = partial(
-            ShardedBackwardPass, slots=self.slots, processes=self.processes
+            ShardedBackwardPass, slots=self.slots, reducer=self.reducer
         )
         self.layers: TensorParallelLayers | None = None
         if self.processes.tensor is not None:
-            self.layers = TensorParallelLayers(session, self.slots, self.processes)
+            self.layers = TensorParallelLayers(session, self.processes, self.reducer)
         if isinstance(root, FSDPModule):
             session.around_walk = self._unsharded_root
 

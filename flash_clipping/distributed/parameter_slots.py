@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from flash_clipping._compat import dtensor_of, layout_of_dtensor
 from flash_clipping.capture.proxies import ParameterProxy
 from flash_clipping.distributed.experts import in_parallel
 from flash_clipping.distributed.tensor.local import local_of
@@ -43,8 +44,12 @@ class ParameterSlots:
         self._unsharded: list[nn.Parameter | None] = []
         #: By ``id``, of destinations and of unsharded parameters.
         self._number: dict[int, int] = {}
-        #: The bits of the clipped sums that were left in ``p.grad``, by ``id`` of destinations.
-        self.sums: dict[int, Tensor] = {}
+        #: The bits of the clipped sums that were left in ``p.grad``, by the memory that they are
+        #: in, and which memory that is, by ``id`` of destinations.
+        self._bits: dict[int, Tensor] = {}
+        self._memory: dict[int, int] = {}
+        #: How gradients are laid out, by ``id`` of destinations and by their dtype.
+        self._layouts: dict[tuple[int, torch.dtype], Any] = {}
         #: Parameters of experts in parallel, by ``id``: nobody gathers them.
         self.experts = {
             id(param) for layer in in_parallel(root).values() for param in layer.parameters()
@@ -115,20 +120,58 @@ class ParameterSlots:
         yield from map(local_of, self.destinations)
         yield from (local_of(param) for param in self._unsharded if param is not None)
 
+    # -- gradients ----------------------------------------------------------------------------
+
+    def as_sharded(self, param: Any, shard: Tensor) -> Tensor:
+        """What is sharded as a parameter, if that is, from this process's shard: a view of it, but
+        where shards lie on other devices than their mesh is for (``CPUOffloadPolicy``)."""
+        layout = self._layouts.get((id(param), shard.dtype))
+        if layout is not None:
+            return dtensor_of(shard, layout)
+        if not isinstance(param, DTensor):
+            return shard
+        if shard.device.type != param.device_mesh.device_type:  # from_local would move it
+            with torch.no_grad():
+                grad = torch.empty_like(param, dtype=shard.dtype)
+                local_of(grad).copy_(shard)
+            return grad
+        where: Any = param.device_mesh, param.placements
+        whole: Any = {"shape": param.shape, "stride": param.stride()}
+        grad = DTensor.from_local(shard, *where, run_check=False, **whole)
+        self._layouts[id(param), shard.dtype] = layout_of_dtensor(grad)
+        return grad
+
+    def add_to_grad(self, param: Any, shard: Tensor) -> None:
+        """Add this process's shard of a clipped sum into ``p.grad``, of which it may become a
+        part."""
+        grad = param.grad
+        if grad is None:
+            param.grad = self.as_sharded(param, shard)
+        elif grad.dtype == shard.dtype:
+            local_of(grad).add_(shard)
+        else:
+            param.grad = grad + self.as_sharded(param, shard)
+
     def note_sums(self) -> None:
         """Remember what was left in ``p.grad`` of all trainable parameters.
 
         PyTorch does not count changes in place of a ``DTensor`` by functions of many tensors
-        (``torch.nn.utils.clip_grad_norm_``), so the bits of the shards are added up.
+        (``torch.nn.utils.clip_grad_norm_``), so the bits of the shards are added up: those of all
+        that lie in one buffer at once.
         """
-        self.sums = {id(param): _bits_of(param.grad) for param in self.trainable()}
+        params = self.trainable()
+        self._bits, self._memory = _bits_of(params)
 
-    def unchanged(self, param: nn.Parameter) -> Tensor:
-        """Whether ``p.grad`` holds what :meth:`note_sums` saw: a boolean, on the device."""
-        left = self.sums.get(id(param))
-        if left is None:
-            return torch.tensor(False, device=local_of(param).device)
-        return _bits_of(param.grad) == left
+    def unchanged(self, params: Sequence[nn.Parameter]) -> Tensor:
+        """Whether ``p.grad`` of these holds what :meth:`note_sums` saw: a boolean, on the device.
+
+        Others that lie in the same memory are looked at as well.
+        """
+        bits, memory = _bits_of(params)
+        if any(self._memory.get(key) != place for key, place in memory.items()):
+            return torch.tensor(False, device=local_of(params[0]).device)
+        same = [found == self._bits[place] for place, found in bits.items()]
+        return torch.stack([one.to(same[0].device, non_blocking=True) for one in same]).all()
 
     def check(self) -> None:
         """Refuse shards that were exchanged since the model was wrapped."""
@@ -144,8 +187,21 @@ class ParameterSlots:
                     )
 
 
-def _bits_of(grad: Any) -> Tensor:
-    """The sum of the bits of a shard, as integers: ``[]``, int64, exact in any order."""
-    shard = local_of(grad)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.itemsize]
-    return shard.contiguous().view(bits).sum(dtype=torch.int64)
+#: By their bytes.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits_of(params: Iterable[nn.Parameter]) -> tuple[dict[int, Tensor], dict[int, int]]:
+    """The sums of the bits of all memory that gradients lie in, as integers: ``[]``, int64, exact
+    in any order; and the memory of each, by ``id`` of the parameter."""
+    bits: dict[int, Tensor] = {}
+    memory: dict[int, int] = {}
+    for param in params:
+        shard = local_of(param.grad)
+        storage = shard.untyped_storage()
+        place = memory[id(param)] = storage.data_ptr()
+        if place not in bits:
+            whole = torch.empty(0, dtype=_INTEGERS[shard.itemsize], device=shard.device)
+            whole = whole.set_(storage)  # type: ignore[call-overload]
+            bits[place] = whole.sum(dtype=torch.int64)
+    return bits, memory

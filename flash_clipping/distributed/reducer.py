@@ -1,189 +1,228 @@
 """Clipped sums of all processes into the shards of ``p.grad``, a bucket at a time.
 
-Every process adds the same parameters in the same order. A bucket holds sums of one kind: padded as
-``fully_shard`` pads, side by side, they are reduced and scattered in one operation, and in the
-hybrid form reduced once more over replicas. That goes on while the next bucket is computed.
+Every process has the same buckets, in the same order: they follow from the parameters alone, and
+are planned once. One operation reduces and scatters the sums of a bucket, each from where it was
+computed, and leaves this process's parts side by side in one buffer; in the hybrid form that buffer
+is reduced once more over replicas. That goes on while the next bucket is computed. The parts are
+the gradients; nothing is copied on the way, but for shards along another axis than the first, and
+for padding where processes have uneven shards.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed as dist, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, distributed as dist
 
+from flash_clipping._compat import reduce_scatter_many
+from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import device_of
 from flash_clipping.distributed.tensor.local import local_of
-from flash_clipping.finish.clipping import Coefficients
-from flash_clipping.finish.grouped_factors import GroupedFactors
-from flash_clipping.finish.plan import Plan
-from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn
-from flash_clipping.ops.outer import weighted_sums_many
-
-
-class OrderedSums:
-    """The sums that :meth:`GroupedFactors.add_clipped_sums` gives in the order that suits launches,
-    when they are asked for: those of parameters that share an input together, small ones at once.
-    """
-
-    def __init__(self, groups: GroupedFactors, plan: Plan, coef: Coefficients):
-        self.groups, self.plan, self.coef = groups, plan, coef
-        self.backend = groups.backend
-        self._group = {key: number for number, keys in enumerate(plan.linear) for key in keys}
-        self._ready: dict[int, Tensor] = {}
-        while groups.stacks:
-            stack = groups.stacks.pop()
-            sums = stack.clipped_sums([coef[key] for key in stack.keys], self.backend)
-            self._ready.update(zip(stack.keys, sums, strict=True))
-
-    def take(self, key: int) -> Tensor | None:
-        """The clipped sum of a parameter; ``None`` where backward did not reach it."""
-        groups = self.groups
-        if key in self._ready:
-            return self._ready.pop(key)
-        if key in groups.stored:
-            grads = [groups.stored.pop(key).dense()]
-            return weighted_sums_many(grads, self.coef[key], backend=self.backend)[0]
-        if key in groups.others:
-            return groups.others.pop(key).clipped_sum(self.coef[key], self.backend)
-        if self._group.get(key) in groups.linear:
-            self._multiply(self._group[key])
-            return self._ready.pop(key)
-        return None
-
-    def _multiply(self, number: int) -> None:
-        """Linear maps that read one input."""
-        A_BTd, Gs = self.groups.linear.pop(number)
-        pairs = {key: (A_BTd, G) for key, G in zip(self.plan.linear[number], Gs, strict=True)}
-        # Per-layer clipping weights a shared input differently for every reader.
-        for keys in self.coef.alike(pairs):
-            operands = [pairs.pop(key) for key in keys]
-            for part in in_turn(operands, backend=self.backend):
-                members = [keys[i] for i in part]
-                sums = clipped_sums_many(
-                    [operands[i] for i in part],
-                    self.coef[keys[0]],
-                    backend=self.backend,
-                    checked=True,
-                    memo=self.plan.memos["ordered", *members],
-                )
-                self._ready.update(zip(members, sums, strict=True))
-
-
-#: Its older name is deprecated.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-#: Bytes of unsharded sums that one operation reduces. A larger parameter is a bucket of its own.
-BUCKET = 64 << 20
+from flash_clipping.factors import accumulation_dtype
+from flash_clipping.ops.runtime.shapes import ALIGNMENT
 
 #: Buckets whose reduction has begun and not ended.
 IN_FLIGHT = 2
 
+#: Takes ids of parameters; gives this process's clipped sums of those that backward reached.
+Sums = Callable[[tuple[int, ...]], Mapping[int, Tensor]]
+
+
+class _Shard:
+    """How the sum of one parameter becomes this process's shard of it.
+
+    Attributes:
+        param: where it goes.
+        gathered: the shape of a sum: of what ``fully_shard`` gathers of a parameter.
+        dim: along which it is cut.
+        sent: the shape of what is sent: that dimension first, and padded.
+        part: the shape of what arrives.
+        own: the shape of the shard.
+        device: where it is, on the CPU by ``CPUOffloadPolicy``.
+    """
+
+    __slots__ = "device", "dim", "gathered", "own", "param", "part", "sent"
+
+    def __init__(self, param: Any, over: int | None):
+        own = local_of(param)
+        self.param, self.dim, self.own, self.device = param, 0, own.shape, own.device
+        self.gathered = self.sent = self.part = self.own
+        if over is None:
+            return
+        self.dim = param.placements[over].dim
+        self.gathered = torch.Size(_gathered_shape(param, over))
+        rest = [*self.gathered]
+        ranks, rows = param.device_mesh.size(over), rest.pop(self.dim)
+        self.part = torch.Size((-(-rows // ranks), *rest))
+        self.sent = torch.Size((self.part[0] * ranks, *rest))
+
+    def to_send(self, total: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """This process's clipped sum, as it is sent; ``None``: backward did not reach it."""
+        if total is None:
+            return torch.zeros(self.sent, dtype=dtype, device=device)
+        if total.dtype != dtype:
+            total = total.to(dtype)
+        if total.shape != self.gathered:
+            total = total.reshape(self.gathered)
+        if self.dim:
+            total = total.movedim(self.dim, 0)
+        if total.shape != self.sent:
+            padding = total.new_zeros(self.sent[0] - total.shape[0], *total.shape[1:])
+            return torch.cat([total, padding])
+        return total.contiguous()
+
+    def of(self, part: Tensor) -> Tensor:
+        """The shard, in the part that has arrived: a view, if it is cut along the first axis."""
+        if self.dim:
+            part = part.movedim(0, self.dim).narrow(self.dim, 0, self.own[self.dim]).contiguous()
+        elif part.shape != self.own:
+            part = part[: self.own[0]]
+        return part if part.device == self.device else part.to(self.device)
+
+
+class _Bucket:
+    """Parameters whose sums one operation reduces.
+
+    Args:
+        places: of these parameters among all that are trainable, the last first.
+        shards: of the same, in the order in which all processes have them.
+        dtype, device: of the sums.
+        group: of processes that have a shard each; ``None`` where nothing is cut: all have had the
+            same samples, or the parameter is of experts in parallel, which nobody gathers.
+        replicas: groups of those that have the same shard and had other samples.
+    """
+
+    def __init__(
+        self,
+        places: list[int],
+        shards: list[_Shard],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Any,
+        replicas: tuple[Any, ...],
+    ):
+        self.places, self.shards, self.dtype, self.device = places, shards, dtype, device
+        self.group, self.replicas = group, replicas
+        # Parts lie on 16 bytes each, as kernels want it of gradients.
+        each = max(ALIGNMENT // dtype.itemsize, 1)
+        self._sizes = [-(-shard.part.numel() // each) * each for shard in shards]
+        #: What lies between parts is read where bits, or replicas, are added up.
+        pairs = zip(self._sizes, shards, strict=True)
+        is_full = all(n == shard.part.numel() for n, shard in pairs)
+        self._make: Any = torch.empty if is_full else torch.zeros
+
+    def launch(self, totals: Sequence[Tensor | None]) -> _Flight:
+        """Begin to reduce these sums."""
+        dtype, device = self.dtype, self.device
+        pairs = zip(self.shards, totals, strict=True)
+        sent = [shard.to_send(total, dtype, device) for shard, total in pairs]
+        if self.group is None:
+            return _Flight(self, None, None, [], sent)
+        arrives = self._make(sum(self._sizes), dtype=dtype, device=device)
+        parts = []
+        # Not split(), whose views have one version: each part becomes a gradient of its own.
+        pieces = torch.unsafe_split_with_sizes(arrives, self._sizes)
+        for shard, piece in zip(self.shards, pieces, strict=True):
+            n = shard.part.numel()
+            parts.append((piece if len(piece) == n else piece[:n]).view(shard.part))
+        work = reduce_scatter_many(parts, sent, self.group)
+        return _Flight(self, work, arrives, sent, parts)
+
 
 @dataclass
 class _Flight:
-    """A bucket on its way, and the shapes of the shards that it has, with padding."""
+    """A bucket on its way: what is sent, and the buffer and the parts of what arrives."""
 
+    bucket: _Bucket
     work: Any
-    sent: Tensor
-    arrives: Tensor
-    destinations: list[nn.Parameter]
-    shapes: list[torch.Size]
+    arrives: Tensor | None
+    sent: list[Tensor]
+    parts: list[Tensor]
+
+    def land(self, slots: ParameterSlots) -> None:
+        """Wait (on a GPU: let its stream wait), and add the parts into ``p.grad``."""
+        if self.work is not None:
+            self.work.wait()
+        for group in self.bucket.replicas:
+            for total in self.parts if self.arrives is None else (self.arrives,):
+                dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+        for shard, part in zip(self.bucket.shards, self.parts, strict=True):
+            slots.add_to_grad(shard.param, shard.of(part))
 
 
 class Reducer:
     """Adds clipped sums up over processes, and adds each shard into its ``p.grad``.
 
+    Args:
+        slots: of the model.
+        adds_up: whether processes have had other samples.
+        bucket_bytes: of sums that one operation reduces; a larger parameter is a bucket of its own.
+
     Guarantees:
         Sums are added up in their own dtype, whatever the mixed-precision policy says of gradients.
     """
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[nn.Parameter, Tensor]] = []
-        self._bytes = 0
-        self._kind: Any = None
-        self._flying: deque[_Flight] = deque()
+    def __init__(self, slots: ParameterSlots, adds_up: bool, bucket_bytes: int):
+        self.slots, self.adds_up, self.bucket_bytes = slots, adds_up, bucket_bytes
+        self._layout: Any = None
+        self._buckets: list[_Bucket] = []
 
-    def add(self, destination: Any, total: Tensor | None, dtype: torch.dtype) -> None:
-        """Take this process's clipped sum of a parameter; ``None``: no sample of it has any."""
-        mesh, placements = destination.device_mesh, tuple(destination.placements)
-        shape = _gathered_shape(destination)
-        if total is None:
-            total = torch.zeros(shape, dtype=dtype, device=device_of(mesh))
-        total = total.to(dtype).reshape(shape)
-        kind = mesh, placements, dtype, total.device
-        full = self._bytes + total.nbytes > BUCKET
-        if self._waiting and (kind != self._kind or full):
-            self._launch()
-        self._kind = kind
-        self._waiting.append((destination, total))
-        self._bytes += total.nbytes
+    def reduce(self, sums: Sums, rounded: bool) -> None:
+        """Add the sums of all trainable parameters into the shards of ``p.grad``.
 
-    def add_own(self, destination: Any, total: Tensor | None, dtype: torch.dtype) -> None:
-        """The same of what nobody gathers, and this process and its replicas alone have."""
-        own, mesh = local_of(destination), destination.device_mesh
-        if total is None:
-            total = torch.zeros_like(own, dtype=dtype)
-        total = total.to(dtype).reshape(own.shape).contiguous()
-        for over in range(mesh.ndim - 1):
-            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=mesh.get_group(over))
-        _add_to_grad(destination, total)
+        Args:
+            sums: of this process; asked for some of the parameters that layers recorded at a time.
+            rounded: to the parameter's dtype (``sum_dtype="parameter"``).
+        """
+        keys = [id(param) for param in reversed(self.slots.recorded())]
+        flying: deque[_Flight] = deque()
+        for bucket in self._planned(rounded):
+            part = tuple([keys[place] for place in bucket.places])
+            found = sums(part)
+            flying.append(bucket.launch([*map(found.get, part)]))
+            del found
+            while len(flying) > IN_FLIGHT:
+                flying.popleft().land(self.slots)
+        while flying:
+            flying.popleft().land(self.slots)
 
-    def finish(self) -> None:
-        """Wait (on a GPU: let its stream wait) until all sums are in ``p.grad``."""
-        if self._waiting:
-            self._launch()
-        while self._flying:
-            self._land()
-
-    def _launch(self) -> None:
-        mesh, placements, _, _ = self._kind
-        over = _scattered(placements)
-        group, dim, ranks = mesh.get_group(over), placements[over].dim, mesh.size(over)
-        parts, shapes = [], []
-        for _, total in self._waiting:
-            rows = total.movedim(dim, 0)
-            each = -(-rows.shape[0] // ranks)
-            if missing := each * ranks - rows.shape[0]:
-                rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
-            parts.append(rows.reshape(ranks, -1))
-            shapes.append(torch.Size((each, *rows.shape[1:])))
-        destinations = [destination for destination, _ in self._waiting]
-        sent = torch.cat(parts, 1).view(-1)
-        self._waiting, self._bytes = [], 0
-        # All of it is written by the operation.
-        arrives = sent.new_empty(sent.numel() // ranks)
-        work = _reduce_scatter(arrives, sent, op=dist.ReduceOp.SUM, group=group, async_op=True)
-        self._flying.append(_Flight(work, sent, arrives, destinations, shapes))
-        while len(self._flying) > IN_FLIGHT:
-            self._land()
-
-    def _land(self) -> None:
-        flight = self._flying.popleft()
-        flight.work.wait()
-        first: Any = flight.destinations[0]
-        mesh, over = first.device_mesh, _scattered(first.placements)
-        dim = first.placements[over].dim
-        if over:  # replicas of a shard have had other samples
-            dist.all_reduce(flight.arrives, op=dist.ReduceOp.SUM, group=mesh.get_group(0))
-        pieces = flight.arrives.split([shape.numel() for shape in flight.shapes])
-        for destination, shape, piece in zip(
-            flight.destinations, flight.shapes, pieces, strict=True
-        ):
-            _add_shard(destination, piece.view(shape).movedim(0, dim))
-
-
-class LocalSums(Reducer):
-    """The same where all processes have the same samples: nothing is to be added up over them."""
-
-    def add(self, destination: Any, total: Tensor | None, dtype: torch.dtype) -> None:
-        own = local_of(destination)
-        if total is None:
-            total = torch.zeros_like(own, dtype=dtype)
-        _add_to_grad(destination, total.to(dtype).reshape(own.shape))
+    def _planned(self, rounded: bool) -> list[_Bucket]:
+        """The buckets: the model's order backwards, as factors came."""
+        params: list[Any] = self.slots.trainable()[::-1]
+        layout = [(id(param), param.dtype) for param in params], rounded, self.bucket_bytes
+        if layout == self._layout:
+            return self._buckets
+        found: list[tuple[Any, list[int], list[_Shard]]] = []
+        last: dict[Any, tuple[int, int]] = {}  # bucket of each kind, and its room
+        for place, param in enumerate(params):
+            dtype = param.dtype if rounded else accumulation_dtype(param.dtype)
+            mesh: Any = getattr(param, "device_mesh", None)
+            over: int | None = None
+            replicas: tuple[Any, ...] = ()
+            if id(param) in self.slots.experts:
+                replicas = tuple(mesh.get_group(dim) for dim in range(mesh.ndim - 1))
+            elif self.adds_up:
+                over = _scattered(param.placements)
+                replicas = (mesh.get_group(0),) if over else ()
+            shard = _Shard(param, over)
+            group = None if over is None else mesh.get_group(over)
+            device = shard.device if over is None else device_of(mesh)
+            kind = dtype, device, group, replicas
+            nbytes = shard.gathered.numel() * dtype.itemsize
+            number, room = last.get(kind, (0, -1))
+            if nbytes > room:
+                number, room = len(found), self.bucket_bytes
+                found.append((kind, [], []))
+            found[number][1].append(place)
+            found[number][2].append(shard)
+            last[kind] = number, room - nbytes
+        self._layout = layout
+        self._buckets = [_Bucket(places, shards, *kind) for kind, places, shards in found]
+        return self._buckets
 
 
 def _scattered(placements: Any) -> int:
@@ -191,50 +230,13 @@ def _scattered(placements: Any) -> int:
     return 1 if placements[0].is_replicate() else 0
 
 
-def _gathered_shape(destination: Any) -> list[int]:
+def _gathered_shape(param: Any, over: int) -> list[int]:
     """Of what ``fully_shard`` gathers of a parameter: a part of a layer, in tensor parallelism."""
-    mesh, shape = destination.device_mesh, [*destination.shape]
-    for over in range(_scattered(destination.placements) + 1, mesh.ndim):
-        if (placement := destination.placements[over]).is_shard():
+    mesh, shape = param.device_mesh, [*param.shape]
+    for tensor in range(over + 1, mesh.ndim):
+        if (placement := param.placements[tensor]).is_shard():
             size = shape[placement.dim]
-            each = -(-size // mesh.size(over))
-            left = size - each * mesh.get_local_rank(over)
+            each = -(-size // mesh.size(tensor))
+            left = size - each * mesh.get_local_rank(tensor)
             shape[placement.dim] = max(0, min(each, left))
     return shape
-
-
-def _add_shard(destination: Any, piece: Tensor) -> None:
-    """Add one shard, with padding at its end, into ``p.grad``."""
-    own, dim = local_of(destination), destination.placements[_scattered(destination.placements)].dim
-    # A copy: a view would keep all of the bucket, and versions of its parts are one.
-    shard = piece.narrow(dim, 0, own.shape[dim]).to(own.device, copy=True).contiguous()
-    _add_to_grad(destination, shard)
-
-
-def _add_to_grad(destination: Any, shard: Tensor) -> None:
-    grad = as_sharded(destination, shard)
-    if destination.grad is None:
-        destination.grad = grad
-    elif destination.grad.dtype == grad.dtype:
-        destination.grad.add_(grad)
-    else:
-        destination.grad = destination.grad + grad
-
-
-def as_sharded(like: Any, shard: Tensor) -> Tensor:
-    """What is sharded as ``like``, if that is, from this process's shard."""
-    if not isinstance(like, DTensor):
-        return shard
-    if shard.device.type != like.device_mesh.device_type:  # offloaded: from_local would move it
-        with torch.no_grad():
-            grad = torch.empty_like(like, dtype=shard.dtype)
-            local_of(grad).copy_(shard)
-        return grad
-    return DTensor.from_local(
-        shard,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )

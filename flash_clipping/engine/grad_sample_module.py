@@ -46,7 +46,6 @@ from flash_clipping.engine.step_record import checked_bound
 from flash_clipping.engine.token_losses import ModelLosses
 from flash_clipping.engine.unsupported import refuse_unsupported
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 
 
@@ -157,6 +156,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         #: What a model has besides that ``fully_shard`` was applied to.
         self._sharded = sharded_model(m, self._session)
         self._session.has_oracle = self._sharded is None
+        #: Of backward passes that nobody watches.
+        self._usual_pass = self._session.backward_pass_class
         GradSampleHooksFastGradientClipping.__init__(
             self,
             m,
@@ -304,8 +305,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         session.returning = call
         if call.recorded:
             self.running_step.awaits_backward = True
-            # Whoever watches backward passes (shards, diagnostics) sees all layers alike.
-            if units is None and session.backward_pass_class is BackwardPass:
+            # Whoever watches backward passes (diagnostics, pipelines) sees all layers alike.
+            if units is None and session.backward_pass_class is self._usual_pass:
                 session.proven_call = call
         for stand_in in losses.stand_ins:
             stand_in.calls = 0
@@ -504,6 +505,36 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     @max_grad_norm.setter
     def max_grad_norm(self, value: Any) -> None:
         self.running_step.bound = checked_bound(value)
+
+    @property
+    def bucket_mb(self) -> int:
+        """Of a model in shards: how many MB (2^20 bytes) of clipped sums, before they are cut, one
+        operation adds up over processes; 256, or what it is set to, alike in all processes. Larger
+        buckets are fewer operations, and up to three of them are held at a time.
+
+        Raises:
+            ValueError: when it is asked for or set, of a model without shards; when it is set to
+                anything but an integer from 64 to 1024.
+        """
+        return self._reducer().bucket_bytes >> 20
+
+    @bucket_mb.setter
+    def bucket_mb(self, value: int) -> None:
+        reducer = self._reducer()
+        if not isinstance(value, int) or not 64 <= value <= 1024:
+            raise ValueError(
+                f"bucket_mb: found {value!r}; expected an integer from 64 to 1024.\n"
+                "    model.bucket_mb = 256"
+            )
+        reducer.bucket_bytes = value << 20
+
+    def _reducer(self) -> Any:
+        if self._sharded is None:
+            raise ValueError(
+                "bucket_mb: found a model without shards, whose sums nothing adds up over "
+                "processes. Set it after fully_shard(model) and make_private, or leave it out."
+            )
+        return self._sharded.reducer
 
     @property
     def backward_count(self) -> int:

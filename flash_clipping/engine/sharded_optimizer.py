@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flash_clipping._compat import assert_async
 from flash_clipping.distributed.process_groups import device_of, shard_of
-from flash_clipping.distributed.reducer import as_sharded
 from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.engine.step_record import StepRecord
@@ -77,10 +75,10 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         if record is None:
             raise FlashClippingError(_NO_MODEL)
         slots = self._module._sharded.slots
-        same = torch.stack([slots.unchanged(p) for p in params])
+        same = slots.unchanged(params)
         if same.is_cuda:
-            assert_async(same.all(), _CHANGED)  # without waiting for the device
-        elif not bool(same.all()):
+            assert_async(same, _CHANGED)  # without waiting for the device
+        elif not bool(same):
             raise ValueError(_CHANGED)
         return record
 
@@ -94,7 +92,8 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         return found
 
     def _placed(self, param: Any, own: Tensor) -> Tensor:
-        return as_sharded(param, own.view(local_of(param).shape))
+        slots = self._module._sharded.slots
+        return slots.as_sharded(param, own.view(local_of(param).shape))
 
     def _shards(self) -> list[int]:
         return [shard_of(p) for p in self.params]

@@ -77,6 +77,10 @@ class GroupedFactors:
         self.stacks: list[VectorStack] = []
         self.stored: dict[int, Dense] = {}
         self.others: dict[int, Factor] = {}
+        #: Once sums are asked for: operands of linear maps, and sums that come with others, until
+        #: their turn.
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._ready: dict[int, Tensor] = {}
         # Without comprehensions: they cost small models, which wait for the host.
         for number, keys in enumerate(plan.linear):
             A_BTd = factors[keys[0]].A_BTd
@@ -116,6 +120,8 @@ class GroupedFactors:
         self.stacks.clear()
         self.stored.clear()
         self.others.clear()
+        self._pairs.clear()
+        self._ready.clear()
 
     # -- norms --------------------------------------------------------------------------------
 
@@ -161,24 +167,30 @@ class GroupedFactors:
 
     # -- clipped sums -------------------------------------------------------------------------
 
-    def add_clipped_sums(self, plan: Plan, coef: Coefficients, add: Add) -> None:
-        """Hand on every parameter's clipped sum, letting go of factors on the way."""
+    def add_clipped_sums(
+        self, plan: Plan, coef: Coefficients, add: Add, part: tuple[int, ...] | None = None
+    ) -> None:
+        """Hand on every parameter's clipped sum, letting go of factors on the way.
+
+        ``part``: the ids of those whose sums are wanted now; the next call asks for others.
+        """
         one = coef.one
-        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        pairs, ready = self._pairs, self._ready
         for number, (A_BTd, Gs) in self.linear.items():
             for key, G in zip(plan.linear[number], Gs, strict=True):
                 pairs[key] = A_BTd, G
         self.linear.clear()
-        if plan.products is None:  # as many at a time as one launch serves
-            keys = [*pairs]
-            parts = in_turn([*pairs.values()], backend=self.backend)
-            plan.products = [[keys[i] for i in part] for part in parts]
-        for number, part in enumerate(plan.products):
+        launches = plan.products.get(part)
+        if launches is None:  # as many at a time as one launch serves
+            keys = _among(pairs, part)
+            members = in_turn([pairs[key] for key in keys], backend=self.backend)
+            launches = plan.products[part] = [[keys[i] for i in each] for each in members]
+        for number, launch in enumerate(launches):
             # Per-layer clipping weights a shared input differently for every reader.
-            for keys in (part,) if one is not None else coef.alike(part):
+            for keys in (launch,) if one is not None else coef.alike(launch):
                 operands = [*map(pairs.pop, keys)]
                 coef_B = one if one is not None else coef[keys[0]]
-                memo = plan.memos["clipped_sums", number, *(() if keys is part else keys)]
+                memo = plan.memos["clipped_sums", part, number, *(() if keys is launch else keys)]
                 sums = clipped_sums_many(
                     operands, coef_B, backend=self.backend, checked=True, memo=memo
                 )
@@ -187,30 +199,39 @@ class GroupedFactors:
         while self.stacks:
             stack = self.stacks.pop()
             coefs = [one] if one is not None else [coef[key] for key in stack.keys]
-            add(stack.keys, stack.clipped_sums(coefs, self.backend))
+            ready.update(zip(stack.keys, stack.clipped_sums(coefs, self.backend), strict=True))
+        if ready:
+            keys = _among(ready, part)
+            add(keys, [*map(ready.pop, keys)])
         if self.stored:
-            self._add_stored(plan, coef, add)
-        while self.others:
-            key, factor = self.others.popitem()
-            add([key], [factor.clipped_sum(coef[key], self.backend)])
-            del factor
+            self._add_stored(plan, coef, add, part)
+        for key in _among(self.others, part):
+            add([key], [self.others.pop(key).clipped_sum(coef[key], self.backend)])
 
-    def _add_stored(self, plan: Plan, coef: Coefficients, add: Add) -> None:
+    def _add_stored(
+        self, plan: Plan, coef: Coefficients, add: Add, part: tuple[int, ...] | None
+    ) -> None:
         """Stored gradients, several at a time."""
-        if plan.stored_parts is None:
-            parts: list[list[int]] = []
+        launches = plan.stored_parts.get(part)
+        if launches is None:
+            launches = []
             room = 0
-            for key in plan.stored:
+            for key in _among(self.stored, part):
                 elements = self.stored[key].grads.shape[1:].numel()
-                if not parts or elements > room:
-                    parts.append([])
+                if not launches or elements > room:
+                    launches.append([])
                     room = AT_ONCE
-                parts[-1].append(key)
+                launches[-1].append(key)
                 room -= elements
-            plan.stored_parts = parts  # as a whole: an interrupt may come at any line
-        for part in plan.stored_parts:
-            for keys in (part,) if coef.one is not None else coef.alike(part):
+            plan.stored_parts[part] = launches  # as a whole: an interrupt may come at any line
+        for launch in launches:
+            for keys in (launch,) if coef.one is not None else coef.alike(launch):
                 grads: list[Tensor] = []
                 for key in keys:
                     grads += (self.stored.pop(key).grads,)
                 add(keys, weighted_sums_many(grads, coef[keys[0]], backend=self.backend))
+
+
+def _among(found: Mapping[int, Any], part: Sequence[int] | None) -> list[int]:
+    """The keys that are there, of all or of these."""
+    return [*found] if part is None else [key for key in part if key in found]

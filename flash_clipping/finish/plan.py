@@ -40,7 +40,7 @@ class Plan:
         rows_of: whose norms were taken, in their order; likewise.
         order: row of each trainable parameter's norms among these.
         products, stored_parts: linear maps, and stored gradients, whose clipped sums are taken
-            together; likewise.
+            together, of the parameters that were asked for; likewise.
         memos: what operations keep, by the name of the operation.
     """
 
@@ -54,8 +54,8 @@ class Plan:
     unreached: list[int] = field(default_factory=list)
     rows_of: list[int] = field(default_factory=list)
     order: Tensor | None = None
-    products: list[list[int]] | None = None
-    stored_parts: list[list[int]] | None = None
+    products: dict[tuple[int, ...] | None, list[list[int]]] = field(default_factory=dict)
+    stored_parts: dict[tuple[int, ...] | None, list[list[int]]] = field(default_factory=dict)
     memos: defaultdict[Hashable, Memo] = field(default_factory=lambda: defaultdict(dict))
 
 

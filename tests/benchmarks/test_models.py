@@ -31,6 +31,7 @@ def test_no_model_has_buffers_or_mixes_samples(name: str) -> None:
         ("long", 336.6, 1, 16_384),
         ("gpt2-small-shaped", 162.3, 8, 128),
         ("llama-3.2-1b", 1235.8, 4, 1024),
+        ("llama-3.2-3b", 3212.7, 4, 1024),
         ("gpt2-medium", 354.8, 8, 1024),
         ("bert-base", 109.5, 64, 128),
         ("vit-large", 304.3, 64, 197),

@@ -11,7 +11,7 @@ from tests.distributed import processes
 from tests.distributed.processes import Adapted, C, Parts, clipped_step
 from tests.support.models import Block
 
-EVEN, UNEVEN, EMPTY = (0, 4, 8), (0, 5, 8), (0, 8, 8)
+EVEN, UNEVEN, EMPTY, ONE_EACH = (0, 4, 8), (0, 5, 8), (0, 8, 8), (0, 1, 2)
 
 
 def second_axis(param: nn.Parameter) -> Any:
@@ -27,6 +27,10 @@ CASES: dict[str, dict[str, Any]] = {
     "uneven": {"cuts": UNEVEN},
     "empty": {"cuts": EMPTY},
     "empty in the first": {"cuts": (0, 0, 8)},
+    "one each": {"cuts": ONE_EACH, "net": {"bare": True, "tied": True}},
+    "one each, attention": {"cuts": ONE_EACH, "net": {"kind": Block}},
+    "one each, two_pass": {"cuts": ONE_EACH, "mode": "two_pass"},
+    "one each, checkpointed": {"cuts": ONE_EACH, "net": {"kind": Adapted, "checkpointed": True}},
     "bare": {"cuts": UNEVEN, "net": {"bare": True}},
     "tied": {"cuts": EVEN, "net": {"tied": True}},
     "frozen": {"cuts": UNEVEN, "frozen": ("embed", "blocks.0")},
@@ -72,19 +76,14 @@ COMPILED: dict[str, dict[str, Any]] = {
 def clipped(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    from flash_clipping.distributed import reducer
-
     options = dict(case)
-    whole, reducer.BUCKET = reducer.BUCKET, options.pop("bucket", reducer.BUCKET)
     if options.pop("offloaded", False):
         options["shards"] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     if options.get("clipping") == "per_layer":
         model = processes.make(**options["net"])
         trainable = [p for p in model.parameters() if p.requires_grad]
         options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trainable))]
-    found = clipped_step(rank, **options)
-    reducer.BUCKET = whole
-    return found
+    return clipped_step(rank, **options)
 
 
 def compiled(rank: int) -> Parts:

@@ -11,20 +11,28 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, distributed as dist, nn
+from torch.utils.data import DataLoader
 
-from flash_clipping import GradSampleModuleFlashClipping, PrivateSchedule
+from flash_clipping import (
+    FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
+    PrivateSchedule,
+)
+from tests.distributed import decoders
 from tests.distributed.pipelines import Part, schedule_of
 from tests.distributed.processes import (
     BACKEND,
     C,
     Parts,
     batch,
+    device,
     join_anew,
     local,
     make,
     message,
     sharded,
 )
+from tests.distributed.steps import BOUNDS, Rows, sgd
 
 #: Of operations of several processes, in seconds. Stages wait for each other as long as their group
 #: was told when it was made, when processes start a little apart.
@@ -50,15 +58,76 @@ def shards(rank: int, where: str) -> tuple[Callable[[], Any], Callable[[], Any]]
     """A step, and what lets it fail."""
     model = sharded(make())
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    flash._sharded.reducer.bucket_bytes = 1
     ids, y = local(rank, (0, 5, 8))
 
     def fail() -> None:
         if where == "finish":
             flash._sharded.slots.check = boom
+        elif where == "reduction":  # three buckets are on their way
+            flash._sharded.slots.add_to_grad = boom
         else:
             (in_forward if where == "forward" else in_backward)(model.blocks[1].norm)
 
     return lambda: F.cross_entropy(flash(ids), y).backward(), fail
+
+
+def first_step(rank: int, where: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The same in the step in which it is seen who is a sample."""
+    model = sharded(make())
+    ids, y = local(rank, (0, 5, 8))
+    steps = iter([model, GradSampleModuleFlashClipping])
+
+    def step() -> None:
+        make_private = next(steps)
+        private: Any = model if make_private is model else make_private(model, max_grad_norm=C)
+        F.cross_entropy(private(ids), y).backward()
+
+    return step, lambda: in_forward(model.blocks[1].norm)
+
+
+def adaptive(rank: int, where: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The optimizer counts samples within the bound, over all processes."""
+    model = sharded(make())
+    flash, optimizer, _, _ = FlashPrivacyEngine().make_private(
+        module=model,
+        optimizer=sgd(model, 0.1),
+        data_loader=DataLoader(Rows(), batch_size=4),
+        criterion=nn.CrossEntropyLoss(),
+        max_grad_norm=C,
+        clipping="adaptive",
+        poisson_sampling=False,
+        **{"noise_multiplier": 0.1} | BOUNDS,
+    )
+    ids, y = local(rank, (0, 5, 8))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(flash(ids), y).backward()
+        optimizer.step()
+
+    def fail() -> None:
+        optimizer._checked = boom
+
+    return step, fail
+
+
+def tensors(rank: int, where: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Layers that are cut: processes add their norms up."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device().type, (2,), mesh_dim_names=("tp",))
+    model = decoders.cut(decoders.make(), mesh)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    ids, y = decoders.batch()
+
+    def fail() -> None:
+        if where == "norms":
+            flash._session.plans.find = boom  # type: ignore[method-assign, assignment]
+        else:
+            (in_forward if where == "forward" else in_backward)(model.blocks[0].feed_forward)
+
+    return lambda: decoders.loss_of(flash(ids), y).backward(), fail
 
 
 def stages(rank: int, where: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -81,6 +150,12 @@ CASES: dict[str, tuple[Any, int, str]] = {
     "fully_shard, forward": (shards, 0, "forward"),
     "fully_shard, backward": (shards, 0, "backward"),
     "fully_shard, finish": (shards, 1, "finish"),
+    "fully_shard, reduction": (shards, 0, "reduction"),
+    "fully_shard, first step": (first_step, 1, "forward"),
+    "fully_shard, optimizer": (adaptive, 0, "optimizer"),
+    "tensor, forward": (tensors, 1, "forward"),
+    "tensor, backward": (tensors, 0, "backward"),
+    "tensor, norms": (tensors, 1, "norms"),
     "pipeline, backward": (stages, 1, "backward"),
     "pipeline, finish": (stages, 0, "finish"),
 }

@@ -124,7 +124,7 @@ _TRUTHS: dict[str, Truth] = {}
 def truth_of(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
     """Of the whole batch; of models that are made alike once."""
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    name = f"{model} {trained}"
+    name = f"{model} {trained} {len(ids)}"
     if name not in _TRUTHS:
         _TRUTHS[name] = _truth_of(model, ids, y)
     return _TRUTHS[name]
@@ -189,6 +189,7 @@ def clipped_step(
     micro: int = 1,
     steps: int = 2,
     compiled: str = "",
+    bucket: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Norms and sums of some steps in all processes, beside those of every sample by itself."""
@@ -206,8 +207,10 @@ def clipped_step(
         for i, block in enumerate(model.blocks):
             model.blocks[i] = torch.compile(block, backend="eager")
     flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
+    if bucket is not None:
+        flash._sharded.reducer.bucket_bytes = bucket
     ids, y = local(rank, cuts)
-    whole = truth_of(plain, *batch())
+    whole = truth_of(plain, *(x[: cuts[-1]] for x in batch()))
     errors = []
     for _ in range(steps):
         flash.zero_grad(set_to_none=True)

@@ -389,21 +389,53 @@ def resumable(prepare: Any, seed: int) -> tuple[nn.Module, Any, PrivateState]:
     return model, step, PrivateState(engine, flash, optimizer)
 
 
+def gradients_in_buckets(rank: int) -> dict[str, bool]:
+    """Where the sums of a step are, of parameters whose shards are uneven."""
+    model = sharded(make(torch.float32))
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
+    ids, y = local(rank, everyone())
+
+    def step() -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        F.cross_entropy(flash(ids), y).backward()
+        return [p.grad.to_local() for p in model.parameters()]
+
+    first = step()
+    reducer = flash._sharded.reducer
+    planned, layouts = reducer._buckets, [p.grad._spec for p in model.parameters()]
+    shards = step()
+    versions = [shard._version for shard in shards[1:]]
+    shards[0].zero_()
+    return {
+        "one memory": len({shard.untyped_storage().data_ptr() for shard in shards}) == 1,
+        "another one in each step": first[0].data_ptr() != shards[0].data_ptr(),
+        "on 16 bytes": all(shard.data_ptr() % 16 == 0 for shard in shards),
+        "versions of their own": [shard._version for shard in shards[1:]] == versions,
+        "planned once": reducer._buckets is planned,
+        "kept layouts": all(
+            p.grad._spec is layout for p, layout in zip(model.parameters(), layouts, strict=True)
+        ),
+    }
+
+
 def offloaded_gradient() -> bool:
     """A parameter whose shards are on another device than its mesh is for gets its gradient there,
     as ``CPUOffloadPolicy`` has them on GPUs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from flash_clipping.distributed.reducer import as_sharded
+    from flash_clipping.distributed.parameter_slots import ParameterSlots
 
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     whole = torch.arange(10.0, device=device()).view(5, 2)
     param: Any = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
     own = param.to_local().detach()
+    model = nn.Module()
+    model.weight = param
+    slots = ParameterSlots(model, lambda *_: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "_device_type", "meta")
-        param.grad = as_sharded(param, 2 * own)
+        param.grad = slots.as_sharded(param, 2 * own)
     return torch.equal(all_of(param.grad), 2 * whole)
 
 
@@ -483,7 +515,13 @@ def refusals(rank: int) -> Parts:
         )
         next(iter(manager.__enter__()))
 
+    def bucket(size: Any, shards: Any = sharded) -> None:
+        wrap(shards(make())).bucket_mb = size
+
     return {
+        "a large bucket": lambda: bucket(1025),
+        "half a bucket": lambda: bucket(64.5),
+        "a bucket without shards": lambda: bucket(64, lambda model: model),
         "parts only": parts_only,
         "ignored": ignored,
         "plain optimizer": lambda: stepped(plain=True),

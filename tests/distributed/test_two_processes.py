@@ -52,6 +52,7 @@ def main(rank: int) -> Parts:
         **{f"trained {n}": partial(steps.trained, rank, {}, **how) for n, how in TRAINED.items()},
         "mixed": lambda: [steps.mixed_precision(rank, mode) for mode in ("one_pass", "two_pass")],
         "offloaded": steps.offloaded_gradient,
+        "buckets": lambda: steps.gradients_in_buckets(rank),
         "noise": lambda: steps.noisy(rank, {}),
         "engine": lambda: steps.engine_run({}),
         "in parts": lambda: steps.engine_run({}, part=1),
@@ -106,7 +107,10 @@ def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactor
             assert (of_rank[name]["graphs"], of_rank[name]["breaks"]) == (1, 0), name
 
 
-@pytest.mark.parametrize("name", ["even", "uneven", "bare", "tied", "two_pass"])
+@pytest.mark.parametrize(
+    "name",
+    ["even", "uneven", "bare", "tied", "two_pass", *(n for n in cases.CASES if "one each" in n)],
+)
 def test_processes_stop_asking_each_other(name: str, found: list[Found]) -> None:
     """Steps then wait for no answer."""
     assert all(of_rank[f"clipped {name}"]["settled"] for of_rank in found)
@@ -123,6 +127,12 @@ def test_mixed_precision_sums_are_in_fp32(found: list[Found]) -> None:
 
 def test_gradients_are_where_shards_are(found: list[Found]) -> None:
     assert all(of_rank["offloaded"] for of_rank in found)
+
+
+def test_gradients_are_parts_of_what_arrived(found: list[Found]) -> None:
+    for of_rank in found:
+        wrong = [what for what, holds in of_rank["buckets"].items() if not holds]
+        assert not wrong
 
 
 def test_noise_is_drawn_once_for_every_element_by_shard(found: list[Found]) -> None:
@@ -244,6 +254,9 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(found: list[Found]) -> Non
 
 
 REFUSED = {
+    "a large bucket": "ValueError: bucket_mb: found 1025; expected an integer from 64 to 1024",
+    "half a bucket": "ValueError: bucket_mb: found 64.5",
+    "a bucket without shards": "ValueError: bucket_mb: found a model without shards",
     "parts only": "fully_shard on parts.*Call fully_shard",
     "ignored": "head.weight.*fully_shard does not manage",
     "plain optimizer": "FlashDPOptimizer: found DTensors",

@@ -159,15 +159,16 @@ def as_accelerated() -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def operations(rank: int, private: bool) -> dict[str, int]:
-    """What one step sends, as PyTorch's profiler counts it."""
+def operations(rank: int, private: bool = True, each: int = 4, bucket: int = 0) -> dict[str, int]:
+    """What one step of so many samples in each process sends, as PyTorch's profiler counts it."""
     from torch.profiler import ProfilerActivity, profile
 
     model: Any = sharded(make())
     if private:
         model = GradSampleModuleFlashClipping(model, max_grad_norm=C)
-    ids, y = local(rank, (0, 4, 8))
-    for _ in range(3):  # until processes have stopped asking each other
+        model._sharded.reducer.bucket_bytes = bucket or model._sharded.reducer.bucket_bytes
+    ids, y = local(rank, (0, each, 2 * each))
+    for _ in range(2):  # until processes have stopped asking each other
         F.cross_entropy(model(ids), y).backward()
         model.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU]) as found:
@@ -175,10 +176,19 @@ def operations(rank: int, private: bool) -> dict[str, int]:
     return {e.key: e.count for e in found.key_averages() if e.key.startswith("c10d::")}
 
 
+#: Steps whose operations are counted.
+SENT: dict[str, dict[str, Any]] = {
+    "plain": {"private": False},
+    "private": {},
+    "one sample each": {"each": 1},
+    "small buckets": {"bucket": 1},
+}
+
+
 def main(rank: int) -> Parts:
     return {
         "llama": lambda: transformers_step(rank, lora=False),
         "LoRA": lambda: transformers_step(rank, lora=True),
         "accelerate": lambda: [accelerated(rank, wrapped) for wrapped in (False, True)],
-        "sent": lambda: {private: operations(rank, private) for private in (False, True)},
+        "sent": lambda: {name: operations(rank, **how) for name, how in SENT.items()},
     }

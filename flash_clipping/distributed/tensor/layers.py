@@ -17,8 +17,8 @@ from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.distributed.backward_pass import TensorParallelBackwardPass
-from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups
+from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.distributed.tensor.layouts import SERVED, Shares, layout_of
 from flash_clipping.distributed.tensor.local import arrived, local_of
 from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce, marks_of
@@ -129,15 +129,15 @@ def _own_words(weight: Any) -> tuple[int, int]:
 class TensorParallelLayers:
     """Layers that ``parallelize_module`` was applied to."""
 
-    def __init__(self, session: ClippingSession, slots: ParameterSlots, processes: ProcessGroups):
+    def __init__(self, session: ClippingSession, processes: ProcessGroups, reducer: Reducer):
         self.session, self.processes = session, processes
         self.shares = Shares()
         #: Of the samples that the model was called with since the last backward, the latest.
         self._marks: deque[Tensor] = deque(maxlen=16)
         session.backward_pass_class = partial(
             TensorParallelBackwardPass,
-            slots=slots,
-            processes=processes,
+            slots=reducer.slots,
+            reducer=reducer,
             messages=NormAllReduce(processes.tensor, self.shares),
             marks=self._marks,
         )

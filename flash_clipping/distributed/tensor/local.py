@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flash_clipping._compat import is_awaited
+from flash_clipping._compat import is_awaited, local_tensor
 
 
 def local_of(x: Any) -> Any:
@@ -16,8 +16,7 @@ def local_of(x: Any) -> Any:
     tensor as it is."""
     if not isinstance(x, DTensor):
         return x
-    with torch.no_grad():
-        return arrived(x.to_local())
+    return arrived(local_tensor(x))
 
 
 def arrived(x: Any) -> Any:
