@@ -95,11 +95,6 @@ class Process:
         return self == Process(samples=self.samples)
 
     @property
-    def is_in_order(self) -> bool:
-        """Whether step t must take batch t: participations are bounded by their distance."""
-        return self.sampling != "poisson"
-
-    @property
     def relation(self) -> str:
         """The neighbouring relation of ε, in words."""
         return ADD_OR_REMOVE if self.sampling == "poisson" else ZERO_OUT
@@ -261,7 +256,8 @@ class PldAccountant(IAccountant):
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         *kind, steps = self.history[-1] if self.history else (None, None, 0)
-        is_new_run = self._begins and self.process.is_in_order
+        # Batches in an order: participations are bounded by their distance in one run.
+        is_new_run = self._begins and self.process.sampling != "poisson"
         if kind == [noise_multiplier, sample_rate] and not is_new_run:
             self.history.pop()
         else:
