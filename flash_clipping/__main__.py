@@ -16,6 +16,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -28,7 +29,6 @@ from torch.utils.data import TensorDataset
 
 from flash_clipping import __version__, auditing, diagnostics, planning
 from flash_clipping.capture.inputs import map_tensors
-from flash_clipping.diagnostics import report as reports
 from flash_clipping.engine.report import compose, read_reports
 from flash_clipping.ops.runtime.backend import BACKENDS
 
@@ -213,8 +213,9 @@ def _check(args: argparse.Namespace) -> int:
         return 2
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
-    elif not (sys.stdout.isatty() and _print_rich(report)):
-        print(report)
+    else:
+        in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(_coloured(str(report)) if in_colour else report)
     return 0 if report.passed else 1
 
 
@@ -326,12 +327,15 @@ def load_factory(name: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
             f"{name} is a {type(found).__name__}; expected a function without arguments that "
             "returns (model, batch) or (model, batch, loss)."
         )
-    required = _required_arguments(found)
-    if required:
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
         raise FactoryError(
-            f"{name} must be callable without arguments, but it takes {', '.join(required)}. Wrap "
-            "it in a function that passes them."
-        )
+            f"{name} must be callable without arguments, and {error}. Wrap it in a function that "
+            "passes them."
+        ) from error
+    except ValueError:  # not all callables have a signature
+        pass
     try:
         made = found()
     except Exception as error:
@@ -367,19 +371,6 @@ def _checked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[..., Any] |
     return model, batch, loss
 
 
-def _required_arguments(function: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # not all callables have one
-        return []
-    return [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-
-
 def _where(error: BaseException) -> str:
     """The error and the line of the user's own file that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -389,36 +380,14 @@ def _where(error: BaseException) -> str:
     return f"{text} (line {own[-1].lineno} of {own[-1].filename})" if own else text
 
 
-def _print_rich(report: diagnostics.CheckReport) -> bool:
-    """Print in colour, if rich (which is optional) is installed."""
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.measure import Measurement
-        from rich.table import Table
-    except ImportError:
-        return False
-    colours = {reports.PASS: "green", reports.FAIL: "bold red"}
-    header, *rows = diagnostics.table(report)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in header:
-        table.add_column(title, justify="right" if "error" in title else "left", no_wrap=True)
-    for row in rows:
-        colour = colours.get(row[-1], "yellow" if row[-1] else "cyan")
-        if not any(row[1:]):
-            table.add_row(f"[{colour}]{escape(row[0])}[/]")
-        else:
-            table.add_row(*map(escape, row[:-1]), f"[{colour}]{escape(row[-1])}[/]")
-    # Wider than a narrow terminal rather than cut off: the verdict is the last column.
-    wide = Console(width=1000)
-    needed = Measurement.get(wide, wide.options, table).maximum
-    console = Console(width=max(Console().width, needed), highlight=False)
-    console.print(table)
-    console.print()
-    for line in diagnostics.summary(report):
-        colour = "green" if line == "PASS" else "bold red" if line.startswith("FAIL") else "default"
-        console.print(f"[{colour}]{escape(line)}[/]")
-    return True
+def _coloured(report: str) -> str:
+    """A report for a terminal: its verdicts in green, red and yellow."""
+    colours = {"PASS": "32", "FAIL": "1;31", "FAILED": "1;31"}
+    # Of a row of the table behind its columns; of the lines below it in front, or alone.
+    verdict = r"(?<=  )(PASS|FAIL|frozen|unused|refused|not checked)$|^(PASS$|FAILED$|FAIL(?=:))"
+    return re.sub(
+        verdict, lambda at: f"\x1b[{colours.get(at[0], '33')}m{at[0]}\x1b[0m", report, flags=re.M
+    )
 
 
 if __name__ == "__main__":

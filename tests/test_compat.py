@@ -1,4 +1,4 @@
-"""Without any one of the private interfaces in ``_compat/``: training as before, or an error."""
+"""Without any one of the private interfaces in ``_compat.py``: training as before, or an error."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from torch import nn
 
 import flash_clipping
 from flash_clipping import _compat
-from flash_clipping._compat import tensors
 
 PACKAGE = Path(flash_clipping.__file__).parent
-COMPAT = PACKAGE / "_compat"
+COMPAT = PACKAGE / "_compat.py"
 
-#: Every name of ``_compat/``, the private names or modules behind it, and what a training step
+#: Every name of ``_compat.py``, the private names or modules behind it, and what a training step
 #: does without these: "same", or the error that it raises.
 INTERFACES: dict[str, tuple[list[str], str]] = {
     "graph_task": (["_current_graph_task_id"], r"torch\._C\._current_graph_task_id"),
@@ -94,7 +93,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "without_validator": (["VALIDATORS"], "MultiheadAttention"),
     "compiled_kernel": (["triton.compiler"], "same"),
     "early_start": (["gdc_wait"], "same"),
-    "gluon": (["triton.experimental.gluon.language"], "same"),
+    "has_gluon_modules": (["triton.experimental.gluon.language"], "same"),
 }
 
 #: How a step is refused.
@@ -122,7 +121,7 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 
 def hide(names):
-    """Let the files of _compat/ find none of these, once they are imported."""
+    """Let _compat.py find none of these, once it is imported."""
     has, get, load = hasattr, getattr, importlib.import_module
     def hidden_get(thing, name, *default):
         if name not in names:
@@ -148,7 +147,7 @@ def hide(names):
         """Finds what PathFinder finds, and runs it in its own way."""
         @staticmethod
         def find_spec(name, path=None, target=None):
-            if not name.startswith("flash_clipping._compat"):
+            if name != "flash_clipping._compat":
                 return None
             spec = PathFinder.find_spec(name, path, target)
             run_file = spec.loader.exec_module
@@ -286,30 +285,14 @@ def test_without_each_of_them_alone() -> None:
     check_steps([[name] for name in INTERFACES])
 
 
-def _names_of(path: Path) -> set[str]:
-    """What a file of ``_compat/`` defines for others."""
+def test_the_table_is_complete() -> None:
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(COMPAT.read_text()).body:
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.AnnAssign):
             names.add(ast.unparse(node.target))
-    return {name for name in names if not name.startswith("_")}
-
-
-def test_the_table_is_complete() -> None:
-    # How interfaces are looked for is none.
-    files = [path for path in COMPAT.glob("*.py") if path.stem != "lookup"]
-    assert set().union(*map(_names_of, files)) == {*INTERFACES}
-
-
-def test_all_of_it_is_imported_from_one_place() -> None:
-    (path,) = COMPAT.glob("__init__.py")
-    imports = [
-        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)
-    ]
-    names = [alias for node in imports for alias in node.names]
-    assert {alias.asname for alias in names} == {*INTERFACES, "KNOWN", "MissingInterface"}
+    assert {name for name in names if not name.startswith("_")} == {*INTERFACES}
 
 
 # -- what a step on a CPU does not show -----------------------------------------------------------
@@ -324,7 +307,7 @@ def test_assertions_on_a_device_say_as_much_as_it_takes(
     word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(tensors, "_assert_async", lambda _, text: said.append(text))
+    monkeypatch.setattr(_compat, "_assert_async", lambda _, text: said.append(text))
     for text in (word, word * 99):
         _compat.assert_async(torch.tensor(True), text)
         _as_cuda_does(torch.tensor(True), said[-1])
@@ -433,7 +416,7 @@ def _own_names(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_other_file_uses_a_private_interface() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if path.parent != COMPAT]
+    files = [path for path in PACKAGE.rglob("*.py") if path != COMPAT]
     trees = {path: ast.parse(path.read_text()) for path in files}
     own = {name for tree in trees.values() for name in _own_names(tree)}
     found = [
@@ -446,5 +429,5 @@ def test_no_other_file_uses_a_private_interface() -> None:
 
 
 def test_what_is_allowed_is_in_use() -> None:
-    text = "\n".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.parent != COMPAT)
+    text = "\n".join(p.read_text() for p in PACKAGE.rglob("*.py") if p != COMPAT)
     assert not [name for name in ALLOWED if name not in text]

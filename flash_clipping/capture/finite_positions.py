@@ -24,7 +24,7 @@ from torch import Tensor
 from flash_clipping._compat import apply_of, is_alias_of
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import TappedLayer, backward_of
-from flash_clipping.ops.finite_rows import finite_rows
+from flash_clipping.ops.rows import finite_rows
 
 
 def contained(output: Tensor, session: ClippingSession) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,208 @@ from flash_clipping.diagnostics.batch import (
     squared_outputs,
     without_dropout,
 )
-from flash_clipping.diagnostics.losses import check_losses, common_factor
-from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, Oracle, largest_norm_error
-from flash_clipping.diagnostics.other_batches import OtherBatches
-from flash_clipping.diagnostics.parameters import compared_parameters, uncovered_parameters
-from flash_clipping.diagnostics.report import FAIL, PASS, UNUSED, CheckReport
-from flash_clipping.diagnostics.routes import check_balance, check_routes
-from flash_clipping.diagnostics.sections import all_sections
-from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks
+from flash_clipping.diagnostics.oracle import (
+    FLOOR,
+    TOLERANCE,
+    Oracle,
+    Owned,
+    all_sections,
+    close,
+    largest_norm_error,
+    largest_sum_error,
+    owned_parameters,
+)
+from flash_clipping.diagnostics.other_batches import OtherBatches, check_balance, check_routes
+from flash_clipping.diagnostics.report import (
+    FAIL,
+    FROZEN,
+    PASS,
+    REFUSED,
+    UNCHECKED,
+    UNUSED,
+    CheckReport,
+    ParameterReport,
+    SectionReport,
+)
+from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks, floats
+
+# -- is the loss of a batch made of its samples' own? ----------------------------------------------
+
+# A batch whose samples all have as many labels cannot show whether the loss of one depends on how
+# many the others have. So the labels of its first sample are cut in half as well.
+
+#: What ``cross_entropy`` ignores by default, and what others are often told to ignore.
+IGNORED = (-100, -1)
+
+#: Relative difference of losses in float64 (where they are, as in transformers, taken in float32).
+LOSS_TOLERANCE = 1e-5
+
+#: What to write instead, for messages.
+INSTEAD = (
+    "Take the mean over each sample's own labels:\n"
+    "    losses = flash_clipping.per_sample_loss(logits, labels)  # [B]; shift=True for input ids\n"
+    "    loss = losses.{reduction}()"
+)
+
+
+def check_losses(
+    subject: Subject, flash: Flash, oracle: Oracle, plain_loss: float, tolerance: float
+) -> None:
+    """The batch's loss: wrapped, plain, and made of its samples' own."""
+    if not close(flash.loss, plain_loss, tolerance):
+        subject.failures.append(
+            f"The wrapped model's loss is {flash.loss:.6g}, the plain model's "
+            f"{plain_loss:.6g}: a module without a rule runs one sample at a time, which "
+            "changes what it computes if it mixes samples."
+        )
+    elif not close(plain_loss, oracle.loss, tolerance):
+        subject.failures.append(
+            f"The loss of the batch is {plain_loss:.6g}, but the {subject.task.reduction} "
+            f"of its samples' own losses is {oracle.loss:.6g}: a sample's loss depends on the "
+            "other samples (or on how many tokens they have), or loss_reduction is wrong. "
+            f"{INSTEAD.format(reduction=subject.task.reduction)}"
+        )
+    else:
+        _check_labels(subject)
+
+
+def _check_labels(subject: Subject) -> None:
+    """Tell that the loss is a mean over the labels of the whole batch.
+
+    It is a failure where some labels are ignored already. A batch without any may be of a data set
+    in which all samples have the same length, for which that mean is right: then it is a note.
+    """
+    if subject.samples.count < 2 or not subject.batch_first:
+        return
+    task = subject.task
+    model, exact = subject.exact()
+    for ignored in IGNORED:
+        for some, batch in exact.with_fewer_labels(ignored):
+            try:
+                samples = Samples(batch, True, model)
+                whole = task.value(model, samples.all)
+                own = [task.value(model, samples.take([b])) for b in range(samples.count)]
+            except Exception:  # these are no labels, or another number is ignored
+                continue
+            expected = task.reduced(own)
+            if not (math.isfinite(whole) and math.isfinite(expected)):
+                continue
+            if abs(whole - expected) > LOSS_TOLERANCE * abs(expected):
+                found = subject.failures if some else subject.notes
+                found.append(
+                    f"With half of the labels of one sample ignored ({ignored}), the loss of the "
+                    f"batch is {whole:.6g}, but the {task.reduction} of its samples' own losses is "
+                    f"{expected:.6g}: a sample's loss depends on how many labels the others have, "
+                    "which is harmless only if all samples always have as many. "
+                    f"{INSTEAD.format(reduction=task.reduction)}"
+                )
+                return
+
+
+def common_factor(subject: Subject, flash: Flash, oracle: Oracle) -> str:
+    """Name the usual reason of a wrong factor that is the same for all samples."""
+    B = subject.samples.count
+    pairs = zip(flash.norms, oracle.norms, strict=True)
+    ratios = [f / e for f, e in pairs if e > 0 and math.isfinite(f)]
+    if B < 2 or not ratios or max(ratios) - min(ratios) > 0.01 * max(ratios):
+        return ""
+    ratio = statistics.fmean(ratios)
+    for factor, actual in ((B, "sum"), (1 / B, "mean")):
+        if abs(ratio / factor - 1) < 0.01 and actual != subject.task.reduction:
+            return (
+                f" All are off by a factor of {ratio:.4g}: the loss seems to be reduced by "
+                f"{actual!r}, but loss_reduction is {subject.task.reduction!r}."
+            )
+    return f" All are off by the same factor, {ratio:.4g}."
+
+
+# -- one parameter beside the oracle: norms, clipped sum, sections ---------------------------------
+
+
+def compared_parameters(
+    subject: Subject, flash: Flash, oracle: Oracle, tolerance: float
+) -> Iterator[ParameterReport]:
+    """The norms and the clipped sums of all parameters, and of their sections, beside the
+    oracle's."""
+    for owned in owned_parameters(subject.plain):
+        if not owned.param.requires_grad:
+            yield _report(owned, FROZEN, reason="requires_grad is False")
+        elif owned.name not in flash.seen and not oracle.reached[owned.name]:
+            reason = "the loss does not depend on it with this batch"
+            yield _report(owned, UNUSED, reason=reason)
+        else:
+            yield _compared_parameter(owned, flash, oracle, tolerance)
+
+
+def _compared_parameter(
+    owned: Owned, flash: Flash, oracle: Oracle, tolerance: float
+) -> ParameterReport:
+    name, seen = owned.name, flash.seen.get(owned.name)
+    norms, grad = floats(getattr(flash.params[name], "_norm_sample")), flash.grad(name)  # noqa: B009
+    floor = FLOOR[flash.dtype]
+    least_sum = oracle.largest_sum * floor
+    norm_error = largest_norm_error(norms, oracle.param_norms[name], oracle.norms, floor)
+    sum_error = largest_sum_error(grad, oracle.sums[name], least_sum)
+    parts = []
+    if (sections := flash.sections.get(name)) is not None:
+        for part, found, expected, found_norms, expected_norms in zip(
+            sections.names,
+            sections.of(grad),
+            sections.of(oracle.sums[name]),
+            flash.section_norms(name),
+            oracle.section_norms[name],
+            strict=True,
+        ):
+            errors = (
+                largest_norm_error(found_norms, expected_norms, oracle.norms, floor),
+                largest_sum_error(found, expected, least_sum),
+            )
+            parts.append(SectionReport(part, *errors, max(errors) <= tolerance))
+    passed = max(norm_error, sum_error) <= tolerance and all(part.passed for part in parts)
+    return _report(
+        owned,
+        PASS if passed else FAIL,
+        reason="" if passed or seen is not None else "its gradient never reached a rule",
+        rule=" + ".join(seen.rules) if seen else "",
+        algorithm=" + ".join(seen.algorithms) if seen else "",
+        backend=" + ".join(seen.backends) if seen else "",
+        norms=norms,
+        oracle_norms=tuple(oracle.param_norms[name]),
+        norm_error=norm_error,
+        sum_error=sum_error,
+        sections=tuple(parts),
+    )
+
+
+def uncovered_parameters(subject: Subject, error: str) -> Iterator[ParameterReport]:
+    """Nothing could be compared: which parameters that leaves uncovered, and why."""
+    lines = error.splitlines()  # an error may name several layers, one a line
+    for owned in owned_parameters(subject.plain):
+        kind = type(owned.owner).__name__
+        # As this library names a module, and as Opacus does.
+        named = f"{owned.path or 'the model'} ({kind})"
+        if not owned.param.requires_grad:
+            yield _report(owned, FROZEN, reason="requires_grad is False")
+        elif any(line.startswith(named) for line in lines) or f"({owned.path}:{kind}(" in error:
+            yield _report(owned, REFUSED, reason=error)
+        else:
+            reason = "the check stopped before this parameter"
+            yield _report(owned, UNCHECKED, reason=reason)
+
+
+def _report(owned: Owned, status: str, **more: Any) -> ParameterReport:
+    return ParameterReport(
+        name=owned.name,
+        shape=tuple(owned.param.shape),
+        dtype=str(owned.param.dtype).removeprefix("torch."),
+        layer=owned.path,
+        layer_type=type(owned.owner).__name__,
+        status=status,
+        **more,
+    )
+
+
+# -- the whole check -------------------------------------------------------------------------------
 
 
 def check_plain_model(subject: Subject) -> tuple[float, str]:
@@ -166,7 +360,7 @@ def check(
         return _uncovered(subject, refused)
     try:
         with fallbacks(subject.notes):
-            flash = subject.wrapped()
+            flash = Flash(subject)
             flash.step(samples.all, max_grad_norm)
     except Exception as error:  # whatever the user's model raises is the finding
         return _uncovered(subject, described(error))

@@ -16,24 +16,11 @@ import torch
 from flash_clipping.ops.runtime import backend as backends
 
 _PACKAGES = ("flash-clipping", "torch", "opacus", "triton", "numpy", "transformers")
-_VARIABLES = (
-    "FLASH_CLIPPING_BACKEND",
-    "TRITON_INTERPRET",
-    "TRITON_DISABLE_LINE_INFO",
-    "TRITON_F32_DEFAULT",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_LAUNCH_BLOCKING",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCHDYNAMO_DISABLE",
-    "NCCL_NVLS_ENABLE",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-)
+_VARIABLES = """FLASH_CLIPPING_BACKEND TRITON_INTERPRET TRITON_DISABLE_LINE_INFO TRITON_F32_DEFAULT
+CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF
+PYTORCH_NVML_BASED_CUDA_CHECK CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE
+TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCHDYNAMO_DISABLE NCCL_NVLS_ENABLE OMP_NUM_THREADS
+MKL_NUM_THREADS"""
 
 
 def environment() -> dict[str, Any]:
@@ -81,7 +68,7 @@ def environment() -> dict[str, Any]:
             "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
             "default_dtype": str(torch.get_default_dtype()),
         },
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "variables": {name: os.environ[name] for name in _VARIABLES.split() if name in os.environ},
     }
 
 

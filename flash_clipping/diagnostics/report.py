@@ -7,14 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-PASS, FAIL, FROZEN, UNUSED, REFUSED, UNCHECKED = (
-    "PASS",
-    "FAIL",
-    "frozen",
-    "unused",
-    "refused",
-    "not checked",
-)
+PASS, FAIL = "PASS", "FAIL"
+FROZEN, UNUSED, REFUSED, UNCHECKED = "frozen", "unused", "refused", "not checked"
 
 
 @dataclass(frozen=True)
@@ -141,16 +135,8 @@ def _json_safe(value: Any) -> Any:
 
 
 HEADER = (
-    "parameter",
-    "shape",
-    "rule",
-    "algorithm",
-    "backend",
-    "norm",
-    "oracle",
-    "error",
-    "sum error",
-    "",
+    *("parameter", "shape", "rule", "algorithm", "backend"),
+    *("norm", "oracle", "error", "sum error", ""),
 )
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.diagnostics.batch import Samples, Task, cast
-from flash_clipping.diagnostics.oracle import TOLERANCE
-from flash_clipping.diagnostics.sections import Sections
+from flash_clipping.diagnostics.oracle import TOLERANCE, Sections
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer, RowSum, TiedEmbedding
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -76,10 +75,6 @@ class Subject:
     def batch_first(self) -> bool:
         return bool(self.options["batch_first"])
 
-    def wrapped(self, watched: bool = True) -> Flash:
-        """A new wrapped copy of the model."""
-        return Flash(self, watched)
-
 
 @dataclass
 class _Seen:
@@ -99,7 +94,7 @@ class Flash:
             steps are those of training, and begin with its proof.
     """
 
-    def __init__(self, subject: Subject, watched: bool):
+    def __init__(self, subject: Subject, watched: bool = True):
         self.module = GradSampleModuleFlashClipping(copy.deepcopy(subject.plain), **subject.options)
         if watched:
             watching = partial(_WatchedBackwardPass, flash=self)

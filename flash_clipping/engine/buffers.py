@@ -27,7 +27,7 @@ from flash_clipping.capture.no_trace import MODELS_OWN, put_back, random_state, 
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.positions import other_tokens
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.engine.structure import Structure
+from flash_clipping.engine.parameter_guards import Structure
 from flash_clipping.errors import module_at
 
 #: A module and the name of one of its buffers.

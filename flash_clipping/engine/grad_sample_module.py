@@ -27,8 +27,12 @@ from flash_clipping.capture.padding import EVERY_ROW
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import sharded_model
-from flash_clipping.engine import norms
-from flash_clipping.engine.grad_ledger import GradLedger
+from flash_clipping.engine.grad_ledger import (
+    GradLedger,
+    checked_bound,
+    publish_norms,
+    published_norms,
+)
 from flash_clipping.engine.installed_taps import InstalledTaps
 from flash_clipping.engine.model_watch import ModelWatch
 from flash_clipping.engine.module_proxy import ModuleProxy
@@ -40,11 +44,9 @@ from flash_clipping.engine.options import (
     WrapperOptions,
     check_options,
 )
-from flash_clipping.engine.parallel import refuse_new_class
 from flash_clipping.engine.parameter_guards import ParameterGuards, TrainableParameters
-from flash_clipping.engine.step_record import checked_bound
 from flash_clipping.engine.token_losses import ModelLosses
-from flash_clipping.engine.unsupported import refuse_unsupported
+from flash_clipping.engine.unsupported import refuse_new_class, refuse_unsupported
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 
@@ -402,7 +404,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             norms_PB = counted.norms(norms_PB)
         if session.captured is None:
             step.begin_backward(params, self.clipping, self.grad_accumulation_allowed)
-        norms.publish(params, norms_PB, one_device)
+        publish_norms(params, norms_PB, one_device)
         total_B = torch.linalg.vector_norm(norms_PB, dim=0)  # over all parameters
         if self.clipping == "per_layer":
             upper = doubts.bound_each([id(param) for param in params], norms_PB)
@@ -460,7 +462,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """
         norm_B = self.norms_over_stages
         if norm_B is None:
-            norm_B = total_norm(norms.published(self.trainable_parameters))
+            norm_B = total_norm(published_norms(self.trainable_parameters))
         self._refuse_old_norms()
         self.per_sample_gradient_norms = norm_B
         return norm_B
@@ -476,7 +478,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             FlashClippingError: no backward pass has been recorded yet, or none since the last
                 forward.
         """
-        norms.published(self.trainable_parameters)
+        published_norms(self.trainable_parameters)
         self._refuse_old_norms()
         assert self.upper_bounds is not None
         return self._coefficients(self.upper_bounds)

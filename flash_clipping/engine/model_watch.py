@@ -28,15 +28,15 @@ from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.capture.units import Units
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.installed_taps import InstalledTaps
-from flash_clipping.engine.parallel import (
+from flash_clipping.engine.parameter_guards import ParameterGuards, Structure
+from flash_clipping.engine.unsupported import (
     PIPELINES,
+    batch_norms_of,
     refuse_around,
+    refuse_batch_norms,
     refuse_in_pipeline,
     refuse_since,
 )
-from flash_clipping.engine.parameter_guards import ParameterGuards
-from flash_clipping.engine.structure import Structure
-from flash_clipping.engine.unsupported import batch_norms_of, refuse_batch_norms
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.model import ShardedModel

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from flash_clipping._compat import check_optimizer, functions_of_optimizer
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
 from flash_clipping.engine.correlated_noise import CorrelatedNoise
-from flash_clipping.engine.sampling.loaders import refuse_split_units
-from flash_clipping.engine.step_record import (
+from flash_clipping.engine.grad_ledger import (
     Bound,
     StepRecord,
     checked_bound,
     rescaled,
     total_bound,
 )
+from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.noise import NoiseGrid, discrete_noisy_means, noisy_means
 from flash_clipping.randomness import Purpose, SecretStream

@@ -17,7 +17,7 @@ from flash_clipping._compat import parts_of_schedule, pytree
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.distributed.pipeline.microbatches import Round, map_samples, rounds, samples_in
 from flash_clipping.distributed.pipeline.stage import Norms, StageOfPipeline
-from flash_clipping.engine import norms
+from flash_clipping.engine.grad_ledger import publish_norms
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, refuse_unserved
 from flash_clipping.errors import FlashClippingError
@@ -231,7 +231,7 @@ class PrivateSchedule:
         """Leave the norms of the batch where users look, and count it as one backward pass."""
         module = self.module
         params = module.trainable_parameters
-        norms.publish(params, torch.cat([one.own_Pn for one in found], 1))
+        publish_norms(params, torch.cat([one.own_Pn for one in found], 1))
         total = torch.cat([one.total_n for one in found])
         module.per_sample_gradient_norms = module.norms_over_stages = total
         module.upper_bounds = torch.cat([one.upper_n for one in found])

@@ -47,7 +47,6 @@ from flash_clipping.engine.options import (
     planned_noise,
     requested_process,
 )
-from flash_clipping.engine.parallel import refuse_alone
 from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, pipeline_group
 from flash_clipping.engine.report import SAMPLE, make_report
 from flash_clipping.engine.sampling.loaders import (
@@ -58,7 +57,7 @@ from flash_clipping.engine.sampling.loaders import (
     watch_sampling,
 )
 from flash_clipping.engine.sampling.samplers import RoundSampler
-from flash_clipping.engine.unsupported import validate
+from flash_clipping.engine.unsupported import refuse_alone, validate
 from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 from flash_clipping.randomness.stream import SecretStream, seed_notice

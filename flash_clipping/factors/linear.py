@@ -1,6 +1,7 @@
-"""Linear maps: ``g_b = G_b^T A_b``.
+"""Linear maps, ``g_b = G_b^T A_b``, also of rows that lie anywhere; biases, scales and shifts.
 
-Shape suffixes: ``B`` samples, ``T`` positions, ``d`` input features, ``p`` output features.
+Shape suffixes: ``B`` samples, ``T`` positions, ``d`` input features, ``p`` output features, ``n``
+elements of a vector; ``N`` rows and ``E`` groups (experts: one matrix each) of segments.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import Dense, Factor, parts_of_sample
+from flash_clipping.factors.base import (
+    Dense,
+    Factor,
+    MeasuredOnce,
+    accumulation_dtype,
+    parts_of_sample,
+)
 from flash_clipping.ops import certificate
 from flash_clipping.ops.clipped_sum import clipped_sums
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_grads, outer_sqnorms
+from flash_clipping.ops.rows import row_sums
 from flash_clipping.ops.runtime import cost
+from flash_clipping.ops.runtime.shapes import Normalized
+from flash_clipping.ops.segments import Rows, Segments, grouped_sums, segment_grads, segment_sqnorms
 
 
 @dataclass(eq=False)
@@ -94,3 +104,112 @@ class Outer(Factor):
             torch.cat([factor.A_BTd for factor in factors], dim=1),
             torch.cat([factor.G_BTp for factor in factors], dim=1),
         )
+
+
+@dataclass(eq=False)
+class RowSum(Factor):
+    """``g_b = sum_t rows_bt``: a bias, or a scale whose gradient came in few partial sums, or one.
+
+    With ``normalized``, ``g_b = sum_t rows_bt xhat_bt``: a scale, from the output gradient itself.
+    Added up when the norms are taken, one launch for many, rather than one by one.
+    """
+
+    rows_BTn: Tensor
+    #: Of the parameter, where that has several axes.
+    shape: Sequence[int] | None = None
+    normalized: Normalized | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.rows_BTn.shape[0]
+
+    def operands(self) -> tuple[Any, ...]:
+        if self.normalized is None:
+            return (self.rows_BTn,)
+        # Not its statistics: `row_sums` looks at these itself.
+        return self.rows_BTn, self.normalized.x_BTn
+
+    def sqnorms(self, backend: str) -> Tensor:
+        return Dense(self._grads(backend)).sqnorms(backend)
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        return Dense(self._grads(backend)).clipped_sum(coef_B, backend)
+
+    def dense(self) -> Tensor:
+        return self._grads("auto")
+
+    def _grads(self, backend: str) -> Tensor:
+        rows_BTn = self.rows_BTn
+        if self.normalized is not None:
+            grads, _ = row_sums([rows_BTn], [self.normalized], backend=backend)
+        else:
+            grads = rows_BTn.sum(1, dtype=accumulation_dtype(rows_BTn.dtype))
+        return grads if self.shape is None else grads.view(-1, *self.shape)
+
+    def fold(self, samples: int) -> Factor:
+        if self.normalized is not None:
+            return super().fold(samples)
+        rows_BTn = self.rows_BTn
+        B, T, n = rows_BTn.shape
+        return RowSum(rows_BTn.reshape(samples, parts_of_sample(B, samples) * T, n), self.shape)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[RowSum]) -> Factor:
+        if any(factor.normalized is not None for factor in factors):
+            return Dense.sum_of(factors)
+        rows_BTn = torch.cat([factor.rows_BTn for factor in factors], dim=1)
+        return cls(rows_BTn, factors[0].shape)
+
+
+class SegmentedOuter(MeasuredOnce):
+    """``g_b[e] = Σ g_n a_nᵀ`` over the rows n of sample b in group e, ``[E, p, d]``.
+
+    Args:
+        A, G: inputs ``[N, d]`` and output gradients ``[N, p]`` of all rows, sorted as ``segments``
+            says, or with the place of each.
+    """
+
+    def __init__(self, A: Rows | Tensor, G: Rows | Tensor, segments: Segments):
+        self.A = A if isinstance(A, Rows) else Rows(A)
+        self.G = G if isinstance(G, Rows) else Rows(G)
+        self.segments = segments
+
+    @property
+    def batch_size(self) -> int:
+        return self.segments.samples
+
+    def operands(self) -> tuple[Any, ...]:
+        segments = self.segments
+        return *self.A, *self.G, segments.samples, segments.groups
+
+    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
+        found = segment_sqnorms(self.A, self.G, self.segments, backend=backend)
+        # Gradients of different matrices are orthogonal: squares add up, and so do doubts.
+        sq_B, doubt_B = map(self.segments.by_sample, found)
+        return sq_B.unsqueeze(1), doubt_B
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        return grouped_sums(self.A, self.G, self.segments, coef_B, backend=backend)
+
+    def dense(self) -> Tensor:
+        return segment_grads(self.A, self.G, self.segments)
+
+    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
+        """Where that takes no more memory than the operands: low ranks, and experts that read much
+        more rows of a sample than they are wide. Lengths of segments decide nothing: a plan must
+        not depend on them."""
+        d, p = self.A.X.shape[1], self.G.X.shape[1]
+        segments = self.segments
+        fits = segments.samples * segments.groups * d * p <= len(segments) * (d + p)
+        return fits and readers() > 0
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[SegmentedOuter]) -> Factor:
+        joined = factors[0]
+        for factor in factors[1:]:
+            segments, order_N = joined.segments.both(factor.segments)
+            A_Nd = torch.cat([joined.A.sorted(), factor.A.sorted()])
+            G_Np = torch.cat([joined.G.sorted(), factor.G.sorted()])
+            A, G = Rows(A_Nd, order_N), Rows(G_Np, order_N)
+            joined = cls(A, G, segments)
+        return joined

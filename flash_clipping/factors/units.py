@@ -22,10 +22,8 @@ from torch import Tensor
 from flash_clipping.factors.base import Dense, Factor, MeasuredOnce
 from flash_clipping.factors.convolution import Convolution
 from flash_clipping.factors.embedding import BLOCK, Bag, Lookup, Scattered, TiedEmbedding
-from flash_clipping.factors.linear import Outer
+from flash_clipping.factors.linear import Outer, RowSum, SegmentedOuter
 from flash_clipping.factors.merge import Stacked, merge
-from flash_clipping.factors.segmented import SegmentedOuter
-from flash_clipping.factors.vector import RowSum
 from flash_clipping.ops import certificate
 from flash_clipping.ops.embedding.reference import sums_by_index
 from flash_clipping.ops.runtime.backend import full_precision

@@ -18,7 +18,7 @@ from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn
 from flash_clipping.ops.clipped_sum.table import AT_ONCE
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.outer import sum_parts, weighted_sum, weighted_sums_many
-from flash_clipping.ops.row_sum import row_sums
+from flash_clipping.ops.rows import row_sums
 from flash_clipping.ops.runtime.shapes import Group, Normalized
 
 #: Rows ``[n, B]`` of several parameters, and the ids of these.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
-from flash_clipping.ops.row_sum import WIDE
+from flash_clipping.ops.rows import WIDE
 from flash_clipping.ops.runtime.shapes import ALIGNMENT, Memo
 
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")

@@ -13,7 +13,7 @@ from flash_clipping.ops.gram import gram_sqnorms
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.ops.outer import outer_sqnorms, weighted_sum
-from flash_clipping.ops.row_scale import row_scale
+from flash_clipping.ops.rows import row_scale
 from flash_clipping.ops.runtime.backend import TritonFallbackWarning, is_triton_available
 
 __all__ = [

@@ -14,13 +14,7 @@ from flash_clipping.ops.certificate import doubt, spread
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.outer import outer_sqnorms, sum_parts
 from flash_clipping.ops.runtime import cost
-from flash_clipping.ops.runtime.shapes import (
-    Group,
-    Memo,
-    SqnormBlock,
-    accumulator,
-    checked_groups,
-)
+from flash_clipping.ops.runtime.shapes import Group, Memo, SqnormBlock, accumulator, checked_groups
 
 
 def linear_sqnorms(

@@ -45,7 +45,7 @@ def coin_tosses(draw: Draw, count: int, rate: float, *, tensor: int = 0, shard: 
     return torch.from_numpy(drawn_N)
 
 
-def subset(draw: Draw, count: int, size: int, *, tensor: int = 0, shard: int = 0) -> Tensor:
+def subset(draw: Draw, count: int, size: int, *, tensor: int = 0) -> Tensor:
     """``[K]``, int64: ``size`` of the numbers below ``count``, in random order.
 
     Every ordered choice has the same probability: they are those with the least of ``count`` words
@@ -59,7 +59,7 @@ def subset(draw: Draw, count: int, size: int, *, tensor: int = 0, shard: int = 0
     blocks = -(-count // _OF_BLOCK)
     first = 0
     while True:
-        keys_N = _unsigned(draw, count, tensor, shard, first)
+        keys_N = _unsigned(draw, count, tensor, 0, first)
         order_N = np.argsort(keys_N, kind="stable")
         ordered_N = keys_N[order_N]
         if (ordered_N[1:] != ordered_N[:-1]).all():

@@ -42,15 +42,7 @@ class ConvolutionRule(Rule):
         read, padding = padded(layer, x)
         none = [0] * len(padding)
         output = torch.convolution(
-            read,
-            weight,
-            bias,
-            layer.stride,
-            padding,
-            layer.dilation,
-            False,
-            none,
-            layer.groups,
+            read, weight, bias, layer.stride, padding, layer.dilation, False, none, layer.groups
         )
         return output, (x, weight)
 

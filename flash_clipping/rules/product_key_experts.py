@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_clipping.factors import Factor, ScaledLookup
-from flash_clipping.factors.scaled_lookup import BUFFER
+from flash_clipping.factors.embedding import BUFFER
 from flash_clipping.layers.product_key_experts import ExpertTables
 from flash_clipping.rules.registry import Grads, Needs, Rule, as_BTd, register_rule
 

@@ -11,12 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import flash_clipping
-from flash_clipping.__main__ import _print_rich, main
-from flash_clipping.diagnostics import check
+from flash_clipping.__main__ import _coloured, main
 
 FACTORIES = """
 import torch
@@ -158,7 +155,7 @@ def test_command_prints_json(factories: str, capsys) -> None:
         ("own_factories:frozen", "without a trainable parameter"),
         ("own_factories:wrapped", "wrapped for per-sample gradients already"),
         ("own_factories:no_loss", "returned a str as loss"),
-        ("own_factories:needs", "it takes path"),
+        ("own_factories:needs", "missing a required argument: 'path'"),
         ("own_factories:fails", r"NameError.*undefined_name.*line \d+ of .*own_factories\.py"),
         ("own_factories:no_tensor", "holds no tensor with a batch axis"),
     ],
@@ -183,22 +180,26 @@ def test_command_line_runs_as_a_module(factories: str, tmp_path: Path) -> None:
     assert "BatchNorm1d" in run.stdout
 
 
-def test_rich_is_optional(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    report = check(nn.Linear(4, 3), torch.randn(5, 4))
-    for name in ("rich", "rich.console", "rich.table", "rich.markup", "rich.measure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert not _print_rich(report)
-    assert capsys.readouterr().out == ""
+def test_verdicts_have_colours_on_a_terminal() -> None:
+    lines = ["0 (Linear)", "  weight  PASS", "  bias  frozen", "FAIL: no  PASS.", "FAILED"]
+    text = _coloured("\n".join(lines))
+    assert re.sub("\x1b\\[[0-9;]*m", "", text).splitlines() == lines
+    found = re.findall("\x1b\\[([0-9;]+)m([^\x1b]+)\x1b\\[0m", text)
+    red = "1;31"
+    assert found == [("32", "PASS"), ("33", "frozen"), (red, "FAIL"), (red, "FAILED")]
 
 
-def test_rich_table_has_the_same_rows(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "40")  # too narrow for the table; nothing is cut off
-    report = check(nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4))
-    assert _print_rich(report)
-    out = capsys.readouterr().out
-    for word in ("0 (Linear)", "weight", "LinearRule", "rank_one", "PASS"):
-        assert word in out
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_colours_are_for_terminals_only(
+    no_colour: bool, factories: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    assert main(["check", "own_factories:good"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    if no_colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["check", "own_factories:good"]) == 0
+    assert ("\x1b[32mPASS" in capsys.readouterr().out) is not no_colour
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

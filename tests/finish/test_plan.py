@@ -16,7 +16,7 @@ from flash_clipping.factors import RowSum
 from flash_clipping.finish import backward_pass
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.plan import plan_of
-from flash_clipping.ops.row_sum import WIDE
+from flash_clipping.ops.rows import WIDE
 from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.rules import registry

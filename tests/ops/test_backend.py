@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_clipping.diagnostics import environment
-from flash_clipping.ops.row_scale import reference as row_scale_torch, row_scale
+from flash_clipping.ops.rows import reference as row_scale_torch, row_scale
 from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.backend import TritonFallbackWarning, resolve
 
@@ -71,7 +71,7 @@ def test_missing_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPa
 
 def test_a_kernel_that_fails_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     # Before the variable is set: it decides how the module's kernels are made.
-    kernels = pytest.importorskip("flash_clipping.ops.row_scale.triton")
+    kernels = pytest.importorskip("flash_clipping.ops.rows.triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
     def broken(*args: object) -> None:
@@ -84,7 +84,7 @@ def test_a_kernel_that_fails_falls_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_out_of_memory_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     # Before the variable is set: it decides how the module's kernels are made.
-    kernels = pytest.importorskip("flash_clipping.ops.row_scale.triton")
+    kernels = pytest.importorskip("flash_clipping.ops.rows.triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
     def out_of_memory(*args: object) -> None:

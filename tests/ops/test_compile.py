@@ -38,7 +38,7 @@ jit.JITFunction.run = compile_only
 from flash_clipping.ops.clipped_sum import triton as clipped_sum_triton
 from flash_clipping.ops.convolution import Geometry, triton as convolution_triton
 from flash_clipping.ops.embedding import triton as embedding_triton
-from flash_clipping.ops.finite_rows import triton as finite_rows_triton
+from flash_clipping.ops.rows import triton as finite_rows_triton
 from flash_clipping.ops.gram import triton as gram_triton
 from flash_clipping.layers.ops.hyper_connections import Settings
 from flash_clipping.layers.ops.hyper_connections import triton as hyper_connections_triton
@@ -46,8 +46,8 @@ from flash_clipping.ops.noise import triton as noise_triton
 from flash_clipping.ops.norm_layer import triton as norm_layer_triton
 from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.layers.ops.product_key import triton as product_key_triton
-from flash_clipping.ops.row_scale import triton as row_scale_triton
-from flash_clipping.ops.row_sum import triton as row_sum_triton
+from flash_clipping.ops.rows import triton as row_scale_triton
+from flash_clipping.ops.rows import triton as row_sum_triton
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.segments import Rows, Segments
 from flash_clipping.ops.segments import triton as segments_triton

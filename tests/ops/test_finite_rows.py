@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.finite_rows import finite_rows
+from flash_clipping.ops.rows import finite_rows
 from tests.ops.cases import Case, every_case
 
 INF, NAN = float("inf"), float("nan")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_clipping.ops.row_scale import row_scale
+from flash_clipping.ops.rows import row_scale
 from tests.ops.cases import Case, every_case, relative_error
 
 

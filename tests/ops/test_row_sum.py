@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.row_sum import row_sums
+from flash_clipping.ops.rows import row_sums
 from flash_clipping.ops.runtime.shapes import Normalized
 from tests.ops.cases import Case, every_case, in_rows_on_16_bytes, relative_error
 

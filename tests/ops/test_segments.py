@@ -196,7 +196,7 @@ def test_rows_that_cancel_are_bounded() -> None:
         A = torch.cat([a, a + 1e-6 * torch.randn(1, 40), torch.randn(1, 40)])
         G = 1e3 * torch.cat([g, -g, 1e-9 * torch.randn(1, 40)])
         segments = Segments(torch.tensor([0, 0, 1]), 2)
-        factor = SegmentedOuter(A, G, segments, stacked=False)
+        factor = SegmentedOuter(A, G, segments)
         released_B = torch.stack(
             [factor.clipped_sum(coef, "torch").double().norm() for coef in torch.eye(2)]
         )

@@ -31,13 +31,7 @@ from flash_clipping.capture.compiled.layout import (
     kind_and_sizes,
     layout_of,
 )
-from flash_clipping.capture.compiled.tracing import (
-    ACTIVE,
-    Calls,
-    begin_trace,
-    kind_of,
-    traces,
-)
+from flash_clipping.capture.compiled.tracing import ACTIVE, Calls, begin_trace, kind_of, traces
 from flash_clipping.capture.compiled.unbatched import note_escaped, noting_misuse
 from flash_clipping.capture.compiled.wirings import Seen
 from flash_clipping.capture.forward_call import in_backward
@@ -261,7 +255,9 @@ class Region:
     ) -> Calls:
         """Run the region once, uncompiled, to see what its layers read and return."""
         session = self.session
-        args, kwargs = map_tensors(_copied, (args, kwargs))
+        args, kwargs = map_tensors(
+            lambda x: x.detach().clone().requires_grad_(x.requires_grad), (args, kwargs)
+        )
         tensors = [*tensors_in((args, kwargs)), *session.state()]
         devices = {x.device for x in tensors if x.is_cuda}
         before, session.seen = session.seen, {}
@@ -323,10 +319,6 @@ def _refused(seen: Seen | None, why: str) -> Seen | None:
     if seen is None or seen.kind in ("samples", "unused"):
         return seen
     return seen._replace(why=f"it computes what is the same for all samples, and {why}")
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _keep(known: dict[Hashable, Any], key: Hashable, value: Any) -> None:
@@ -402,7 +394,8 @@ class Regions:
         if "fully_shard" in applied_to(itself):
             # Its hooks gather parameters, and break the graph. They stay outside of the region.
             self._put(module, name, None if itself is module else inner)
-            module, name, inner = itself, "forward", _forward_of(itself)
+            inner = vars(itself).get("forward") or MethodType(type(itself).forward, itself)
+            module, name = itself, "forward"
         self._put(module, name, self._region(module, path, inner, context))
 
     def _put(self, module: nn.Module, name: str, instead: Any) -> None:
@@ -446,11 +439,6 @@ class Regions:
             forward, before = self._of_root
             forward.instance_forward = before
             self._of_root = None
-
-
-def _forward_of(module: nn.Module) -> Any:
-    """A module's forward, whatever stands in for it."""
-    return vars(module).get("forward") or MethodType(type(module).forward, module)
 
 
 def _context_of(compiled: Any) -> Any:

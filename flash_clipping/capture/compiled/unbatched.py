@@ -276,14 +276,6 @@ def _size(func: Any, z: Tensor, dim: int | None = None) -> Any:
     return shape if dim is None else shape[dim]
 
 
-def _dim(func: Any, z: Tensor) -> int:
-    return len(_seen_shape(z))
-
-
-def _is_floating_point(func: Any, z: Tensor) -> bool:
-    return memory_of(z).is_floating_point()
-
-
 def _elementwise(func: Any, z: Any, *rest: Any, **kwargs: Any) -> Any:
     """A function that computes every element of its first argument by itself."""
     if not isinstance(z, Unbatched) or any([isinstance(x, Tensor) for x in rest]):
@@ -371,10 +363,6 @@ def _spread(z: Tensor, sizes: tuple[Any, ...], repeats: bool) -> Any:
 
 def _expand(func: Any, z: Tensor, *shape: Any) -> Any:
     return _spread(z, _sizes_in(shape), repeats=False)
-
-
-def _repeat(func: Any, z: Tensor, *repeats: Any) -> Any:
-    return _spread(z, _sizes_in(repeats), repeats=True)
 
 
 def _expand_as(func: Any, z: Tensor, other: Tensor) -> Any:
@@ -469,8 +457,8 @@ _SERVED: dict[str, Callable[..., Any]] = {
     "to": _to,
     "type_as": _to,
     "size": _size,
-    "dim": _dim,
-    "is_floating_point": _is_floating_point,
+    "dim": lambda func, z: len(_seen_shape(z)),
+    "is_floating_point": lambda func, z: memory_of(z).is_floating_point(),
     "dropout": _dropout,
     "unsqueeze": _unsqueeze,
     "transpose": _transpose,
@@ -481,7 +469,7 @@ _SERVED: dict[str, Callable[..., Any]] = {
     "getitem": _getitem,
     "expand": _expand,
     "expand_as": _expand_as,
-    "repeat": _repeat,
+    "repeat": lambda func, z, *repeats: _spread(z, _sizes_in(repeats), repeats=True),
     "where": _pointwise,
     "cat": _cat,
     "concat": _cat,

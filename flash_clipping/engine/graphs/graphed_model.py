@@ -29,6 +29,7 @@ from flash_clipping.capture.counts_of_samples import check_drawn
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
+from flash_clipping.engine.graphs.conditions import PLAIN, are_odd, key, rehearse
 from flash_clipping.engine.graphs.graphed_step import (
     Graph,
     GraphedStep,
@@ -36,8 +37,6 @@ from flash_clipping.engine.graphs.graphed_step import (
     take_over,
     without_gradients,
 )
-from flash_clipping.engine.graphs.key import PLAIN, are_odd, key
-from flash_clipping.engine.graphs.warmup import rehearse
 from flash_clipping.errors import FlashClippingError
 
 #: Calls of one layout that run as they are before it is captured.

@@ -22,10 +22,16 @@ from torch import Tensor, nn
 from flash_clipping._compat import has_lasting_node, memory_id, pytree, references_to
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.graphed_results import GraphedResults
-from flash_clipping.engine import norms
+from flash_clipping.engine.grad_ledger import publish_norms, published_rows, put_back_norms
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
-from flash_clipping.engine.graphs.key import are_odd, check_arguments, detached, key
-from flash_clipping.engine.graphs.warmup import refuse, rehearse
+from flash_clipping.engine.graphs.conditions import (
+    are_odd,
+    check_arguments,
+    detached,
+    key,
+    refuse,
+    rehearse,
+)
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.runtime.upload import sources_kept
 
@@ -35,7 +41,7 @@ def captures(model: GradSampleHooksFlashClipping) -> Iterator[GraphedResults]:
     """Let backward passes be captured as a CUDA graph. What reads norms meanwhile reads those
     that replays will write; afterwards the norms are again those from before."""
     params = model.trainable_parameters
-    rows = norms.published_rows(params)
+    rows = published_rows(params)
     total_B: Any = getattr(model, "per_sample_gradient_norms", None)
     upper = model.upper_bounds
     if params:
@@ -44,7 +50,7 @@ def captures(model: GradSampleHooksFlashClipping) -> Iterator[GraphedResults]:
         with model._session.captures() as captured:
             yield captured
     finally:
-        norms.put_back(params, rows)
+        put_back_norms(params, rows)
         model.per_sample_gradient_norms = total_B
         model.upper_bounds = upper
 
@@ -59,7 +65,7 @@ def take_over(
             step.begin_backward(params, model.clipping, model.grad_accumulation_allowed)
         model.upper_bounds = upper.clone()
         norms_PB = norms_PB.clone()
-        norms.publish(params, norms_PB)
+        publish_norms(params, norms_PB)
         total_B = model.per_sample_gradient_norms = total_norm(norms_PB)
         step.count_backward(total_B, draw)
     for coef in captured.coefs:

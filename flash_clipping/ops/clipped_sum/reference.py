@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_clipping.ops.row_scale.reference import row_scale
+from flash_clipping.ops.rows.reference import row_scale
 from flash_clipping.ops.runtime.shapes import Memo, accumulator
 
 CONVERTED = 1 << 22
@@ -57,19 +57,5 @@ def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tenso
         scaled_G = (
             row_scale(G_BTp, kept_B if scale_A else coef_B) if clean or not scale_A else G_BTp
         )
-        A_Nd, G_Np = _rows_for_matmul(scaled_A, scaled_G)
-        sums.append(G_Np.mT @ A_Nd)
+        sums.append(scaled_G.flatten(0, 1).mT @ scaled_A.flatten(0, 1))
     return sums
-
-
-def _rows_for_matmul(x_BTf: Tensor, y_BTf: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as ``[B·T, features]``, in the order in which no copy is needed: any gives the same
-    sum."""
-    plain = x_BTf.is_contiguous() and y_BTf.is_contiguous()
-    if not plain and _is_time_first(x_BTf) and _is_time_first(y_BTf):
-        x_BTf, y_BTf = x_BTf.transpose(0, 1), y_BTf.transpose(0, 1)
-    return x_BTf.flatten(0, 1), y_BTf.flatten(0, 1)
-
-
-def _is_time_first(x_BTf: Tensor) -> bool:
-    return x_BTf.transpose(0, 1).is_contiguous()

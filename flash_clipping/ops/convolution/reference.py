@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_clipping.ops import certificate
 from flash_clipping.ops.convolution.geometry import Geometry
 from flash_clipping.ops.linear import linear_sqnorms
-from flash_clipping.ops.row_scale.reference import row_scale
+from flash_clipping.ops.rows.reference import row_scale
 from flash_clipping.ops.runtime.shapes import accumulator
 
 CHUNK_ELEMENTS = 1 << 24

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops.embedding import reference
-from flash_clipping.ops.row_scale import row_scale
+from flash_clipping.ops.rows import row_scale
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import as_rows, check_coefficients
 

@@ -29,8 +29,8 @@ BACKENDS = ("auto", "triton", "torch")
 ENVIRONMENT_VARIABLE = "FLASH_CLIPPING_BACKEND"
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-OLDEST_TRITON = (3, 3)
-"""In the interpreter of the one before, sums of rows come out as 0, without an error."""
+OLDEST_TRITON = (3, 6)
+"""In the interpreters of some before, sums of rows come out as 0, without an error."""
 
 _BACKENDS: Any = torch.backends
 _SETTINGS = (  # of fp32 matmuls, convolutions and recurrent layers

@@ -17,10 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_clipping._compat import compiled_kernel, gluon
-
-#: Since which version a compiled kernel is known to take all arguments, constants among them.
-_TAKES_CONSTANTS = (3, 6)
+from flash_clipping._compat import compiled_kernel, has_gluon_modules
 
 #: Kernels found last: shapes are part of what they are found by, so they could become many.
 _MOST = 4096
@@ -29,20 +26,18 @@ _MOST = 4096
 VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
 """Of Triton: its first two numbers."""
 
-WITH_GLUON = ((3, 6), (3, 9))
-"""First and last version of Triton with which kernels in Gluon were seen to compile (on a GPU they
-ran with the first): Gluon is experimental, and changes."""
+LAST_WITH_GLUON = (3, 9)
+"""Version of Triton up to which kernels in Gluon were seen to compile (on a GPU they ran with 3.6):
+Gluon is experimental, and changes."""
 
 
 def has_gluon() -> bool:
     """Whether this Triton is one that kernels in Gluon compile with."""
-    return WITH_GLUON[0] <= VERSION <= WITH_GLUON[1] and gluon() is not None
+    return VERSION <= LAST_WITH_GLUON and has_gluon_modules()
 
 
 _CompiledKernel = compiled_kernel()
-_remembers = (
-    VERSION >= _TAKES_CONSTANTS and torch.version.hip is None and _CompiledKernel is not None
-)
+_remembers = torch.version.hip is None and _CompiledKernel is not None
 _found: dict[Hashable, tuple[Any, Any, tuple[Any, ...]]] = {}
 
 
@@ -90,7 +85,7 @@ def launch(
         return
     in_order = tuple([constants[name] for name in kernel.arg_names[len(args) :]])
     compiled = kernel[(programs,)](*args, **constants)
-    if not _remembers or not isinstance(compiled, _CompiledKernel):  # too old, or interpreted
+    if not _remembers or not isinstance(compiled, _CompiledKernel):  # interpreted
         return
     if len(_found) >= _MOST:
         _found.clear()

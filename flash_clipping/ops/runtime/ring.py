@@ -10,8 +10,8 @@ A *step* is what is loaded at one time; it has a stage of the ring until both ha
 it. ``full`` and ``empty`` are a barrier for each stage.
 
 This is written in Gluon, Triton's lower language, which is still experimental and has no
-interpreter: a GPU tests it. :data:`~flash_clipping.ops.runtime.launches.WITH_GLUON` says with
-which versions of Triton it is used.
+interpreter: a GPU tests it. :data:`~flash_clipping.ops.runtime.launches.LAST_WITH_GLUON` says up to
+which version of Triton it is used.
 """
 
 # mypy: disable-error-code="name-defined"

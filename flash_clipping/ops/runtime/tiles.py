@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping._compat import early_start
-from flash_clipping.ops.runtime.launches import VERSION
 
 #: What a kernel that starts early calls; both ``None`` where none can.
 gdc_launch_dependents, gdc_wait = early_start()
@@ -51,8 +50,7 @@ def generation(device: torch.device) -> int:
 
 def has_tma(device: torch.device) -> bool:
     """Whether descriptors can fetch tiles (Hopper and later; the interpreter plays it)."""
-    with_descriptors = hasattr(tl, "make_tensor_descriptor")
-    return with_descriptors and (device.type != "cuda" or generation(device) >= 9)
+    return device.type != "cuda" or generation(device) >= 9
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -62,7 +60,7 @@ def is_hopper(device: torch.device) -> bool:
 
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel can start before the one it waits for has ended (PDL)."""
-    return generation(device) >= 9 and VERSION >= (3, 6) and gdc_wait is not None
+    return generation(device) >= 9 and gdc_wait is not None
 
 
 def fits_tma(*tensors: Tensor) -> bool:

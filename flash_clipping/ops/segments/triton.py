@@ -6,7 +6,6 @@ output features, F features of one operand. Rows are sorted by segment; an opera
 with the place of every sorted row beside it.
 """
 
-# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -339,13 +338,7 @@ def sums_config(A: Rows, G: Rows, rows_each: float) -> Config:
 
 
 def launch_sums(
-    A: Rows,
-    G: Rows,
-    lists: Lists,
-    coef_B: Tensor,
-    out: Tensor,
-    config: Config,
-    turned: int = 1,
+    A: Rows, G: Rows, lists: Lists, coef_B: Tensor, out: Tensor, config: Config, turned: int = 1
 ) -> None:
     """Sums on any GPU. ``turned``: results lie as ``[turned, E / turned]`` in place of ``[E]``."""
     (E, p, d), B = out.shape, len(coef_B)

@@ -1,4 +1,5 @@
-"""Sums over the positions of every sample, and their norms, for many small tensors at once.
+"""Rows of tensors: scaled by their coefficients, set to zero where they are not finite, and summed
+over the positions of every sample, for many small tensors at once.
 
 B samples, T positions, n elements of one tensor and N of all, P tensors.
 """
@@ -10,9 +11,55 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.row_sum import reference
+from flash_clipping.ops.rows import reference
 from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.runtime.shapes import Memo, Normalized
+from flash_clipping.ops.runtime.shapes import Memo, Normalized, check_coefficients
+
+
+def finite_rows(
+    x: Tensor, lost_N: Tensor, *, in_place: bool = False, backend: str = "auto"
+) -> Tensor:
+    """``x`` of shape ``[N, ...]`` with zeros in every row that holds inf or NaN.
+
+    One pass: every element is read once, and written once if not ``in_place``.
+
+    Args:
+        lost_N: uint8; 1 is written for every row that is not finite, and nothing else.
+        in_place: write zeros into ``x`` itself, which must be contiguous and nobody else's.
+
+    Returns:
+        ``x`` if ``in_place``; otherwise a fresh tensor.
+
+    Raises:
+        ValueError: ``lost_N`` is not one number of uint8 for each row on the device of ``x``, or
+            ``x`` is not contiguous and is to be changed in place.
+    """
+    if lost_N.shape != x.shape[:1] or lost_N.get_device() != x.get_device():
+        raise ValueError(
+            f"finite_rows: found lost_N of shape {tuple(lost_N.shape)} on {lost_N.device} for x of "
+            f"shape {tuple(x.shape)} on {x.device}; expected one entry for each row, there."
+        )
+    if lost_N.dtype != torch.uint8 or not lost_N.is_contiguous():
+        raise ValueError(
+            f"finite_rows: found lost_N of {lost_N.dtype}; expected uint8, contiguous."
+        )
+    if in_place and not x.is_contiguous():
+        raise ValueError(
+            f"finite_rows: found x with strides {x.stride()} for shape {tuple(x.shape)}, which "
+            "cannot be changed in place. Pass a contiguous tensor, or in_place=False."
+        )
+    return backends.run(reference.finite_rows, backend, x, x, lost_N, in_place)
+
+
+def row_scale(x: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Tensor:
+    """``coef_b · x_b`` for ``x`` of shape ``[B, ...]``, as a fresh tensor in fp32 (float64 for
+    float64): rounded to 16 bits, what was clipped might exceed its bound again.
+
+    Samples whose coefficient is 0 become exactly 0, also where ``x`` holds inf or NaN.
+    """
+    check_coefficients(coef_B, x, "x")
+    return backends.run(reference.row_scale, backend, x, x, coef_B)
+
 
 WIDE = 1 << 14
 """Elements from which a vector is better summed apart from narrower ones: every vector of a launch

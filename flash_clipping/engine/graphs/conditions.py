@@ -1,16 +1,23 @@
-"""Keys of graphs: the layout of arguments, and everything that Python decides by on the way."""
+"""When a replay is what the step is: keys of graphs (the layout of arguments, and everything that
+Python decides by on the way), and a look at the step before it is captured."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+import pickle
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import hooks_of_module, hooks_of_parameter, pytree
+from flash_clipping._compat import hooks_of_module, hooks_of_parameter, memory_id, pytree
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.runtime.backend import matmul_settings
 
 #: Types of attributes that a module's forward may decide by.
@@ -43,6 +50,9 @@ def _circumstances(
 ) -> Hashable:
     """All that Python decides by on the way through the step."""
     bounds: list[Hashable] = []
+    convolutions: Any = torch.backends.cudnn
+    # The newer settings: once these are used, PyTorch refuses to tell the older.
+    precise = [place.fp32_precision for place in (*matmul_settings(), convolutions.conv)]
     for wrapped in models:
         bound, session = wrapped.max_grad_norm, wrapped._session
         bounds += [tuple(bound) if isinstance(bound, Sequence) else bound, wrapped.clipping]
@@ -50,7 +60,7 @@ def _circumstances(
     return (
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        *_precision(),
+        *precise,
         torch.are_deterministic_algorithms_enabled(),
         *bounds,
         *map(id, modules),
@@ -82,13 +92,6 @@ def _settings(module: nn.Module) -> Hashable:
     if isinstance(module, GradSampleHooksFlashClipping):
         return hooks  # it counts backward passes; what it decides by is told one by one
     return *hooks, *[(k, v) for k, v in vars(module).items() if type(v) in SETTINGS]
-
-
-def _precision() -> list[str]:
-    """The precision of float32 matmuls and convolutions, by the newer settings: once these are
-    used, PyTorch refuses to tell the older."""
-    convolutions: Any = torch.backends.cudnn
-    return [place.fp32_precision for place in (*matmul_settings(), convolutions.conv)]
 
 
 #: Types that arguments may hold besides tensors: these are known by their values.
@@ -128,3 +131,99 @@ def detached(output: Any) -> Any:
                 "in every replay. Return the loss as a tensor, or nothing."
             )
     return pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+
+# -- a step is looked at once before it is captured: what a replay would not do is refused ---------
+
+
+def rehearse(
+    run: Callable[[], Any],
+    module: nn.Module,
+    models: Sequence[GradSampleHooksFlashClipping],
+    device: torch.device,
+) -> Any:
+    """Run a step as it is, before it is captured; ``FlashClippingError`` where a replay would be
+    something else."""
+    params = [p for p in module.parameters() if p.requires_grad]
+    weights = [p._version for p in params]
+    held = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
+    held = [each for each in held if each[1].layout == torch.strided]
+    counts = [wrapped.running_step.clipped_backwards for wrapped in models]
+    randomness = _randomness_of_the_host()
+    with _no_waiting(device), _as_if_captured():
+        output = run()
+    if randomness != _randomness_of_the_host():
+        refuse(
+            "draws random numbers on the host (random, numpy.random, torch's CPU generator), "
+            "which every replay would find as they were drawn for the capture. Draw on the "
+            "GPU, or before the step, and pass them as an argument"
+        )
+    if weights != [p._version for p in params]:
+        refuse("changes parameters. Call the optimizer's step() outside")
+    # How often a model in one pass has added to its gradients; others are not known to count.
+    additions = {
+        id(param): wrapped.running_step.clipped_backwards - count
+        for wrapped, count in zip(models, counts, strict=True)
+        if wrapped.mode == "one_pass" and wrapped._session.enabled
+        for param in wrapped.trainable_parameters
+    }
+    # Gradients in one memory, as views of one sum are, count their changes together.
+    most: dict[int, float] = {}
+    for param, grad, _ in held:
+        memory = memory_id(grad.untyped_storage())
+        most[memory] = most.get(memory, 0) + additions.get(id(param), math.inf)
+    for param, grad, version in held:
+        changes = grad._version - version
+        if param.grad is not grad or changes > most[memory_id(grad.untyped_storage())]:
+            refuse(
+                "clears gradients, or does more to them than adding, which no replay would do. "
+                "Call zero_grad() outside"
+            )
+    return output
+
+
+def _randomness_of_the_host() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
+    return random.getstate(), torch.get_rng_state().tolist(), of_numpy
+
+
+@contextmanager
+def _as_if_captured() -> Iterator[None]:
+    """Take the way that the capture will take: who asks whether a graph is being captured hears
+    that one is. ``transformers`` looks into its masks, and waits for them, in no capture."""
+    before = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = before
+
+
+@contextmanager
+def _no_waiting(device: torch.device) -> Iterator[None]:
+    """Refuse what waits for the device, which a capture could not hold."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        refuse(
+            f"waits for the device ({error}), which no CUDA graph can. Take item(), print() of "
+            "values, nonzero() and copies to the CPU out of it",
+            error,
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def refuse(what: str, cause: Exception | None = None) -> NoReturn:
+    """Say why a step cannot be replayed."""
+    raise FlashClippingError(
+        f"GraphedStep: the step {what}, or call it without GraphedStep."
+    ) from cause

@@ -1,6 +1,8 @@
-"""Kernel for sums over positions: a table names the tensors, so that one launch serves all.
+"""Kernels for rows. Scaling reads nothing of dropped samples. A table names the tensors whose
+positions are summed, so that one launch serves all.
 
-B samples, T positions, n elements of one tensor and N of all, P tensors.
+B samples, T positions, n elements of one tensor and N of all, P tensors; for rows that may not be
+finite: N rows, F elements of one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,90 @@ from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.shapes import Memo, Normalized
 from flash_clipping.ops.runtime.tables import Table, firsts_of
 from flash_clipping.ops.runtime.tiles import row_of
+
+TILE = 4096
+"""Elements that a program reads at one time: some rows, or a part of one."""
+_INFINITY = tl.constexpr(float("inf"))
+
+
+def finite_rows(x: Tensor, lost_N: Tensor, in_place: bool) -> Tensor:
+    x = x.contiguous()
+    out = x if in_place else torch.empty_like(x)
+    N, F = len(x), x.shape[1:].numel()
+    block = min(TILE, tiles.next_power_of_2(F))
+    rows = TILE // block
+    launch(
+        finite_rows_kernel, tiles.cdiv(N, rows),
+        x, out, lost_N, N, F,
+        IN_PLACE=in_place, ROWS=rows, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def finite_rows_kernel(
+    x_ptr, out_ptr, lost_ptr,
+    N, F,
+    IN_PLACE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some rows; a wide row is read a second time, from the cache, to be copied."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = (n < N)[:, None]
+    at = n.to(tl.int64)[:, None] * F
+    bad = tl.zeros((ROWS, BLOCK), tl.int32)
+    for first in range(0, F, BLOCK):
+        columns = first + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(x_ptr + at + columns, mask=inside & (columns < F), other=0.0)
+        # Of NaN this is false as well.
+        bad |= tl.where(tl.abs(x.to(tl.float32)) < _INFINITY, 0, 1)
+    is_lost = tl.max(bad, 1) > 0
+    tl.store(lost_ptr + n, tl.full((ROWS,), 1, tl.uint8), mask=is_lost & (n < N))
+    if IN_PLACE:
+        if tl.max(tl.max(bad, 1), 0) > 0:
+            for first in range(0, F, BLOCK):
+                columns = first + tl.arange(0, BLOCK)[None, :]
+                zeros = tl.zeros((ROWS, BLOCK), out_ptr.dtype.element_ty)
+                within = inside & is_lost[:, None] & (columns < F)
+                tl.store(out_ptr + at + columns, zeros, mask=within)
+    else:
+        for first in range(0, F, BLOCK):
+            columns = first + tl.arange(0, BLOCK)[None, :]
+            within = inside & (columns < F)
+            # A lost row is not read again: 0 * inf would be NaN.
+            x = tl.load(x_ptr + at + columns, mask=within & (is_lost[:, None] == 0), other=0.0)
+            tl.store(out_ptr + at + columns, x, mask=within)
+
+
+SCALED = 2048
+"""Elements that a program scales."""
+
+
+@triton.jit
+def _row_scale_kernel(x_ptr, coef_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(size, BLOCK)
+    b = tl.program_id(0) // blocks
+    coef = tl.load(coef_ptr + b).to(tl.float32)
+    start = b.to(tl.int64) * size
+    columns = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    kept = tl.where(coef != 0, size, 0)  # of a dropped sample, nothing
+    x = tl.load(x_ptr + start + columns, mask=columns < kept, other=0.0)
+    tl.store(out_ptr + start + columns, x.to(tl.float32) * coef, mask=columns < size)
+
+
+def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
+    coef_B, x = coef_B.contiguous(), x.contiguous()
+    out = torch.empty_like(x, dtype=torch.float32)
+    B = coef_B.shape[0]
+    size = x.numel() // B
+    launch(
+        _row_scale_kernel, B * tiles.cdiv(size, SCALED),
+        x, coef_B, out, size,
+        BLOCK=SCALED,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
 
 BLOCK = 128
 ROWS = 32

@@ -1,0 +1,623 @@
+"""Private interfaces of PyTorch, Triton and Opacus: all of them that are used here.
+
+Other versions may lack any of these. Each has a line that says what it is for, and what happens
+without it. Either the rest works as before, or more slowly; or the first use raises
+:class:`MissingInterface`. No norm is ever wrong for it, and ``import flash_clipping`` works.
+
+Names are bound once, on import, so that a layer pays for none of this. ``docs/versions.md`` has the
+versions that tests ran with.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from operator import attrgetter
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+# -- how an interface is looked for, and what is said where it is missing --------------------------
+
+#: Versions that have all of this: tests ran with the first and the last.
+KNOWN = {"PyTorch": "2.11 to 2.15", "Triton": "3.6 to 3.9", "Opacus": "1.6"}
+
+
+class MissingInterface(ImportError):
+    """A private interface that has no substitute is not in the installed version."""
+
+
+def _refuse(name: str, package: str = "PyTorch") -> NoReturn:
+    """Say that this private name is needed and missing."""
+    raise MissingInterface(
+        f"flash_clipping needs {name}, which the installed {package} does not have. Known to work: "
+        f"{package} {KNOWN[package]}."
+    )
+
+
+def _find(holder: Any, path: str) -> Any:
+    """What is at this dotted path, or ``None``."""
+    for name in path.split("."):
+        holder = getattr(holder, name, None)
+    return holder
+
+
+def _load(name: str) -> Any:
+    """A module, or ``None``."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _attribute(holder: Any, name: str, package: str = "PyTorch") -> Any:
+    """A private attribute that has no substitute."""
+    if not hasattr(holder, name):
+        kind = holder if isinstance(holder, type | ModuleType) else type(holder)
+        _refuse(f"{kind.__name__}.{name}", package)
+    return getattr(holder, name)
+
+
+def _needed(path: str) -> Any:
+    """What is at this dotted path in PyTorch, or what raises when it is called."""
+
+    def missing(*_: Any, **__: Any) -> NoReturn:
+        _refuse(f"torch.{path}")
+
+    return _find(torch, path) or missing
+
+
+# -- tensors: memory, subclasses, operators, containers --------------------------------------------
+
+
+def memory_id(storage: torch.UntypedStorage) -> int:
+    """What tells one storage from another. Without: an error."""
+    number: int = _attribute(storage, "_cdata")
+    return number
+
+
+#: References to a storage, which is given by its ``memory_id``. Without: an error.
+references_to: Callable[[int], int] = _needed("_C._storage_Use_Count")
+
+#: Whether two tensors share a storage. Without: an error.
+is_alias_of: Callable[[Tensor, Tensor], bool] = _needed("_C._is_alias_of")
+
+#: Context: torch functions see subclasses as plain tensors. Without: an error.
+plain_functions: Callable[[], Any] = _needed("_C.DisableTorchFunctionSubclass")
+
+
+#: A tensor of a subclass, of the same memory. Without: an error.
+make_subclass: Callable[[Any, Tensor, bool], Any] = _needed("Tensor._make_subclass")
+
+
+class _NoPytree:
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(f"torch.utils._pytree.{name}")
+
+
+#: Tensors in nested arguments: a module. Without: an error.
+pytree: Any = _load("torch.utils._pytree") or _NoPytree()
+
+
+class _NoDispatchMode:
+    def __init__(self, *_: Any) -> None:
+        _refuse("torch.utils._python_dispatch.TorchDispatchMode")
+
+
+#: Base class of what sees every operator that runs. Without: an error.
+DispatchMode: Any = (
+    _find(_load("torch.utils._python_dispatch"), "TorchDispatchMode") or _NoDispatchMode
+)
+
+
+def arguments_of(operator: Any) -> Sequence[str]:
+    """Names of an operator's arguments. Without: none; what is found by them stays as it is."""
+    schema = getattr(operator, "_schema", None)
+    return () if schema is None else [argument.name for argument in schema.arguments]
+
+
+#: Without: an error.
+_assert_async: Callable[[Tensor, str], Any] = _needed("_assert_async")
+
+#: Bytes of a message. A kernel of CUDA takes no more.
+MOST_OF_A_MESSAGE = 254
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Fail on the device, later, if this is not so: with the beginning of the message, as many
+    whole words as a kernel takes."""
+    text = message.encode()
+    if len(text) > MOST_OF_A_MESSAGE:
+        text = text[: MOST_OF_A_MESSAGE - 3].rpartition(b" ")[0] + b"..."
+    _assert_async(condition, text.decode())
+
+
+#: What loaders do with a batch. Without: an error.
+pin_memory: Callable[..., Any] = _needed("utils.data._utils.pin_memory.pin_memory")
+
+
+_grouped_mm = _find(torch, "nn.functional.grouped_mm") or _find(torch, "_grouped_mm")
+
+
+_GROUPS = 1024
+"""From so many runs on, PyTorch's grouped products refuse."""
+
+
+def grouped_mm(X: Tensor, Y: Tensor, runs: int) -> Callable[..., Tensor] | None:
+    """PyTorch's products of runs of rows with a matrix each, or of runs of columns with runs of
+    rows, for these operands. Without, and for operands it does not take: ``None``, and a kernel of
+    ours runs."""
+    if _grouped_mm is None or runs >= _GROUPS:
+        return None
+    if X.dtype != torch.bfloat16 or Y.dtype != torch.bfloat16:
+        return None
+    if not X.is_cuda or torch.version.hip is not None:
+        return None
+    major = torch.cuda.get_device_capability(X.device)[0]
+    # Blackwell leaves what it found in the product of a run without rows (pytorch#172439), and a
+    # unit's gradient would be another's.
+    if major < 9 or (major > 9 and X.dim() == Y.dim() == 2):
+        return None
+    return _grouped_mm if _is_on_16_bytes(X) and _is_on_16_bytes(Y) else None
+
+
+def _is_on_16_bytes(x: Tensor) -> bool:
+    """Whether features, or rows, lie next to each other, and begin on 16 bytes."""
+    *outer, rows, columns = x.stride()
+    apart = rows if columns == 1 else columns if rows == 1 else 1
+    each = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and all(n > 0 and n % each == 0 for n in (*outer, apart))
+
+
+# -- autograd: the running pass, functions, hooks, autocast, checkpoints ---------------------------
+
+#: Number of the backward that runs in this thread, or -1. Without: an error.
+graph_task: Callable[[], int] = _needed("_C._current_graph_task_id")
+
+#: Calls a function when the running backward is through. Without: an error.
+at_end_of_backward: Callable[[Callable[[], None]], None] = _needed(
+    "autograd.Variable._execution_engine.queue_callback"
+)
+
+#: Whether the running backward was asked to come by a node. Without: an error.
+will_run: Callable[[Any], bool] = _needed("_C._will_engine_execute_node")
+
+#: Whether a transform of torch.func runs. Without: PyTorch refuses our functions there by itself.
+transforms_are_active: Callable[[], bool] = _find(torch, "_C._are_functorch_transforms_active") or (
+    lambda: False
+)
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Any:
+    """``function.apply`` without its look at transforms, for who has looked. Without: with it."""
+    if _find(torch, "_C._are_functorch_transforms_active") is None:
+        return function.apply
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
+#: The hooks for saved tensors that are in force. Without: an error.
+saved_tensors_hooks_now: Callable[[], Any] = partial(
+    _needed("_C._autograd._top_saved_tensors_default_hooks"), True
+)
+
+
+def has_lasting_node(param: Tensor) -> bool:
+    """Whether somebody holds autograd's node of a parameter, on which marks last as long as it
+    does. Without: yes, which keeps steps from being captured."""
+
+    def marks() -> Any:
+        node: Any = torch.autograd.graph.get_gradient_edge(param).node
+        return getattr(node, "metadata", None)
+
+    if (first := marks()) is None:
+        return True
+    first[has_lasting_node] = True
+    del first
+    return has_lasting_node in marks()
+
+
+#: Whether autocast is on, on any device. Without: an error.
+is_autocasting: Callable[[], bool] = _needed("_C._is_any_autocast_enabled")
+
+
+@contextmanager
+def checkpoints_replaced(by: Any) -> Iterator[None]:
+    """Another function in the place of re-entrant checkpoints. Without: none, so layers in such
+    checkpoints are refused where it matters what they read."""
+    before = getattr(checkpoint, "CheckpointFunction", None)
+    if before is None:
+        yield
+        return
+    setattr(checkpoint, "CheckpointFunction", by)  # noqa: B010 (mypy sees a type)
+    try:
+        yield
+    finally:
+        setattr(checkpoint, "CheckpointFunction", before)  # noqa: B010
+
+
+# -- torch.compile: what it traces, and what it has made -------------------------------------------
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling`` say yes: a model that asks for it then takes the way that
+    it takes when it is compiled. Without: it takes the other."""
+    before = getattr(torch.compiler, "_is_compiling_flag", None)
+    if before is None:
+        yield
+        return
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def backward_runs_again() -> AbstractContextManager[Any]:
+    """What is compiled inside keeps the tensors that its backward reads, which runs several times.
+    Without: an error of PyTorch's in the second run, where it would reuse their memory."""
+    patch = _find(_load("torch._functorch.config"), "patch")
+    return nullcontext() if patch is None else patch(donated_buffer=False)
+
+
+def is_traced_once() -> bool:
+    """Whether what Dynamo traces now will run as often as it is traced: not in the body of an
+    operator that may run it several times, or not. Without: no."""
+    tracer_now = _find(_load("torch._dynamo.symbolic_convert"), "InstructionTranslator.current_tx")
+    try:
+        tracer = tracer_now().output.current_tracer
+        while tracer.parent is not None:
+            target = tracer.source_target
+            name = target if isinstance(target, str) else str(getattr(target, "_name", target))
+            if "checkpoint" not in name and "autograd" not in name.lower():
+                return False
+            tracer = tracer.parent
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+def constant_in_traces(function: Callable[..., Any]) -> Any:
+    """Marks what runs while a compiler traces, its result a constant, as the public decorator does,
+    which imports the compiler. Without: it is traced, which breaks the graph there."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+#: Keeps the compiler out of a function, without importing it. Without: the public decorator, which
+#: imports it.
+never_compiled: Callable[[Callable[..., Any]], Any] = (
+    _find(torch, "_compile._disable_dynamo") or torch.compiler.disable
+)
+
+#: The compiler's trace that runs now, or ``None``. Without: ``None``, so that compiled layers are
+#: tapped one by one.
+tracing_context: Callable[[], Any] = _find(_load("torch._guards"), "TracingContext.try_get") or (
+    lambda: None
+)
+
+
+@constant_in_traces
+def is_autograd_compiled() -> bool:
+    """Whether backward passes are compiled (compiled autograd) now. Without: not noticed before
+    norms are missing."""
+    found = sys.modules.get("torch._dynamo.compiled_autograd")  # who has not imported it has not
+    return found is not None and bool(
+        getattr(found, "compiled_autograd_enabled", False)
+        or getattr(found, "in_compiled_autograd_region", False)
+    )
+
+
+def is_fake(x: Any) -> bool:
+    """Whether a tensor only stands for one, while a graph is traced. Without: no."""
+    found = _find(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor")
+    return found is not None and isinstance(x, found)
+
+
+def is_compilers_error(error: BaseException) -> bool:
+    """Whether Dynamo raised this while it traced. Without: no."""
+    found = _find(sys.modules.get("torch._dynamo.exc"), "TorchDynamoException")
+    return found is not None and isinstance(error, found)
+
+
+def _is_of_compiler(thing: Any, kind: str) -> bool:
+    compiler = sys.modules.get("torch._dynamo")  # who has not imported it has compiled nothing
+    found = _find(compiler, f"eval_frame.{kind}")
+    return found is not None and isinstance(thing, found)
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether ``torch.compile`` made this module. Without: not noticed, and it runs as compiled."""
+    return _is_of_compiler(module, "OptimizedModule") and hasattr(module, "_orig_mod")
+
+
+def compiles(thing: Any) -> bool:
+    """Whether ``torch.compile`` made functions with this. Without: not noticed; they run as they
+    were compiled."""
+    return _is_of_compiler(thing, "OptimizeContext")
+
+
+def call_of(module: Any) -> Any:
+    """A module's call with its hooks, past what was compiled. Without: ``None``."""
+    return module._orig_mod.__call__ if is_compiled(module) else getattr(module, "_call_impl", None)
+
+
+# -- modules: their hooks, and what layers keep to themselves --------------------------------------
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+#: A module's hooks, kind by kind. Without: others at every look, so that no graph is replayed.
+hooks_of_module: Callable[[nn.Module], Sequence[Any]] = (
+    attrgetter(*_HOOKS)
+    if all(hasattr(nn.Module(), name) for name in _HOOKS)
+    else lambda _: [[object()]]
+)
+
+#: A parameter's hooks, or ``None``. Without: others at every look, so that no graph is replayed.
+hooks_of_parameter: Callable[[Tensor], Any] = (
+    attrgetter("_backward_hooks") if hasattr(Tensor, "_backward_hooks") else lambda _: [object()]
+)
+
+#: All kinds of batch normalization. Without: those that PyTorch has now.
+BATCH_NORMS: tuple[type[nn.Module], ...] = (
+    _find(nn, "modules.batchnorm._BatchNorm") or nn.BatchNorm1d,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+)
+
+#: What ``nn.utils.parametrizations.spectral_norm`` puts before a weight. Without: it is refused, as
+#: other modules that change buffers.
+SPECTRAL_NORM: type[nn.Module] | None = _find(nn.utils.parametrizations, "_SpectralNorm")
+
+#: All kinds of dropout. Without: those that PyTorch has now.
+DROPOUTS: tuple[Any, ...] = (
+    _find(nn, "modules.dropout._DropoutNd") or nn.Dropout,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+_before_modules = _needed("nn.modules.module.register_module_forward_pre_hook")
+_after_modules = _needed("nn.modules.module.register_module_forward_hook")
+
+
+@contextmanager
+def around_modules(
+    enter: Callable[[nn.Module], None], leave: Callable[[nn.Module], None]
+) -> Iterator[None]:
+    """Tell of every module that is called in this thread when its forward begins and ends. Without
+    hooks of all modules: an error."""
+    thread = threading.get_ident()
+
+    def mine(tell: Callable[[nn.Module], None], module: nn.Module) -> None:
+        if threading.get_ident() == thread:
+            tell(module)
+
+    handles = [
+        _before_modules(lambda module, _: mine(enter, module)),
+        _after_modules(lambda module, *_: mine(leave, module)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def padding_of(layer: Any) -> list[int]:
+    """A convolution's padding as ``F.pad`` takes it. Without: an error."""
+    return list(_attribute(layer, "_reversed_padding_repeated_twice"))
+
+
+def lacks_batch_axis(layer: Any, x: Tensor) -> bool:
+    """Whether an instance normalization was given one sample without its axis. Without: an error.
+
+    Raises:
+        ValueError: or what has neither as many axes as a sample nor as a batch.
+    """
+    _attribute(layer, "_check_input_dim")(x)
+    return bool(x.dim() == _attribute(layer, "_get_no_batch_dim")())
+
+
+#: Output and reciprocal root mean square of RMSNorm. Without: an error.
+rms_norm: Callable[..., tuple[Tensor, Tensor]] = _needed("ops.aten._fused_rms_norm.default")
+
+
+def gate_of_experts(layer: Any) -> Any:
+    """What ``transformers``' experts compute between gate and up projections and the down
+    projection, or ``None``. Without: such layers have no rule, and are refused or served by the
+    generic one."""
+    return getattr(layer, "_apply_gate", None)
+
+
+# -- data parallelism of PyTorch's own -------------------------------------------------------------
+
+
+def runs_in_ddp() -> bool:
+    """Whether a DistributedDataParallel's forward runs. Without: an error where processes were
+    started."""
+    kind = nn.parallel.DistributedDataParallel
+    if hasattr(kind, "_active_ddp_module"):
+        return kind._active_ddp_module is not None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _refuse("torch.nn.parallel.DistributedDataParallel._active_ddp_module")
+    return False
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether DataParallel made this module. Without: its parameters are no leaves, and refused."""
+    return bool(getattr(module, "_is_replica", False))
+
+
+def is_flattened(param: Tensor) -> bool:
+    """Whether FSDP has made it a part of a flat parameter. Without: it is no ``nn.Parameter``."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def is_awaited(x: Any) -> bool:
+    """Whether a collective may still be writing this tensor; its ``wait()`` gives a plain one.
+    Without: no; operators wait by themselves."""
+    # Nobody has such a tensor before the module is there.
+    functions = sys.modules.get("torch.distributed._functional_collectives")
+    kind = _find(functions, "AsyncCollectiveTensor")
+    return kind is not None and isinstance(x, kind)
+
+
+def awaits_gradient(param: Tensor) -> bool:
+    """Whether a hook waits until autograd has accumulated a gradient, which never happens here.
+    Without: not noticed; such hooks do not run."""
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def applied_to(module: nn.Module) -> Sequence[str]:
+    """Composable functions of torch.distributed that were applied. Without: not noticed before the
+    module's class is changed."""
+    registry = _find(_load("torch.distributed._composable"), "_get_registry")
+    return () if registry is None else tuple(registry(module) or ())
+
+
+def parts_of_schedule(schedule: object) -> tuple[Any, Any, int]:
+    """The one stage of a schedule of torch.distributed.pipelining, its loss function, and how many
+    micro-batches it has. Without: an error where a schedule is made private."""
+    stage, loss_fn = _attribute(schedule, "_stage"), _attribute(schedule, "_loss_fn")
+    return stage, loss_fn, _attribute(schedule, "_n_microbatches")
+
+
+def reduce_scatter_many(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any) -> Any:
+    """Begin to add these tensors up over the processes of a group, each of which gets its part of
+    every sum in its output, in one operation; what is returned is to be waited for. Without: an
+    error where the first sums are reduced."""
+    options = torch.distributed.ReduceScatterOptions()
+    options.asyncOp = True
+    name = "reduce_scatter_single_coalesced"
+    if not hasattr(group, name):
+        name = "reduce_scatter_tensor_coalesced"  # older, and deprecated
+    return _attribute(group, name)([*outputs], [*inputs], options)
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """This process's part of a ``DTensor``, outside of autograd: what ``to_local`` gives there, in
+    a hundredth of the time. Without: an error where a model with shards is wrapped."""
+    found: Tensor = _attribute(tensor, "_local_tensor")
+    return found
+
+
+def layout_of_dtensor(tensor: Any) -> Any:
+    """What :func:`dtensor_of` needs of a ``DTensor``, and can be kept. Without: an error where the
+    first sums are left in ``p.grad``."""
+    return _attribute(tensor, "_spec")
+
+
+def dtensor_of(shard: Tensor, layout: Any) -> Any:
+    """A ``DTensor`` of this process's shard that is laid out as another one of its dtype: what
+    ``DTensor.from_local`` makes, in a tenth of the time. Without: likewise."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(shard, layout, requires_grad=False)
+
+
+# -- Opacus, which is imported by those who ask ----------------------------------------------------
+
+
+def functions_of_optimizer() -> tuple[Any, Any]:
+    """Of Opacus: refuses sums that a step has used, and marks them. Without: an error."""
+    from opacus.optimizers import optimizer
+
+    check = _attribute(optimizer, "_check_processed_flag", "Opacus")
+    return check, _attribute(optimizer, "_mark_as_processed", "Opacus")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Attributes of Opacus' optimizer, by which skipped steps are known. Without: an error."""
+    for name in ("_step_skip_queue", "_is_last_step_skipped"):
+        _attribute(optimizer, name, "Opacus")
+
+
+def check_engine(engine: type) -> None:
+    """Methods of Opacus' engine that are overridden. Without: an error."""
+    for name in ("_model", "_data_loader", "_optimizer", "_criterion"):
+        _attribute(engine, f"_prepare{name}", "Opacus")
+
+
+def explain_flash_mode() -> None:
+    """Have Opacus' own engines say where ``grad_sample_mode="flash"`` is. Without: they say which
+    modes they know."""
+    from opacus.grad_sample import utils
+
+    def explained(known: Any) -> Any:
+        @functools.wraps(known)
+        def find(grad_sample_mode: str) -> Any:
+            if grad_sample_mode == "flash":
+                raise ValueError(
+                    'grad_sample_mode="flash": found with an engine of Opacus\'. Use\n'
+                    "    flash_clipping.FlashPrivacyEngine().make_private(...)\n"
+                    "and, in the place of PrivacyEngineAdaptiveClipping, give it "
+                    'clipping="adaptive".'
+                )
+            return known(grad_sample_mode)
+
+        return find
+
+    for name in ("get_gsm_class", "get_hooks_class"):
+        if (known := getattr(utils, name, None)) is not None:
+            setattr(utils, name, explained(known))
+
+
+@contextmanager
+def without_validator(kind: type[nn.Module]) -> Iterator[None]:
+    """Opacus' validation without its verdict on one type. Without: with it."""
+    from opacus.validators import ModuleValidator
+
+    validators = getattr(ModuleValidator, "VALIDATORS", {})
+    verdict = validators.pop(kind, None)
+    try:
+        yield
+    finally:
+        if verdict is not None:
+            validators[kind] = verdict
+
+
+# -- Triton, which is imported by those who ask ----------------------------------------------------
+
+
+def compiled_kernel() -> Any:
+    """Type of a compiled kernel, which is started by ``kernel[grid](*addresses)``. Without:
+    ``None``, and Triton looks for the kernel at every launch."""
+    found = _find(_load("triton.compiler"), "CompiledKernel")
+    return found if hasattr(found, "__getitem__") else None
+
+
+def early_start() -> tuple[Any, Any]:
+    """Functions that let the next kernel begin, and wait for the one before. Without: ``None``, and
+    kernels begin one after the other."""
+    cuda = _find(_load("triton.language"), "extra.cuda")
+    names = ("gdc_launch_dependents", "gdc_wait")
+    launch, wait = (getattr(cuda, name, None) for name in names)
+    return (launch, wait) if launch is not None and wait is not None else (None, None)
+
+
+@cache
+def has_gluon_modules() -> bool:
+    """Whether the modules are there that kernels in Gluon, Triton's lower language, are written
+    with. Without: kernels in Triton run in their place."""
+    try:
+        importlib.import_module("triton.experimental.gluon.language")
+        hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    except ImportError:
+        return False
+    names = ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
+    return all(hasattr(hopper, name) for name in names)
