@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
-import datasets
 import peft
 import pytest
 import torch
-import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 
 from flash_clipping import per_sample_loss
 from flash_clipping.trainers.transformers import PrivateTrainer
-from flash_clipping.trainers.trl import PrivateDPOTrainer, PrivateSFTTrainer
 from tests.support.trainers import Texts, arguments, bert, privacy
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+ours = importlib.import_module("flash_clipping.trainers.trl")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
@@ -121,7 +123,7 @@ BOUND = 0.05
 
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_texts_are_samples(tmp_path: Path, padding_free: bool) -> None:
-    class Recording(PrivateSFTTrainer):
+    class Recording(ours.PrivateSFTTrainer):
         def training_step(self, model: nn.Module, inputs: Any, *more: Any) -> Tensor:
             ids = [part["input_ids"] for part in inputs.parts]
             where = [part.get("document", part.get("attention_mask")) for part in inputs.parts]
@@ -164,10 +166,10 @@ def test_packed_texts_are_refused(tmp_path: Path) -> None:
     for options, words in (({"packing": True}, "padding_free=True"), ({"loss_type": "dft"}, "dft")):
         args = trl.SFTConfig(output_dir=str(tmp_path), **SETTINGS, **options)
         with pytest.raises(ValueError, match=words):
-            PrivateSFTTrainer(llama(), args, privacy=privacy())
+            ours.PrivateSFTTrainer(llama(), args, privacy=privacy())
     args = trl.SFTConfig(output_dir=str(tmp_path), padding_free=True, **SETTINGS)
     with pytest.raises(ValueError, match="sample_of='row'"):
-        PrivateSFTTrainer(llama(), args, privacy=privacy(engine_options={"sample_of": "row"}))
+        ours.PrivateSFTTrainer(llama(), args, privacy=privacy(engine_options={"sample_of": "row"}))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_pairs_are_samples(tmp_path: Path, loss_type: str, adapters: bool, known
     """Losses of pairs have the mean that TRL's own loss is; a step clips pair by pair."""
     found: dict[str, Any] = {}
 
-    class Comparing(PrivateDPOTrainer):
+    class Comparing(ours.PrivateDPOTrainer):
         def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
             losses: Tensor = super().compute_sample_losses(model, inputs)
             found.setdefault("losses", losses.detach())
@@ -246,4 +248,4 @@ def test_other_losses_of_pairs_are_refused(tmp_path: Path) -> None:
     ):
         args = trl.DPOConfig(output_dir=str(tmp_path), **SETTINGS, **options)
         with pytest.raises(ValueError, match=words):
-            PrivateDPOTrainer(llama(), args=args, privacy=privacy())
+            ours.PrivateDPOTrainer(llama(), args=args, privacy=privacy())
