@@ -572,5 +572,6 @@ def refusals(rank: int) -> Parts:
         "split": split,
         "compile": lambda: wrap(torch.compile(sharded(make()), backend="eager")),
         "other units": lambda: engine_run({}, units=[n % (2 + rank) for n in range(24)]),
+        "units in parts": lambda: engine_run({}, part=1, units=UNITS),
         "past a tap": past_a_tap,
     }
