@@ -276,16 +276,23 @@ class ClippingSession:
         return draws.of_forward(tensors, sizes, axis)
 
     def units_of(
-        self, given: Any, tensors: list[Tensor], draw: DrawnBatch | None = None
+        self,
+        given: Any,
+        tensors: list[Tensor],
+        draw: DrawnBatch | None = None,
+        made_up: bool = False,
     ) -> Units | None:
         """The units of a call of the root with these tensors; ``given`` is the map, if it got one,
-        ``draw`` the loader's batch.
+        ``draw`` the loader's batch; ``made_up``: nobody's rows.
 
         Raises:
             FlashClippingError: a call that is recorded has no map, or one that does not fit.
         """
         if not self.units_of_calls.are_known or not torch.is_grad_enabled() or in_backward():
             return None
+        if made_up:
+            nobody = torch.empty(0, dtype=torch.int64)
+            return Units(nobody, 0, nobody)
         drawn = self.drawn
         if drawn is None and draw is not None and not self.draws.ahead:
             drawn = draw.samples

@@ -29,6 +29,7 @@ from flash_clipping.distributed.supported import (
     is_tensor_parallel,
     processes_of,
     refuse_sharding,
+    reshard,
     sharded_model,
     shared_in_group,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "is_tensor_parallel",
     "processes_of",
     "refuse_sharding",
+    "reshard",
     "sharded_model",
     "shared_in_group",
 ]

@@ -204,9 +204,15 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
     def _of_whole_gradients(
         self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts
     ) -> tuple[Tensor, Doubts]:
-        marks = [marks_B for marks_B in self._marks if len(marks_B) == norms_PB.shape[1]]
+        units = self.units
+        rows = norms_PB.shape[1] if units is None else len(units.map)
+        marks = [marks_R for marks_R in self._marks if len(marks_R) == rows]
         self._marks.clear()
-        marks_B = torch.stack(marks).sum(0) % (1 << 20) if marks else None
+        marks_B = torch.stack(marks).sum(0) if marks else None
+        if marks_B is not None and units is not None:
+            bins_R = units.map.on(marks_B.device).bins_M
+            marks_B = marks_B.new_zeros(units.count + 1).index_add_(0, bins_R, marks_B)[:-1]
+        marks_B = None if marks_B is None else marks_B % (1 << 20)
         return self.messages.whole_norms([id(param) for param in params], norms_PB, doubts, marks_B)
 
     def add_clipped_sums(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class EmptyBatches:
     def __init__(self, root: nn.Module, session: ClippingSession):
         self.session = session
         self.running = False
+        #: Along which the model was given samples: positions of one row, where units are parts.
+        self._axis = session.batch_axis
         self._has_bags = any(isinstance(module, nn.EmbeddingBag) for module in root.modules())
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,8 +52,14 @@ class EmptyBatches:
         if not session.recording:
             return None
         axis = session.batch_axis
-        sizes = [x.shape[axis] for x in batched_inputs(args, kwargs) if x.dim() > axis]
-        if not sizes or sizes[0] or (self._has_bags and any(sizes)):
+        inputs = [x for x in batched_inputs(args, kwargs) if x.dim() > axis]
+        sizes = [x.shape[axis] for x in inputs]
+        is_empty = sizes[:1] == [0] and not (self._has_bags and any(sizes))
+        self._axis = axis
+        if not is_empty and session.units_of_calls.sample_of is not None and inputs:
+            is_empty = not inputs[0].numel()  # a row without positions, [1, 0]
+            self._axis = inputs[0].shape.index(0) if is_empty else axis
+        if not is_empty:
             return None
         self.running = True
         # Of ones: lengths, and masks of what is to be seen, must not be 0.
@@ -66,7 +74,7 @@ class EmptyBatches:
 
     def _without_rows(self, x: Tensor) -> Tensor:
         """Zeros without rows, whose backward goes on with gradients of 0."""
-        axis = self.session.batch_axis
+        axis = self._axis
         if x.dim() <= axis:
             return x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0)
         if x.shape[axis] % _COUNT:
@@ -84,8 +92,6 @@ class ShardedModel:
     def __init__(self, root: Any, session: ClippingSession):
         self.root = root
         self.session = session
-        if session.units_of_calls.are_known:
-            self.refuse("sample_of")
         self.slots = ParameterSlots(root, self._watch)
         trainable: list[Any] = self.slots.trainable()
         if not trainable:
@@ -130,13 +136,17 @@ class ShardedModel:
             # After the module's own, which gathers parameters.
             handles.append(module.register_forward_pre_hook(self._look))
 
-    def refuse(self, found: str) -> NoReturn:
-        """Refuse what is not built for shards."""
-        raise NotImplementedError(
-            f"{found}: found a sharded model (fully_shard, parallelize_module), for which it is "
-            "not built. "
-            "Leave it out, or use one process, or DifferentiallyPrivateDistributedDataParallel."
-        )
+    def check_compiled(self, any_compiled: bool) -> None:
+        """Refuse compiled parts beside layers that are cut over processes."""
+        if any_compiled and self.layers is not None:
+            raise NotImplementedError(
+                "the model: found compiled parts (compile(), torch.compile) and layers that are "
+                "cut over processes (parallelize_module). Wires of a compiled graph are ordinary "
+                "tensors, and what it computes with are DTensors. Leave all of the model "
+                "uncompiled; after fully_shard alone compiled blocks are served:\n"
+                "    for block in model.blocks:\n"
+                "        block.compile()"
+            )
 
     @property
     def is_empty(self) -> bool:

@@ -72,6 +72,14 @@ def is_tensor_parallel(module: Any) -> bool:
     )
 
 
+def reshard(model: nn.Module) -> None:
+    """Let a sharded model, and any other, forget what a forward without a backward has gathered."""
+    for module in model.modules():
+        if is_sharded(module):
+            part: Any = module
+            part.reshard()
+
+
 def processes_of(module: Any) -> ProcessGroups | None:
     """The processes of a model whose parameters are shards; ``None`` for any other."""
     if not has_shards(module):
@@ -105,6 +113,12 @@ def refuse_sharding(root: nn.Module) -> None:
     if not dist.is_available():
         return
     parts = [path for path, module in root.named_modules() if is_sharded(module)]
+    if parts[:1] == ["_orig_mod"]:
+        raise NotImplementedError(
+            "the model: found torch.compile around a model that fully_shard was applied to. "
+            "Compile it in place, before it is wrapped, or after (the private model has compile() "
+            "as well):\n    model.compile()  # in the place of model = torch.compile(model)"
+        )
     if parts and parts[0]:
         raise NotImplementedError(
             f"{parts[0]}: found fully_shard on parts of the model, and not on the model "

@@ -24,6 +24,7 @@ from flash_clipping.capture.counts_of_samples import check_drawn, check_losses
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.padding import EVERY_ROW
+from flash_clipping.capture.proof.positions import are_apart
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import sharded_model
@@ -254,7 +255,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         those of the model that is not compiled.
         """
         if self._sharded is not None:
-            self._sharded.refuse("compile()")
+            self._sharded.check_compiled(True)
         self._taps.regions.compile(self._taps.of_root, compiler_of(args, kwargs))
 
     # -- forward: who is a sample? --------------------------------------------------------------
@@ -283,10 +284,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if session.draws.waiting or session.draws.strict:
             draw = session.draw_of(tensors, made_up)
         if units_of_calls.from_loader or units_of_calls.sample_of is not None:
-            units = session.units_of(given, tensors, draw)
+            units = session.units_of(given, tensors, draw, made_up)
         if units is not None and units.by_position:
             if session.may_prove():
-                self._watch.prove(module, args, kwargs, positions=units)
+                unknown = not are_apart(session, units, self._guards.count, args, kwargs)
+                self._watch.prove_if(unknown, module, args, kwargs, positions=units)
         else:
             kind = self._watch.kind_of(module, tensors, args, kwargs)
             if kind != self._watch.covered:

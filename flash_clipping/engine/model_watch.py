@@ -110,6 +110,8 @@ class ModelWatch:
         refuse_since(self.wrapper, () if self.sharded is None else self.sharded.slots.gathering)
         if not is_dynamo_compiling():
             self.taps.find_compiled()
+            if self.sharded is not None:
+                self.sharded.check_compiled(self.taps.regions.any_compiled)
         self._looked_around = True
 
     def kind_of(
@@ -161,16 +163,17 @@ class ModelWatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         call: ForwardCall | None = None,
+        positions: Units | None = None,
     ) -> bool:
         """:meth:`prove` where that is wanted, or where another process wants to; whether it was
         done."""
         if self.sharded is not None:
-            run = partial(self.prove, module, args, kwargs, call)
+            run = partial(self.prove, module, args, kwargs, call, positions)
             forward = partial(module.forward, *args, **kwargs)
             return self.sharded.rehearse(wanted, self.guards.count, run, forward)
         if wanted:
-            self.prove(module, args, kwargs, call)
-        elif call is None and (audit := self.gate.due()):
+            self.prove(module, args, kwargs, call, positions)
+        elif call is None and positions is None and (audit := self.gate.due()):
             self._audit(Subject(module, _own(module.forward), self.session, args, kwargs), audit)
         return wanted
 

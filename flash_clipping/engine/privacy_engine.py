@@ -347,12 +347,6 @@ class FlashPrivacyEngine(PrivacyEngine):
         if group is None:
             refuse_alone(module, distributed)
         check_noise_grid(self.accountant, given)
-        if units is not None and has_shards(module):
-            raise NotImplementedError(
-                "units: found a model whose parameters are shards. Processes would have to "
-                "draw the rows of one unit together, which is not built. Draw rows, or use one "
-                "process."
-            )
         check_one_of("cuda_graphs", cuda_graphs, get_args(CudaGraphs))
         dataset: Any = data_loader.dataset
         of_rows = None
@@ -536,8 +530,10 @@ class FlashPrivacyEngine(PrivacyEngine):
             kwargs.pop(name, None)
         distributed = kwargs.pop("distributed", False)
         if asked.units is not None:
-            # Opacus counted all rows.
-            kwargs["expected_batch_size"] = asked.sampler.num_samples * asked.units.sample_rate
+            # Opacus counted all rows; it wants the number of one process.
+            sampler, processes = asked.sampler, dist.get_world_size() if distributed else 1
+            count = getattr(sampler, "total_size", sampler.num_samples)
+            kwargs["expected_batch_size"] = count * asked.units.sample_rate / processes
         generator = kwargs.pop("noise_generator", None)
         kwargs["stream"] = self.stream if generator is None else None
         kwargs.update(generator=generator, secure_mode=self.secure_mode)

@@ -63,6 +63,7 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
             self.stream.load_state_dict(before.stream.state_dict())
 
     def _refuse_parts_of(self, sampler: Any) -> None:
+        super()._refuse_parts_of(sampler)
         raise FlashClippingError(
             "BatchMemoryManager: found a model that fully_shard was applied to, and a "
             f"loader with {type(sampler).__name__}. Processes would split their batches "

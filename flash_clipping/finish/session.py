@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.factors import Factor
+from flash_clipping.factors import Factor, UnitMap
 from flash_clipping.finish.clipping import ClipFunction as ClipFunction
 from flash_clipping.finish.plan import Plans
 
@@ -36,6 +36,7 @@ class Units(Protocol):
     """Which privacy unit each row belongs to, that layers record."""
 
     count: int
+    map: UnitMap
 
     def scale_of_mean(self) -> float: ...
 

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
+from flash_clipping.distributed import is_sharded
 from flash_clipping.errors import missing_extra
 
 try:
@@ -92,23 +94,25 @@ class PrivateTraining(ReportsPrivacy, Callback):
         return self.run.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Taken by the next ``fit``."""
+        """Taken by the next ``fit``; where Lightning loads after it has begun, by that one."""
         self._loaded = dict(state_dict)
+        if self.run is not None and self._loaded:
+            self.run.load_state_dict(self._loaded)
 
     # -- before the first step ------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make loader, module and optimizer private."""
-        _refuse(trainer, pl_module)
+        model = pl_module if self.module is None else getattr(pl_module, self.module)
+        _refuse(trainer, model)
         if self.run is not None:
             raise ValueError(
                 "PrivateTraining: found a second fit(). The module has its hooks and the "
                 "accountant its steps from the first. Give the number of epochs at once, or resume "
                 "from a checkpoint with new objects (Trainer, LightningModule, PrivateTraining)."
             )
-        model = pl_module if self.module is None else getattr(pl_module, self.module)
         self.run = PrivateRun(self.privacy)
-        self._loader = self._private_loader(trainer, pl_module)
+        self._loader = self._private_loader(trainer, pl_module, distributed=is_sharded(model))
         loop = trainer.fit_loop
         loop._data_source.instance = self._loader
         loop._combined_loader = None  # configure_optimizers may have asked for its length
@@ -119,21 +123,20 @@ class PrivateTraining(ReportsPrivacy, Callback):
             max_grad_norm=self.privacy.max_grad_norm or 0.0,
             steps=int(trainer.estimated_stepping_batches),
         )
-        trainer.strategy.optimizers = [self.run.optimizer]
         if self._loaded:
             self.run.load_state_dict(self._loaded)
         if self.max_physical_batch_size is not None:
             pl_module.training_step = self._in_parts(pl_module.training_step)
 
-    def _private_loader(self, trainer: Any, pl_module: Any) -> Any:
+    def _private_loader(self, trainer: Any, pl_module: Any, *, distributed: bool) -> Any:
         plain = trainer.fit_loop._data_source.dataloader()
         if not isinstance(plain, DataLoader):
             raise ValueError(
                 f"PrivateTraining: found training data of type {type(plain).__name__}; expected "
                 "one torch.utils.data.DataLoader."
             )
-        refuse_loader(plain, poisson_sampling=True, distributed=False)
-        options: dict[str, Any] = {"stream": self.run.sampling_stream}
+        refuse_loader(plain, poisson_sampling=True, distributed=distributed)
+        options: dict[str, Any] = {"stream": self.run.sampling_stream, "distributed": distributed}
         if self.max_physical_batch_size is None:
             return PoissonLoader.from_data_loader(plain, **options)
         if not pl_module.automatic_optimization:
@@ -145,7 +148,9 @@ class PrivateTraining(ReportsPrivacy, Callback):
         return LogicalLoader.from_data_loader(plain, **options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that Lightning trains with what was made private."""
+        """Let Lightning step with noise, now that it has loaded the plain optimizer's state; check
+        that it trains with what was made private."""
+        trainer.strategy.optimizers = [self.run.optimizer]
         if trainer.train_dataloader is not self._loader:
             raise RuntimeError(
                 f"PrivateTraining: Lightning trains with a {type(trainer.train_dataloader)}, not "
@@ -197,11 +202,22 @@ class PrivateTraining(ReportsPrivacy, Callback):
             self.run.hooks.cleanup()
 
 
-def _refuse(trainer: Any, pl_module: Any) -> None:
+def _refuse(trainer: Any, model: nn.Module) -> None:
     """Refuse settings with which a step would not be private, each by its name."""
-    several = "Train on one device in one process: Trainer(devices=1)"
+    several = trainer.world_size > 1
     refused = [
-        (trainer.world_size > 1, f"{trainer.world_size} processes", several),
+        (
+            several and not is_sharded(model),
+            f"{trainer.world_size} processes, and {type(model).__name__} whole in each of them",
+            "Call fully_shard in configure_model, on its blocks and on the module itself that is "
+            "private, with Trainer(strategy=ModelParallelStrategy(tensor_parallel_size=1, "
+            "data_parallel_size=...)); or train on one device: Trainer(devices=1)",
+        ),
+        (
+            several and trainer._accelerator_connector.use_distributed_sampler,
+            "use_distributed_sampler=True",
+            "Every process draws its own samples. Use Trainer(use_distributed_sampler=False)",
+        ),
         (
             getattr(trainer.precision_plugin, "scaler", None) is not None,
             f"precision={trainer.precision!r}",

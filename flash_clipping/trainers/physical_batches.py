@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import default_collate
 
 from flash_clipping._compat import pin_memory
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.engine.sampling.loaders import PoissonLoader
+from flash_clipping.randomness import SecretStream
+
+if TYPE_CHECKING:
+    from flash_clipping.distributed.process_groups import ProcessGroups
 
 
 @dataclass
@@ -57,3 +61,24 @@ class LogicalLoader(PoissonLoader):
         super().__init__(dataset, collate_fn=collate_fn, **kwargs)
         # In the place of one that announces batches to the model, which sees parts only.
         self.collate_fn = CollateParts(collate_fn or default_collate, dataset, part_size)
+        self._processes: ProcessGroups | None = None
+
+    def share(self, processes: ProcessGroups) -> None:
+        """The same, and give as many parts of a batch as the others, which have to run the model as
+        often: some may be empty."""
+        super().share(processes)
+        self._processes, self.batch_sampler.part_size = processes, self.collate_fn.part_size
+
+    def draw_with(self, stream: SecretStream) -> None:
+        """Draw the next epochs' batches with it; all processes of a sharded model call it."""
+        processes = self._processes
+        self.batch_sampler.stream = stream if processes is None else processes.shared_stream(stream)
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            if self._processes is not None:
+                while len(batch.parts) < self.batch_sampler.parts[0]:
+                    batch.parts.append(self.collate_fn.part([]))
+                    batch.sizes.append(0)
+                self.batch_sampler.parts.popleft()
+            yield batch

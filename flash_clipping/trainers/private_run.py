@@ -11,10 +11,12 @@ from typing import Any
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 
+from flash_clipping.distributed import processes_of
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics, accounted_steps
+from flash_clipping.trainers.physical_batches import LogicalLoader
 
 
 class ReportsPrivacy:
@@ -63,11 +65,11 @@ class PrivateRun:
         self.steps_before = 0
         self.sampling_stream = self.engine.stream.another()
 
-    def begin_epoch(self, loader: Any, run: int, epoch: int) -> None:
+    def begin_epoch(self, loader: LogicalLoader, run: int, epoch: int) -> None:
         """Let a run with a seed draw this epoch's batches as it would after any interruption."""
         if self.arguments.seed is not None:
             self.sampling_stream = self.engine.stream.another(run, epoch)
-            loader.batch_sampler.stream = self.sampling_stream
+            loader.draw_with(self.sampling_stream)
 
     def attach(
         self,
@@ -102,6 +104,8 @@ class PrivateRun:
                 f"noise_multiplier={self.noise_multiplier:.4g}: epsilon then grows further."
             )
         self.sample_rate = rate
+        if (processes := processes_of(model)) is not None:
+            loader.share(processes)
         modes = [module.training for module in model.modules()]
         model.train()  # Opacus takes no others
         self.hooks, self.optimizer, _, _ = self.engine.make_private(

@@ -9,8 +9,10 @@ from torch.utils.data import RandomSampler
 from flash_clipping.distributed import has_shards
 
 _SEVERAL = (
-    "PrivateTrainer trains whole models, with one device in each process. Start a process for "
-    "every GPU (torchrun), or use FlashPrivacyEngine after fully_shard or parallelize_module"
+    "PrivateTrainer trains with one device in each process: whole models, or shards of FSDP2. "
+    "Start a process for every GPU (torchrun, accelerate launch), with fsdp_version: 2 (in "
+    "TrainingArguments fsdp=True, fsdp_config={'version': 2}) for models that do not fit; or use "
+    "FlashPrivacyEngine after fully_shard or parallelize_module"
 )
 
 
@@ -32,7 +34,6 @@ def refuse_arguments(args: Any) -> None:
     _refuse_if(is_several and form != "distributed", f"several processes ({form})", _SEVERAL)
     _refuse_if(is_several and get("parallelism_config"), "parallelism_config", _SEVERAL)
     _refuse_if(get("deepspeed"), "deepspeed", _SEVERAL)
-    _refuse_if(get("fsdp"), "fsdp", _SEVERAL)
     _refuse_if(get("n_gpu", 1) > 1, f"{get('n_gpu', 1)} GPUs (DataParallel)", _SEVERAL)
     _refuse_if(
         get("torch_compile"),
@@ -84,7 +85,21 @@ def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None
         "Give the plain model, or take the hooks off first: model.to_standard_module(), or "
         "hooks.cleanup()",
     )
-    _refuse_if(has_shards(trainer.model), "a model whose parameters are shards", _SEVERAL)
+    _refuse_if(
+        has_shards(trainer.model),
+        "a model whose parameters are shards",
+        "Give the plain model: Accelerate shards it (accelerate launch with fsdp_version: 2). For "
+        "tensor parallelism use FlashPrivacyEngine after parallelize_module",
+    )
+    asked, plugin = trainer.args.fsdp, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    version = getattr(plugin, "fsdp_version", 1)
+    _refuse_if(plugin is not None and version != 2, f"fsdp with fsdp_version={version}", _SEVERAL)
+    _refuse_if(
+        asked and not trainer.is_fsdp_enabled,
+        "fsdp, and Accelerate does not shard here",
+        "It shards in several processes with a GPU each. Start them by torchrun or accelerate "
+        "launch, or leave fsdp out",
+    )
     config = getattr(trainer.model, "config", None)
     _refuse_if(
         getattr(config, "output_router_logits", False),

@@ -14,6 +14,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -34,6 +36,7 @@ except ImportError as error:
 
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.units import UnitsOfCalls
+from flash_clipping.distributed import reshard
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.model_loss import asking, compare, shifts_labels
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
@@ -165,35 +168,26 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             )
         return self._loader
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's optimizer, which adds noise to clipped sums."""
-        optimizer = super().create_optimizer(*args, **kwargs)
-        run = self.run
-        if run is None or run.hooks is not None:
-            return optimizer
-        while isinstance(optimizer, AcceleratedOptimizer):  # of a training before
-            optimizer = optimizer.optimizer
-        self._compare_with_own_loss()
-        steps = self.args.max_steps
-        if steps <= 0:
-            steps = -int(-self.args.num_train_epochs * len(self.get_train_dataloader()) // 1)
-        assert self.model is not None
-        model: nn.Module = self.model
-        if self.args.world_size == 1:
-            self.accelerator.prepare(model)  # before there are hooks, which are to come off again
-        elif self._data_parallel is None:
-            self._data_parallel = DifferentiallyPrivateDistributedDataParallel(model)
-        model = self._data_parallel or model
-        run.attach(
-            model,
-            optimizer,
-            self._loader,
-            max_grad_norm=self._max_grad_norm,
-            steps=steps,
-            options=_options_of(self.accelerator.unwrap_model(self.model)),
-        )
-        self.optimizer = run.optimizer
-        return self.optimizer
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's schedule, of an optimizer that adds noise to clipped sums.
+
+        Called when Accelerate has prepared model and optimizer, and before either is used: hooks
+        are to come off again, and those of a model that is sharded go by its shards.
+        """
+        run, prepared = self.run, self.optimizer
+        if run is not None and run.hooks is None and isinstance(prepared, AcceleratedOptimizer):
+            self._compare_with_own_loss()
+            assert self.model is not None
+            run.attach(
+                self._data_parallel or self.model,
+                prepared.optimizer,
+                self._loader,
+                max_grad_norm=self._max_grad_norm,
+                steps=num_training_steps,
+                options=_options_of(self.accelerator.unwrap_model(self.model)),
+            )
+            prepared.optimizer = run.optimizer
+        return super().create_scheduler(num_training_steps, *args, **kwargs)
 
     def _compare_with_own_loss(self) -> None:
         """Ask the model whether its loss shifts labels, and compare its loss with ours."""
@@ -218,10 +212,13 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 self._shifts = None  # batches may be for the losses of a subclass only
             if is_ours:
                 compare(model, samples, collate, losses)
+        reshard(model)
 
     def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """In several processes: what Opacus has in the place of PyTorch's own."""
-        if training and self._data_parallel is not None:
+        """For data parallelism: what Opacus has in the place of PyTorch's own."""
+        if training and self.args.world_size > 1 and not self.is_fsdp_enabled:
+            if self._data_parallel is None:
+                self._data_parallel = DifferentiallyPrivateDistributedDataParallel(self.model)
             return self._data_parallel
         return super()._wrap_model(model, training, *args, **kwargs)
 
@@ -371,8 +368,20 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     # -- checkpoints ----------------------------------------------------------------------------
 
+    @contextmanager
+    def _without_noise(self) -> Iterator[None]:
+        """What saves and loads the optimizer of shards takes a step of it to learn its state."""
+        prepared: Any = self.optimizer
+        if self.is_fsdp_enabled:
+            self.optimizer = self.run.optimizer.original_optimizer
+        try:
+            yield
+        finally:
+            self.optimizer = prepared
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
+        with self._without_noise():
+            super()._save_optimizer_and_scheduler(output_dir)
         if not self.args.should_save:  # another process does, and all have taken the same steps
             return
         state = self.run.state_dict()
@@ -380,7 +389,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         torch.save(state, os.path.join(output_dir, STATE_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with self._without_noise():
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
         path = os.path.join(checkpoint, STATE_NAME)
@@ -413,7 +423,7 @@ class _Watch(TrainerCallback):
         if run is None or run.optimizer is None:
             raise RuntimeError(
                 "PrivateTrainer: training begins, and the optimizer is not private. Do not "
-                "override create_optimizer or get_train_dataloader."
+                "override create_scheduler or get_train_dataloader."
             )
         run.check_steps(state.global_step)
         run.check_budget(state.max_steps - state.global_step)

@@ -69,6 +69,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "empty": {"cuts": EMPTY, "compiled": "blocks"},
     "two_pass": {"cuts": UNEVEN, "compiled": "blocks", "mode": "two_pass"},
     "root": {"cuts": UNEVEN, "compiled": "root"},
+    "private": {"cuts": UNEVEN, "compiled": "private"},
     "shards": {"cuts": UNEVEN, "compiled": "shards", "net": {"blocks": 10}},
 }
 

@@ -1,21 +1,27 @@
-"""Hugging Face's ``Trainer`` in several processes, each with samples of its own."""
+"""Hugging Face's ``Trainer`` in several processes, each with samples of its own: with whole models,
+or with shards of FSDP2; and Lightning's with shards."""
 
 from __future__ import annotations
 
 import tempfile
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, distributed as dist, nn
 
 from flash_clipping.trainers.transformers import PrivateTrainer
-from tests.distributed.processes import BACKEND, C, as_torchrun, message
+from tests.distributed.processes import BACKEND, C, Parts, all_of, as_torchrun, message
 from tests.support.trainers import Texts, arguments, bert, privacy
+from tests.trainers import test_lightning
 
 #: Samples; steps of an epoch of expected batches of 2 (samples) x 1 (part) x 2 (processes).
 SIZE, STEPS, RATE = 24, 6, 0.5
-TRAINING = {"gradient_accumulation_steps": 1, "optim": "sgd", "lr_scheduler_type": "constant"}
+TRAINING = {"gradient_accumulation_steps": 1, "lr_scheduler_type": "constant"}
 
 
 class Noting(PrivateTrainer):
@@ -35,41 +41,82 @@ class Noting(PrivateTrainer):
         )
 
 
-def trainer(folder: str, noise: float = 0.0, **settings: Any) -> Noting:
-    torch.manual_seed(dist.get_rank())  # another model in each process, until it is shared
+class Sharding(Noting):
+    """Accelerate takes FSDP for GPUs alone, so that it is told here that there are some."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        self.accelerator.state.fsdp_plugin = plugin
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.is_fsdp_enabled = True
+
+
+#: Accelerate shards input embeddings by themselves, and fails where those around are sharded.
+_LAYERS = {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}
+#: How models are spread over processes, for ``TrainingArguments``.
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "fsdp": {"fsdp": True, "fsdp_config": _LAYERS},
+}
+
+
+def momentum_of(kind: str) -> float:
+    """A state of the optimizer; on CPUs ``transformers`` loads none for whole models."""
+    return 0.0 if kind == "whole" else 0.5
+
+
+def trainer(folder: str, kind: str = "whole", noise: float = 0.0, **settings: Any) -> Noting:
     model = bert(torch.float64)
-    with torch.no_grad():
-        model.classifier.weight.add_(dist.get_rank())
-    settings = TRAINING | {"learning_rate": RATE, "remove_unused_columns": False} | settings
-    return Noting(
+    if kind == "whole":  # another model in each process, until it is shared
+        with torch.no_grad():
+            model.classifier.weight.add_(dist.get_rank())
+    settings = KINDS[kind] | TRAINING | {"remove_unused_columns": False} | settings
+    cls = Noting if kind == "whole" else Sharding
+    return cls(
         model=model,
         args=arguments(folder, ddp_backend=BACKEND, use_cpu=BACKEND == "gloo", **settings),
         train_dataset=Texts(SIZE),
+        eval_dataset=Texts(3),
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": RATE, "momentum": momentum_of(kind)}),
         privacy=privacy(noise_multiplier=noise, max_grad_norm=C, seed=None),
     )
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    return {name: all_of(param).detach().clone() for name, param in model.named_parameters()}
 
 
-def main(rank: int) -> dict[str, Any]:
-    from accelerate.state import AcceleratorState
+def main(rank: int) -> Parts:
+    return {
+        **{kind: partial(trained, kind) for kind in KINDS},
+        "lightning": lambda: [fitted(physical) for physical in (None, 1)],
+    }
 
-    folder = [tempfile.mkdtemp() if rank == 0 else None]
+
+def trained(kind: str) -> dict[str, Any]:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
+    trainer_of = partial(trainer, str(folder[0]), kind)
     with as_torchrun(29512):
-        plain = trainer(str(folder[0]), num_train_epochs=1, save_strategy="steps", save_steps=STEPS)
+        plain = trainer_of(
+            num_train_epochs=1,
+            save_strategy="steps",
+            save_steps=STEPS,
+            eval_strategy="steps",
+            eval_steps=2,
+        )
         plain.train()
-        again = trainer(str(folder[0]), noise=1.0)
+        again = trainer_of(noise=1.0)
         refused = message(
             lambda: again.train(resume_from_checkpoint=f"{folder[0]}/checkpoint-{STEPS}")
         )
-        resumed = trainer(str(folder[0]), max_steps=STEPS + 1)
+        resumed = trainer_of(max_steps=STEPS + 1)
         resumed.train(resume_from_checkpoint=f"{folder[0]}/checkpoint-{STEPS}")
-        noisy = trainer(str(folder[0]), noise=1.0, max_steps=2)
+        noisy = trainer_of(noise=1.0, max_steps=2)
         noisy.train()
-        fsdp = message(lambda: trainer(str(folder[0]), fsdp="full_shard"))
+        fsdp = message(lambda: trainer(str(folder[0]), fsdp=True))
         AcceleratorState._reset_state(True)
     assert plain.run is not None and noisy.run is not None and resumed.run is not None
     return {
@@ -78,7 +125,7 @@ def main(rank: int) -> dict[str, Any]:
         "history": plain.run.engine.accountant.state_dict()["history"],
         "expected": plain.run.optimizer.expected_batch_size,
         "end": weights(plain.model),
-        "resumed": (weights(resumed.model), resumed.run.steps, len(resumed.drawn)),
+        "resumed": (weights(resumed.model), resumed.run.steps, resumed.drawn),
         "noisy": weights(noisy.model),
         "epsilon": noisy.epsilon,
         "refused": refused,
@@ -86,11 +133,12 @@ def main(rank: int) -> dict[str, Any]:
     }
 
 
-def replayed(drawn: list[list[int]]) -> dict[str, Tensor]:
+def replayed(drawn: list[list[int]], kind: str) -> dict[str, Tensor]:
     """What one process would end with, sample by sample, of these batches."""
     model, data = bert(torch.float64), Texts(SIZE)
 
     params = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(params.values(), lr=RATE, momentum=momentum_of(kind))
     for index in drawn:
         total = {name: torch.zeros_like(param) for name, param in params.items()}
         for row in (data[i] for i in index):
@@ -101,5 +149,72 @@ def replayed(drawn: list[list[int]]) -> dict[str, Tensor]:
             for name, grad in zip(params, grads, strict=True):
                 total[name] += coef * grad
         for name, param in params.items():
-            param.data -= RATE * total[name] / (SIZE / STEPS)
+            param.grad = total[name] / (SIZE / STEPS)
+        optimizer.step()
     return weights(model)
+
+
+class Sharded(test_lightning.Classifier):
+    """Lightning's ``ModelParallelStrategy`` calls :meth:`configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: The step of each batch, or part of one.
+        self.at: list[int] = []
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = self.device_mesh["data_parallel"]
+        fully_shard(self.model[0], mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=test_lightning.RATE, momentum=0.5)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Any:
+        self.at.append(self.global_step)
+        return super().training_step(batch, index)
+
+
+def fitted(physical: int | None) -> dict[str, Any]:
+    """An epoch, and another one from its checkpoint; ``physical``: samples of a part."""
+    import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    checkpoint = Path(str(folder[0])) / "checkpoint"
+
+    def fit(module: Any, **settings: Any) -> lightning.Trainer:
+        defaults: dict[str, Any] = {
+            "strategy": ModelParallelStrategy(tensor_parallel_size=1, data_parallel_size=2),
+            "use_distributed_sampler": False,
+        }
+        trainer, callback = test_lightning.fit(
+            module,
+            checkpoint.parent,
+            of_privacy={"noise_multiplier": 0.0, "seed": None},
+            physical=physical,
+            devices=2,
+            **defaults | settings,
+        )
+        assert trainer.global_step == callback.run.steps
+        return trainer
+
+    def of(module: Sharded) -> dict[str, Any]:
+        steps = [[n for n, at in enumerate(module.at) if at == step] for step in {*module.at}]
+        drawn = [
+            tuple(torch.cat([module.drawn[n][i] for n in parts]) for i in (0, 1)) for parts in steps
+        ]
+        return {"drawn": drawn, "parts": [*map(len, steps)], "end": [*weights(module).values()]}
+
+    first, resumed = Sharded(), Sharded()
+    with as_torchrun(29514):
+        fit(first).save_checkpoint(checkpoint)
+        fit(resumed, checkpoint=checkpoint, max_epochs=2)
+        refused = [
+            message(lambda: fit(test_lightning.Classifier(), strategy="ddp")),
+            message(lambda: fit(Sharded(), use_distributed_sampler=True)),
+        ]
+    return {"first": of(first), "resumed": of(resumed), "refused": refused}

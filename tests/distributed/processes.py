@@ -209,6 +209,8 @@ def clipped_step(
     flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
     if bucket is not None:
         flash._sharded.reducer.bucket_bytes = bucket
+    if compiled == "private":
+        flash.compile(backend="eager")
     ids, y = local(rank, cuts)
     whole = truth_of(plain, *(x[: cuts[-1]] for x in batch()))
     errors = []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -41,6 +42,7 @@ from tests.distributed.processes import (
     sharded,
     truth_of,
 )
+from tests.support import packed
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
 
@@ -162,21 +164,36 @@ def in_parts(loader: Any, optimizer: Any, part: int) -> Any:
     ).__enter__()
 
 
+#: The unit of every row of ``Rows(copies=3)``: eleven, of one to four rows that lie apart.
+UNITS = [(row * row + row // 5) % 12 * 10**6 for row in range(24)]
+
+
+def views(ids: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two rows of every item, and whose they are."""
+    return torch.cat([ids, ids.flip(1)]), y.repeat(2), torch.arange(len(ids)).repeat(2)
+
+
 def engine_run(
-    shards: dict[str, Any],
+    shards: dict[str, Any] | None,
     part: int | None = None,
     net: dict[str, Any] | None = None,
+    batch_size: int = 2,
+    seed: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """One epoch by Poisson batches, all processes seeded alike; in parts of so many samples."""
+    """One epoch by Poisson batches, all processes seeded alike; in parts of so many samples.
+    ``shards=None``: Opacus' data parallelism. With ``sample_of`` items are two rows each. ``seed``:
+    the engine's, the same in all processes."""
     torch.manual_seed(0)
-    model = sharded(make(**(net or {})), **shards)
-    engine = FlashPrivacyEngine(accountant="pld" if "max_batch_size" in options else "rdp")
+    plain = make(**(net or {}))
+    model = DPDDP(plain) if shards is None else sharded(plain, **shards)
+    accountant = "pld" if "max_batch_size" in options else "rdp"
+    engine = FlashPrivacyEngine(accountant=accountant, seed=seed)
     wrapped, optimizer, criterion, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
         criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(Rows(copies=3), batch_size=2),
+        data_loader=DataLoader(Rows(copies=3), batch_size=batch_size),
         **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
     )
     if part is not None:
@@ -187,7 +204,10 @@ def engine_run(
     rows: list[int] = []
     for ids, y, row in loader:
         optimizer.zero_grad()
-        criterion(wrapped(ids.to(device())), y.to(device())).backward()
+        named = {}
+        if "sample_of" in options:
+            ids, y, named["item"] = views(ids, y)
+        criterion(wrapped(ids.to(device()), **named), y.to(device())).backward()
         counted[-1] += row[: wrapped._session.draws.waiting[-1].samples].tolist()
         optimizer.step()
         rows += row.tolist()
@@ -207,7 +227,7 @@ def engine_run(
         "bounds": bounds,
         "expected": optimizer.expected_batch_size,
         "history": engine.accountant.history,
-        "end": {name: p.full_tensor().detach() for name, p in model.named_parameters()},
+        "end": {name: all_of(p).detach() for name, p in plain.named_parameters()},
     }
 
 
@@ -331,6 +351,28 @@ def check_correlated(noise: NoiseMechanism, runs: list[dict[str, Any]]) -> None:
             cut = own[run["places"][name][2][1]]
             for step, added in enumerate(run["added"]):
                 torch.testing.assert_close(added[name], rows[(step, *cut)], rtol=0, atol=1e-9)
+
+
+def documents_in_rows(rank: int, **options: Any) -> dict[str, Any]:
+    """Packed documents, all of one its own process's: the second process has two of them, one, and
+    a row without positions."""
+    every = packed.documents((3, 5, 1, 4, 2))
+    truth = packed.truth_of(packed.Reader().double(), [[*enumerate(every)]])
+    model = sharded(packed.Reader().double().to(device()), how="leaves")
+    flash = GradSampleModuleFlashClipping(
+        model, max_grad_norm=C, loss_reduction="sum", sample_of="document", **options
+    )
+    errors = []
+    for cut in (3, 4, 5):
+        flash.zero_grad(set_to_none=True)
+        mine = slice(cut) if rank == 0 else slice(cut, None)
+        row = packed.packed([[*enumerate(every[mine])]])
+        packed.losses(flash(*(x.to(device()) for x in row))).sum().backward()
+        errors.append(error(flash.get_norm_sample(), truth.norms[mine]))
+        for name, total in truth.clipped(C).items():
+            errors.append(error(all_of(model.get_parameter(name).grad), total))
+    settled = flash._sharded.together._settled_with == flash._guards.count
+    return {"error": max(errors), "settled": settled}
 
 
 def checkpointed(rank: int, folder: str) -> dict[str, Any]:
@@ -528,7 +570,8 @@ def refusals(rank: int) -> Parts:
         "changed": lambda: stepped(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-9)),
         "some": lambda: stepped(backward=lambda x, m: x.backward(inputs=[m.head.weight])),
         "split": split,
-        "compile": lambda: wrap(sharded(make())).compile(),
-        "units": lambda: wrap(sharded(make()), sample_of="ids"),
+        "compile": lambda: wrap(torch.compile(sharded(make()), backend="eager")),
+        "other units": lambda: engine_run({}, units=[n % (2 + rank) for n in range(24)]),
+        "units in parts": lambda: engine_run({}, part=1, units=UNITS),
         "past a tap": past_a_tap,
     }

@@ -178,6 +178,21 @@ def refusals(rank: int, mesh: Any) -> Parts:
                 layer.self_attn.norm = nn.LayerNorm(4, device=device())
         wrap(apply_tensor_parallelism(model, mesh))
 
+    def compiled() -> None:
+        model = cut(decoders.make(), mesh)
+        model.blocks[0].compile(backend="eager")
+        step(model)
+
+    def other_units() -> None:
+        """Rows of one unit in this process, and of two in the other."""
+        flash = wrap(cut(decoders.make(), mesh), sample_of="unit")
+        unit = torch.tensor([0, 1, rank, 1])
+        loss_of(flash(ids, unit=unit), y).backward()
+
+    def documents() -> None:
+        flash = wrap(cut(decoders.make(), mesh), sample_of="document", loss_reduction="sum")
+        flash(ids, document=torch.zeros_like(ids))
+
     return {
         "packed": lambda: by_transformers(o_proj="packed_rowwise"),
         "reduced gradients": lambda: by_transformers(norm="replicated_with_grad_allreduce"),
@@ -198,7 +213,9 @@ def refusals(rank: int, mesh: Any) -> Parts:
         "changed": changed,
         "by hand": by_hand,
         "compile": lambda: wrap(cut(decoders.make(), mesh)).compile(),
-        "units": lambda: wrap(cut(decoders.make(), mesh), sample_of="ids"),
+        "compiled": compiled,
+        "other units": other_units,
+        "documents": documents,
     }
 
 

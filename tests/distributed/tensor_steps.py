@@ -60,6 +60,18 @@ def truth_of(model: Any, ids: Tensor, y: Tensor) -> Truth:
     return _TRUTHS[name]
 
 
+def of_units(truth: Truth, of_row: tuple[int, ...]) -> Truth:
+    """The same of units: gradients of their rows, added up."""
+    unit_R = torch.tensor(of_row, device=truth.norms.device)
+    count = max(of_row) + 1
+    grads = {
+        name: grad.new_zeros(count, *grad.shape[1:]).index_add_(0, unit_R, grad)
+        for name, grad in truth.grads.items()
+    }
+    norms = {name: grad.flatten(1).norm(dim=1) for name, grad in grads.items()}
+    return Truth(torch.stack([*norms.values()]).norm(dim=0), norms, grads)
+
+
 def clipped_step(
     tensor: Any,
     data: Any = None,
@@ -73,9 +85,11 @@ def clipped_step(
     micro: int = 1,
     times: int = 1,
     dtype: torch.dtype = torch.float64,
+    of_row: tuple[int, ...] = (),
     **options: Any,
 ) -> dict[str, Any]:
-    """Norms and sums of some steps, beside those of every sample by itself in float64."""
+    """Norms and sums of some steps, beside those of every sample by itself in float64; ``of_row``:
+    the unit of every row, where units are samples."""
     net = {"dtype": dtype} | (net or {})
     plain: Any = decoders.make(**net | {"checkpointed": False}).double()
     if tied:
@@ -85,10 +99,13 @@ def clipped_step(
     if options.get("clipping") == "per_layer":
         trained = [p for p in model.parameters() if p.requires_grad]
         options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trained))]
+    options |= {"sample_of": "unit"} if of_row else {}
     flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
     words = net.get("words", 12)
     ids, y = batch(cuts[-1], length, words)
     truth = truth_of(plain, ids, y)
+    if of_row:
+        truth = of_units(truth, of_row)
     clipped = expected_sums(truth, options)
     place = 0 if data is None else data.get_local_rank()
     mine = slice(cuts[place], cuts[place + 1])
@@ -100,9 +117,12 @@ def clipped_step(
         flash.zero_grad(set_to_none=True)
         for part in range(micro):
             some = slice(mine.start + part, mine.stop, micro)
+            units = {"unit": torch.tensor(of_row[some]).unique(return_inverse=True)[1]}
             with around_loss(kind):
-                loss_of(flash(ids[some]), y[some]).backward()
+                loss_of(flash(ids[some], **units if of_row else {}), y[some]).backward()
         expected = truth.norms[mine.start + micro - 1 : mine.stop : micro]
+        if of_row:
+            expected = truth.norms[sorted({*of_row[mine]})]
         errors.append(error(flash.get_norm_sample(), expected))
         for name, param in model.named_parameters():
             assert (param.grad is not None) == param.requires_grad, name

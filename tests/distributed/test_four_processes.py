@@ -11,6 +11,7 @@ import torch
 from flash_clipping.randomness.mechanisms import BandedNoise
 from tests.distributed import experts, pipelines, steps
 from tests.distributed.processes import Found, Parts, clipped_step, device, make, sharded
+from tests.distributed.test_two_processes import EPOCH, check_units
 
 #: 5 samples of 5 positions in the second process, and none in the third.
 CUTS = (0, 2, 7, 7, 8)
@@ -33,6 +34,7 @@ def main(rank: int) -> Parts:
         },
         "trained": lambda: steps.trained(rank, shards),
         "noise": lambda: steps.noisy(rank, shards),
+        "units": lambda: steps.engine_run(shards, **EPOCH, units=steps.UNITS),
         "engine": lambda: steps.engine_run(
             shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
         ),
@@ -82,6 +84,10 @@ def test_truncated_batches_are_spread_over_all_four(found: list[Found]) -> None:
     counted = [sum(own, []) for own in zip(*(run["counted"] for run in runs), strict=True)]
     assert all(len(rows) == 2 for run in runs for rows in run["drawn"])
     steps.check_sums(runs, counted)
+
+
+def test_all_rows_of_a_unit_are_one_process_s(found: list[Found]) -> None:
+    check_units([of_rank["units"] for of_rank in found], steps.UNITS, {})
 
 
 def test_all_four_draw_and_end_alike(found: list[Found]) -> None:

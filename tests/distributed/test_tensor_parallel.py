@@ -32,6 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "two_pass": {"kind": "sequence", "mode": "two_pass", "net": {"checkpointed": True}},
     "two_pass, tied": {"kind": "loss", "mode": "two_pass", "tied": True},
     "empty": {"cuts": (0, 0, 4)},
+    "units": {"kind": "sequence", "of_row": (0, 1, 0, 2)},
+    "units, two_pass": {"of_row": (0, 1, 0, 2), "mode": "two_pass", "tied": True},
 }
 #: The same in fp32, beside float64.
 IN_FP32 = ("layers", "sequence", "two_pass, tied")
@@ -66,7 +68,10 @@ def main(rank: int) -> Parts:
             tensor_steps.Rows(),
             part=2,
         ),
-        **refusals(tensor_refusals.refusals(rank, mesh), ("own heads", "other samples", "changed")),
+        **refusals(
+            tensor_refusals.refusals(rank, mesh),
+            ("own heads", "other samples", "other units", "changed"),
+        ),
         "lost": lambda: tensor_refusals.lost(rank, str(folder[0])),
     }
 
@@ -178,8 +183,10 @@ REFUSED = {
     "other samples": "called with different samples",
     "changed": "is not the clipped sum",
     "by hand": r"c10d::allreduce_, in its forward \(.*tensor_refusals.py",
-    "compile": "compile",
-    "units": "sample_of",
+    "compile": r"found compiled parts .*cut over processes.*\n.*\n        block.compile\(\)",
+    "compiled": "found compiled parts",
+    "other units": "called with different samples",
+    "documents": "does not work position by position",
 }
 
 

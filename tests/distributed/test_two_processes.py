@@ -6,30 +6,34 @@ Sums, norms, training, noise, sampling, checkpoints, refusals: in processes that
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
 
 from flash_clipping.randomness.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
-from tests.distributed import (
-    cases,
-    data_parallel,
-    experts,
-    failures,
-    pipelines,
-    processes,
-    steps,
-    uses,
-)
-from tests.distributed.processes import BACKEND, Found, Parts, refusals
+from tests.distributed import cases, experts, failures, pipelines, processes, steps, uses
+from tests.distributed.processes import BACKEND, C, Found, Parts, refusals
+from tests.support.units import truth_by_unit
 
 TRAINED: dict[str, dict[str, Any]] = {
     "one_pass": {},
     "two_pass": {"mode": "two_pass"},
     "hooks": {"wrap": False},
+}
+
+
+#: Six steps; with batches that are empty, and none that is so in all of them.
+EPOCH: dict[str, Any] = {"batch_size": 4, "seed": 0}
+#: Units with several rows: those of ``units=``, and items of two rows.
+OF_UNITS: dict[str, dict[str, Any]] = {
+    "units": {"units": steps.UNITS, "max_rows_per_unit": 3},
+    "units, two_pass": {"units": steps.UNITS, "mode": "two_pass"},
+    "items": {"sample_of": "item"},
 }
 
 
@@ -55,6 +59,10 @@ def main(rank: int) -> Parts:
         "buckets": lambda: steps.gradients_in_buckets(rank),
         "noise": lambda: steps.noisy(rank, {}),
         "engine": lambda: steps.engine_run({}),
+        **{
+            f"documents {mode}": partial(steps.documents_in_rows, rank, mode=mode)
+            for mode in ("one_pass", "two_pass")
+        },
         "in parts": lambda: steps.engine_run({}, part=1),
         "adaptive": lambda: steps.engine_run({}, **ADAPTIVE),
         "truncated": lambda: steps.engine_run({}, max_batch_size=4),
@@ -71,12 +79,18 @@ def main(rank: int) -> Parts:
             )
             for n, noise in CORRELATED.items()
         },
+        **{
+            f"engine, {n}": partial(steps.engine_run, {}, **EPOCH, **o) for n, o in OF_UNITS.items()
+        },
+        **{
+            f"data parallel, {n}": partial(steps.engine_run, None, **EPOCH, **o)
+            for n, o in OF_UNITS.items()
+        },
         "checkpoint": lambda: steps.checkpointed(rank, str(folder[0])),
         **refusals(steps.refusals(rank), on_device=("changed",)),
         **pipelines.main(rank),
         **uses.main(rank),
         **experts.by_two(rank),
-        "trainer": lambda: data_parallel.main(rank),
         **failures.main(rank, str(folder[0])),
     }
 
@@ -192,6 +206,54 @@ def test_truncated_batches_have_one_shape_in_all_processes(
         )
 
 
+def check_units(runs: list[dict[str, Any]], of_unit: list[int], options: dict[str, Any]) -> None:
+    """A run by the batches of units that its processes have drawn, beside one unit at a time."""
+    ids, y, _ = steps.Rows(copies=3).tensors
+    model = processes.make()
+    drawn = [run["drawn"] for run in runs]
+    assert any(not batch for of_rank in drawn for batch in of_rank)
+    seen = [{of_unit[row] for batch in of_rank for row in batch} for of_rank in drawn]
+    assert all(seen) and sum(map(len, seen)) == len(set().union(*seen)), "a unit of two processes"
+    most = options.get("max_rows_per_unit", len(of_unit))
+    for batches in zip(*drawn, strict=True):
+        for batch in batches:
+            rows = Counter(of_unit[row] for row in batch)
+            assert rows == {unit: min(most, of_unit.count(unit)) for unit in rows}
+        index = [row for batch in batches for row in batch]
+        found = [of_unit[row] for row in index]
+        units = sorted(set(found))
+        x, target, places = ids[index], y[index], torch.tensor(list(map(units.index, found)))
+        if "sample_of" in options:
+            x, target, places = steps.views(x, target)
+        truth = truth_by_unit(model, (x, target), places.long(), losses_of_rows, len(units))
+        expected = len(set(of_unit)) / len(drawn[0])
+        for name, total in truth.clipped(C).items():
+            dict(model.named_parameters())[name].data -= 0.5 * total / expected
+    for run in runs:
+        assert run["history"] == [(0.0, pytest.approx(1 / len(drawn[0])), len(drawn[0]))]
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(run["end"][name], param.detach(), rtol=1e-9, atol=1e-12)
+
+
+def losses_of_rows(model: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.mark.parametrize("name", OF_UNITS)
+@pytest.mark.parametrize("how", ["engine", "data parallel"])
+def test_all_rows_of_a_unit_are_one_process_s(how: str, name: str, found: list[Found]) -> None:
+    options = OF_UNITS[name]
+    of_unit = steps.UNITS if "units" in options else list(range(24))
+    check_units([of_rank[f"{how}, {name}"] for of_rank in found], of_unit, options)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_documents_of_a_row_are_one_process_s(mode: str, found: list[Found]) -> None:
+    for of_rank in found:
+        assert of_rank[f"documents {mode}"]["error"] <= 1e-12
+        assert of_rank[f"documents {mode}"]["settled"]
+
+
 def test_batches_have_as_many_parts_in_all_processes(found: list[Found]) -> None:
     """Of ``BatchMemoryManager``; processes with fewer samples take part with empty ones."""
     first, second = (of_rank["in parts"]["sizes"] for of_rank in found)
@@ -263,8 +325,9 @@ REFUSED = {
     "changed": "is not the clipped sum that",
     "some": "without inputs",
     "split": "BatchMemoryManager: found.*a loader with BatchSampler",
-    "compile": "compile",
-    "units": "sample_of",
+    "compile": r"torch.compile around a model that fully_shard.*\n    model.compile\(\)",
+    "other units": "loaders differ.*rank 0: 24 samples, 12 batches, 2 units.*rank 1: .* 3 units",
+    "units in parts": r"batches must come whole \(units\)",
     "past a tap": "gradient from outside|outside the module that owns",
 }
 

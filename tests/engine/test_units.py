@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
-from flash_clipping.engine.sampling.loaders import UnitSampler, UnitsOfRows
+from flash_clipping.engine.sampling.samplers import PoissonSampler, UnitsOfRows
 from tests.support.oracle import assert_close
 from tests.support.private import Released, TwoLayers
 from tests.support.units import truth_by_unit
@@ -77,7 +77,9 @@ def test_users_are_drawn_with_the_rate() -> None:
     q, draws = 1 / 6, 4000
     generator = torch.Generator().manual_seed(0)
     units = UnitsOfRows(IDS, ROWS, q, max_rows=None)
-    sampler = UnitSampler(units=units, steps=draws, generator=generator)
+    sampler = PoissonSampler(
+        num_samples=12, sample_rate=q, units=units, steps=draws, generator=generator
+    )
     seen: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
     for batch in sampler:
@@ -97,7 +99,9 @@ def test_at_most_so_many_rows_of_a_user() -> None:
     """All subsets alike, drawn anew each time."""
     generator = torch.Generator().manual_seed(0)
     units = UnitsOfRows(IDS, ROWS, 1.0, max_rows=2)
-    sampler = UnitSampler(units=units, steps=1500, generator=generator)
+    sampler = PoissonSampler(
+        num_samples=12, sample_rate=1.0, units=units, steps=1500, generator=generator
+    )
     largest = IDS.mode()[0].item()  # of 7 rows
     pairs: Counter[frozenset[int]] = Counter()
     for batch in sampler:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
-from flash_clipping.engine.sampling.loaders import OrderedCollate, PoissonLoader, UnitsOfRows
+from flash_clipping.engine.sampling.loaders import OrderedCollate
 from tests.support.packed import Reader
 from tests.support.private import TwoLayers
 from tests.support.users import BATCH, IDS, ROWS, data, private, step
@@ -135,13 +135,6 @@ def test_a_model_that_takes_a_map_already() -> None:
     wrapped = GradSampleModuleFlashClipping(TwoLayers(), sample_of="user")
     with pytest.raises(ValueError, match=r"wrapped already, with .*'sample_of': 'user'"):
         private(model=wrapped)
-
-
-def test_several_processes_are_refused() -> None:
-    loader = DataLoader(data(), batch_size=BATCH)
-    units = UnitsOfRows(IDS, ROWS, 0.5, None)
-    with pytest.raises(ValueError, match="units: found with a model of several processes"):
-        PoissonLoader.from_data_loader(loader, units=units, distributed=True)
 
 
 def test_splitting_batches_is_refused() -> None:

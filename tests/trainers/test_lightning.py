@@ -83,10 +83,9 @@ def fit(
         module=None if module.whole else "model",
         max_physical_batch_size=physical,
     )
-    defaults: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 2}
+    defaults: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 2, "devices": 1}
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=1,
         callbacks=[callback],
         logger=False,
         enable_progress_bar=False,
@@ -101,11 +100,11 @@ def fit(
     return trainer, callback
 
 
-def oracle(module: Classifier) -> nn.Module:
-    """The same steps, one sample at a time, by plain autograd."""
+def oracle(drawn: list[tuple[Tensor, Tensor]]) -> nn.Module:
+    """Steps on these batches, one sample at a time, by plain autograd."""
     model = Classifier().model
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
-    for x, y in module.drawn:
+    for x, y in drawn:
         sums = [torch.zeros_like(p) for p in model.parameters()]
         for row in range(len(x)):
             loss = F.cross_entropy(model(x[row : row + 1]), y[row : row + 1])
@@ -124,7 +123,9 @@ def test_steps_are_those_of_one_sample_at_a_time(tmp_path: Path, settings: Any) 
     module = Classifier(**settings)
     trainer, callback = fit(module, tmp_path, of_privacy={"noise_multiplier": 0.0})
     assert trainer.global_step == callback.run.steps == len(module.drawn) == 4
-    for param, expected in zip(module.model.parameters(), oracle(module).parameters(), strict=True):
+    for param, expected in zip(
+        module.model.parameters(), oracle(module.drawn).parameters(), strict=True
+    ):
         torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
     assert list(module.state_dict())[0] == "model.0.weight"
     # As it was: no hooks.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import TrainerCallback, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.trainers.arguments import PrivacyArguments
@@ -124,9 +124,8 @@ def test_batches_of_another_loader(tmp_path: Path) -> None:
 
 
 class PlainOptimizer(PrivateTrainer):
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        return self.optimizer
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        return Trainer.create_scheduler(self, *args, **kwargs)
 
 
 def test_an_optimizer_without_noise(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def test_delta_of_a_trainer(tmp_path: Path) -> None:
     private = trainer(tmp_path, of_privacy={"target_delta": 0.05}, max_steps=1)
     private.get_train_dataloader()
     with pytest.warns(LargeDeltaWarning, match="for 20 samples"):
-        private.create_optimizer()  # before the first step
+        private.optimizer = private.accelerator.prepare(private.create_optimizer())
+        private.create_scheduler(1)  # before the first step
     assert private.run.steps == 0
 
 

@@ -30,8 +30,8 @@ SGD = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant"}
 class PlainOptimizer(PrivateTrainer):
     """Fails when training begins, with hooks on the model."""
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        super().create_optimizer(*args, **kwargs)
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        super().create_scheduler(*args, **kwargs)
         raise RuntimeError("not private")
 
 

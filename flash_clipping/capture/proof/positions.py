@@ -23,6 +23,7 @@ from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.reads import Reads
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.row_values import are_alike
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError, to_freeze
 
@@ -40,6 +41,18 @@ def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(map(of, args)), tuple((name, of(x)) for name, x in sorted(kwargs.items()))
 
 
+def are_apart(
+    session: ClippingSession,
+    units: Units,
+    watched: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether documents were seen not to reach each other in calls such as this one."""
+    known = session.units_of_calls.apart
+    return not len(units.map) or (watched, _kind_of_call(args, kwargs)) in known
+
+
 def prove_positions(subject: Subject, units: Units, watched: int) -> None:
     """See that every layer reads positions in order, and documents do not reach each other.
 
@@ -49,9 +62,6 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
         FlashClippingError: they do, or it cannot be seen; all layers are named.
     """
     known = subject.session.units_of_calls
-    kind = watched, _kind_of_call(subject.args, subject.kwargs)
-    if kind in known.apart or not len(units.map):
-        return
     runs = Runs(subject, batched_inputs(subject.args, subject.kwargs))
     runs.units = units
     sources = _sources(units, subject.args, subject.kwargs)
@@ -88,7 +98,7 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
         return
     for reads, kept_N, moved_N in others:
         _compare(whole, reads, kept_N, moved_N)
-    known.apart.add(kind)
+    known.apart.add((watched, _kind_of_call(subject.args, subject.kwargs)))
 
 
 def _read(

@@ -228,9 +228,12 @@ class GraphedStep:
                 "on the host: every replay would have that of the capture. Give one row for each "
                 "sample"
             )
-        for wrapped in models:
-            if wrapped._sharded is not None:
-                wrapped._sharded.refuse("GraphedStep")
+        if any(m._sharded is not None for m in models):
+            refuse(
+                "is of a model with shards (fully_shard, parallelize_module). Its graph would hold "
+                "collectives, which all processes must capture and replay together, and Poisson "
+                "batches have other shapes in each of them. Compile blocks (block.compile())"
+            )
         name = key(leaves, structure, modules, models, device)
         circumstances = name[1]
         graph = self._graphs.get(name)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.uniform_sampler import (
@@ -48,10 +47,10 @@ from flash_clipping.engine.sampling.samplers import (
     PoissonSampler,
     ShardedPoissonSampler,
     ShuffledSampler,
+    UnitsOfRows,
 )
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.randomness import Draw, Purpose, SecretStream
-from flash_clipping.randomness.choices import subset
+from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.stream import stream_of
 
 if TYPE_CHECKING:
@@ -121,7 +120,8 @@ class PoissonLoader(DPDataLoader):
         process: how batches are drawn (:mod:`flash_clipping.engine.accounting`).
         fills_up: whether batches with fewer rows than ``max_batch_size`` are filled up.
         units: draw these, and not rows: every step has all rows of each unit that was drawn.
-        distributed: every process of ``torch.distributed`` draws its part of each batch.
+        distributed: every process of ``torch.distributed`` draws its part of each batch: samples,
+            or units, that are its own.
         processes: those of a model whose parameters are shards, in the place of all: each group of
             them that shares its samples draws one part.
         batch_first: accepted for compatibility; the batch axis is found.
@@ -166,8 +166,8 @@ class PoissonLoader(DPDataLoader):
         process = Process() if process is None else process
         options: dict[str, Any] = {"steps": steps}
         is_shared = processes is not None or not process.is_plain
-        if distributed and units is None:
-            _refuse_different(size, steps)
+        if distributed:
+            _refuse_different(size, steps, units)
             options |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
             if processes is not None:  # those that share samples draw the same
                 options |= {"rank": processes.data_rank, "world_size": processes.data_size}
@@ -176,15 +176,17 @@ class PoissonLoader(DPDataLoader):
                 stream = shared_in_group(dist.group.WORLD, stream)
         options["stream"] = stream
         sampler: PoissonSampler
-        if units is not None:
+        by_rows = units is not None and process.sampling == "poisson_rows"
+        if units is not None and not by_rows:
+            options["units"], size, sample_rate = units, units.count, units.sample_rate
+        if units is not None and by_rows:
             if distributed:
                 raise ValueError(
-                    "units: found with a model of several processes, each of which draws rows of "
-                    "its own. Train in one process; or make every item of the dataset a whole "
-                    "unit, and give make_private sample_of=... in the place of units."
+                    "sampling='poisson_rows': found with a model of several processes, for which "
+                    "it is not built. Draw units in the place of their rows, which are one "
+                    "process's each (sampling='poisson', the default); or train in one process."
                 )
-            by_rows = process.sampling == "poisson_rows"
-            sampler = (RowsOfUnitsSampler if by_rows else UnitSampler)(units=units, **options)
+            sampler = RowsOfUnitsSampler(units=units, **options)
         elif distributed and process.is_plain:
             options |= {"sample_rate": sample_rate, "is_shared": is_shared}
             sampler = ShardedPoissonSampler(total_size=size, **options)
@@ -206,7 +208,7 @@ class PoissonLoader(DPDataLoader):
         collate: Any = collate_fn or default_collate
         while hasattr(collate, "wrapped_collator_fn"):  # that of a loader which is private already
             collate = collate.wrapped_collator_fn
-        if isinstance(sampler, FixedShapeSampler | UnitSampler):
+        if isinstance(sampler, FixedShapeSampler) or sampler.units is not None:
             collate = OrderedCollate(collate, "max_batch_size" if units is None else "units")
         DataLoader.__init__(
             self,
@@ -236,6 +238,13 @@ class PoissonLoader(DPDataLoader):
         if generator is None:
             loader.generator = data_loader.generator
         return loader
+
+    def share(self, processes: ProcessGroups) -> None:
+        """Draw with the other processes of a model that was sharded since this loader was made; all
+        of them call it, and those that share their samples draw the same."""
+        sampler = self.batch_sampler
+        stream = processes.shared_stream(sampler.stream)
+        sampler.share(processes.data_rank, processes.data_size, stream)
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
@@ -295,15 +304,20 @@ def _announced(
         announce.draws.end_epoch()
 
 
-def _refuse_different(size: int, steps: int) -> None:
+def _refuse_different(size: int, steps: int, units: UnitsOfRows | None) -> None:
     """Refuse loaders of several processes that do not draw from the same data."""
+    own = f"{size} samples, {steps} batches"
+    if units is not None:
+        digest = hashlib.sha256(units.place_of_row.numpy().tobytes()).hexdigest()[:16]
+        own += f", {units.count} units (map {digest}), max_rows_per_unit={units.max_rows}"
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (size, steps))
+    dist.all_gather_object(found, own)
     if len(set(found)) > 1:
-        listed = "; ".join(f"rank {r}: {n} samples, {s} batches" for r, (n, s) in enumerate(found))
+        listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
         raise ValueError(
-            f"data_loader: the processes' loaders differ ({listed}). Expected the whole dataset "
-            "and the same batch size in every process: each then draws its own share of it."
+            f"data_loader: the processes' loaders differ ({listed}). Expected the whole dataset, "
+            "the same batch size and the same units in every process: each then draws its own "
+            "share of it."
         )
 
 
@@ -391,76 +405,6 @@ def _name(thing: Any) -> str:
     return type(thing).__name__
 
 
-class UnitsOfRows:
-    """The unit that each row of a dataset belongs to.
-
-    Args:
-        units: ``[len(dataset)]``: the id of every row's unit, integers of any size.
-        rows: how many rows the dataset has.
-        sample_rate: the probability of every unit in every step.
-        max_rows: at most so many rows of a unit are in a batch; ``None``: all of them.
-    """
-
-    def __init__(
-        self, units: Sequence[int] | Tensor, rows: int, sample_rate: float, max_rows: int | None
-    ):
-        if isinstance(units, Tensor):
-            shared = [0] if units.dim() > 1 else []
-        else:
-            several = list | tuple | set | frozenset | np.ndarray
-            shared = [row for row, owner in enumerate(units) if isinstance(owner, several)]
-        if shared:
-            raise ValueError(
-                f"units: found several owners of row {shared[0]}; expected one "
-                "for each row. Removing one of its owners would remove the row from the others' "
-                "sums as well, which are clipped together with it: no bound here is for that. Give "
-                "each row to one of them; or leave units out, and rows are hidden one by one."
-            )
-        ids = units.detach().cpu() if isinstance(units, Tensor) else torch.as_tensor(units)
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ValueError(f"units: found {ids.dtype}; expected an integer for each row.")
-        if tuple(ids.shape) != (rows,):
-            raise ValueError(
-                f"units: found shape {tuple(ids.shape)} for a dataset of {rows} rows; expected the "
-                "id of one unit for each row."
-            )
-        if max_rows is not None and (isinstance(max_rows, bool) or max_rows < 1):
-            raise ValueError(f"max_rows_per_unit: found {max_rows!r}; expected 1 or more, or None.")
-        _, place_of_row, sizes = ids.unique(return_inverse=True, return_counts=True)
-        #: How many units there are.
-        self.count = len(sizes)
-        self.sample_rate, self.max_rows = sample_rate, max_rows
-        self._rows = place_of_row.argsort(stable=True)
-        self._starts = [0, *sizes.cumsum(0).tolist()]
-
-    def rows_of(self, unit: int, draw: Draw) -> list[int]:
-        """Rows of a unit; of one with too many, some that are drawn anew each time."""
-        rows = self._rows[self._starts[unit] : self._starts[unit + 1]]
-        if self.max_rows is not None and len(rows) > self.max_rows:
-            # The units themselves are tensor 0 of the step's draw.
-            rows = rows[subset(draw, len(rows), self.max_rows, tensor=1 + unit)]
-        found: list[int] = rows.tolist()
-        return found
-
-
-class UnitSampler(PoissonSampler):
-    """Every step draws every unit independently, with the same probability; a batch is all rows of
-    those that were drawn."""
-
-    is_strict = True
-
-    def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
-        super().__init__(num_samples=units.count, sample_rate=units.sample_rate, **kwargs)
-        self.units = units
-
-    def _draw(self) -> tuple[list[int], DrawnBatch]:
-        draw = self.stream.draw(Purpose.SAMPLING)
-        rows = [self.units.rows_of(unit, draw) for unit in self._places(draw).tolist()]
-        unit_R = torch.tensor([place for place, own in enumerate(rows) for _ in own]).long()
-        indices = [*chain.from_iterable(rows)]
-        return indices, DrawnBatch(self.drawn, len(rows), len(indices), unit_R)
-
-
 class RowsOfUnitsSampler(PoissonSampler):
     """Every step draws every row independently, with the same probability; of a unit with too many
     rows some are chosen uniformly, once, and the others are never drawn."""
@@ -526,7 +470,7 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     """Announce batches to the model; warn when steps were not sampled as they are accounted."""
     sampler, session = loader.batch_sampler, module._session
     units = session.units_of_calls
-    units.from_loader = isinstance(sampler, UnitSampler)
+    units.from_loader = getattr(sampler, "units", None) is not None
     units.are_items = isinstance(sampler, PoissonSampler)
     session.padding.rows = getattr(sampler, "rows", None)
     announce = getattr(sampler, "announce", None)

@@ -18,9 +18,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
@@ -72,19 +74,75 @@ class BatchSizeNotifier:
         self.draws.give(draw)
 
 
+class UnitsOfRows:
+    """The unit that each row of a dataset belongs to.
+
+    Args:
+        units: ``[len(dataset)]``: the id of every row's unit, integers of any size.
+        rows: how many rows the dataset has.
+        sample_rate: the probability of every unit in every step.
+        max_rows: at most so many rows of a unit are in a batch; ``None``: all of them.
+    """
+
+    def __init__(
+        self, units: Sequence[int] | Tensor, rows: int, sample_rate: float, max_rows: int | None
+    ):
+        if isinstance(units, Tensor):
+            shared = [0] if units.dim() > 1 else []
+        else:
+            several = list | tuple | set | frozenset | np.ndarray
+            shared = [row for row, owner in enumerate(units) if isinstance(owner, several)]
+        if shared:
+            raise ValueError(
+                f"units: found several owners of row {shared[0]}; expected one "
+                "for each row. Removing one of its owners would remove the row from the others' "
+                "sums as well, which are clipped together with it: no bound here is for that. Give "
+                "each row to one of them; or leave units out, and rows are hidden one by one."
+            )
+        ids = units.detach().cpu() if isinstance(units, Tensor) else torch.as_tensor(units)
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(f"units: found {ids.dtype}; expected an integer for each row.")
+        if tuple(ids.shape) != (rows,):
+            raise ValueError(
+                f"units: found shape {tuple(ids.shape)} for a dataset of {rows} rows; expected the "
+                "id of one unit for each row."
+            )
+        if max_rows is not None and (isinstance(max_rows, bool) or max_rows < 1):
+            raise ValueError(f"max_rows_per_unit: found {max_rows!r}; expected 1 or more, or None.")
+        _, self.place_of_row, sizes = ids.unique(return_inverse=True, return_counts=True)
+        #: How many units there are.
+        self.count = len(sizes)
+        self.sample_rate, self.max_rows = sample_rate, max_rows
+        self._rows = self.place_of_row.argsort(stable=True)
+        self._starts = [0, *sizes.cumsum(0).tolist()]
+
+    def rows_of(self, unit: int, draw: Draw) -> list[int]:
+        """Rows of a unit; of one with too many, some that are drawn anew each time."""
+        rows = self._rows[self._starts[unit] : self._starts[unit + 1]]
+        if self.max_rows is not None and len(rows) > self.max_rows:
+            # The units themselves are tensor 0 of the step's draw.
+            rows = rows[subset(draw, len(rows), self.max_rows, tensor=1 + unit)]
+        found: list[int] = rows.tolist()
+        return found
+
+
 class PoissonSampler(UniformWithReplacementSampler):
     """Batches of indices: every step draws every sample independently, with the same probability.
 
     Args:
-        num_samples: in the dataset.
+        num_samples: in the dataset; units, where these are drawn.
         sample_rate: the probability, rounded down to a multiple of ``2^-64``.
         steps: batches in an epoch.
         generator: a ``torch.Generator`` that seeds the draws: for tests and debugging.
         stream: what to draw with; a new one with a key of its own if ``None``.
         rank, world_size: this process, and how many get a part of each batch.
+        units: samples are these; a batch is all rows of those that were drawn.
 
     Attributes:
         drawn: batches that were ever drawn.
+        part_size: where the loader cuts batches into parts, the most samples of one.
+        parts: in how many parts all processes then have to cut the batches that were drawn in this
+            epoch, until they are taken.
         is_last_part: whether the batch ends with the part that was given last.
 
     Guarantees:
@@ -118,16 +176,21 @@ class PoissonSampler(UniformWithReplacementSampler):
         stream: SecretStream | None = None,
         rank: int = 0,
         world_size: int = 1,
+        units: UnitsOfRows | None = None,
     ):
         self.num_samples = num_samples
         self.sample_rate = sample_rate
+        self.units = units
         self.steps = steps
         self.stream = stream_of(None, generator) if stream is None else stream
         self.rank, self.world_size = rank, world_size
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
-        self.announce = BatchSizeNotifier(self.is_strict)
+        self.announce = BatchSizeNotifier(self.is_strict or units is not None)
+        self._last: Draw | None = None
+        self.part_size: int | None = None
+        self.parts: deque[int] = deque()
 
     @property
     def gives_parts(self) -> bool:
@@ -139,11 +202,14 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.announce.in_parts, self.is_last_part = limit is not None, True
         self.announce.draws.begin_epoch()
         self.pending = pending = deque[DrawnBatch]()
+        self.parts = deque()
         try:
             for _ in range(self.steps):
                 indices, draw = self._draw()
                 self.drawn += 1
-                parts = 1 if limit is None else max(1, -(-self._largest() // limit))
+                if self.part_size is not None:
+                    self.parts.append(self._parts_of(self.part_size))
+                parts = 1 if limit is None else self._parts_of(limit)
                 for number in range(parts):
                     self.is_last_part = number == parts - 1
                     own, part = indices[number::parts], draw
@@ -172,18 +238,30 @@ class PoissonSampler(UniformWithReplacementSampler):
         other libraries nobody would be told which part is the last."""
         return self.may_be_split and hasattr(optimizer, "_serves_shards")
 
+    def _parts_of(self, size: int) -> int:
+        """Parts of so many samples at most that the batch which was drawn last has in all
+        processes."""
+        return max(1, -(-self._largest() // size))
+
     def _largest(self) -> int:
         """Samples of the process that has most of the batch that was drawn last."""
         return self._most
 
     def _draw(self) -> tuple[list[int], DrawnBatch]:
         """The next batch, and what is told of it."""
-        indices = self._batch(self.drawn)
-        return indices, DrawnBatch(self.drawn, len(indices), len(indices))
+        drawn = self._batch(self.drawn)
+        if self.units is None:
+            return drawn, DrawnBatch(self.drawn, len(drawn), len(drawn))
+        assert self._last is not None
+        rows = [self.units.rows_of(unit, self._last) for unit in drawn]
+        unit_R = torch.tensor([place for place, own in enumerate(rows) for _ in own]).long()
+        indices = [*chain.from_iterable(rows)]
+        return indices, DrawnBatch(self.drawn, len(drawn), len(indices), unit_R)
 
     def _batch(self, number: int) -> list[int]:
-        """The indices of a batch whose samples are all that was drawn."""
-        return self._own(self._places(self.stream.draw(Purpose.SAMPLING)))
+        """The samples of a batch, which are all that was drawn."""
+        self._last = self.stream.draw(Purpose.SAMPLING)
+        return self._own(self._places(self._last))
 
     def _own(self, indices: Tensor) -> list[int]:
         """This process's part of a batch that all processes draw alike."""
@@ -200,16 +278,16 @@ class PoissonSampler(UniformWithReplacementSampler):
 class ShardedPoissonSampler(PoissonSampler):
     """One process's part of Poisson batches.
 
-    Every sample is one process's, which draws it in every step with the given probability. All
-    processes take as many steps, with local batches that may be empty. What they draw is
-    independent, seeded or not: every process has a key of its own, or its own part of the words of
-    one that they share.
+    Every sample is one process's, which draws it in every step with the given probability; a unit
+    with all of its rows. All processes take as many steps, with local batches that may be empty.
+    What they draw is independent, seeded or not: every process has a key of its own, or its own
+    part of the words of one that they share.
 
     Where they share one, and step together, the sampler gives ``BatchMemoryManager`` as many parts
     of a batch in every process as the largest batch needs; some may be empty.
 
     Args:
-        total_size: samples in the dataset, the same for all processes.
+        total_size: samples (or units) in the dataset, the same for all processes.
         is_shared: whether all processes have the key of ``stream``. Then those of one ``rank`` draw
             the same batches, and each knows how many samples others have.
         **kwargs: as in :class:`PoissonSampler`; ``steps`` the same for all processes.
@@ -222,11 +300,17 @@ class ShardedPoissonSampler(PoissonSampler):
         super().__init__(num_samples=samples, rank=rank, world_size=world_size, **kwargs)
         self.total_size, self.shard = total_size, rank
         self._is_shared = is_shared
-        self._last: Draw | None = None
+
+    def share(self, rank: int, world_size: int, stream: SecretStream) -> None:
+        """Draw as one of these processes from now on, with a stream that all of them share."""
+        self.num_samples = len(range(rank, self.total_size, world_size))
+        self.rank, self.world_size, self.shard = rank, world_size, rank
+        self.stream, self._is_shared = stream, True
 
     def _splits_for(self, optimizer: Any) -> bool:
-        # Optimizers of other models step alone.
-        return self._is_shared and getattr(optimizer, "_serves_shards", False)
+        # Optimizers of other models step alone; and rows of a unit stay together.
+        together = self._is_shared and getattr(optimizer, "_serves_shards", False)
+        return together and self.units is None
 
     def _largest(self) -> int:
         assert self._last is not None
@@ -238,8 +322,8 @@ class ShardedPoissonSampler(PoissonSampler):
 
     def _batch(self, number: int) -> list[int]:
         self._last = self.stream.draw(Purpose.SAMPLING)
-        indices: list[int] = (self._places(self._last) * self.world_size + self.rank).tolist()
-        return indices
+        places: list[int] = self._places(self._last).tolist()
+        return [place * self.world_size + self.rank for place in places]
 
 
 class FixedShapeSampler(PoissonSampler):
