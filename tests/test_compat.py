@@ -366,6 +366,7 @@ ALLOWED = {
     "_prepare_": "of Opacus' engine; _compat.check_engine looks for them",
     "_adjusted_noise_multiplier": "left by Opacus' adaptive criterion; absent means none",
     "_data_source": "of Lightning's fit loop; absent is an error before the first step",
+    "_accelerator_connector": "of Lightning's trainer; absent is an error before the first step",
     "_prepare_inputs": "of transformers' Trainer, which subclasses override",
     "_get_feat_extract_output_lengths": "of speech models of transformers; losses are compared",
     "_replace": "of named tuples",
