@@ -37,6 +37,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "memory_id": (["_cdata"], "same"),
     "references_to": (["_storage_Use_Count"], "same"),
     "is_alias_of": (["_is_alias_of"], r"torch\._C\._is_alias_of"),
+    "laid_out_like": (["TensorGuards"], "same"),
     "plain_functions": (["DisableTorchFunctionSubclass"], "DisableTorchFunctionSubclass"),
     "make_subclass": (["_make_subclass"], r"torch\.Tensor\._make_subclass"),
     "pytree": (["torch.utils._pytree"], r"torch\.utils\._pytree\.tree_\w+"),

@@ -51,7 +51,11 @@ def tensors_in(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    map_tensors(note, value, packed=True)
+    for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
+        if isinstance(leaf, Tensor):  # nearly all: nothing is put together again for them
+            found.append(leaf)
+        elif leaf is not None:
+            map_tensors(note, leaf, packed=True)
     return found
 
 

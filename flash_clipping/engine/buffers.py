@@ -14,8 +14,10 @@ A buffer is refused because forward changes it, not because it is there:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +36,8 @@ from flash_clipping.errors import module_at
 _Place = tuple[nn.Module, str]
 
 _NONE: dict[str, Tensor | None] = {}
+
+_BUFFERS = operator.attrgetter("_buffers")
 
 _IN_PLACE = "writes into it in place"
 
@@ -64,10 +68,11 @@ class BufferWatch:
         """Note what is there."""
         self._written = None
         self._before = []
-        for module in self.structure.modules:
-            if buffers := module._buffers:
-                versions = None if type(module) is SPECTRAL_NORM else _versions(buffers)
-                self._before.append(_Before(module, vars(module).copy(), buffers.copy(), versions))
+        modules = self.structure.modules
+        of_all = [*map(_BUFFERS, modules)]  # most have none
+        for module, buffers in compress(zip(modules, of_all, strict=True), of_all):
+            versions = None if type(module) is SPECTRAL_NORM else _versions(buffers)
+            self._before.append(_Before(module, vars(module).copy(), buffers.copy(), versions))
 
     def rehearsed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward``, which runs on copies of buffers and notes one that it writes in place."""
@@ -111,9 +116,12 @@ class BufferWatch:
                 changed = [name for name in now if now[name] != before.versions[name]]
                 self._refuse(before.module, changed[0], _IN_PLACE)
         doubtful: list[_Place] = []
-        for module in self.structure.modules:
-            new, old = module._buffers, olds.get(module, _NONE) if olds else _NONE
-            for name in new.keys() | old.keys() if new or old else ():
+        modules = self.structure.modules
+        of_all = [*map(_BUFFERS, modules)]
+        news = dict(compress(zip(modules, of_all, strict=True), of_all))
+        for module in {**olds, **news}:
+            new, old = news.get(module, _NONE), olds.get(module, _NONE)
+            for name in new.keys() | old.keys():
                 if new.get(name) is old.get(name):
                     continue
                 if self.session.captured is not None:

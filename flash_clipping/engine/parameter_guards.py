@@ -25,7 +25,7 @@ _PAST_THE_TAP = (
 )
 
 
-_PARAMETERS = operator.attrgetter("_parameters")
+_CHILDREN, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
 
 
 class TrainableParameters:
@@ -143,11 +143,9 @@ class Structure:
 
     def _parts_now(self) -> list[nn.Module | nn.Parameter | None]:
         """Children and parameters of all modules that are known."""
-        # Flat: walking the tree of modules takes milliseconds in every step.
-        held: list[Any] = []
-        for module in self.modules:
-            held += (module._modules, module._parameters)
-        return [*chain.from_iterable(map(operator.methodcaller("values"), filter(None, held)))]
+        # Flat, without a loop in Python: walking the tree of modules takes milliseconds a step.
+        held = chain(map(_CHILDREN, self.modules), map(_PARAMETERS, self.modules))
+        return [*chain.from_iterable(map(dict.values, filter(None, held)))]
 
     def check(self) -> None:
         """Raise ``FlashClippingError`` for trainable parameters that have come since the model was

@@ -19,6 +19,7 @@ from flash_clipping.factors.linear import Outer
 from flash_clipping.ops import certificate
 from flash_clipping.ops.embedding import embedding_clipped_sum, embedding_sqnorms, tied_cross_term
 from flash_clipping.ops.embedding.reference import sums_by_index
+from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.rows import row_scale
 
 #: Elements of temporaries in sums of rows of a table.
@@ -180,7 +181,7 @@ class Bag(MeasuredOnce):
 
 
 @dataclass(eq=False)
-class TiedEmbedding(Factor):
+class TiedEmbedding(MeasuredOnce):
     """One matrix read as an embedding and applied as a linear map (GPT-2's head)."""
 
     lookup: Lookup
@@ -190,21 +191,25 @@ class TiedEmbedding(Factor):
     def batch_size(self) -> int:
         return self.head.batch_size
 
-    def sqnorms(self, backend: str) -> Tensor:
+    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
+        lookup, A_BTd, G_BTp = self.lookup, self.head.A_BTd, self.head.G_BTp
         cross_B = tied_cross_term(
-            self.lookup.ids_BT,
-            self.lookup.G_BTd,
-            self.head.A_BTd,
-            self.head.G_BTp,
-            padding_idx=self.lookup.padding_idx,
+            lookup.ids_BT,
+            lookup.G_BTd,
+            A_BTd,
+            G_BTp,
+            padding_idx=lookup.padding_idx,
             backend=backend,
         )
+        ((_, sq_1B, doubt_1B),) = linear_sqnorm_blocks([(A_BTd, [G_BTp])], backend=backend)
+        if doubt_1B is None:  # in the head nothing cancels, but the three terms may
+            doubt_1B = certificate.doubt(certificate.spread(A_BTd, G_BTp)).unsqueeze(0)
+        # Spreads add up, and these are their squares.
+        of_lookup = certificate.doubt(lookup.spread()).sqrt_()
+        doubt_B = doubt_1B[0].sqrt().add_(of_lookup).square_()
         # The three rounded terms of a sum that cancels may come out below zero.
-        return self.lookup.sqnorms(backend) + self.head.sqnorms(backend) + 2 * cross_B
-
-    def doubt(self, backend: str) -> Tensor | None:
-        spread_B = certificate.spread(self.head.A_BTd, self.head.G_BTp)
-        return certificate.doubt(spread_B.add_(self.lookup.spread()))
+        sq_B = cross_B.mul_(2).add_(sq_1B[0]).add_(lookup.sqnorms(backend))
+        return sq_B.unsqueeze(1), doubt_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         return self.head.clipped_sum(coef_B, backend) + self.lookup.clipped_sum(coef_B, backend)

@@ -124,10 +124,7 @@ class RowSum(Factor):
         return self.rows_BTn.shape[0]
 
     def operands(self) -> tuple[Any, ...]:
-        if self.normalized is None:
-            return (self.rows_BTn,)
-        # Not its statistics: `row_sums` looks at these itself.
-        return self.rows_BTn, self.normalized.x_BTn
+        return (self.rows_BTn,) if self.normalized is None else (self.rows_BTn, *self.normalized)
 
     def sqnorms(self, backend: str) -> Tensor:
         return Dense(self._grads(backend)).sqnorms(backend)

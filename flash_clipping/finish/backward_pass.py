@@ -243,10 +243,11 @@ class BackwardPass:
         params = self.session.trainable()
         self.params = dict(zip(map(id, params), params, strict=True))
         keys = [*map(id, chain.from_iterable(self.used))]
-        of_step = layout_of_step(keys, self.factors, params, self.sqnorms_B)
-        layout = (of_step, self.backend, os.environ.get(ENVIRONMENT_VARIABLE), self.norms_only)
-        plans, number = self.session.plans, hash(layout)
-        plan = plans.find(number, layout)
+        others = tuple(self.sqnorms_B), self.backend, self.norms_only
+        asked = os.environ.get(ENVIRONMENT_VARIABLE)
+        layout = layout_of_step(keys, self.factors, params, asked, *others)
+        plans = self.session.plans
+        plan = plans.find(layout)
         if plan is None:
             self._check_uses()
         elif self.factors:
@@ -258,7 +259,8 @@ class BackwardPass:
         factors = self.merged(keys)
         if plan is None:
             plan = plan_of(factors, params, self.paths)
-            plans.keep(number, layout, plan)
+            plans.keep(layout, plan)
+        del layout  # it holds factors' operands
         self.groups = GroupedFactors(self.backend, factors, plan)
         self.plan = plan
         del factors
@@ -373,9 +375,13 @@ class BackwardPass:
     def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
         params, is_for_all = self.params, self.is_for_all
         rounded = self.session.sum_dtype == "parameter"
+        assert self.plan is not None
+        in_shape = self.plan.in_shape
         for key, grad in zip(keys, grads, strict=True):
             param = params[key]
-            if is_for_all and param.grad is None and not rounded and grad.shape == param.shape:
+            if key not in in_shape and grad.shape == param.shape:
+                in_shape.add(key)
+            if is_for_all and param.grad is None and not rounded and key in in_shape:
                 param.grad = grad  # nearly all
             elif is_for_all or key in self.asked:
                 self._put(param, grad)

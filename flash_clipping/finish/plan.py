@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from flash_clipping._compat import laid_out_like
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import Dense, Factor, Outer, RowSum
 from flash_clipping.ops.rows import WIDE
 from flash_clipping.ops.runtime.shapes import ALIGNMENT, Memo
-
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 @dataclass(slots=True)
@@ -41,6 +40,7 @@ class Plan:
         order: row of each trainable parameter's norms among these.
         products, stored_parts: linear maps, and stored gradients, whose clipped sums are taken
             together, of the parameters that were asked for; likewise.
+        in_shape: parameters whose clipped sums come in their shape; likewise.
         memos: what operations keep, by the name of the operation.
     """
 
@@ -56,7 +56,22 @@ class Plan:
     order: Tensor | None = None
     products: dict[tuple[int, ...] | None, list[list[int]]] = field(default_factory=dict)
     stored_parts: dict[tuple[int, ...] | None, list[list[int]]] = field(default_factory=dict)
+    in_shape: set[int] = field(default_factory=set)
     memos: defaultdict[Hashable, Memo] = field(default_factory=lambda: defaultdict(dict))
+
+
+class Layout(NamedTuple):
+    """What a plan depends on.
+
+    Attributes:
+        named: what goes by its value: parameters by their ``id``, types of factors, which of their
+            operands are one tensor or lie at one address, and whether addresses are aligned.
+        tensors: operands and parameters, each once: of two steps with one plan these agree in
+            dtype, shape, strides and device.
+    """
+
+    named: Hashable
+    tensors: list[Tensor]
 
 
 class Plans:
@@ -66,19 +81,20 @@ class Plans:
     SIZE = 64
 
     def __init__(self) -> None:
-        # By hash, taken once: that of a layout of hundreds of tensors takes a while.
-        self._plans: OrderedDict[int, tuple[Hashable, Plan]] = OrderedDict()
+        self._plans: OrderedDict[Hashable, tuple[Callable[..., bool], Plan]] = OrderedDict()
 
-    def find(self, number: int, layout: Hashable) -> Plan | None:
-        """The plan for a layout whose hash is ``number``."""
-        found = self._plans.get(number)
-        if found is None or found[0] != layout:
+    def find(self, layout: Layout) -> Plan | None:
+        """The plan for a layout."""
+        found = self._plans.get(layout.named)
+        if found is None or not found[0](*layout.tensors):
             return None
-        self._plans.move_to_end(number)
+        self._plans.move_to_end(layout.named)
         return found[1]
 
-    def keep(self, number: int, layout: Hashable, plan: Plan) -> None:
-        self._plans[number] = layout, plan
+    def keep(self, layout: Layout, plan: Plan) -> None:
+        """Remember a plan, in the place of one that differs in strides or later sizes."""
+        self._plans[layout.named] = laid_out_like(layout.tensors), plan
+        self._plans.move_to_end(layout.named)
         if len(self._plans) > self.SIZE:
             self._plans.popitem(last=False)
 
@@ -87,14 +103,14 @@ def layout_of_step(
     keys: Sequence[int],
     factors: Sequence[Factor],
     params: Sequence[nn.Parameter],
-    done: Iterable[int],
-) -> Hashable:
-    """What a plan depends on as far as tensors and parameters go.
+    *others: Hashable,
+) -> Layout:
+    """What a plan depends on.
 
     Args:
         keys, factors: every use of a parameter: its ``id`` and what came of it.
         params: the trainable parameters.
-        done: ids of parameters whose norms are known already.
+        others: whatever else it depends on.
     """
     of_factors: list[tuple[Any, ...]] = []
     for factor in factors:
@@ -103,29 +119,27 @@ def layout_of_step(
     # `map` costs half of a comprehension, and there are hundreds of tensors.
     are_tensors = [*map(isinstance, operands, repeat(Tensor))]
     tensors = [*compress(operands, are_tensors)]
-    addresses = [*map(Tensor.data_ptr, tensors)]
-    contiguous = [*map(Tensor.is_contiguous, tensors)]
-    apart = compress(tensors, map(operator.not_, contiguous))
+    ids = [*map(id, tensors)]
+    once = dict(zip(ids, tensors, strict=True))
+    place = dict(zip(once, range(len(once)), strict=True))
+    addresses = [*map(Tensor.data_ptr, once.values())]
     # Which of them lie at one address: the last of these stands for all.
     last = dict(zip(addresses, range(len(addresses)), strict=True))
-    return (
+    named = (
         tuple(keys),
         tuple(map(type, factors)),
         tuple(map(len, of_factors)),
         tuple(are_tensors),
         tuple(compress(operands, map(operator.not_, are_tensors))),
-        tuple(map(_SHAPE, tensors)),
-        tuple(map(_DTYPE, tensors)),
-        tuple(contiguous),
-        tuple(map(Tensor.stride, apart)),  # along axes of one element they say nothing
-        tuple(map(operator.mod, addresses, repeat(ALIGNMENT))),
+        tuple(map(place.__getitem__, ids)),
         tuple(map(last.__getitem__, addresses)),
-        tuple(map(Tensor.get_device, tensors)),
+        tuple(map(operator.mod, addresses, repeat(ALIGNMENT))),
+        tensors[0].shape if tensors else None,
         tuple(map(id, params)),
-        tuple(map(_DTYPE, params)),
-        tuple(map(Tensor.get_device, params)),
-        tuple(done),
+        *others,
     )
+    once.update(zip(map(id, params), params, strict=True))
+    return Layout(named, [*once.values()])
 
 
 def plan_of(

@@ -106,6 +106,6 @@ def rank_one_sqnorms(A_B1d: Tensor, G_B1p: Tensor) -> Tensor:
     Nothing cancels, so nothing is in doubt. In float64, as the square of one operand may be lost in
     fp32 and the other make up for it.
     """
-    A_sq = torch.linalg.vector_norm(A_B1d, dim=(1, 2), dtype=torch.float64).square_()
-    G_sq = torch.linalg.vector_norm(G_B1p, dim=(1, 2), dtype=torch.float64).square_()
-    return A_sq.mul_(G_sq).to(accumulator(A_B1d, G_B1p))
+    A_norm = torch.linalg.vector_norm(A_B1d, dim=(1, 2), dtype=torch.float64)
+    G_norm = torch.linalg.vector_norm(G_B1p, dim=(1, 2), dtype=torch.float64)
+    return A_norm.mul_(G_norm).square_().to(accumulator(A_B1d, G_B1p))

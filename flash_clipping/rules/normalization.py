@@ -42,10 +42,6 @@ def normalization_input(x: Tensor) -> Tensor:
     return x
 
 
-def _is_bound_by_launches(x: Tensor) -> bool:
-    return x.is_cuda and 0 < x.numel() <= BOUND_BY_LAUNCHES
-
-
 class _RowNormRule(Rule):
     """A layer that normalizes along its last axes. It saves its input, the means (``None`` where
     none were subtracted), the reciprocal deviations, and what the result is multiplied with."""
@@ -61,13 +57,14 @@ class _RowNormRule(Rule):
             mean = None if mean is None else mean.flatten(-axes)
             weight = None if weight is None else weight.flatten()
         factors: dict[str, Factor] = {}
-        if mean is not None and _is_bound_by_launches(x):
+        if mean is not None and 0 < x.numel() <= BOUND_BY_LAUNCHES:
             # PyTorch's own kernel for the input gradient, and vectors in one launch with those of
             # other layers: a launch through Triton takes the host several times as long as
             # PyTorch's own, and a small layer takes the device less than either.
             grad_input = None
             if needs.input:
-                scale = None if weight is None else weight.to(x.dtype)
+                # The kernel of a CPU takes the dtypes of forward, that of a GPU one for both.
+                scale = weight.to(x.dtype) if weight is not None and x.is_cuda else weight
                 operands = G_flat, x_flat, x_flat.shape[-1:], mean, rstd, scale, None
                 grad_input = _layer_norm_backward(*operands, [True, False, False])[0]
             G_BTd = as_BTd(G_flat)

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Sequence
+from itertools import permutations
 
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.factors import RowSum
-from flash_clipping.finish.plan import Plan, Plans, layout_of_step
+from flash_clipping.factors import Factor, RowSum
+from flash_clipping.finish.plan import Layout, Plan, Plans, layout_of_step
 from flash_clipping.ops.runtime.shapes import Normalized
+
+
+def of(factors: Sequence[Factor], params: Sequence[nn.Parameter] = ()) -> Layout:
+    return layout_of_step(range(len(factors)), factors, params)
+
+
+def of_rows(*rows: Tensor) -> Layout:
+    return of([*map(RowSum, rows)])
+
+
+def are_one(first: Layout, second: Layout) -> bool:
+    """Whether a plan for the first serves the second."""
+    plans = Plans()
+    plans.keep(first, Plan([], True))
+    return plans.find(second) is not None
+
+
+def are_apart(layouts: Sequence[Layout]) -> bool:
+    pairs = permutations(layouts, 2)
+    return all(are_one(each, each) for each in layouts) and not any(are_one(*two) for two in pairs)
 
 
 def test_only_the_plans_used_last_are_kept() -> None:
     plans = Plans()
     plans.SIZE = 2
-    for number in range(3):
+    layouts = [Layout(f"layout {number}", []) for number in range(3)]
+    for number, layout in enumerate(layouts):
         if number == 2:
-            assert plans.find(0, "layout 0") is not None  # used again: 1 is the oldest now
-        plans.keep(number, f"layout {number}", Plan([], True))
-    assert [plans.find(n, f"layout {n}") is not None for n in range(3)] == [True, False, True]
-
-
-def test_equal_hashes_do_not_make_equal_layouts() -> None:
-    plans = Plans()
-    plans.keep(7, "one layout", Plan([], True))
-    assert plans.find(7, "another layout") is None
+            assert plans.find(layouts[0]) is not None  # used again: 1 is the oldest now
+        plans.keep(layout, Plan([], True))
+    assert [plans.find(layout) is not None for layout in layouts] == [True, False, True]
 
 
 def test_layouts_tell_apart() -> None:
@@ -39,16 +55,16 @@ def test_layouts_tell_apart() -> None:
         torch.zeros(4, 3, 4)[::2],
         room[1:].view(2, 3, 4),
     ]
-
-    def layout(*rows: Tensor) -> Hashable:
-        return layout_of_step([0] * len(rows), [RowSum(each) for each in rows], [], ())
-
-    assert len({layout(each) for each in [x, *others]}) == 1 + len(others)
-    assert layout(x) == layout(torch.ones(2, 3, 4))
-    same, apart = layout(x, x), layout(x, torch.ones(2, 3, 4))
-    assert same != apart
-    assert apart == layout(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
-    assert same == layout(x, x.view(2, 3, 4)) != layout(x, x.view(6, 4))
+    assert are_apart([of_rows(each) for each in [x, *others]])
+    assert are_one(of_rows(x), of_rows(torch.ones(2, 3, 4)))
+    # Of the second tensor as of the first.
+    assert are_apart([of_rows(torch.ones(1), each) for each in [x, *others]])
+    same, apart, viewed = of_rows(x, x), of_rows(x, torch.ones(2, 3, 4)), of_rows(x, x.view(6, 4))
+    assert are_apart([same, apart, viewed])
+    assert are_apart([apart, of_rows(x, x.view(2, 3, 4))])  # two that are one memory
+    assert are_one(apart, of_rows(torch.ones(2, 3, 4), torch.ones(2, 3, 4)))
+    first, second = torch.zeros(0, 3), torch.zeros(0, 4)  # which have no memory to be told by
+    assert are_apart([of_rows(first, second, first), of_rows(first, second, second)])
 
 
 def test_room_between_rows_counts() -> None:
@@ -57,17 +73,7 @@ def test_room_between_rows_counts() -> None:
     for B, T in ((3, 5), (1, 5), (3, 1)):
         plain = room.as_strided((B, T, 9), (T * 9, 9, 1))
         apart = [room.as_strided((B, T, 9), (T * row, row, 1)) for row in (12, 16)]
-        layouts = {layout_of_step([0], [RowSum(x)], [], ()) for x in (plain, *apart)}
-        assert len(layouts) == 3
-
-
-def test_strides_along_axes_of_one_element_say_nothing() -> None:
-    x = torch.zeros(40)
-    one_sample = [x.as_strided((1, 3, 4), (stride, 4, 1)) for stride in (12, 7)]
-    one_position = [x.as_strided((3, 1, 4), (4, stride, 1)) for stride in (4, 5)]
-    for first, second in (one_sample, one_position):
-        layouts = {layout_of_step([0], [RowSum(each)], [], ()) for each in (first, second)}
-        assert len(layouts) == 1
+        assert are_apart([of_rows(x) for x in (plain, *apart)])
 
 
 def test_which_operands_are_contiguous_counts() -> None:
@@ -75,8 +81,7 @@ def test_which_operands_are_contiguous_counts() -> None:
     whole = x.as_strided((3, 2, 4), (8, 4, 1))
     apart, further = [x.as_strided((3, 2, 4), (stride, 4, 1)) for stride in (12, 16)]
     ways = [(whole, apart), (apart, whole), (whole, further), (apart, further), (further, apart)]
-    layouts = {layout_of_step([0, 1], [*map(RowSum, rows)], [], ()) for rows in ways}
-    assert len(layouts) == len(ways)
+    assert are_apart([of_rows(*rows) for rows in ways])
 
 
 def test_which_operands_are_whose_counts() -> None:
@@ -87,12 +92,19 @@ def test_which_operands_are_whose_counts() -> None:
         [RowSum(rows[0], None, x_hat), RowSum(rows[1])],
         [RowSum(rows[0]), RowSum(rows[1], None, x_hat)],
     ]
-    one, other = [layout_of_step([0, 1], factors, [], ()) for factors in ways]
-    assert one != other
+    assert are_apart([*map(of, ways)])
+
+
+def test_statistics_count() -> None:
+    rows, x, mean, rstd = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.zeros(6), torch.ones(6)
+    ways = [(mean, rstd), (mean.double(), rstd), (mean, torch.ones(12)[::2]), (mean, mean)]
+    assert are_apart([of([RowSum(rows, None, Normalized(x, *each))]) for each in ways])
 
 
 def test_dtypes_of_parameters_count() -> None:
     layer = nn.Linear(2, 2)
-    before = layout_of_step([], [], list(layer.parameters()), ())
+    params = list(layer.parameters())
+    plans = Plans()
+    plans.keep(of([], params), Plan([], True))
     layer.half()
-    assert layout_of_step([], [], list(layer.parameters()), ()) != before
+    assert plans.find(of([], params)) is None

@@ -4,9 +4,11 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flash_clipping.diagnostics import environment
 from flash_clipping.ops.rows import reference as row_scale_torch, row_scale
@@ -139,3 +141,35 @@ def test_importing_the_library_imports_nothing_that_takes_seconds() -> None:
     )
     assert row_scale_torch  # the reference alone is enough
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_environment_is_read_once_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved: list[str] = []
+    resolve = backend.resolve
+
+    def counted(name: str, tensor: Tensor) -> str:
+        resolved.append(resolve(name, tensor))
+        return resolved[-1]
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, G: Tensor) -> Tensor:
+            for _ in range(2):
+                row_scale(G[:, None], torch.ones(len(G)))
+            return G
+
+    monkeypatch.setattr(backend, "resolve", counted)
+    x = torch.zeros(3, requires_grad=True)
+    for name in ("torch", "auto"):
+        monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, name)
+        Twice.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+        assert len(resolved) == 1
+        resolved.clear()
+    # Outside of one, at every call.
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "nonsense")
+    with pytest.raises(ValueError, match="nonsense"):
+        row_scale(x.detach()[:, None], torch.ones(3))

@@ -86,23 +86,22 @@ def test_products_with_what_is_normalized(case: Case, widths: list[int], which: 
 
 
 @every_case
-def test_statistics_are_looked_at_whatever_was_kept(case: Case) -> None:
-    """Layouts do not tell of them."""
-    memo: dict = {}
+def test_statistics_that_lie_otherwise_are_copied_and_not_remembered(case: Case) -> None:
     shape = (3, 17, 24)
     rows = case.randn(*shape, seed=5)
     plain = normalized_case(case, shape, 0)
     apart = plain._replace(mean=plain.mean.mT.contiguous().mT)
     wide = plain._replace(rstd=plain.rstd.double())
-    for x_hat in (plain, apart, plain, wide, plain):
-        found = row_sums([rows], [x_hat], backend=case.backend, memo=memo)
-        assert_sums(found, [oracle_of(rows, x_hat)])
+    for x_hat in (plain, apart, wide):
+        memo: dict = {}
+        for _ in range(2):
+            found = row_sums([rows], [x_hat], backend=case.backend, memo=memo)
+            assert_sums(found, [oracle_of(rows, x_hat)])
     short = plain._replace(mean=plain.mean[:, 1:].contiguous())
     turned = plain._replace(rstd=plain.rstd.mT.contiguous())
     for wrong in (short, turned):
-        row_sums([rows], [plain], backend=case.backend, memo=memo)
         with pytest.raises(ValueError, match="means and rstds of every row"):
-            row_sums([rows], [wrong], backend=case.backend, memo=memo)
+            row_sums([rows], [wrong], backend=case.backend, memo={})
 
 
 @every_case

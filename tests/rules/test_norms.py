@@ -273,16 +273,16 @@ def test_gradients_add_up_over_backwards() -> None:
 def test_small_layer_norms_are_as_large_ones(
     shape: tuple[int, ...], affine: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU those that are bound by launches go another way: here it is taken on the CPU."""
+    """Those that are bound by launches go another way."""
     layer = nn.LayerNorm(shape, elementwise_affine=affine[0], bias=affine[1], dtype=torch.float64)
     x = torch.randn(3, 4, *shape, dtype=torch.float64)
     G = torch.randn_like(x)
     output, saved = LayerNormRule().forward(layer, x)
     names = frozenset(name for name, _ in layer.named_parameters())
     needs = Needs((True,), names, "torch")
-    dx, factors = LayerNormRule().backward(layer, saved, G, needs)
-    monkeypatch.setattr(normalization, "_is_bound_by_launches", lambda x: True)
     small_dx, small = LayerNormRule().backward(layer, saved, G, needs)
+    monkeypatch.setattr(normalization, "BOUND_BY_LAUNCHES", 0)
+    dx, factors = LayerNormRule().backward(layer, saved, G, needs)
     if affine[0]:
         assert small["weight"].normalized is not None  # the other way was taken
     assert_close(small_dx, dx, 1e-12)
@@ -293,6 +293,18 @@ def test_small_layer_norms_are_as_large_ones(
     for name in names:
         twice = type(small[name]).concatenate([small[name], small[name]])
         assert_close(twice.dense(), 2 * factors[name].dense(), 1e-12, name)
+
+
+def test_small_layer_norms_of_16_bits_may_have_weights_in_fp32() -> None:
+    layer, x = nn.LayerNorm(6), torch.randn(3, 4, 6).bfloat16().requires_grad_()
+    G = torch.randn(3, 4, 6).bfloat16()
+    output, saved = LayerNormRule().forward(layer, x.detach())
+    needs = Needs((True,), frozenset(("weight", "bias")), "torch")
+    dx, factors = LayerNormRule().backward(layer, saved, G, needs)
+    layer(x).backward(G)
+    assert torch.equal(dx, x.grad)
+    for name, param in layer.named_parameters():
+        assert_close(factors[name].dense().sum(0), param.grad, 1e-2, name)
 
 
 @pytest.mark.parametrize("how", ["plain", "frozen", "re-entrant"])

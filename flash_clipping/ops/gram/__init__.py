@@ -74,6 +74,8 @@ def gram_blocks(
     if sum(map(len, kinds)) < len(ready):
         for idle in {*range(len(ready))}.difference(*kinds):
             A_BTd, Gs = ready[idle]
+            if not Gs:
+                continue
             order = [(idle, layer) for layer in range(len(Gs))]
             zeros_LB = A_BTd.new_zeros((len(Gs), len(A_BTd)), dtype=accumulator(A_BTd, *Gs))
             blocks.append(SqnormBlock(order, zeros_LB, torch.zeros_like(zeros_LB)))

@@ -45,15 +45,15 @@ def norm_backward(
         in fp32 (float64 for float64); None for what is not wanted.
     """
     shape = x.shape
-    if shape != G.shape or x.device != G.device:
+    if shape != G.shape or x.get_device() != G.get_device():
         raise ValueError(
             f"x has shape {tuple(shape)} on {x.device} and G {tuple(G.shape)} on {G.device}; "
             "they must agree."
         )
     x_BTd, G_BTd = as_rows(x, "x"), as_rows(G, "G")
-    rows = x_BTd.shape[:2].numel()
+    B, T, _ = x_BTd.shape
     for statistic in (rstd,) if mean is None else (mean, rstd):
-        if statistic.numel() != rows or statistic.shape[:1] != shape[:1]:
+        if statistic.numel() != B * T or statistic.shape[:1] != shape[:1]:
             raise ValueError(
                 f"found statistics of shape {tuple(statistic.shape)} for x of shape "
                 f"{tuple(shape)}; expected one for every row, [B, ...] or [B, ..., 1]."
@@ -73,7 +73,8 @@ def norm_backward(
         vectors = vectors.squeeze(2)
     if not (weight_grad or bias_grad):
         return dx, None, None
-    each = vectors.unbind(0)  # at once, as views one by one take the host a while
+    # At once, as views one by one take the host a while.
+    each = vectors.unbind(0) if weight_grad and bias_grad else (vectors.squeeze(0),)
     return dx, each[0] if weight_grad else None, each[-1] if bias_grad else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     """See :func:`flash_clipping.ops.outer.weighted_sums_many`."""
     # Whether no coefficient is 0, as far as looking costs nothing: on a CPU.
     all_count = coef_B.is_cpu and not bool((coef_B == 0).any())
-    return [_weighted_sum(tensor, coef_B, all_count) for tensor in grads]
+    return [*map(_weighted_sum, grads, repeat(coef_B), repeat(all_count))]
 
 
 def _weighted_sum(grads: Tensor, coef_B: Tensor, all_count: bool) -> Tensor:

@@ -78,7 +78,7 @@ def row_sums(
     Args:
         rows: tensors ``[B, T, n]`` of one B, T and dtype; each has an n of its own.
         normalized: for each an ``x̂`` of the same shape, or None; those that are of one dtype.
-        memo: what was kept for operands of the same layout, statistics aside; they need no checks.
+        memo: what was kept for operands of the same layout, which need no checks.
 
     Returns:
         The sums side by side, ``[B, N]``, and the squared norms of each, ``[P, B]``; both in fp32
@@ -86,30 +86,11 @@ def row_sums(
     """
     if normalized is None:
         normalized = [None] * len(rows)
-    if memo and memo["normalized"] and not _have_plain_statistics(rows[0], normalized):
-        memo.clear()
     if not memo:
         _check(rows, normalized)
         if memo is not None:
-            memo["normalized"] = any([x_hat is not None for x_hat in normalized])
+            memo["checked"] = True
     return backends.run(reference.row_sums, backend, rows[0], rows, normalized, memo)
-
-
-def _have_plain_statistics(rows_BTn: Tensor, normalized: Sequence[Normalized | None]) -> bool:
-    """Whether means and rstds are as layers leave them: one for every row, in fp32, one after the
-    other. A memo need not tell of such."""
-    B, T, _ = rows_BTn.shape
-    return all(
-        [
-            statistic.numel() == B * T
-            and statistic.size(0) == B
-            and statistic.dtype == torch.float32
-            and statistic.is_contiguous()
-            for x_hat in normalized
-            if x_hat is not None
-            for statistic in x_hat[1:]
-        ]
-    )
 
 
 def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def row_sums(
     """See :func:`flash_clipping.ops.rows.row_sums`."""
     first = rows[0]
     dtype = torch.promote_types(first.dtype, torch.float32)
-    sizes = [row.shape[2] for row in rows]
+    sizes = [*map(Tensor.size, rows, repeat(2))]
     sums_BN = first.new_empty((len(first), sum(sizes)), dtype=dtype)
     norms: list[Tensor] = []
     for row, x_hat, sums_Bn in zip(rows, normalized, sums_BN.split(sizes, dim=1), strict=True):

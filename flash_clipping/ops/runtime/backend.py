@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from flash_clipping._compat import is_autocasting
+from flash_clipping._compat import graph_task, is_autocasting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,15 +45,19 @@ _NOT_OURS = torch.OutOfMemoryError, torch.AcceleratorError
 """Errors that the PyTorch path would meet as well, or that leave the device unusable."""
 
 
-class _EndOfStep(threading.local):
-    """During the end of a backward pass in this thread: the implementations chosen, by backend and
-    kind of tensor, and the device type on which products are precise already."""
+class _Backward(threading.local):
+    """The backward pass that this thread was in last: its number, the implementations chosen in it,
+    by backend and kind of tensor, and, at its end, the device type on which products are precise
+    already."""
 
-    chosen: dict[tuple[str, torch.dtype, bool], str] | None = None
+    task = -1
     precise_on = ""
 
+    def __init__(self) -> None:
+        self.chosen: dict[tuple[str, torch.dtype, bool], str] = {}
 
-_end_of_step = _EndOfStep()
+
+_backward = _Backward()
 _broken: set[tuple[str, torch.dtype]] = set()
 _warned: set[str] = set()
 
@@ -123,15 +127,17 @@ def run(
     out of memory, and errors of the device itself, are never hidden.
     """
     name = reference.__name__
-    if (chosen := _end_of_step.chosen) is None:
+    if (task := graph_task()) == -1:
         choice = resolve(backend, tensor)
-    else:
+    else:  # the environment is read once in a backward pass: that takes the host a while
+        if _backward.task != task:
+            _backward.task, _backward.chosen = task, {}
         kind = backend, tensor.dtype, tensor.is_cuda
-        choice = chosen.get(kind, "")
+        choice = _backward.chosen.get(kind, "")
         if not choice:
-            choice = chosen[kind] = resolve(backend, tensor)
+            choice = _backward.chosen[kind] = resolve(backend, tensor)
     if choice == "torch" or tensor.numel() == 0:
-        if chosen is not None and tensor.device.type == _end_of_step.precise_on:
+        if tensor.device.type == _backward.precise_on:
             return reference(*args, **kwargs)
         return _run_reference(reference, tensor, args, kwargs)
     if _broken and (name, tensor.dtype) in _broken:
@@ -204,12 +210,11 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
     say, but not the other way round.
 
     ``ends_step``: around the end of a backward pass, which runs without autograd. Its operations on
-    devices of this type do not enter it again, and the environment is read once for all of them.
+    devices of this type do not enter it again.
     """
     with contextlib.ExitStack() as stack:
         if ends_step:
-            outside = _end_of_step.chosen, _end_of_step.precise_on
-            _end_of_step.chosen, _end_of_step.precise_on = {}, device.type
+            outside, _backward.precise_on = _backward.precise_on, device.type
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(without_tf32())
@@ -217,15 +222,17 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
             yield
         finally:
             if ends_step:
-                _end_of_step.chosen, _end_of_step.precise_on = outside
+                _backward.precise_on = outside
 
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
     """Products and convolutions of fp32 operands in fp32, but for autocast."""
-    before = [(setting, setting.fp32_precision) for setting in _SETTINGS]
-    rounded = [(setting, wanted) for setting, wanted in before if wanted not in ("none", "ieee")]
-    for setting, _ in rounded:
+    rounded: list[tuple[Any, str]] = []
+    for setting in _SETTINGS:
+        if (wanted := setting.fp32_precision) not in ("none", "ieee"):
+            rounded.append((setting, wanted))
+    for setting, _ in rounded:  # after all were read: some of them follow others
         setting.fp32_precision = "ieee"
     try:
         yield

@@ -18,7 +18,7 @@ Memo: TypeAlias = dict[Any, Any]
 """Kept by an operation for operands of one layout: tables without addresses, and which operands
 share a launch. A caller who passes the same memo again guarantees that all operands agree with
 those before in dtype, shape, device and :data:`ALIGNMENT`, in strides along axes of more than one
-element, in their order, and in which of them share memory; not statistics (:class:`Normalized`)."""
+element, in their order, and in which of them share memory."""
 
 #: Bytes: launches differ by whether addresses are multiples of this, not by addresses.
 ALIGNMENT = 16
