@@ -128,13 +128,16 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
             if args.f_divergence_type == "reverse_kl"
             else args.f_divergence_type,
             "ld_alpha": args.ld_alpha,
+            "loss_weights": args.loss_weights,
+            "use_weighting": args.use_weighting or None,
+            "router_aux_loss_coef": args.router_aux_loss_coef or None,
         }
         if refused := {name: value for name, value in found.items() if value is not None}:
             listed = ", ".join(f"{name}={value!r}" for name, value in refused.items())
             raise ValueError(
                 f"PrivateDPOTrainer: found {listed}; expected loss_type of {sorted(_DPO_LOSSES)}, "
-                "f_divergence_type='reverse_kl' and no ld_alpha. For another loss override "
-                "compute_sample_losses, which returns one for each pair."
+                "f_divergence_type='reverse_kl', and nothing else that changes the loss. For "
+                "another loss override compute_sample_losses, which returns one for each pair."
             )
         self._loss_of_margin = _DPO_LOSSES[losses[0]]
         super().__init__(*arguments, privacy=_by(privacy, "pair"), **kwargs)
@@ -149,7 +152,9 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         mask_RT = inputs.pop("completion_mask")
         known = [inputs.pop(f"ref_{name}_logps", None) for name in ("chosen", "rejected")]
         chosen, rejected = self._gains(model, inputs, mask_RT)
-        if known[0] is None:
+        if not len(mask_RT):  # a private model runs on no samples, any other need not
+            known = [chosen.detach(), rejected.detach()]
+        elif known[0] is None:
             with torch.no_grad():
                 known = [*self._of_reference(inputs, mask_RT)]
         margin_B = (chosen - known[0]) - (rejected - known[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import peft
 import pytest
@@ -240,11 +240,45 @@ def test_pairs_are_samples(tmp_path: Path, loss_type: str, adapters: bool, known
     assert float(found["losses"].std()) > 1e-4
 
 
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_step_without_pairs_adds_noise_only(tmp_path: Path, adapters: bool) -> None:
+    class Counting(PrivateDPOTrainer):
+        sizes: ClassVar[list[list[int]]] = []
+
+        def training_step(self, model: nn.Module, inputs: Any, *more: Any) -> Tensor:
+            self.sizes.append(inputs.sizes)
+            return super().training_step(model, inputs, *more)
+
+    args = trl.DPOConfig(
+        output_dir=str(tmp_path),
+        **SETTINGS | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+    )
+    options: dict[str, Any] = {"ref_model": llama()}
+    if adapters:
+        options = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"])}
+    private = Counting(
+        llama(),
+        args=args,
+        train_dataset=of_texts(prompt=["a b"] * 36, chosen=["c"] * 36, rejected=["d e"] * 36),
+        processing_class=tokenizer(),
+        privacy=privacy(seed=3),
+        **options,
+    )
+    before = [p.detach().clone() for p in private.model.parameters()]
+    private.train()
+    assert [0] in Counting.sizes and private.run.steps == 2
+    pairs = zip(before, private.model.parameters(), strict=True)
+    assert all((a != b).any() for a, b in pairs if b.requires_grad)
+
+
 def test_other_losses_of_pairs_are_refused(tmp_path: Path) -> None:
     for options, words in (
         ({"loss_type": "aot"}, "loss_type=\\['aot'\\]"),
         ({"f_divergence_type": "js_divergence"}, "js_divergence"),
         ({"ld_alpha": 0.5}, "ld_alpha=0.5"),
+        ({"use_weighting": True}, "use_weighting=True"),
+        ({"loss_weights": [2.0]}, "loss_weights=\\[2.0\\]"),
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1"),
     ):
         args = trl.DPOConfig(output_dir=str(tmp_path), **SETTINGS, **options)
         with pytest.raises(ValueError, match=words):
