@@ -55,6 +55,8 @@ class DrawnBatch:
     taken: bool = False
     stepped: bool = False
     left: bool = False
+    #: Whether forwards are of parts of it, which somebody else counts.
+    in_parts: bool = False
     #: Which row of the batch each row of the model's input is, if the loop said so.
     order_R: Tensor | None = None
     _versions: list[int] = field(default_factory=list)
