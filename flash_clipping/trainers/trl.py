@@ -152,15 +152,19 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         mask_RT = inputs.pop("completion_mask")
         known = [inputs.pop(f"ref_{name}_logps", None) for name in ("chosen", "rejected")]
         chosen, rejected = self._gains(model, inputs, mask_RT)
-        if not len(mask_RT):  # a private model runs on no samples, any other need not
-            known = [chosen.detach(), rejected.detach()]
-        elif known[0] is None:
+        if known[0] is None:
             with torch.no_grad():
                 known = [*self._of_reference(inputs, mask_RT)]
         margin_B = (chosen - known[0]) - (rejected - known[1])
         return self._loss_of_margin(margin_B, self.beta)
 
     def _of_reference(self, inputs: dict[str, Any], mask_RT: Tensor) -> tuple[Tensor, Tensor]:
+        if not len(mask_RT):
+            # Of a pair that is made up: a model that is not private need not run on no samples, and
+            # one whose parameters are shards runs in all processes together.
+            inputs, mask_RT = _made_up_pair(inputs), mask_RT.new_zeros(2, mask_RT.shape[1])
+            chosen, rejected = self._of_reference(inputs, mask_RT)
+            return chosen[:0], rejected[:0]
         if self.ref_model is not None:
             plain = {name: x for name, x in inputs.items() if name != "pair"}
             return self._gains(self.ref_model, plain, mask_RT)
@@ -177,3 +181,9 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         gains_R = torch.where(mask_RT[:, 1:] != 0, gains_RT, 0.0).sum(1)
         chosen, rejected = gains_R.chunk(2)
         return chosen, rejected
+
+
+def _made_up_pair(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Two rows of one pair, in the form of a batch without rows."""
+    made = {n: x.new_zeros(2, *x.shape[1:]) for n, x in inputs.items()}
+    return made | {"attention_mask": torch.ones_like(made["attention_mask"])}
