@@ -180,8 +180,17 @@ class Draws:
         return used[-1] if used else None
 
     def next(self) -> DrawnBatch | None:
-        """The batch of a step whose rows are counted by somebody else."""
+        """The batch of a step whose rows are not looked at."""
         return self._use(next(iter(self._in_turn()), None))
+
+    def of_part(self) -> DrawnBatch | None:
+        """The batch of a forward whose rows somebody else counts: until its step, the last one."""
+        draw = self.current
+        if draw is None or draw.stepped:
+            draw = self.next()
+        if draw is not None:
+            draw.in_parts = True
+        return draw
 
     def look(self, sizes: Sequence[int]) -> None:
         """A forward without gradients: the batch is used, though not for a step."""
