@@ -77,9 +77,11 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
         epsilon, delta: of the hypothesis.
 
     Raises:
-        ValueError: not ``0 <= correct <= guesses <= canaries``.
+        ValueError: not ``0 <= correct <= guesses <= canaries``; ``delta`` not in ``[0, 1)``.
     """
     _check_counts(canaries, guesses, correct)
+    if not 0 <= delta < 1:
+        raise ValueError(f"found delta={delta}; expected 0 or more, below 1:\n    delta=1e-5")
     right = 1.0 / (1.0 + math.exp(-epsilon))
     tail = binom.sf(correct - 1, guesses, right)
     if delta == 0 or correct == 0:
@@ -133,8 +135,14 @@ def epsilon_lower_bound(
             small sample rates) it is an approximation.
 
     Raises:
-        ValueError: counts as in :func:`p_value`; ``gaussian`` with ``delta=0``.
+        ValueError: counts and ``delta`` as in :func:`p_value`; ``gaussian`` with ``delta=0``;
+            ``confidence`` not between 0 and 1.
     """
+    if not 0 < confidence < 1:
+        raise ValueError(
+            f"found confidence={confidence}; expected a probability between 0 and 1:\n"
+            "    confidence=0.95"
+        )
     significance = 1.0 - confidence
     if not gaussian:
         return _first_kept(
@@ -150,7 +158,9 @@ def epsilon_lower_bound(
             mu < _MOST_MU and is_improbable_gaussian(canaries, guesses, correct, mu, significance)
         )
     )
-    return float(eps_from_mu(mu=mu, delta=delta)) if mu else 0.0
+    if 2 * norm.cdf(mu / 2) - 1 <= delta:  # its δ at ε = 0
+        return 0.0
+    return float(eps_from_mu(mu=mu, delta=delta))
 
 
 def _first_kept(rejected: Callable[[float], bool]) -> float:
@@ -227,7 +237,8 @@ class Canaries:
             delta, confidence, gaussian: as in :func:`epsilon_lower_bound`.
 
         Raises:
-            ValueError: scores that are not finite, or not one for each canary.
+            ValueError: scores that are not finite, or not one for each canary; ``epsilon`` that is
+                NaN or negative; others as in :func:`epsilon_lower_bound`.
         """
         m = len(self.included_M)
         score_M = score_M.detach().double().cpu()
@@ -237,6 +248,8 @@ class Canaries:
                 f"{int((~score_M.isfinite()).sum())} of them not finite; expected a finite number "
                 f"for each of {m} canaries:\n    score_M = score_M.nan_to_num()"
             )
+        if not epsilon >= 0:
+            raise ValueError(f"Canaries.audit: found epsilon={epsilon}; expected 0 or more.")
         correct = right_guesses(score_M, self.included_M, guesses)
         low, high = bootstrap(area_under_curve, score_M, self.included_M)
         return Audit(

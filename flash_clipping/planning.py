@@ -186,6 +186,8 @@ def plan(
             f"plan: found epsilon={epsilon} and noise_multiplier={noise_multiplier}; expected one "
             "of them."
         )
+    if epsilon is not None and not 0 < epsilon < math.inf:
+        raise ValueError(f"plan: found epsilon={epsilon}; expected a finite number above 0.")
     delta = 0.1 / max(1, samples) if delta is None else delta
     if not 0 < batch_size <= samples:
         raise ValueError(

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,30 @@ def test_a_gaussian_bound_needs_a_delta() -> None:
         auditing.epsilon_lower_bound(10, 10, 10, gaussian=True)
 
 
+def test_a_gaussian_mechanism_that_delta_covers_has_no_epsilon() -> None:
+    """A μ of 0.14 is more than this many right guesses show; it is (0, 0.06)-private."""
+    for delta in (0.1, 0.3):
+        assert auditing.epsilon_lower_bound(1000, 1000, 540, delta, gaussian=True) == 0.0
+    assert auditing.epsilon_lower_bound(1000, 1000, 540, 1e-5, gaussian=True) > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"delta": -1e-3}, "delta=-0.001"),
+        ({"delta": 1.0}, "delta=1.0"),
+        ({"delta": math.nan}, "delta=nan"),
+        ({"confidence": 95.0}, r"confidence=95.0; .*\n    confidence=0.95"),
+        ({"confidence": 0.0}, "confidence=0.0"),
+        ({"confidence": math.nan}, "confidence=nan"),
+        ({"confidence": 95.0, "gaussian": True, "delta": 1e-5}, "confidence=95.0"),
+    ],
+)
+def test_what_is_no_probability_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        auditing.epsilon_lower_bound(100, 50, 49, **given)
+
+
 # -- canaries -------------------------------------------------------------------------------------
 
 
@@ -164,6 +189,8 @@ def test_an_audit_of_scores() -> None:
         canaries.audit(
             score_M.masked_fill(torch.arange(300) == 7, math.nan), guesses=2, epsilon=1.0, delta=0.1
         )
+    with pytest.raises(ValueError, match="epsilon=nan"):
+        canaries.audit(score_M, guesses=200, epsilon=math.nan, delta=1e-5)
     with pytest.raises(ValueError, match="400 guesses; expected 0 to 300"):
         canaries.audit(score_M, guesses=400, epsilon=1.0, delta=0.1)
 

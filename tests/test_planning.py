@@ -69,6 +69,8 @@ def test_quantities_by_hand() -> None:
         ({"steps": 0, "epsilon": 1.0}, "0 steps"),
         ({"steps": 1, "noise_multiplier": 0.0}, "noise_multiplier=0.0"),
         ({"steps": 1, "epsilon": 1.0, "delta": 1.0}, "delta=1.0"),
+        ({"steps": 1, "epsilon": math.nan}, "epsilon=nan"),
+        ({"steps": 1, "epsilon": math.inf}, "epsilon=inf"),
     ],
 )
 def test_what_no_run_can_have_is_refused(given: dict[str, float], words: str) -> None:

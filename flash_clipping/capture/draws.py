@@ -55,6 +55,8 @@ class DrawnBatch:
     taken: bool = False
     stepped: bool = False
     left: bool = False
+    #: Whether forwards are of parts of it, which somebody else counts.
+    in_parts: bool = False
     #: Which row of the batch each row of the model's input is, if the loop said so.
     order_R: Tensor | None = None
     _versions: list[int] = field(default_factory=list)
@@ -178,8 +180,17 @@ class Draws:
         return used[-1] if used else None
 
     def next(self) -> DrawnBatch | None:
-        """The batch of a step whose rows are counted by somebody else."""
+        """The batch of a step whose rows are not looked at."""
         return self._use(next(iter(self._in_turn()), None))
+
+    def of_part(self) -> DrawnBatch | None:
+        """The batch of a forward whose rows somebody else counts: until its step, the last one."""
+        draw = self.current
+        if draw is None or draw.stepped:
+            draw = self.next()
+        if draw is not None:
+            draw.in_parts = True
+        return draw
 
     def look(self, sizes: Sequence[int]) -> None:
         """A forward without gradients: the batch is used, though not for a step."""

@@ -272,7 +272,7 @@ class ClippingSession:
         if not draws.strict and (
             self.drawn is not None or self.units_of_calls.sample_of is not None
         ):
-            return draws.next()  # somebody else counts; or rows are no samples
+            return draws.of_part()  # somebody else counts; or rows are no samples
         return draws.of_forward(tensors, sizes, axis)
 
     def units_of(

@@ -286,7 +286,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
         Raises:
             ValueError: some ``p.grad`` is not the clipped sum that backward left; nothing changes.
-            FlashClippingError: the sums were clipped otherwise than those taken before.
+            FlashClippingError: the sums were clipped otherwise than those taken before, or are of
+                the same samples.
         """
         announced = len(self._step_skip_queue)
         if self._loop is not None and not announced:
@@ -332,7 +333,19 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                     "which would be released without noise. Freeze parameters before backward(), "
                     "or clear gradients (optimizer.zero_grad()) after."
                 )
-        return record if self._record is None else self._record.plus(record)
+        if self._record is None:
+            return record
+        draw = record.draw
+        if draw is not None and draw is self._record.draw and draw.samples and not draw.in_parts:
+            raise FlashClippingError(
+                f"optimizer.step(): found batch {draw.number} of the loader twice in one "
+                "step, of which the first was skipped (signal_skip_step). Each of its samples "
+                "would count for up to twice max_grad_norm, for which there is no noise. Nothing "
+                "was released. Call signal_skip_step(True) for parts of a batch only, or let "
+                "BatchMemoryManager do it, and begin the step anew:\n"
+                "    optimizer.discard_step()"
+            )
+        return self._record.plus(record)
 
     def _multiplier(self) -> float:
         """The noise multiplier of the sum."""

@@ -46,6 +46,13 @@ def refuse_arguments(args: Any) -> None:
         "A second attempt with another batch size is another sample rate. Give "
         "per_device_train_batch_size what fits, and the rest to gradient_accumulation_steps",
     )
+    alpha = get("neftune_noise_alpha")
+    _refuse_if(
+        alpha is not None,
+        f"neftune_noise_alpha={alpha}",
+        "The size of its noise is that of the longest text beside a sample: one text more changes "
+        "the gradients of others. Leave it out",
+    )
     strategy = str(get("train_sampling_strategy", "random"))
     _refuse_if(
         get("group_by_length") or not strategy.endswith("random"),
@@ -105,7 +112,7 @@ def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None
         getattr(config, "output_router_logits", False),
         "output_router_logits=True in the model's config",
         "Its auxiliary loss balances experts over all samples of a batch, so that samples mix. Set "
-        "it to False",
+        "it to False; with TRL's trainers, which set it themselves, router_aux_loss_coef=0.0",
     )
 
 

@@ -128,13 +128,16 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
             if args.f_divergence_type == "reverse_kl"
             else args.f_divergence_type,
             "ld_alpha": args.ld_alpha,
+            "loss_weights": args.loss_weights,
+            "use_weighting": args.use_weighting or None,
+            "router_aux_loss_coef": args.router_aux_loss_coef or None,
         }
         if refused := {name: value for name, value in found.items() if value is not None}:
             listed = ", ".join(f"{name}={value!r}" for name, value in refused.items())
             raise ValueError(
                 f"PrivateDPOTrainer: found {listed}; expected loss_type of {sorted(_DPO_LOSSES)}, "
-                "f_divergence_type='reverse_kl' and no ld_alpha. For another loss override "
-                "compute_sample_losses, which returns one for each pair."
+                "f_divergence_type='reverse_kl', and nothing else that changes the loss. For "
+                "another loss override compute_sample_losses, which returns one for each pair."
             )
         self._loss_of_margin = _DPO_LOSSES[losses[0]]
         super().__init__(*arguments, privacy=_by(privacy, "pair"), **kwargs)
@@ -156,6 +159,12 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         return self._loss_of_margin(margin_B, self.beta)
 
     def _of_reference(self, inputs: dict[str, Any], mask_RT: Tensor) -> tuple[Tensor, Tensor]:
+        if not len(mask_RT):
+            # Of a pair that is made up: a model that is not private need not run on no samples, and
+            # one whose parameters are shards runs in all processes together.
+            inputs, mask_RT = _made_up_pair(inputs), mask_RT.new_zeros(2, mask_RT.shape[1])
+            chosen, rejected = self._of_reference(inputs, mask_RT)
+            return chosen[:0], rejected[:0]
         if self.ref_model is not None:
             plain = {name: x for name, x in inputs.items() if name != "pair"}
             return self._gains(self.ref_model, plain, mask_RT)
@@ -172,3 +181,9 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         gains_R = torch.where(mask_RT[:, 1:] != 0, gains_RT, 0.0).sum(1)
         chosen, rejected = gains_R.chunk(2)
         return chosen, rejected
+
+
+def _made_up_pair(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Two rows of one pair, in the form of a batch without rows."""
+    made = {n: x.new_zeros(2, *x.shape[1:]) for n, x in inputs.items()}
+    return made | {"attention_mask": torch.ones_like(made["attention_mask"])}

@@ -85,6 +85,51 @@ def test_two_batches_in_one_step_are_refused() -> None:
             optimizer.step()
 
 
+def test_one_batch_twice_in_one_step_is_refused() -> None:
+    """Each of its samples would count for up to twice the bound."""
+    module, optimizer, criterion, loader = private()
+    before = [p.detach().clone() for p in module.parameters()]
+
+    def backward(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+
+    batches = iter(loader)
+    x, y = next(batches)
+    optimizer.signal_skip_step(True)
+    backward(x, y)
+    with pytest.raises(FlashClippingError, match=r"batch 0 .*twice.*\n    optimizer\.discard"):
+        backward(x, y)
+    assert all(map(torch.equal, before, module.parameters()))
+    optimizer.zero_grad()
+    optimizer.discard_step()
+    backward(*next(batches))
+    assert not any(map(torch.equal, before, module.parameters()))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_parts_that_somebody_counts_are_of_one_batch(ahead: bool) -> None:
+    """``expect_samples`` tells that a forward is of some of them."""
+    module, optimizer, criterion, loader = private(noise_multiplier=0.0, max_grad_norm=1e6)
+    batches = iter(loader)
+    x, y = next(batches)
+    if ahead:  # as some loops fetch the next batch
+        next(batches)
+    criterion(module(x), y).backward()
+    expected = [p.grad.clone() for p in module.parameters()]
+    before = [p.detach().clone() for p in module.parameters()]
+    for part, labels, last in ((x[:3], y[:3], False), (x[3:], y[3:], True)):
+        optimizer.zero_grad()
+        module.expect_samples(len(part))
+        optimizer.signal_skip_step(not last)
+        criterion(module(part), labels).backward()
+        module.expect_samples(None)  # as trainers do before the last part's step
+        optimizer.step()
+    for p, was, grad in zip(module.parameters(), before, expected, strict=True):
+        assert torch.allclose(was - p, 0.1 * grad / BATCH, atol=1e-6)
+
+
 def test_a_loader_of_ones_own_after_passes_without_a_step() -> None:
     def train() -> None:
         made = private()

@@ -38,6 +38,7 @@ class Stream(IterableDataset):
     [
         ({"torch_compile": True}, "torch_compile=True"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0.*longest"),
         ({"train_sampling_strategy": "group_by_length"}, "by length"),
         ({"train_sampling_strategy": "sequential"}, "in order"),
         ({"max_grad_norm": 0.0}, "max_grad_norm: found 0.0 in TrainingArguments"),

@@ -68,10 +68,11 @@ def clipped_update(model: nn.Module, dataset: Texts, drawn: list[int]) -> dict[s
     ("settings", "tolerance", "parts_of"),
     [
         ({}, 1e-9, 2),
+        ({"dataloader_num_workers": 1}, 1e-9, 2),  # whose batches are announced
         ({"gradient_checkpointing": True}, 1e-9, 6),
         ({"bf16": True}, 2e-2, 6),
     ],
-    ids=["parts", "checkpointing", "bf16"],
+    ids=["parts", "workers", "checkpointing", "bf16"],
 )
 def test_steps_are_those_of_one_sample_at_a_time(
     tmp_path: Path, settings: dict[str, Any], tolerance: float, parts_of: int

@@ -299,7 +299,9 @@ class _Oracle:
             return self._round(calm=True)
         if self._unfit_values(taps, plain, S, at, "VALUE"):
             return self._again(calm)
-        why = self._loss(taps, plain, at) or self._gradients(taps, plain, alone, loud, calm)
+        why = self._loss(taps, plain, at) or self._gradients(
+            taps, plain, given, places, alone, loud, calm
+        )
         if why is None and self.lies_otherwise and "ORDER" not in self.skip:
             why = self._order(taps, given, places, alone, calm)
         if why is None and (taps.drawn or calm) and "SIZE" not in self.skip:
@@ -348,10 +350,8 @@ class _Oracle:
                 extreme = None
             given = self.samples.batch(order, extreme)
             at = [places.index(b) for b in S]
-            of_S = dict(zip(at, alone.values(), strict=True))
-            scales = [of_S, {at[0]: of_S[at[0]]}][: len(S)]  # of one sample both are the same
             try:
-                run = self.runs.run(given, places, scales, seed=seed, calm=calm)
+                run = self._among(given, places, alone, seed, calm)
             except (FlashClippingError, torch.OutOfMemoryError):
                 raise
             except MODELS_OWN:
@@ -364,10 +364,21 @@ class _Oracle:
             return run, places, given
         return None
 
+    def _among(
+        self, given: Any, places: Sequence[int], alone: Mapping[int, float], seed: int, calm: bool
+    ) -> Run:
+        """Autograd's run of a batch, with the gradients of S in it, and of the first of them."""
+        at = [places.index(b) for b in self.S]
+        of_S = dict(zip(at, alone.values(), strict=True))
+        scales = [of_S, {at[0]: of_S[at[0]]}][: len(at)]  # of one sample both are the same
+        return self.runs.run(given, places, scales, seed=seed, calm=calm)
+
     def _gradients(
         self,
         taps: Run,
         plain: Run,
+        given: Any,
+        places: Sequence[int],
         alone: Mapping[int, float],
         loud: Mapping[int, float],
         calm: bool,
@@ -401,13 +412,14 @@ class _Oracle:
         of_one = self._gap(error[:, None], torch.zeros_like(error[:, None]), one)
         of_all = self._gap(found.projections, expected.projections, expected.norms)
         if bool((torch.maximum(of_one, of_all) > self.tolerance).any()):
+            # On the same batch: another one would be allowed what its other samples change.
             with perturbed(self.runs.params, rounded_otherwise):
-                other = self._plain(taps, alone, 1 + self.audit, calm)
-            if other is not None:
-                all_S, one_S = other[0].gradients[0], other[0].gradients[-1]
-                of_one -= ROUNDING * self._gap(one_S.norms[:, None], one[:, None], one)
-                rounding = self._gap(all_S.projections, expected.projections, expected.norms)
-                of_all -= ROUNDING * rounding
+                other = self._among(given, places, alone, 1 + self.audit, calm)
+            all_S, one_S = other.gradients[0], other.gradients[-1]
+            rounding = self._gap(one_S.norms[:, None], one[:, None], one)
+            of_one -= ROUNDING * rounding.nan_to_num(0, 0)  # no number is no rounding
+            rounding = self._gap(all_S.projections, expected.projections, expected.norms)
+            of_all -= ROUNDING * rounding.nan_to_num(0, 0)
         if why := self._complain("NORM", of_one > self.tolerance, of_one):
             return why
         return self._complain("GRADIENT", of_all > self.tolerance, of_all)

@@ -152,6 +152,34 @@ def test_each_part_alone_refuses_some_model(part: str) -> None:
     assert not why_refused(of_part(part), x, skip={part})
 
 
+@pytest.mark.parametrize("above", [0.0, 20.0])
+def test_a_gradient_that_rounding_makes_infinite_hides_nothing(above: float) -> None:
+    """What rounding changes is measured on the batch that was compared, not on another one (where
+    that with an extreme sample has no finite gradient), and is a number."""
+    known: list[Tensor] = []
+    overflowed: list[float] = []
+
+    def inner(m: Any, h: Tensor) -> Tensor:
+        weight, out = m.layer.weight.detach().clone(), m.layer(h)
+        near = any(torch.allclose(w, weight, rtol=1e-5, atol=0) for w in known)
+        is_rounded = near and not any(torch.equal(w, weight) for w in known)
+        if not near:
+            known.append(weight)
+        largest = out.detach().abs().amax()
+
+        def mixed(grad: Tensor) -> Tensor:
+            if is_rounded and largest > above:
+                overflowed.append(float(largest))
+                return grad * torch.inf
+            return grad * largest
+
+        out.register_hook(mixed)
+        return out
+
+    assert "norm that a sample is clipped by" in why_refused(Around(inner), torch.randn(B, T, K))
+    assert overflowed
+
+
 def test_rows_that_are_booked_to_others_are_named_as_such() -> None:
     """Another part sees them as well, in other words."""
     x = torch.randn(B, T, K)
