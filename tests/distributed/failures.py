@@ -145,6 +145,14 @@ def stages(rank: int, where: str) -> tuple[Callable[[], Any], Callable[[], Any]]
     return lambda: schedule.step(ids, target=y), fail
 
 
+#: Where the other process waits on its GPU alone.
+ENDED_BY_NCCL = (
+    "fully_shard, first step",
+    "fully_shard, optimizer",
+    "tensor, norms",
+    "pipeline, finish",
+)
+
 #: The process that fails, and where.
 CASES: dict[str, tuple[Any, int, str]] = {
     "fully_shard, forward": (shards, 0, "forward"),

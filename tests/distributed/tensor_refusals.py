@@ -191,7 +191,7 @@ def refusals(rank: int, mesh: Any) -> Parts:
 
     def documents() -> None:
         flash = wrap(cut(decoders.make(), mesh), sample_of="document", loss_reduction="sum")
-        flash(ids, document=torch.zeros_like(ids))
+        flash(ids, document=torch.zeros_like(ids, device="cpu"))
 
     return {
         "packed": lambda: by_transformers(o_proj="packed_rowwise"),

@@ -79,10 +79,12 @@ def test_a_run_goes_on_from_its_checkpoint(found: list[dict[str, Any]], kind: st
         assert "noise_multiplier was 0.0, is 1.0" in run["refused"]
 
 
+@pytest.mark.skipif(processes.BACKEND == "nccl", reason="where there are GPUs it is started")
 def test_fsdp_that_accelerate_does_not_start_is_refused(found: list[dict[str, Any]]) -> None:
     assert all("Accelerate does not shard here" in run["fsdp"] for run in found)
 
 
+@pytest.mark.skipif(processes.BACKEND == "nccl", reason="the trainer is given CPUs")
 def test_lightning_trains_and_resumes_shards(of_kinds: list[Found]) -> None:
     """Also in parts, of which all processes have as many; some are empty."""
     for first, second in zip(*(of_rank["lightning"] for of_rank in of_kinds), strict=True):

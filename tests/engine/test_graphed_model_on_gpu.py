@@ -188,7 +188,8 @@ def test_dropout_in_a_checkpoint_is_the_same_in_both_directions(preserve: bool) 
     assert graphed._graphs.replays == 5 or (preserve and graphed._graphs.off)
 
 
-def test_a_trainer_replays_its_steps(tmp_path: Path) -> None:
+def test_a_trainer_replays_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     from tests.support.trainers import trained_with
 
     (found, replays), (expected, _) = (

@@ -87,7 +87,8 @@ def one_row(lengths: Sequence[int] = LENGTHS, padding: int = 2) -> tuple[Tensor,
 
 def losses(output: Tensor) -> Tensor:
     """Of positions: weighted, so that none is like another."""
-    return (output.square() * torch.linspace(0.5, 1.5, output.shape[-1])).sum(-1)
+    weights = torch.linspace(0.5, 1.5, output.shape[-1], device=output.device)
+    return (output.square() * weights).sum(-1)
 
 
 def truth_of(model: nn.Module, parts: list[Row]) -> Truth:
