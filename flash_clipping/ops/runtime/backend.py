@@ -228,17 +228,15 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
     """Products and convolutions of fp32 operands in fp32, but for autocast."""
-    rounded: list[tuple[Any, str]] = []
-    for setting in _SETTINGS:
-        if (wanted := setting.fp32_precision) not in ("none", "ieee"):
-            rounded.append((setting, wanted))
-    for setting, _ in rounded:  # after all were read: some of them follow others
-        setting.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
+    # Read before any is set: some of them follow others.
+    before = [(setting, setting.fp32_precision) for setting in _SETTINGS]
+    rounded = [(setting, wanted) for setting, wanted in before if wanted not in ("none", "ieee")]
+    with contextlib.ExitStack() as stack:  # which restores all of them, wherever it is interrupted
         for setting, wanted in rounded:
-            setting.fp32_precision = wanted
+            stack.callback(setattr, setting, "fp32_precision", wanted)
+        for setting, _ in rounded:
+            setting.fp32_precision = "ieee"
+        yield
 
 
 def matmul_settings() -> tuple[Any, Any]:
