@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import flash_clipping
+from flash_clipping.ops.runtime import backend
 from tests.support.faults import (
     VARIANTS,
     Trainer,
@@ -137,7 +138,9 @@ def interrupt_at_lines(
     "variant", ["one_pass", "two_pass", pytest.param("generic", marks=pytest.mark.slow)]
 )
 def test_interrupt_at_a_line(variant: str) -> None:
+    precision = [place.fp32_precision for place in backend._SETTINGS]
     assert list(interrupt_at_lines(VARIANTS[variant], some=True)) == []
+    assert [place.fp32_precision for place in backend._SETTINGS] == precision
 
 
 CHANGES = [
