@@ -231,7 +231,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._losses.remove()
         self._guards.remove()
         if self._graphs is not None:
-            self._graphs = self._module._compiled_call_impl = None
+            if self._module._compiled_call_impl is self._graphs:  # none of a later compile()
+                self._module._compiled_call_impl = None
+            self._graphs = None
         self.running_step.forget()
         self.running_step.follower = None
         super().remove_hooks()
@@ -296,7 +298,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             else:
                 gate = self._watch.gate
                 gate.calls += 1
-                if gate.calls == gate.next_audit:
+                # Not in a capture, which nothing may wait in: the next call makes up for it.
+                if gate.calls >= gate.next_audit and session.captured is None:
                     self._watch.audit(module, args, kwargs)
         call = session.begin_forward(tensors, units=units)
         call.made_up = made_up

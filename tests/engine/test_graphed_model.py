@@ -193,6 +193,62 @@ def test_make_private_takes_it(wrap: bool) -> None:
     assert plain._compiled_call_impl is None
 
 
+class Scaled(nn.Module):
+    """As adapters are: a dict says how much they count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling, self.out = {"default": 1.0}, nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(x) * self.scaling["default"]
+        return out
+
+
+def test_a_setting_in_a_dict_is_another_graph() -> None:
+    graphed, eager = Training(True, Scaled()), Training(False, Scaled())
+    eager.plain.load_state_dict(graphed.plain.state_dict())
+    for x in batches(5):
+        assert_same_tensors(graphed.results(x), eager.results(x))
+    before = graphed.replays
+    assert before
+    for training in (graphed, eager):
+        training.plain.scaling["default"] = 2.0
+    assert_same_tensors(graphed.results(x), eager.results(x))
+    assert graphed.replays == before
+
+
+@pytest.mark.parametrize("calls", [28, 29])
+def test_audits_come_between_replays(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first capture would be of the call that is due."""
+    audited = []
+    watch = GradSampleModuleFlashClipping(nn.Linear(2, 2))._watch
+    audit = type(watch).audit
+
+    def noted(self: Any, *args: Any) -> None:
+        audited.append(self.gate.calls)
+        audit(self, *args)
+
+    monkeypatch.setattr(type(watch), "audit", noted)
+    training = Training(True)
+    training.model._watch.gate.calls = calls
+    for x in batches(12):
+        training.results(x)
+    assert training.model._graphs.off is None
+    # A capture is two more calls, and by hand so is a replay.
+    assert len(audited) == 1 and 32 <= audited[0] <= 36
+    assert training.replays >= 6
+
+
+def test_what_compiles_the_model_later_stays() -> None:
+    plain = small_network()
+    hooks = GradSampleHooksFlashClipping(plain)
+    replay_by_hand(hooks)
+    plain._compiled_call_impl = later = plain._call_impl  # nn.Module.compile()
+    hooks.cleanup()
+    assert plain._compiled_call_impl is later and hooks._graphs is None
+
+
 def test_a_model_that_is_not_wrapped_is_replayed() -> None:
     results = []
     for graphed in (True, False):

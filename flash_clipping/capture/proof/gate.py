@@ -48,7 +48,12 @@ class Gate:
         """The number of the audit that the call that begins is due for, or 0. What chance decides
         (a coin that is tossed for the batch) one proof may miss."""
         self.calls += 1
-        return self.take_audit() if self.calls == self.next_audit else 0
+        return self.take_audit() if self.calls >= self.next_audit else 0
+
+    @property
+    def is_next(self) -> bool:
+        """Whether the next call is to be audited."""
+        return self.calls + 1 >= self.next_audit
 
     def take_audit(self) -> int:
         """The number of the audit that is due now; the next is due after twice as many calls."""

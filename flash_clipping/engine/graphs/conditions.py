@@ -7,7 +7,7 @@ import math
 import pickle
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
@@ -86,12 +86,30 @@ def _place(tensor: Tensor) -> Hashable:
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """A module's plain attributes (``training``, ``p``, ``eps``) and its hooks, by the numbers that
-    PyTorch gives them: what its forward may decide by."""
+    """A module's plain attributes (``training``, ``p``, ``eps``), lists and dicts of such, and its
+    hooks, by the numbers that PyTorch gives them: what its forward may decide by."""
     hooks = tuple(chain.from_iterable(hooks_of_module(module)))
     if isinstance(module, GradSampleHooksFlashClipping):
         return hooks  # it counts backward passes; what it decides by is told one by one
-    return *hooks, *[(k, v) for k, v in vars(module).items() if type(v) in SETTINGS]
+    found = []
+    for name, value in vars(module).items():
+        kind = type(value)
+        if kind in SETTINGS:
+            found.append((name, value))
+        elif kind in (list, tuple, dict) and value and name not in _EVERY_MODULE:
+            inside = _plain(value.items() if kind is dict else value)  # adapters keep theirs so
+            found.append((name, inside))
+    return *hooks, *found
+
+
+def _plain(values: Iterable[Any]) -> Hashable | None:
+    """The values, if they are settings, or pairs of a name and one."""
+    leaves = [x for each in values for x in (each if isinstance(each, tuple) else (each,))]
+    return tuple(leaves) if all(type(x) in SETTINGS for x in leaves) else None
+
+
+#: What every module has.
+_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 #: Types that arguments may hold besides tensors: these are known by their values.

@@ -113,6 +113,7 @@ class GraphedModel(GraphedStep):
             or not session.enabled
             or not torch.is_grad_enabled()
             or in_backward()
+            or self.model._watch.gate.is_next  # replays prove nothing
         ):
             return self.step(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -273,6 +274,7 @@ class GraphedModel(GraphedStep):
         kwargs: dict[str, Any],
     ) -> Any:
         session = self.model._session
+        self.model._watch.gate.calls += 1
         tensors = batched_inputs(args, kwargs)
         draw = session.draw_of(tensors, False)
         call = session.begin_forward(tensors)

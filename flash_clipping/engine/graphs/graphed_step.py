@@ -222,6 +222,8 @@ class GraphedStep:
         if device is None or not self.size or not torch.is_grad_enabled() or are_odd(leaves):
             return self._run(args, kwargs)
         models = self._wrapped(modules)
+        if any(wrapped._watch.gate.is_next for wrapped in models):  # replays prove nothing
+            return self._run(args, kwargs)
         if any(m._session.units_of_calls.are_known for m in models):
             refuse(
                 "clips privacy units (sample_of, or make_private(units=...)), whose number is read "
@@ -403,6 +405,7 @@ class GraphedStep:
                 session.padding.before_replay(draws[-1], graph.device)
             graph.replay()
             for (wrapped, captured), draw in zip(graph.of_modules, draws, strict=True):
+                wrapped._watch.gate.calls += 1
                 take_over(wrapped, captured, draw)
             self._hand_out(graph)
             return pytree.tree_map_only(Tensor, Tensor.clone, graph.output)
