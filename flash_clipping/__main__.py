@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from flash_clipping import __version__, auditing, diagnostics, planning
 from flash_clipping.capture.inputs import map_tensors
@@ -280,11 +279,9 @@ def _audit(args: argparse.Namespace) -> int:
         missing = [n for n in ("scores", "included", "epsilon", "delta") if n not in told]
         if missing:
             raise ValueError(f"found no {', '.join(missing)}; expected them beside each other.")
-        included_M = torch.tensor(told["included"], dtype=torch.bool)
-        canaries = auditing.Canaries(TensorDataset(included_M))
-        canaries.included_M = included_M
-        found = canaries.audit(
+        found = auditing.audit(
             torch.tensor(told["scores"]),
+            torch.tensor(told["included"], dtype=torch.bool),
             guesses=args.guesses,
             epsilon=float(told["epsilon"]),
             delta=float(told["delta"]),

@@ -40,6 +40,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 __all__ = [
     "Audit",
     "Canaries",
+    "audit",
     "bootstrap",
     "epsilon_lower_bound",
     "is_improbable_gaussian",
@@ -214,59 +215,63 @@ class Canaries:
         chosen = self.included_M.nonzero().flatten().tolist()
         return ConcatDataset([dataset, Subset(self.samples, chosen)])
 
-    def audit(
-        self,
-        score_M: Tensor,
-        *,
-        guesses: int,
-        epsilon: float,
-        delta: float,
-        confidence: float = 0.95,
-        gaussian: bool = False,
-        relation: str = "add or remove one sample",
-    ) -> Audit:
-        """Guess by these scores, and compare what that shows with what was promised.
+    def audit(self, score_M: Tensor, **how: Any) -> Audit:
+        """As :func:`audit`, with the coins of these canaries."""
+        return audit(score_M, self.included_M, **how)
 
-        Args:
-            score_M: ``[M]``, higher for canaries that look as if they were in the data.
-            guesses: on how many canaries not to abstain. To be chosen before the scores are known:
-                the best of several numbers is not covered by the confidence.
-            epsilon: what the accountant says at ``delta``.
-            relation: what a coin does to its sample, and ε is for: ``engine.relation``. To zero one
-                out is to leave it in the data with a gradient that adds nothing.
-            delta, confidence, gaussian: as in :func:`epsilon_lower_bound`.
 
-        Raises:
-            ValueError: scores that are not finite, or not one for each canary; ``epsilon`` that is
-                NaN or negative; others as in :func:`epsilon_lower_bound`.
-        """
-        m = len(self.included_M)
-        score_M = score_M.detach().double().cpu()
-        if score_M.shape != (m,) or not score_M.isfinite().all():
-            raise ValueError(
-                f"Canaries.audit: found scores of shape {[*score_M.shape]}, "
-                f"{int((~score_M.isfinite()).sum())} of them not finite; expected a finite number "
-                f"for each of {m} canaries:\n    score_M = score_M.nan_to_num()"
-            )
-        if not epsilon >= 0:
-            raise ValueError(f"Canaries.audit: found epsilon={epsilon}; expected 0 or more.")
-        correct = right_guesses(score_M, self.included_M, guesses)
-        low, high = bootstrap(area_under_curve, score_M, self.included_M)
-        return Audit(
-            canaries=m,
-            included=int(self.included_M.sum()),
-            guesses=guesses,
-            correct=correct,
-            delta=delta,
-            confidence=confidence,
-            epsilon=epsilon,
-            relation=relation,
-            lower_bound=epsilon_lower_bound(
-                m, guesses, correct, delta, confidence, gaussian=gaussian
-            ),
-            area_under_curve=area_under_curve(score_M, self.included_M),
-            area_interval=(low, high),
+def audit(
+    score_M: Tensor,
+    included_M: Tensor,
+    *,
+    guesses: int,
+    epsilon: float,
+    delta: float,
+    confidence: float = 0.95,
+    gaussian: bool = False,
+    relation: str = "add or remove one sample",
+) -> Audit:
+    """Guess by these scores, and compare what that shows with what was promised.
+
+    Args:
+        score_M: ``[M]``, higher for canaries that look as if they were in the data.
+        included_M: ``[M]``, bool: whether they were, by fair coins.
+        guesses: on how many canaries not to abstain. To be chosen before the scores are known:
+            the best of several numbers is not covered by the confidence.
+        epsilon: what the accountant says at ``delta``.
+        relation: what a coin does to its sample, and ε is for: ``engine.relation``. To zero one
+            out is to leave it in the data with a gradient that adds nothing.
+        delta, confidence, gaussian: as in :func:`epsilon_lower_bound`.
+
+    Raises:
+        ValueError: scores that are not finite, or not one for each canary; ``epsilon`` that is
+            NaN or negative; others as in :func:`epsilon_lower_bound`.
+    """
+    m = len(included_M)
+    score_M = score_M.detach().double().cpu()
+    if score_M.shape != (m,) or not score_M.isfinite().all():
+        raise ValueError(
+            f"audit: found scores of shape {[*score_M.shape]}, "
+            f"{int((~score_M.isfinite()).sum())} of them not finite; expected a finite number "
+            f"for each of {m} canaries:\n    score_M = score_M.nan_to_num()"
         )
+    if not epsilon >= 0:
+        raise ValueError(f"audit: found epsilon={epsilon}; expected 0 or more.")
+    correct = right_guesses(score_M, included_M, guesses)
+    low, high = bootstrap(area_under_curve, score_M, included_M)
+    return Audit(
+        canaries=m,
+        included=int(included_M.sum()),
+        guesses=guesses,
+        correct=correct,
+        delta=delta,
+        confidence=confidence,
+        epsilon=epsilon,
+        relation=relation,
+        lower_bound=epsilon_lower_bound(m, guesses, correct, delta, confidence, gaussian=gaussian),
+        area_under_curve=area_under_curve(score_M, included_M),
+        area_interval=(low, high),
+    )
 
 
 @dataclass

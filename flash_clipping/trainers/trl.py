@@ -56,6 +56,17 @@ def _by(privacy: PrivacyArguments, name: str) -> PrivacyArguments:
     return replace(privacy, engine_options={**privacy.engine_options, "sample_of": name})
 
 
+def _config(cls: type, wanted: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a trainer, of the class that its settings are in."""
+    args = _bound(cls, arguments, kwargs).arguments["args"]
+    if not isinstance(args, wanted):
+        raise ValueError(
+            f"{cls.__name__}: found args of type {type(args).__name__}; expected "
+            f"{wanted.__name__}:\n    from trl import {wanted.__name__}"
+        )
+    return args
+
+
 class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):  # type: ignore[misc]
     """``trl.SFTTrainer`` with differential privacy for every text of ``train_dataset``.
 
@@ -72,7 +83,7 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
-        args: SFTConfig = _bound(type(self), arguments, kwargs).arguments["args"]
+        args: SFTConfig = _config(type(self), SFTConfig, arguments, kwargs)
         if args.packing:
             raise ValueError(
                 "PrivateSFTTrainer: found packing=True. Which texts share a row is chosen by the "
@@ -104,6 +115,11 @@ def _documents(items: list[Any], batch: Any) -> Tensor:
     return found
 
 
+def _pairs(items: list[Any], batch: Any) -> Tensor:
+    """``[R]``: which pair each row is of. Chosen texts come first, then all rejected ones."""
+    return torch.arange(len(items)).repeat(2)
+
+
 class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
     """``trl.DPOTrainer`` with differential privacy for every pair of ``train_dataset``.
 
@@ -120,13 +136,12 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
-        args: DPOConfig = _bound(type(self), arguments, kwargs).arguments["args"]
+        args: DPOConfig = _config(type(self), DPOConfig, arguments, kwargs)
+        divergence = args.f_divergence_type
         losses = [args.loss_type] if isinstance(args.loss_type, str) else [*args.loss_type]
         found = {
-            "loss_type": losses if [*losses] not in [[name] for name in _DPO_LOSSES] else None,
-            "f_divergence_type": None
-            if args.f_divergence_type == "reverse_kl"
-            else args.f_divergence_type,
+            "loss_type": None if len(losses) == 1 and losses[0] in _DPO_LOSSES else losses,
+            "f_divergence_type": None if divergence == "reverse_kl" else divergence,
             "ld_alpha": args.ld_alpha,
             "loss_weights": args.loss_weights,
             "use_weighting": args.use_weighting or None,
@@ -141,10 +156,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
             )
         self._loss_of_margin = _DPO_LOSSES[losses[0]]
         super().__init__(*arguments, privacy=_by(privacy, "pair"), **kwargs)
-        # Chosen texts come first, then all rejected ones.
-        self.data_collator = _Tagged(
-            self.data_collator, "pair", lambda items, _: torch.arange(len(items)).repeat(2)
-        )
+        self.data_collator = _Tagged(self.data_collator, "pair", _pairs)
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of every pair, ``[B]``, fp32."""

@@ -289,6 +289,15 @@ def test_a_step_without_pairs_adds_noise_only(tmp_path: Path, adapters: bool) ->
     assert all((a != b).any() for a, b in pairs if b.requires_grad)
 
 
+def test_arguments_of_another_class_are_refused(tmp_path: Path) -> None:
+    for cls, wanted in (
+        (ours.PrivateSFTTrainer, "SFTConfig"),
+        (ours.PrivateDPOTrainer, "DPOConfig"),
+    ):
+        with pytest.raises(ValueError, match=f"TrainingArguments; expected {wanted}"):
+            cls(llama(), args=arguments(tmp_path), privacy=privacy())
+
+
 def test_other_losses_of_pairs_are_refused(tmp_path: Path) -> None:
     for options, words in (
         ({"loss_type": "aot"}, "loss_type=\\['aot'\\]"),
