@@ -150,8 +150,10 @@ def gradient_error(ours: Fingerprint, reference: Fingerprint) -> float | None:
     if ours.gradients is None or reference.gradients is None:
         return None
     difference = total = 0.0
+    fast = "cuda" if torch.cuda.is_available() else "cpu"  # of billions of elements
     for mine, theirs in zip(ours.gradients, reference.gradients, strict=True):
-        difference += torch.linalg.vector_norm(mine.float() - theirs.float()).item() ** 2
-        total += torch.linalg.vector_norm(theirs.float()).item() ** 2
+        expected = theirs.to(fast).float()
+        difference += torch.linalg.vector_norm(mine.to(fast).float() - expected).item() ** 2
+        total += torch.linalg.vector_norm(expected).item() ** 2
     error = (difference / max(total, 1e-60)) ** 0.5
     return error if error == error else float("inf")

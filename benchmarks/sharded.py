@@ -5,6 +5,7 @@ Started by ``torchrun``, one process for each GPU (or several on a CPU, to try i
     torchrun --nproc-per-node 2 -m benchmarks sharded --shards fsdp2 --model decoder-1
 
 By ``fsdp2`` every process has samples of its own, by ``tp`` (tensor parallelism) all have the same.
+By ``hsdp`` each process is a replica with a single shard: sums go through both of its reductions.
 By ``experts`` they have samples of their own, and other experts of each block
 (``--model decoder-experts``); all else is sharded as by ``fsdp2``.
 A step is forward, backward and clipping. Before anything is timed, norms and clipped sums are
@@ -147,12 +148,15 @@ def shard(model: Any, how: str, device: torch.device, compiled: bool) -> nn.Modu
             block.compile()
     from torch.distributed.device_mesh import init_device_mesh
 
-    if how in ("fsdp2", "experts"):
+    if how in ("fsdp2", "hsdp", "experts"):
         from torch.distributed.fsdp import fully_shard
 
         from flash_clipping.distributed.experts import distribute_experts
 
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
+        replicas = (dist.get_world_size(),) if how == "hsdp" else ()
+        shards = 1 if replicas else dist.get_world_size()
+        names = ("replicas", "data")[-1 - len(replicas) :]
+        mesh = init_device_mesh(device.type, (*replicas, shards), mesh_dim_names=names)
         ignored = distribute_experts(model, mesh) if how == "experts" else None
         for block in blocks:
             fully_shard(block, mesh=mesh, ignored_params=ignored)
@@ -189,7 +193,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--shards", choices=["fsdp2", "tp", "experts"], default="fsdp2")
+    parser.add_argument("--shards", choices=["fsdp2", "hsdp", "tp", "experts"], default="fsdp2")
     parser.add_argument(
         "--model", default="decoder-1" if on_gpu else "tiny", help="a model of blocks"
     )
