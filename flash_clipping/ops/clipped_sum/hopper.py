@@ -2,11 +2,6 @@
 by :mod:`flash_clipping.ops.runtime.ring`.
 
 B samples, T positions, d input features, p output features.
-
-Tensor cores take their operands from the second-level cache faster the larger the tile is. A tile
-of 128 × 256 fills half of the registers with one sample's product, so the sum over samples has no
-room beside it. It lies in shared memory: each thread adds its part of a product to what it left
-there, so nobody waits for anybody.
 """
 
 # mypy: disable-error-code="name-defined"
@@ -14,38 +9,33 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flash_clipping.ops.clipped_sum import table
 from flash_clipping.ops.runtime.ring import (
     BLOCK,
     HALF,
+    WIDE,
+    add_products,
     barriers,
     load_async,
-    release,
+    no_sums,
+    place_of,
+    room_for_sums,
+    store_half,
+    take_turn,
     wait_loaded,
     wait_released,
 )
-from flash_clipping.ops.runtime.tiles import operand, tile_in_groups
+from flash_clipping.ops.runtime.tiles import operand
 
 COLUMNS = gl.constexpr(table.COLUMNS)
-WIDTH = gl.constexpr(table.WIDE)
 BLOCK_T = gl.constexpr(32)
 """Positions of a step."""
-STAGES = gl.constexpr(4)
+STAGES = gl.constexpr(6)
 PROMOTE = gl.constexpr(32)
-"""Steps after which a sample's product is added to the sum: tensor cores truncate what they add
-up."""
+"""Steps after which a sample's product is added to the sum: tensor cores truncate."""
 GROUP = gl.constexpr(8)
-MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, table.WIDE, 16]))
-IN_TURN = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-"""Eight rows, which a warp moves at one time, on all banks."""
-IN_ROWS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -60,18 +50,11 @@ def _layer(table_ptr, layer, layers, count):
 
 
 @gluon.jit
-def _place(tile, p, d):
-    """First row and column of a tile; those that are at work at one time share what they read."""
-    row, column = tile_in_groups(tile, gl.cdiv(p, BLOCK), gl.cdiv(d, WIDTH), GROUP)
-    return row * BLOCK, column * WIDTH
-
-
-@gluon.jit
 def _load(table_ptr, grid, ring, DTYPE: gl.constexpr):
     """One warp loads the operands of every step; positions past a sample's last are zero."""
     layers, count, B, T = grid
-    A_tiles, G_tiles, full, empty = ring
-    size: gl.constexpr = BLOCK_T * (BLOCK + WIDTH) * (DTYPE.primitive_bitwidth // 8)
+    A_tiles, G_tiles, _, full, empty = ring
+    size: gl.constexpr = BLOCK_T * (BLOCK + WIDE) * (DTYPE.primitive_bitwidth // 8)
     step = 0
     item = gl.program_id(0)
     for layer in range(layers):
@@ -85,14 +68,14 @@ def _load(table_ptr, grid, ring, DTYPE: gl.constexpr):
                 wait_loaded(at, full, STAGES)
             A = tma.make_tensor_descriptor(
                 A_ptr, [B, T, d], [A_stride_b, A_stride_t, 1],
-                [1, BLOCK_T, WIDTH], A_tiles.type.layout,
+                [1, BLOCK_T, WIDE], A_tiles.type.layout,
             )  # fmt: skip
             G = tma.make_tensor_descriptor(
                 G_ptr, [B, T, p], [G_stride_b, G_stride_t, 1],
                 [1, BLOCK_T, HALF], G_tiles.type.layout,
             )  # fmt: skip
             while item < end:
-                p0, d0 = _place(item - first, p, d)
+                p0, d0 = place_of(item - first, p, d, GROUP)
                 for b in range(B):
                     for t in range(0, T, BLOCK_T):
                         stage = step % STAGES
@@ -107,54 +90,30 @@ def _load(table_ptr, grid, ring, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _product(step, end, ring, WHICH: gl.constexpr):
-    """``gᵀ a`` over the steps up to ``end``."""
-    A_tiles, G_tiles, full, empty = ring
-    product = gl.zeros([HALF, WIDTH], gl.float32, MMA)
-    first = step
-    while step < end:
-        stage = step % STAGES
-        wait_loaded(step, full, STAGES)
-        g = G_tiles.index(2 * stage + WHICH).reshape([BLOCK_T, HALF]).permute((1, 0))
-        a = A_tiles.index(stage).reshape([BLOCK_T, WIDTH])
-        product = warpgroup_mma(g, a, product, is_async=True)
-        product = warpgroup_mma_wait(1, deps=[product])
-        if step > first:
-            release(step - 1, empty, STAGES)
-        step += 1
-    product = warpgroup_mma_wait(0, deps=[product])
-    release(step - 1, empty, STAGES)
-    return step, product
-
-
-@gluon.jit
-def _multiply(table_ptr, coef_ptr, grid, ring, sums, WHICH: gl.constexpr):
+def _multiply(table_ptr, coef_ptr, grid, ring, sums, lead, WHICH: gl.constexpr):
     """Four warps: one half of the rows of every tile of this program."""
     layers, count, B, T = grid
     steps = gl.cdiv(T, BLOCK_T)
-    total = sums.index(WHICH)
+    right = sums.index(WHICH)
     step = 0
+    turn = 0
     item = gl.program_id(0)
     for layer in range(layers):
         row, first, end = _layer(table_ptr, layer, layers, count)
         while item < end:
             p = gl.load(row + 3).to(gl.int32)
             d = gl.load(row + 7).to(gl.int32)
-            p0, d0 = _place(item - first, p, d)
-            total.store(gl.zeros([HALF, WIDTH], gl.float32, MMA))
+            p0, d0 = place_of(item - first, p, d, GROUP)
+            signal, turn = take_turn(step, B * steps, turn, lead, STAGES, WHICH)
+            left = no_sums(right)
             for b in range(B):
                 coef = gl.load(coef_ptr + b)
-                last = step + steps
-                while step < last:
-                    step, product = _product(step, gl.minimum(step + PROMOTE, last), ring, WHICH)
-                    if coef != 0:  # of a dropped sample nothing, whatever its product is
-                        total.store(total.load(MMA) + coef * product)
+                step, left = add_products(
+                    step, step + steps, coef, left, right, signal, lead, ring,
+                    BLOCK_T, STAGES, PROMOTE, False, WHICH,
+                )  # fmt: skip
             out_ptr = gl.load(row + 8).to(gl.pointer_type(gl.float32))
-            rows = p0 + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, IN_ROWS))
-            columns = d0 + gl.arange(0, WIDTH, gl.SliceLayout(0, IN_ROWS))
-            place = out_ptr + rows[:, None].to(gl.int64) * d + columns[None, :]
-            kept = (rows < p)[:, None] & (columns < d)[None, :]
-            gl.store(place, total.load(IN_ROWS), mask=kept)
+            store_half(out_ptr, left, right, p0, d0, p, d, WHICH)
             item += gl.num_programs(0)
 
 
@@ -163,16 +122,16 @@ def _clipped_sums_ring_kernel(table_ptr, coef_ptr, layers, count, B, T, DTYPE: g
     """``triton._clipped_sums_kernel`` for operands of one 16-bit ``DTYPE`` in rows on 16 bytes.
     Launched with ``num_warps=4``."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 3)
-    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, WIDTH], layout)
+    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, WIDE], layout)
     G_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 1, BLOCK_T, HALF], layout)
-    sums = gl.allocate_shared_memory(gl.float32, [2, HALF, WIDTH], IN_TURN)
+    sums, lead = room_for_sums()
     full, empty = barriers(STAGES)
-    ring = (A_tiles, G_tiles, full, empty)
+    ring = (A_tiles, G_tiles, G_tiles, full, empty)
     grid = (layers, count, B, T)
     gl.warp_specialize(
         [
-            (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 0)),
-            (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 1)),
+            (_multiply, (table_ptr, coef_ptr, grid, ring, sums, lead, 0)),
+            (_multiply, (table_ptr, coef_ptr, grid, ring, sums, lead, 1)),
             (_load, (table_ptr, grid, ring, DTYPE)),
         ],
         [4, 1],  # warps of the second and third, and registers of each of their threads

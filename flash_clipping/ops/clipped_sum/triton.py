@@ -92,10 +92,11 @@ class Config:
     num_warps: int = 8
     num_stages: int = 4
     tma: bool = True
+    ring: bool = False
 
 
-RING = Config(32)
-"""That of :mod:`flash_clipping.ops.clipped_sum.hopper`, which has one."""
+RING = Config(ring=True)
+"""For :mod:`flash_clipping.ops.clipped_sum.hopper`, which takes no other parameters."""
 
 MOST_ROWS = 64
 """Samples of one position up to which a program takes a step for each of them; for more, one
@@ -160,13 +161,12 @@ def launch_clipped_sums(
     work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
     most = max(FEWEST, tiles.next_power_of_2(layers))
-    in_ring = config == RING
-    count = work.cut(WIDE if in_ring else BLOCK)
+    count = work.cut(WIDE if config.ring else BLOCK)
     arguments = (work.on(device), coef_B.contiguous(), layers, count, kind.B, kind.T)
     # The tiles of small layers take no longer than a program takes to start.
-    each = kind.small and not in_ring
+    each = kind.small and not config.ring
     programs = count if each else min(count, tiles.sm_count(device))
-    if in_ring:
+    if config.ring:
         from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
 
         launch(
