@@ -1,5 +1,5 @@
-"""Clipped sums on Hopper: the tiles of :mod:`flash_clipping.ops.clipped_sum.triton`, by
-:mod:`flash_clipping.ops.runtime.ring`.
+"""Clipped sums on Hopper: the tiles of :mod:`flash_clipping.ops.clipped_sum.triton`, twice as wide,
+by :mod:`flash_clipping.ops.runtime.ring`.
 
 B samples, T positions, d input features, p output features.
 """
@@ -15,22 +15,26 @@ from flash_clipping.ops.clipped_sum import table
 from flash_clipping.ops.runtime.ring import (
     BLOCK,
     HALF,
+    WIDE,
     add_products,
     barriers,
     load_async,
     no_sums,
     place_of,
+    room_for_sums,
     store_half,
+    take_turn,
     wait_loaded,
     wait_released,
 )
 from flash_clipping.ops.runtime.tiles import operand
 
 COLUMNS = gl.constexpr(table.COLUMNS)
-POSITIONS = gl.constexpr(384)
-"""Positions of a tile's operands in shared memory at one time."""
-PROMOTE = gl.constexpr(1024)
-"""Positions after which a sample's product is added to the sum."""
+BLOCK_T = gl.constexpr(32)
+"""Positions of a step."""
+STAGES = gl.constexpr(6)
+PROMOTE = gl.constexpr(32)
+"""Steps after which a sample's product is added to the sum: tensor cores truncate."""
 GROUP = gl.constexpr(8)
 
 
@@ -46,12 +50,11 @@ def _layer(table_ptr, layer, layers, count):
 
 
 @gluon.jit
-def _load(table_ptr, grid, ring, DTYPE: gl.constexpr, BLOCK_T: gl.constexpr):
+def _load(table_ptr, grid, ring, DTYPE: gl.constexpr):
     """One warp loads the operands of every step; positions past a sample's last are zero."""
-    STAGES: gl.constexpr = POSITIONS // BLOCK_T
     layers, count, B, T = grid
     A_tiles, G_tiles, _, full, empty = ring
-    size: gl.constexpr = 2 * BLOCK_T * BLOCK * (DTYPE.primitive_bitwidth // 8)
+    size: gl.constexpr = BLOCK_T * (BLOCK + WIDE) * (DTYPE.primitive_bitwidth // 8)
     step = 0
     item = gl.program_id(0)
     for layer in range(layers):
@@ -65,15 +68,14 @@ def _load(table_ptr, grid, ring, DTYPE: gl.constexpr, BLOCK_T: gl.constexpr):
                 wait_loaded(at, full, STAGES)
             A = tma.make_tensor_descriptor(
                 A_ptr, [B, T, d], [A_stride_b, A_stride_t, 1],
-                [1, BLOCK_T, BLOCK], A_tiles.type.layout,
+                [1, BLOCK_T, WIDE], A_tiles.type.layout,
             )  # fmt: skip
             G = tma.make_tensor_descriptor(
                 G_ptr, [B, T, p], [G_stride_b, G_stride_t, 1],
                 [1, BLOCK_T, HALF], G_tiles.type.layout,
             )  # fmt: skip
-            tiles_p, tiles_d = gl.cdiv(p, BLOCK), gl.cdiv(d, BLOCK)
             while item < end:
-                p0, d0 = place_of(item - first, tiles_p, tiles_d, GROUP)
+                p0, d0 = place_of(item - first, p, d, GROUP)
                 for b in range(B):
                     for t in range(0, T, BLOCK_T):
                         stage = step % STAGES
@@ -88,53 +90,49 @@ def _load(table_ptr, grid, ring, DTYPE: gl.constexpr, BLOCK_T: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(table_ptr, coef_ptr, grid, ring, BLOCK_T: gl.constexpr, WHICH: gl.constexpr):
+def _multiply(table_ptr, coef_ptr, grid, ring, sums, lead, WHICH: gl.constexpr):
     """Four warps: one half of the rows of every tile of this program."""
-    STAGES: gl.constexpr = POSITIONS // BLOCK_T
     layers, count, B, T = grid
     steps = gl.cdiv(T, BLOCK_T)
+    right = sums.index(WHICH)
     step = 0
+    turn = 0
     item = gl.program_id(0)
     for layer in range(layers):
         row, first, end = _layer(table_ptr, layer, layers, count)
         while item < end:
             p = gl.load(row + 3).to(gl.int32)
             d = gl.load(row + 7).to(gl.int32)
-            p0, d0 = place_of(item - first, gl.cdiv(p, BLOCK), gl.cdiv(d, BLOCK), GROUP)
-            total, before, before_coef = no_sums()
+            p0, d0 = place_of(item - first, p, d, GROUP)
+            signal, turn = take_turn(step, B * steps, turn, lead, STAGES, WHICH)
+            left = no_sums(right)
             for b in range(B):
                 coef = gl.load(coef_ptr + b)
-                step, total, before, before_coef = add_products(
-                    step, step + steps, coef, total, before, before_coef, ring,
-                    BLOCK_T, STAGES, PROMOTE // BLOCK_T, False, WHICH,
+                step, left = add_products(
+                    step, step + steps, coef, left, right, signal, lead, ring,
+                    BLOCK_T, STAGES, PROMOTE, False, WHICH,
                 )  # fmt: skip
-            if before_coef != 0:
-                total += before_coef * before
             out_ptr = gl.load(row + 8).to(gl.pointer_type(gl.float32))
-            store_half(out_ptr, total, p0, d0, p, d, WHICH)
+            store_half(out_ptr, left, right, p0, d0, p, d, WHICH)
             item += gl.num_programs(0)
 
 
 @gluon.jit(do_not_specialize=["layers", "count", "B", "T"])
-def _clipped_sums_ring_kernel(
-    table_ptr, coef_ptr,
-    layers, count, B, T,
-    DTYPE: gl.constexpr, BLOCK_T: gl.constexpr,
-):  # fmt: skip
-    """``triton._clipped_sums_kernel`` for operands of one 16-bit ``DTYPE`` in rows on 16 bytes;
-    ``BLOCK_T`` positions in a step. Launched with ``num_warps=4``."""
-    STAGES: gl.constexpr = POSITIONS // BLOCK_T
+def _clipped_sums_ring_kernel(table_ptr, coef_ptr, layers, count, B, T, DTYPE: gl.constexpr):
+    """``triton._clipped_sums_kernel`` for operands of one 16-bit ``DTYPE`` in rows on 16 bytes.
+    Launched with ``num_warps=4``."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 3)
-    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, BLOCK], layout)
+    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, WIDE], layout)
     G_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 1, BLOCK_T, HALF], layout)
+    sums, lead = room_for_sums()
     full, empty = barriers(STAGES)
     ring = (A_tiles, G_tiles, G_tiles, full, empty)
     grid = (layers, count, B, T)
     gl.warp_specialize(
         [
-            (_multiply, (table_ptr, coef_ptr, grid, ring, BLOCK_T, 0)),
-            (_multiply, (table_ptr, coef_ptr, grid, ring, BLOCK_T, 1)),
-            (_load, (table_ptr, grid, ring, DTYPE, BLOCK_T)),
+            (_multiply, (table_ptr, coef_ptr, grid, ring, sums, lead, 0)),
+            (_multiply, (table_ptr, coef_ptr, grid, ring, sums, lead, 1)),
+            (_load, (table_ptr, grid, ring, DTYPE)),
         ],
         [4, 1],  # warps of the second and third, and registers of each of their threads
         [240, 24],

@@ -22,6 +22,8 @@ result; first of the layer's tiles."""
 
 BLOCK = 128
 """Side of a tile of the result."""
+WIDE = 256
+"""Columns of a tile of :mod:`flash_clipping.ops.clipped_sum.hopper`."""
 
 SMALL_FLOP = 10e9
 """A product of fewer FLOP takes the host longer to launch than the device to compute."""
@@ -74,7 +76,6 @@ class Products(Table):
 
     Attributes:
         shapes: ``(p, d)`` of every result.
-        count: tiles of all results.
         G_whole, A_whole: whether rows of these operands are multiples of 16 bytes as well, in all
             pairs.
     """
@@ -82,13 +83,19 @@ class Products(Table):
     def __init__(self, pairs: Sequence[Pair]) -> None:
         super().__init__(COLUMNS)
         self.shapes = [(G.shape[2], A.shape[2]) for A, G in pairs]
-        firsts, self.count = firsts_of([-(-p // BLOCK) * -(-d // BLOCK) for p, d in self.shapes])
         self.G_whole = all([is_whole(G.shape[2], G.element_size()) for _, G in pairs])
         self.A_whole = all([is_whole(A.shape[2], A.element_size()) for A, _ in pairs])
-        for (A, G), first in zip(pairs, firsts, strict=True):
+        for A, G in pairs:
             self.numbers.extend(self.describe(G))
             self.numbers.extend(self.describe(A))
-            self.numbers.extend((0, first))
+            self.numbers.extend((0, 0))
+
+    def cut(self, width: int) -> int:
+        """Share out tiles of so many columns; how many there are."""
+        tiles = [-(-p // BLOCK) * -(-d // width) for p, d in self.shapes]
+        firsts, count = firsts_of(tiles)
+        self.set_column(COLUMNS - 1, firsts)
+        return count
 
     def read(self, pairs: Sequence[Pair]) -> None:
         """Take the addresses of operands of the layout that the table was made for."""

@@ -21,7 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.clipped_sum import reference
-from flash_clipping.ops.clipped_sum.table import BLOCK, COLUMNS, Kind, Pair, Products, kinds_of
+from flash_clipping.ops.clipped_sum.table import (
+    BLOCK,
+    COLUMNS,
+    WIDE,
+    Kind,
+    Pair,
+    Products,
+    kinds_of,
+)
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.backend import full_precision
 from flash_clipping.ops.runtime.launches import has_gluon, launch
@@ -84,10 +92,11 @@ class Config:
     num_warps: int = 8
     num_stages: int = 4
     tma: bool = True
+    ring: bool = False
 
 
-RING, RING_32 = Config(num_stages=6), Config(32, num_stages=12)
-"""Those of :mod:`flash_clipping.ops.clipped_sum.hopper`: steps of 64 positions, and of 32."""
+RING = Config(ring=True)
+"""For :mod:`flash_clipping.ops.clipped_sum.hopper`, which takes no other parameters."""
 
 MOST_ROWS = 64
 """Samples of one position up to which a program takes a step for each of them; for more, one
@@ -101,8 +110,7 @@ def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
     tma = work.aligned and tiles.has_tma(device)
     if tma and kind.A_dtype != torch.float32 and tiles.is_hopper(device) and has_gluon():
-        fewer = -(-kind.T // 32) % 2 == 1  # positions past a sample's last, in steps of 32
-        return RING_32 if fewer else RING
+        return RING
     tma = tma and not kind.small  # a descriptor takes as long to make as such a tile
     if kind.A_dtype == torch.float32:
         return Config(32, promote=2, num_stages=3, tma=tma)
@@ -153,18 +161,17 @@ def launch_clipped_sums(
     work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
     most = max(FEWEST, tiles.next_power_of_2(layers))
-    arguments = (work.on(device), coef_B.contiguous(), layers, work.count, kind.B, kind.T)
-    in_ring = config in (RING, RING_32)
+    count = work.cut(WIDE if config.ring else BLOCK)
+    arguments = (work.on(device), coef_B.contiguous(), layers, count, kind.B, kind.T)
     # The tiles of small layers take no longer than a program takes to start.
-    each = kind.small and not in_ring
-    programs = work.count if each else min(work.count, tiles.sm_count(device))
-    if in_ring:
+    each = kind.small and not config.ring
+    programs = count if each else min(count, tiles.sm_count(device))
+    if config.ring:
         from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
 
         launch(
             _clipped_sums_ring_kernel, programs, *arguments,
-            DTYPE=tiles.TL_DTYPE[kind.A_dtype], BLOCK_T=config.block_t,
-            workspace=True, num_warps=4,
+            DTYPE=tiles.TL_DTYPE[kind.A_dtype], workspace=True, num_warps=4,
         )  # fmt: skip
     else:
         launch(

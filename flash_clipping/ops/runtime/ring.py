@@ -69,77 +69,133 @@ def release(step, empty, STAGES: gl.constexpr):
 
 
 # -- sums of weighted products ---------------------------------------------------------------------
+#
+# The larger a tile is, the less often operands are read. One of 128 x 256 fills half of the
+# registers with a product, so not all of the sum has room beside it: the left half of its columns
+# is in registers, the right half in shared memory. While one half of the rows adds its product to
+# the sum the other one multiplies: it begins some steps later (``lead`` is a barrier for that).
+#
+# What bounds it is shared memory: what tensor cores read, what loads write and, for each product,
+# half of the sum. So it is slower the shorter the products are.
+
+WIDE = gl.constexpr(256)
+"""Columns of a tile of sums."""
+AHEAD = gl.constexpr(2)
+"""Steps by which the first half of the rows is ahead of the second."""
+WIDE_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+"""Of sums in shared memory: eight rows, which a warp moves at one time, are in different banks."""
+IN_ROWS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
+"""Of sums on their way out: a warp stores 32 neighbours."""
 
 
 @gluon.jit
-def place_of(tile, tiles_p, tiles_d, GROUP: gl.constexpr):
+def room_for_sums():
+    """The right halves of both sums, and ``lead``."""
+    sums = gl.allocate_shared_memory(gl.float32, [2, HALF, WIDE // 2], SUMS)
+    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(lead, 1)
+    return sums, lead
+
+
+@gluon.jit
+def place_of(tile, p, d, GROUP: gl.constexpr):
     """First row and column of a tile; those that are at work at one time share what they read."""
-    row, column = tile_in_groups(tile, tiles_p, tiles_d, GROUP)
-    return row * BLOCK, column * BLOCK
+    row, column = tile_in_groups(tile, gl.cdiv(p, BLOCK), gl.cdiv(d, WIDE), GROUP)
+    return row * BLOCK, column * WIDE
 
 
 @gluon.jit
-def product_of(
-    step, product, ring,
+def take_turn(step, steps, turn, lead, STAGES: gl.constexpr, WHICH: gl.constexpr):
+    """Begin a tile of so many steps: the second half of the rows waits for the first.
+
+    Not in a tile of fewer steps than the ring has stages: there the first half could be ahead by
+    more than one tile.
+
+    Returns:
+        The step at which the first half lets the second in, -1 for none; and the next turn.
+    """
+    in_turn = steps >= STAGES
+    if in_turn & (WHICH == 1):
+        mbarrier.wait(lead, turn & 1)
+        turn += 1
+    return gl.where(in_turn & (WHICH == 0), step + AHEAD - 1, -1), turn
+
+
+@gluon.jit
+def _product(
+    step, end, signal, lead, ring,
     BLOCK_T: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WHICH: gl.constexpr,
-    ADD: gl.constexpr,
 ):  # fmt: skip
-    """Start a step's ``gᵀ a``, and wait for the one before it. ``SPLIT``: g is the sum of two."""
-    A_tiles, G_tiles, rest_tiles, full, _ = ring
-    stage = step % STAGES
-    wait_loaded(step, full, STAGES)
-    g = G_tiles.index(2 * stage + WHICH).reshape([BLOCK_T, HALF]).permute((1, 0))
-    a = A_tiles.index(stage).reshape([BLOCK_T, BLOCK])
-    product = warpgroup_mma(g, a, product, use_acc=ADD, is_async=True)
-    if SPLIT:
-        rest = rest_tiles.index(2 * stage + WHICH).reshape([BLOCK_T, HALF]).permute((1, 0))
-        product = warpgroup_mma(rest, a, product, use_acc=True, is_async=True)
-    return warpgroup_mma_wait(2 if SPLIT else 1, deps=[product])
+    """``gᵀ a`` over the steps up to ``end``. ``SPLIT``: g is the sum of two."""
+    A_tiles, G_tiles, rest_tiles, full, empty = ring
+    product = gl.zeros([HALF, WIDE], gl.float32, WIDE_MMA)
+    first = step
+    while step < end:
+        stage = step % STAGES
+        wait_loaded(step, full, STAGES)
+        g = G_tiles.index(2 * stage + WHICH).reshape([BLOCK_T, HALF]).permute((1, 0))
+        a = A_tiles.index(stage).reshape([BLOCK_T, WIDE])
+        product = warpgroup_mma(g, a, product, use_acc=step > first, is_async=True)
+        if SPLIT:
+            rest = rest_tiles.index(2 * stage + WHICH).reshape([BLOCK_T, HALF]).permute((1, 0))
+            product = warpgroup_mma(rest, a, product, is_async=True)
+        if step == signal:
+            mbarrier.arrive(lead)
+        product = warpgroup_mma_wait(2 if SPLIT else 1, deps=[product])
+        if step > first:
+            release(step - 1, empty, STAGES)
+        step += 1
+    product = warpgroup_mma_wait(0, deps=[product])
+    release(step - 1, empty, STAGES)
+    return step, product
+
+
+@gluon.jit
+def _sides(x):
+    """The left and the right half of the columns; each thread keeps what it has."""
+    return x.reshape([HALF, 2, WIDE // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def no_sums(right):
+    """The left half of a sum, to begin with; zeros in the right one."""
+    left, zeros = _sides(gl.zeros([HALF, WIDE], gl.float32, WIDE_MMA))
+    right.store(zeros)
+    return left
 
 
 @gluon.jit
 def add_products(
-    step, end, coef, total, before, before_coef, ring,
+    step, end, coef, left, right, signal, lead, ring,
     BLOCK_T: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, SPLIT: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
     """The products of steps up to ``end`` times their coefficient, added up in fp32.
 
-    Tensor cores truncate what they add up, so they add up ``PROMOTE`` steps at most. ``before`` is
-    the product that is still to be added to the total, and ``before_coef`` its coefficient.
+    Tensor cores truncate what they add up, so they add up ``PROMOTE`` steps at most.
     """
     while step < end:
-        product = product_of(
-            step, gl.zeros_like(before), ring, BLOCK_T, STAGES, SPLIT, WHICH, False
-        )
-        # The tensor cores are at work; now what they did before. Of a dropped sample nothing,
-        # whatever its product is.
-        if before_coef != 0:
-            total += before_coef * before
-        before_coef = coef
-        last = gl.minimum(step + PROMOTE, end) - 1
-        while step < last:
-            step += 1
-            product = product_of(step, product, ring, BLOCK_T, STAGES, SPLIT, WHICH, True)
-            release(step - 1, ring[4], STAGES)
-        before = warpgroup_mma_wait(0, deps=[product])
-        release(step, ring[4], STAGES)
-        step += 1
-    return step, total, before, before_coef
+        until = gl.minimum(step + PROMOTE, end)
+        step, product = _product(step, until, signal, lead, ring, BLOCK_T, STAGES, SPLIT, WHICH)
+        if coef != 0:  # of a dropped sample nothing, whatever its product is
+            of_left, of_right = _sides(product)
+            left += coef * of_left
+            right.store(right.load(of_right.type.layout) + coef * of_right)
+    return step, left
 
 
 @gluon.jit
-def no_sums():
-    """``total``, ``before`` and ``before_coef`` of :func:`add_products`, to begin with."""
-    total = gl.zeros([HALF, BLOCK], gl.float32, MMA)
-    before = gl.zeros([HALF, BLOCK], gl.float32, MMA)
-    return total, before, gl.to_tensor(0.0)
+def _store_side(out_ptr, side, p0, d0, p, d, WHICH: gl.constexpr):
+    rows = p0 + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, IN_ROWS))
+    columns = d0 + gl.arange(0, WIDE // 2, gl.SliceLayout(0, IN_ROWS))
+    place = out_ptr + rows[:, None].to(gl.int64) * d + columns[None, :]
+    gl.store(place, side.load(IN_ROWS), mask=(rows < p)[:, None] & (columns < d)[None, :])
 
 
 @gluon.jit
-def store_half(out_ptr, total, p0, d0, p, d, WHICH: gl.constexpr):
-    """This half of a tile of ``[p, d]``."""
-    row = p0 + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, MMA))
-    column = d0 + gl.arange(0, BLOCK, gl.SliceLayout(0, MMA))
-    place = out_ptr + row[:, None].to(gl.int64) * d + column[None, :]
-    gl.store(place, total, mask=(row < p)[:, None] & (column < d)[None, :])
+def store_half(out_ptr, left, right, p0, d0, p, d, WHICH: gl.constexpr):
+    """This half of the rows of a tile of ``[p, d]``."""
+    _store_side(out_ptr, right, p0, d0 + WIDE // 2, p, d, WHICH)
+    right.store(left)
+    _store_side(out_ptr, right, p0, d0, p, d, WHICH)

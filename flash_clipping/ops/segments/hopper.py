@@ -21,19 +21,22 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flash_clipping.ops.runtime.ring import (
     BLOCK,
     HALF,
+    WIDE,
     add_products,
     barriers,
     load_async,
     no_sums,
     place_of,
+    room_for_sums,
     store_half,
+    take_turn,
     wait_released,
 )
 
 ROWS = gl.constexpr(32)
 """Rows of a block, which is loaded at one time."""
-STAGES = gl.constexpr(12)
-SPLIT_STAGES = gl.constexpr(8)
+STAGES = gl.constexpr(6)
+SPLIT_STAGES = gl.constexpr(4)
 PROMOTE = gl.constexpr(32)
 """Blocks after which a segment's product is added to the sum."""
 GROUP = gl.constexpr(8)
@@ -47,9 +50,9 @@ def _stages(split):
 @gluon.jit
 def _place(item, group_ptr, p, d):
     """Group of an item, and first row and column of its tile."""
-    tiles_p, tiles_d = gl.cdiv(p, BLOCK), gl.cdiv(d, BLOCK)
-    group = gl.load(group_ptr + item // (tiles_p * tiles_d)).to(gl.int32)
-    p0, d0 = place_of(item % (tiles_p * tiles_d), tiles_p, tiles_d, GROUP)
+    count = gl.cdiv(p, BLOCK) * gl.cdiv(d, WIDE)
+    group = gl.load(group_ptr + item // count).to(gl.int32)
+    p0, d0 = place_of(item % count, p, d, GROUP)
     return group, p0, d0
 
 
@@ -61,9 +64,9 @@ def _load(operands, lists, grid, ring, DTYPE: gl.constexpr, SPLIT: gl.constexpr)
     firsts_ptr, group_ptr = lists
     items, B, M, d, p = grid
     A_tiles, G_tiles, rest_tiles, full, empty = ring
-    size: gl.constexpr = (3 if SPLIT else 2) * ROWS * BLOCK * (DTYPE.primitive_bitwidth // 8)
+    size: gl.constexpr = ROWS * (BLOCK + SPLIT * BLOCK + WIDE) * (DTYPE.primitive_bitwidth // 8)
     A = tma.make_tensor_descriptor(
-        A_ptr, [M * ROWS, d], [A_width, 1], [ROWS, BLOCK], A_tiles.type.layout
+        A_ptr, [M * ROWS, d], [A_width, 1], [ROWS, WIDE], A_tiles.type.layout
     )
     G = tma.make_tensor_descriptor(
         G_ptr, [M * ROWS, p], [G_width, 1], [ROWS, HALF], G_tiles.type.layout
@@ -93,27 +96,31 @@ def _load(operands, lists, grid, ring, DTYPE: gl.constexpr, SPLIT: gl.constexpr)
 
 
 @gluon.jit
-def _multiply(coef_ptr, out_ptr, lists, grid, ring, SPLIT: gl.constexpr, WHICH: gl.constexpr):
+def _multiply(
+    coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
     """Four warps: one half of the rows of every tile of this program."""
     firsts_ptr, group_ptr = lists
     items, B, M, d, p = grid
+    right = sums.index(WHICH)
     step = 0
+    turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         group, p0, d0 = _place(item, group_ptr, p, d)
-        total, before, before_coef = no_sums()
         first = gl.load(firsts_ptr + group * B)
+        steps = gl.load(firsts_ptr + (group + 1) * B) - first
+        signal, turn = take_turn(step, steps, turn, lead, _stages(SPLIT), WHICH)
+        left = no_sums(right)
         for b in range(B):
             coef = 1.0 if SPLIT else gl.load(coef_ptr + b)
             last = gl.load(firsts_ptr + group * B + b + 1)
             end = step + last - first
             first = last
-            step, total, before, before_coef = add_products(
-                step, end, coef, total, before, before_coef, ring,
+            step, left = add_products(
+                step, end, coef, left, right, signal, lead, ring,
                 ROWS, _stages(SPLIT), PROMOTE, SPLIT, WHICH,
             )  # fmt: skip
-        if before_coef != 0:
-            total += before_coef * before
-        store_half(out_ptr + group.to(gl.int64) * p * d, total, p0, d0, p, d, WHICH)
+        store_half(out_ptr + group.to(gl.int64) * p * d, left, right, p0, d0, p, d, WHICH)
 
 
 @gluon.jit(do_not_specialize=["items", "B", "M"])
@@ -126,12 +133,13 @@ def grouped_sums_ring_kernel(
     rows are multiplied by their coefficients, and B is 1. Launched with ``num_warps=4``."""
     STAGES: gl.constexpr = _stages(SPLIT)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
-    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, BLOCK], layout)
+    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, WIDE], layout)
     G_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, ROWS, HALF], layout)
     if SPLIT:
         rest_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, ROWS, HALF], layout)
     else:
         rest_tiles = G_tiles
+    sums, lead = room_for_sums()
     full, empty = barriers(STAGES)
     ring = (A_tiles, G_tiles, rest_tiles, full, empty)
     grid = (items, B, M, d, p)
@@ -139,8 +147,8 @@ def grouped_sums_ring_kernel(
     lists = (firsts_ptr, group_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, SPLIT, 0)),
-            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, SPLIT, 1)),
+            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT, 0)),
+            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT, 1)),
             (_load, (operands, lists, grid, ring, DTYPE, SPLIT)),
         ],
         [4, 1],  # warps of the second and third, and registers of each of their threads
