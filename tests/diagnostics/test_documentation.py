@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,3 +67,131 @@ def test_tests_that_are_named_in_the_documentation_exist(page: str, least: int) 
         assert (ROOT / file).exists(), file
         source = (ROOT / file).read_text()
         assert not test or re.search(rf"^\s*(def|class) {test}\b", source, re.MULTILINE), test
+
+
+# -- errors and warnings by their texts, docs/troubleshooting.md ----------------------------------
+
+PACKAGE = ROOT / "flash_clipping"
+SHOWN = "…"  # what a message puts in: a path, a shape
+
+#: So long a text is a message, and not what is put into one.
+WHOLE = 60
+
+#: Where the text is, among the arguments of what is no class of errors.
+SAID = {"warnings.warn": 0, "check_on_device": 1, "Finding": 1}
+
+#: Their texts end up in another error's, or never leave the library.
+INNER = {"ReadsNoSamples", "UsesOthers", "Doubted", "_NotFinite", "AssertionError"}
+INNER |= {"RefusedByRule", "str(error)", "message"}
+
+#: Errors of arguments: where these say what was found and what was expected, one entry serves all.
+OF_ARGUMENTS = {"ValueError", "TypeError", "IndexError"}
+
+
+class Messages:
+    """Texts of all errors and warnings in a package, read from its source.
+
+    A message that is made elsewhere is followed: to what is assigned in its module, and to functions
+    and classes by their names. Docstrings are left out; strings that are put in become
+    :data:`SHOWN`.
+    """
+
+    def __init__(self, package: Path):
+        self.trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+        self.assigned: dict[tuple[Path, str], list[ast.expr]] = {}
+        self.defined: dict[str, list[ast.AST]] = {}
+        self.where: dict[ast.AST, Path] = {}
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                self.where[node] = path
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    if ast.get_docstring(node) is not None:
+                        node.body[0] = ast.Pass()
+                    self.defined.setdefault(node.name, []).append(node)
+                elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                    targets = getattr(node, "targets", None) or [node.target]
+                    for target in filter(None, map(_name, targets)):
+                        self.assigned.setdefault((path, target), []).append(node.value)
+
+    def all(self) -> list[tuple[str, str, str]]:
+        """(place, class, text) of every message; the text is empty where it could not be read."""
+        found = []
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if not isinstance(node, ast.Call):
+                    continue
+                kind = ast.unparse(node.func)
+                at = SAID.get(kind)
+                made = node if self._is_error(kind) else None if at is None else node.args[at]
+                if made is not None and not INNER & {kind, *map(ast.unparse, node.args)}:
+                    text = "\n".join(self._texts(made, path, frozenset()))
+                    found.append((f"{path.relative_to(ROOT)}:{node.lineno}", kind, text))
+        return found
+
+    def _is_error(self, name: str) -> bool:
+        made = getattr(builtins, name, None)
+        if isinstance(made, type):
+            return issubclass(made, Exception)
+        defined = [n for n in self.defined.get(name, []) if isinstance(n, ast.ClassDef)]
+        return any(self._is_error(ast.unparse(base)) for n in defined for base in n.bases)
+
+    def _texts(self, part: ast.AST, path: Path, seen: frozenset[str]) -> list[str]:
+        nodes = [*ast.walk(part)]
+        texts = [_template(n) for n in nodes if isinstance(n, ast.Constant | ast.JoinedStr)]
+        if not seen and isinstance(part, ast.Call):  # a class of errors adds words of its own
+            for made in self.defined.get(ast.unparse(part.func), []):
+                texts += self._texts(made, self.where[made], frozenset({"__init__"}))
+        if max(map(len, texts), default=0) < WHOLE and len(seen) < 4:
+            for name in {_name(node) for node in nodes} - {None, *seen}:
+                assigned = self.assigned.get((path, name), [])
+                for made in assigned or self.defined.get(name, []):
+                    texts += self._texts(made, self.where[made], seen | {name})
+        return texts
+
+
+def _name(node: ast.AST) -> str | None:
+    """``name`` of a variable, or of ``self.name``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr if ast.unparse(node.value) == "self" else None
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _template(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    parts = node.values if isinstance(node, ast.JoinedStr) else []
+    return "".join(_template(p) if isinstance(p, ast.Constant) else SHOWN for p in parts)
+
+
+def _entries(page: str) -> dict[str, list[str]]:
+    """Headings of entries, each with the parts of messages that it quotes."""
+    found = {}
+    for section in page.split("\n### ")[1:]:
+        heading, _, text = section.partition("\n")
+        quoted = " ".join(line for line in text.splitlines() if line.startswith("> "))
+        found[heading] = re.findall(r"`([^`]+)`", quoted)
+    return found
+
+
+def _pattern(part: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, part.split(SHOWN))))
+
+
+def test_every_error_and_warning_has_an_entry() -> None:
+    entries = _entries((ROOT / "docs" / "troubleshooting.md").read_text())
+    assert all(entries.values())
+    arguments = entries.pop("An argument")
+    patterns = {part: _pattern(part) for parts in entries.values() for part in parts}
+    of_arguments = {part: _pattern(part) for part in arguments}
+    messages = Messages(PACKAGE).all()
+    assert len(messages) > 400
+    used: set[str] = set()
+    missing = []
+    for place, kind, text in messages:
+        known = patterns | (of_arguments if kind in OF_ARGUMENTS else {})
+        parts = {part for part, pattern in known.items() if pattern.search(text)}
+        used |= parts
+        if not parts:
+            missing.append(f"{place}: {kind}: {text}")
+    assert not missing, "\n".join(missing)
+    assert used == patterns.keys() | of_arguments.keys()
