@@ -317,7 +317,7 @@ def load_factory(name: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         if not hasattr(found, part):
             close = difflib.get_close_matches(part, dir(found))
             hint = f" Did you mean {' or '.join(close)}?" if close else ""
-            raise FactoryError(f"{module_name!r} has no {attribute!r}.{hint}")
+            raise FactoryError(f"found no {attribute!r} in {module_name!r}.{hint}")
         found = getattr(found, part)
     if not callable(found) or isinstance(found, nn.Module):
         raise FactoryError(

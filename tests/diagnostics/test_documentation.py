@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -82,7 +81,7 @@ SAID = {"warnings.warn": 0, "check_on_device": 1, "Finding": 1}
 
 #: Their texts end up in another error's, or never leave the library.
 INNER = {"ReadsNoSamples", "UsesOthers", "Doubted", "_NotFinite", "AssertionError"}
-INNER |= {"RefusedByRule", "str(error)", "message"}
+INNER |= {"RefusedByRule", "UnsupportedLayer(str(error))", "FlashClippingError(message)"}
 
 #: Errors of arguments: where these say what was found and what was expected, one entry serves all.
 OF_ARGUMENTS = {"ValueError", "TypeError", "IndexError"}
@@ -91,7 +90,7 @@ OF_ARGUMENTS = {"ValueError", "TypeError", "IndexError"}
 class Messages:
     """Texts of all errors and warnings in a package, read from its source.
 
-    A message that is made elsewhere is followed: to what is assigned in its module, and to functions
+    A message that is made elsewhere is followed: to what its module assigns, and to functions
     and classes by their names. Docstrings are left out; strings that are put in become
     :data:`SHOWN`.
     """
@@ -108,7 +107,10 @@ class Messages:
                     if ast.get_docstring(node) is not None:
                         node.body[0] = ast.Pass()
                     self.defined.setdefault(node.name, []).append(node)
-                elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                elif (
+                    isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)
+                    and node.value is not None
+                ):
                     targets = getattr(node, "targets", None) or [node.target]
                     for target in filter(None, map(_name, targets)):
                         self.assigned.setdefault((path, target), []).append(node.value)
@@ -123,7 +125,7 @@ class Messages:
                 kind = ast.unparse(node.func)
                 at = SAID.get(kind)
                 made = node if self._is_error(kind) else None if at is None else node.args[at]
-                if made is not None and not INNER & {kind, *map(ast.unparse, node.args)}:
+                if made is not None and not INNER & {kind, ast.unparse(node)}:
                     text = "\n".join(self._texts(made, path, frozenset()))
                     found.append((f"{path.relative_to(ROOT)}:{node.lineno}", kind, text))
         return found
@@ -142,7 +144,7 @@ class Messages:
             for made in self.defined.get(ast.unparse(part.func), []):
                 texts += self._texts(made, self.where[made], frozenset({"__init__"}))
         if max(map(len, texts), default=0) < WHOLE and len(seen) < 4:
-            for name in {_name(node) for node in nodes} - {None, *seen}:
+            for name in {name: None for name in map(_name, nodes) if name and name not in seen}:
                 assigned = self.assigned.get((path, name), [])
                 for made in assigned or self.defined.get(name, []):
                     texts += self._texts(made, self.where[made], seen | {name})
