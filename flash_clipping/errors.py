@@ -48,7 +48,7 @@ def to_freeze_parameters(*names: str) -> str:
 
 
 def to_adapt(targets: Sequence[str]) -> str:
-    """The last line of a refusal: code that trains adapters of these layers and freezes all else."""
+    """The last line of a refusal: code that trains adapters of these layers alone."""
     names = ", ".join(f'"{name}"' for name in targets)
     config = f"peft.LoraConfig(target_modules=[{names}])"
     return f"\n    import peft; model = peft.get_peft_model(model, {config})"
