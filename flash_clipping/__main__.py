@@ -250,7 +250,7 @@ def _plan(args: argparse.Namespace) -> int:
     if not found.delta_is_small:
         print(
             f"\nδ = {found.delta:g} is not below 1 / {found.samples:,}: to publish one sample as "
-            f"it is, chosen by chance, has such a δ. Take --delta {0.1 / found.samples:.1g}."
+            f"it is, chosen at random, has such a δ. Take --delta {0.1 / found.samples:.1g}."
         )
     return _draw(args.plot, batches, epochs, grid) if args.plot else 0
 
