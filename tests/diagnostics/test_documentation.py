@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from flash_clipping import Rule
+from flash_clipping import FlashClippingError, Rule
 from flash_clipping.diagnostics import check
 from tests.support.models import Wrapped
 
@@ -140,6 +140,7 @@ class Messages:
     def _texts(self, part: ast.AST, path: Path, seen: frozenset[str]) -> list[str]:
         nodes = [*ast.walk(part)]
         texts = [_template(n) for n in nodes if isinstance(n, ast.Constant | ast.JoinedStr)]
+        texts = [text for text in texts if text not in FlashClippingError().__notes__]
         if not seen and isinstance(part, ast.Call):  # a class of errors adds words of its own
             for made in self.defined.get(ast.unparse(part.func), []):
                 texts += self._texts(made, self.where[made], frozenset({"__init__"}))
