@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from flash_clipping import FlashClippingError, Rule
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, Rule
 from flash_clipping.diagnostics import check
 from tests.support.models import Wrapped
 
@@ -36,6 +38,7 @@ def test_the_rule_in_the_documentation_works(own_rules: None) -> None:
 
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "flash_clipping"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
@@ -68,9 +71,50 @@ def test_tests_that_are_named_in_the_documentation_exist(page: str, least: int) 
         assert not test or re.search(rf"^\s*(def|class) {test}\b", source, re.MULTILINE), test
 
 
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_idea_of_the_architecture_clips_as_the_library_does() -> None:
+    block = ARCHITECTURE.split("<!-- tested: the idea -->")[1].split("```")[1]
+    namespace: dict[str, Any] = {}
+    exec(block.removeprefix("python\n"), namespace)  # noqa: S102
+    record: list[Any] = []
+    layers = [nn.Linear(5, 4, bias=False).double(), nn.Linear(4, 3, bias=False).double()]
+    x = torch.randn(6, 7, 5, dtype=torch.float64) * torch.arange(6).view(6, 1, 1)
+
+    def losses(*calls: Any) -> Any:
+        return calls[1](calls[0](x).tanh()).square().sum((1, 2))
+
+    taps = [lambda x, w=layer.weight: namespace["Tapped"].apply(record, x, w) for layer in layers]
+    losses(*taps).sum().backward()
+    found = [layer.weight.grad for layer in layers]
+    flash = GradSampleModuleFlashClipping(nn.Sequential(layers[0], nn.Tanh(), layers[1]))
+    flash.zero_grad(set_to_none=True)
+    flash(x).square().sum((1, 2)).mean().backward()
+    coef = flash.get_clipping_coef()
+    assert coef.min() < 0.9 and coef.max() == 1 and record == []
+    for layer, grad in zip(layers, found, strict=True):
+        torch.testing.assert_close(grad, layer.weight.grad, rtol=1e-5, atol=0)
+
+
+def test_names_in_the_architecture_exist(messages: Messages) -> None:
+    files = [
+        str(path.relative_to(ROOT)) for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("tests/*")]
+    ]
+    named = set(re.findall(r"`([\w/]+\.py)`|^ +([\w/]+\.py) ", ARCHITECTURE, re.MULTILINE))
+    paths = {path for path in chain(*named) if path}
+    assert len(paths) > 70
+    for path in paths:
+        assert any(f"/{file}".endswith(f"/{path}") for file in files), path
+    names = set(re.findall(r"`(_?[A-Z]\w*[a-z]\w*(?:\.\w+)?)`", ARCHITECTURE))
+    names -= {"DTensor"}  # PyTorch's
+    assert len(names) > 25
+    for name in names:
+        assert messages.defined.keys() >= {*name.split(".")}, name
+
+
 # -- errors and warnings by their texts, docs/troubleshooting.md ----------------------------------
 
-PACKAGE = ROOT / "flash_clipping"
 SHOWN = "…"  # what a message puts in: a path, a shape
 
 #: So long a text is a message, and not what is put into one.
@@ -166,6 +210,11 @@ def _template(node: ast.AST) -> str:
     return "".join(_template(p) if isinstance(p, ast.Constant) else SHOWN for p in parts)
 
 
+@pytest.fixture(scope="module")
+def messages() -> Messages:
+    return Messages(PACKAGE)
+
+
 def _entries(page: str) -> dict[str, list[str]]:
     """Headings of entries, each with the parts of messages that it quotes."""
     found = {}
@@ -180,17 +229,17 @@ def _pattern(part: str) -> re.Pattern[str]:
     return re.compile(".*".join(map(re.escape, part.split(SHOWN))))
 
 
-def test_every_error_and_warning_has_an_entry() -> None:
+def test_every_error_and_warning_has_an_entry(messages: Messages) -> None:
     entries = _entries((ROOT / "docs" / "troubleshooting.md").read_text())
     assert all(entries.values())
     arguments = entries.pop("An argument")
     patterns = {part: _pattern(part) for parts in entries.values() for part in parts}
     of_arguments = {part: _pattern(part) for part in arguments}
-    messages = Messages(PACKAGE).all()
-    assert len(messages) > 400
+    found = messages.all()
+    assert len(found) > 400
     used: set[str] = set()
     missing = []
-    for place, kind, text in messages:
+    for place, kind, text in found:
         known = patterns | (of_arguments if kind in OF_ARGUMENTS else {})
         parts = {part for part, pattern in known.items() if pattern.search(text)}
         used |= parts
