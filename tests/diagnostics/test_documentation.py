@@ -9,13 +9,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import opacus
 import pytest
 import torch
-from torch import nn
+from torch import distributed as dist, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import flash_clipping
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, Rule
 from flash_clipping.diagnostics import check
 from tests.support.models import Wrapped
+from tests.support.uses import Scaling
 
 # -- a rule of one's own, as docs/layers.md shows it ----------------------------------------------
 
@@ -223,6 +227,63 @@ def _entries(page: str) -> dict[str, list[str]]:
         quoted = " ".join(line for line in text.splitlines() if line.startswith("> "))
         found[heading] = re.findall(r"`([^`]+)`", quoted)
     return found
+
+
+class Gated(nn.Module):
+    """``block.gate`` is refused, if it is trained: its bias is used past all functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.BatchNorm1d(3), nn.ModuleDict({"gate": nn.Linear(3, 3)})
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(Scaling.apply(self.norm(x), self.block["gate"].bias))
+
+
+def test_the_lines_on_the_page_of_errors_work(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    fix, freeze, unwrap, expand, ordinary, losses, load, parallel = re.findall(
+        r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+    )
+    names: dict[str, Any] = {"torch": torch, "opacus": opacus, "flash_clipping": flash_clipping}
+    names |= {"DataLoader": DataLoader, "batch_size": 4, "model": Gated()}
+    x = torch.randn(4, 3, requires_grad=True)
+
+    def backward() -> None:
+        names["model"] = GradSampleModuleFlashClipping(names["model"])
+        names["model"](x).square().sum(1).mean().backward()
+
+    with pytest.raises(NotImplementedError, match="mixes samples"):
+        backward()
+    exec(fix, names)  # noqa: S102
+    with pytest.raises(FlashClippingError, match="received a gradient from outside"):
+        backward()
+    names["model"] = names["model"].to_standard_module()
+    exec(freeze, names)  # noqa: S102
+    backward()
+    names["x"] = x
+    exec(ordinary, names)  # noqa: S102
+    assert names["grads"][0].shape == x.shape and names["model"].get_norm_sample().shape == (4,)
+    exec(unwrap, names)  # noqa: S102
+    assert type(names["plain"]) is Gated
+    names["x"] = torch.randn(1, 3)
+    exec(expand, names)  # noqa: S102
+    assert names["x"].shape == (4, 3)
+    names |= {"output": torch.randn(4, 2), "labels": torch.tensor([0, 1, 1, 0])}
+    exec(losses, names)  # noqa: S102
+    expected = nn.functional.cross_entropy(names["output"], names["labels"])
+    torch.testing.assert_close(names["loss"], expected)
+    names["dataset"] = TensorDataset(torch.randn(300, 3))
+    exec(load, names)  # noqa: S102
+    assert len(names["loader"]) == 2
+    names["model"] = names["plain"]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/at", rank=0, world_size=1)
+    try:
+        exec(parallel, names)  # noqa: S102
+        backward()
+    finally:
+        dist.destroy_process_group()
 
 
 def _pattern(part: str) -> re.Pattern[str]:
