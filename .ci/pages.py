@@ -1,4 +1,5 @@
-"""What mkdocs.yml needs besides plugins: links out of docs/, and reStructuredText in docstrings.
+"""What mkdocs.yml needs besides plugins: links out of docs/, reStructuredText in docstrings, the
+version at the foot of every page.
 
 Pages link to files of the repository by relative paths (``../CONTRIBUTING.md``), which work where
 the repository itself is shown. The site gets a copy of every such file: Markdown as a page,
@@ -28,6 +29,14 @@ _LITERAL = re.compile(r"^ *(\w*)::$", flags=re.MULTILINE)
 #: What the reference has a heading for.
 _API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 _NAMED = frozenset(re.findall(r"^::: ([\w.]+)$", _API, flags=re.MULTILINE))
+
+
+def on_config(config: Any) -> Any:
+    """Name the version."""
+    module = (ROOT / "flash_clipping" / "__init__.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"$', module, flags=re.MULTILINE)
+    config.copyright = f"Flash Clipping {version}"
+    return config
 
 
 def on_files(files: Files, *, config: Any) -> Files:

@@ -1,4 +1,4 @@
-"""``plot``: a PNG from a JSON file of results."""
+"""``plot``: a picture of a JSON file of results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from benchmarks.options import UsageError
 from benchmarks.records import Record, Row, summaries
+from benchmarks.report import PEERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("plot", help="draw JSON files as PNGs beside them")
     parser.add_argument("files", type=Path, nargs="+", metavar="JSON")
-    parser.add_argument("--output", type=Path, help="PNG to write (for one JSON file)")
+    parser.add_argument("--output", type=Path, help="PNG or SVG to write (for one JSON file)")
     parser.set_defaults(run=run)
 
 
@@ -35,7 +36,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
         except (OSError, ValueError) as error:
             raise UsageError(str(error)) from error
         output = options.output or path.with_suffix(".png")
-        draw(record).savefig(output, dpi=150)
+        # Letters as text, which is shorter than their outlines; the same file from the same record.
+        with matplotlib.rc_context({"svg.hashsalt": "flash", "svg.fonttype": "none"}):
+            metadata = {"Date": None} if output.suffix == ".svg" else None
+            draw(record).savefig(output, dpi=150, metadata=metadata)
         console.print(f"wrote {output}")
     return 0
 
@@ -45,7 +49,7 @@ def draw(record: Record) -> Figure:
     from matplotlib.figure import Figure
 
     if record.kind == "step":
-        figure = _draw_steps(Figure(figsize=(11, 4.5), layout="constrained"), record)
+        figure = _draw_steps(Figure(figsize=(9.5, 3.8), layout="constrained"), record)
     else:
         figure = _draw_memory(Figure(figsize=(11, 4.5), layout="constrained"), record)
     where = record.environment
@@ -82,16 +86,18 @@ def _draw_steps(figure: Figure, record: Record) -> Figure:
                 places,
                 heights,
                 width,
-                label=method,
+                label=PEERS.get(method, method).replace("`", ""),
                 yerr=list(zip(*errors, strict=True)) if pick == "time" else None,
             )
-            axes.bar_label(bars, [f"{h:.2f}" if h else "–" for h in heights], fontsize=6)
+            axes.bar_label(bars, [f"{h:.2f}" if h else "–" for h in heights], fontsize=7)
     for axes, title in ((time, "time of a step"), (memory, "peak memory")):
         axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_title(f"{title}, ratio to non-private")
+        axes.set_title(f"{title} (non-private: 1)", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
         places = [p + width * (len(methods) - 1) / 2 for p in range(len(workloads))]
-        axes.set_xticks(places, [f"{m}\nB {b}, T {t}" for m, b, t in workloads], fontsize=7)
-    time.legend(fontsize=7)
+        axes.set_xticks(places, [f"{m}\nB {b}, T {t}" for m, b, t in workloads], fontsize=8)
+    handles, labels = time.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(methods) or 1, fontsize=8)
     return figure
 
 

@@ -250,7 +250,7 @@ def _plan(args: argparse.Namespace) -> int:
     if not found.delta_is_small:
         print(
             f"\nδ = {found.delta:g} is not below 1 / {found.samples:,}: to publish one sample as "
-            f"it is, chosen by chance, has such a δ. Take --delta {0.1 / found.samples:.1g}."
+            f"it is, chosen at random, has such a δ. Take --delta {0.1 / found.samples:.1g}."
         )
     return _draw(args.plot, batches, epochs, grid) if args.plot else 0
 
@@ -317,7 +317,7 @@ def load_factory(name: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         if not hasattr(found, part):
             close = difflib.get_close_matches(part, dir(found))
             hint = f" Did you mean {' or '.join(close)}?" if close else ""
-            raise FactoryError(f"{module_name!r} has no {attribute!r}.{hint}")
+            raise FactoryError(f"found no {attribute!r} in {module_name!r}.{hint}")
         found = getattr(found, part)
     if not callable(found) or isinstance(found, nn.Module):
         raise FactoryError(

@@ -197,7 +197,8 @@ class Canaries:
         seed: of the coins, for tests; ``None``: the operating system's.
 
     Attributes:
-        included_M: which of them are in the data, bool. Whoever computes scores must not know it.
+        included_M: which of them are in the data, bool. Code that computes scores must not
+            know it.
     """
 
     def __init__(self, samples: Dataset[Any], seed: int | None = None) -> None:
@@ -383,13 +384,13 @@ def bootstrap(
 
 def mislabelled(images_MN: Tensor, classes: int, seed: int = 0) -> TensorDataset:
     """Canaries for a classifier: images ``[M, ...]`` that are not in the training data, each with a
-    class by chance, which only a model that has seen it gives."""
+    random class, which only a model that has seen it gives."""
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(images_MN, torch.randint(classes, (len(images_MN),), generator=generator))
 
 
 def random_texts(count: int, length: int, vocabulary: Sequence[int], seed: int = 0) -> Tensor:
-    """Canaries for a language model: ``[M, N]``, int64, tokens drawn from these ids by chance,
+    """Canaries for a language model: ``[M, N]``, int64, tokens drawn at random from these ids,
     which nothing but having seen them makes likely (Carlini et al., "The Secret Sharer", 2019)."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(len(vocabulary), (count, length), generator=generator)

@@ -1,4 +1,4 @@
-"""What is raised where going on would give a wrong norm."""
+"""The error that is raised in place of a wrong norm, and lines for messages to end in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 
 class FlashClippingError(RuntimeError):
-    """A model or a step that would give a wrong norm; the message says what to change."""
+    """A model or a step that would give a wrong norm; the message says what to change.
+
+    A note, which tracebacks show below the message, names the page that has an entry for it.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note("docs/troubleshooting.md has an entry for this error, by its text.")
 
 
 def module_at(path: str) -> str:
@@ -16,7 +23,7 @@ def module_at(path: str) -> str:
 
 
 def parameters_at(path: str) -> str:
-    """The same for what freezes a module; of the model itself, the parameters of its own."""
+    """Code that freezes a module; of the model itself, the parameters of its own."""
     module = module_at(path)
     if module == "model":
         return "for param in model.parameters(recurse=False): param.requires_grad_(False)"
@@ -33,7 +40,7 @@ def to_freeze(*paths: str) -> str:
 
 
 def to_freeze_parameters(*names: str) -> str:
-    """The same for parameters."""
+    """The last line of a refusal: code that freezes the parameters that it names."""
     if len(names) == 1:
         return f'\n    model.get_parameter("{names[0]}").requires_grad_(False)'
     listed = ", ".join(f'"{name}"' for name in names)
@@ -41,7 +48,7 @@ def to_freeze_parameters(*names: str) -> str:
 
 
 def to_adapt(targets: Sequence[str]) -> str:
-    """The same for code that trains adapters of these layers and freezes all else."""
+    """The last line of a refusal: code that trains adapters of these layers alone."""
     names = ", ".join(f'"{name}"' for name in targets)
     config = f"peft.LoraConfig(target_modules=[{names}])"
     return f"\n    import peft; model = peft.get_peft_model(model, {config})"

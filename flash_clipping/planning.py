@@ -92,7 +92,7 @@ class Plan:
     @property
     def delta_is_small(self) -> bool:
         """Whether δ is below one over the number of samples. To publish one sample as it is, chosen
-        by chance, has δ of that size."""
+        at random, has δ of that size."""
         return self.delta * self.samples < 1
 
     def trial(self, batch_size: int) -> Plan:
@@ -112,7 +112,7 @@ class Plan:
         )
 
     def over(self, batch_sizes: Sequence[int], epochs: Sequence[float]) -> list[list[Plan]]:
-        """The same noise multiplier, for each of these batch sizes (rows) and epochs."""
+        """Plans with this noise multiplier, for each of these batch sizes (rows) and epochs."""
         return [
             [
                 plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+
+from flash_clipping import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,17 +55,45 @@ def test_the_source_distribution_is_whole(sdist: Path) -> None:
     assert missing == []
 
 
-def test_the_wheel_is_the_package_alone(sdist: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(build("wheel", sdist, tmp_path)) as wheel:
-        names = wheel.namelist()
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built of the unpacked source distribution."""
+    return build("wheel", sdist, tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_is_the_package_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
-        text = wheel.read(metadata).decode()
+        text = packed.read(metadata).decode()
     of_package = {name for name in tracked() if name.startswith("flash_clipping/")}
     assert {name for name in names if ".dist-info/" not in name} == of_package
     assert "flash_clipping/py.typed" in names
     message = message_from_string(text)
+    assert message["Version"] == __version__
+    assert message["License-Expression"] == "Apache-2.0"
     assert message["Description-Content-Type"] == "text/markdown"
     page = str(message.get_payload())
     assert "Migrating from Opacus (`docs/migrating-from-opacus.md`)" in page
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert links and all(link.startswith("https://") for link in links)
+
+
+def test_the_wheel_runs_where_there_is_no_clone(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "installed")
+    code = "import flash_clipping.__main__ as command; print(command.__file__); command.main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "--version"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")},
+        capture_output=True,
+        text=True,
+    )
+    file, _, version = ran.stdout.strip().partition("\n")
+    assert Path(file).is_relative_to(tmp_path), ran.stderr
+    assert version == f"flash-clipping {__version__}"
+
+
+def test_pages_name_the_version() -> None:
+    assert f"Version {__version__} " in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")

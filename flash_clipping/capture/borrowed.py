@@ -42,7 +42,7 @@ Borrowed = dict[nn.Module, list[nn.Module]]
 
 
 class UsesOthers(Exception):
-    """A module uses a trainable parameter of another one: what this run was to tell is void."""
+    """A module uses a trainable parameter of another one: this run tells nothing."""
 
 
 def until_borrowed(
@@ -95,7 +95,7 @@ def find_borrowed(
     devices = {x.device for x in tensors if x.is_cuda}
     try:
         with (
-            repeatable(root, list(devices), seed=0, calm=True),  # layers are skipped by chance
+            repeatable(root, list(devices), seed=0, calm=True),  # layers may be skipped at random
             without_activations(),
             session.bypass(),
             NoRenormalisation(),  # the taps, which refuse it, are passed by

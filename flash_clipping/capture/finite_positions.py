@@ -28,7 +28,7 @@ from flash_clipping.ops.rows import finite_rows
 
 
 def contained(output: Tensor, session: ClippingSession) -> Tensor:
-    """The same with zeros at positions that are not finite."""
+    """``output`` with zeros at positions that are not finite."""
     if not output.is_floating_point():
         return output
     found: Tensor = _FinitePositions.apply(output, session, True, False)
@@ -36,7 +36,7 @@ def contained(output: Tensor, session: ClippingSession) -> Tensor:
 
 
 def finite_gradients(x: Any, session: ClippingSession) -> Any:
-    """The same, whose gradient is 0 at positions where it is not finite."""
+    """``x``, whose gradient is set to 0 at positions where it is not finite."""
     if not isinstance(x, Tensor) or not x.requires_grad:
         return x
     return _FinitePositions.apply(x, session, False, True)

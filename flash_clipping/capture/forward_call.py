@@ -48,7 +48,7 @@ class Evidence:
         self.reads: dict[str, list[list[bool]]] = {}
 
     def forget(self, paths: Iterable[str]) -> None:
-        """What was shown of these layers is void."""
+        """Drop what was shown of these layers."""
         for path in paths:
             self.proven.discard(path)
             self.constants.discard(path)

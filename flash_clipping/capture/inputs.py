@@ -66,7 +66,7 @@ def map_tensors(
     *,
     packed: bool = False,
 ) -> Any:
-    """The same arguments with every tensor changed; of packed sequences, if ``packed``, the data.
+    """``arguments`` with every tensor changed; if ``packed``, the data of packed sequences too.
 
     Objects that hold a changed tensor are shallow copies of themselves.
     """

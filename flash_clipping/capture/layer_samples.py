@@ -22,7 +22,7 @@ def samples_in(
     axis: int,
     args: tuple[Any, ...],
 ) -> tuple[Any, ...] | None:
-    """The same inputs with a row for each sample; ``None`` where they are all constants."""
+    """A layer's inputs with a row for each sample; ``None`` where they are all constants."""
     session, path = source.session, source.path
     call.begin_call(path)
     rows = rule.rows(layer, *args)

@@ -44,7 +44,7 @@ def of_no_samples(
     lenient: bool = False,
     depth: int = DEPTH,
 ) -> Any:
-    """The same structure as ``two`` and ``three``, for no samples.
+    """The structure of ``two`` and ``three``, for no samples.
 
     Args:
         two: what two samples gave: tensors, numbers and strings in containers, mappings or objects.

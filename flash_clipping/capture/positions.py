@@ -49,7 +49,7 @@ class Positions:
         self.folded = False
 
     def rows(self, args: tuple[Any, ...], least: int = 1) -> tuple[Any, ...]:
-        """The same arguments with ``[N, ...]`` in the place of ``[R, T, ...]``.
+        """``args`` with ``[N, ...]`` in the place of ``[R, T, ...]``.
 
         ``least``: axes that a floating tensor has behind its positions.
         """
@@ -83,7 +83,7 @@ class Positions:
         args: tuple[Any, ...],
         recomputed: bool,
     ) -> tuple[Any, ...]:
-        """The same for a layer with a rule, as that takes them.
+        """``args`` with a row for each position, as the layer's rule takes them.
 
         Raises:
             FlashClippingError: a convolution, attention, a normalization over positions.

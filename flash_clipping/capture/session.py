@@ -103,7 +103,7 @@ class ClippingSession:
         self.whole_batches = False
         #: The units of the last call of the root, where they are parts of rows.
         self.positions: Units | None = None
-        #: Makes the records of a backward pass; who watches one puts a class of its own here.
+        #: Class of the backward pass; probes and sharded models substitute their own.
         self.backward_pass_class: Callable[[ClippingSession], BackwardPass] = BackwardPass
         #: ``mode="two_pass"``: what a walk needs around it.
         self.around_walk: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -111,7 +111,7 @@ class ClippingSession:
         #: The call of the root whose forward runs, where layers that are proven may take the short
         #: way (:meth:`flash_clipping.capture.tap.Tap.proven`); otherwise None.
         self.proven_call: ForwardCall | None = None
-        #: How often it was looked at anew which rows are samples: what was proven before is void.
+        #: How often the samples' rows were looked for anew: earlier proofs do not count.
         self.epoch = 0
         #: True while a generic rule runs a module whose own children are tapped too.
         self.bypassed = False
@@ -376,7 +376,7 @@ class ClippingSession:
         self.count_uses([params])
 
     def count_uses(self, of_layers: Sequence[Sequence[nn.Parameter]]) -> None:
-        """The same for several layers."""
+        """Note that several tapped layers read their parameters."""
         forward = self.current_forward
         if forward is not None and not in_backward():
             forward.used += of_layers
@@ -505,7 +505,7 @@ class ClippingSession:
             raise Doubted
 
     def forget(self, path: str) -> None:
-        """What this layer has read is void: it starts again."""
+        """Drop what was noted of this layer's reads: it starts again."""
         self.epoch += 1
         self.evidence.forget([path])
         call = self.current_forward

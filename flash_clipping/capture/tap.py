@@ -89,7 +89,7 @@ class Use(NamedTuple):
 
 
 class RefusedByRule(FlashClippingError, ValueError):
-    """What a rule said of a layer that it cannot serve, with the layer's path, which rules do not
+    """A rule's error about a layer that it cannot serve, with the layer's path, which rules do not
     know. Its last line is the rule's, or freezes the layer."""
 
     def __init__(self, path: str, error: UnsupportedLayer):
@@ -373,7 +373,7 @@ class Tap(FactorSource):
         return unrecorded(session, self.original, args, kwargs)
 
     def _unruled_by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same where units are parts of rows."""
+        """A forward without a rule where units are parts of rows."""
         units, session = self.session.positions, self.session
         assert units is not None
         if self.generic:
@@ -455,7 +455,7 @@ class Tap(FactorSource):
                 raise
         session.doubt(self.path)
         self.generic = True  # from now on
-        session.forget(self.path)  # what the stand-ins noted is void
+        session.forget(self.path)  # drops what the stand-ins noted
         return self(*args, **kwargs)
 
     def _constant_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -568,7 +568,7 @@ class Tap(FactorSource):
         return _moved(output, axis) if axis else output
 
     def _apply_laid_out(self, rule: Rule, use: Use, args: tuple[Any, ...]) -> Any:
-        """The same where samples lie along another axis, or their rows apart."""
+        """Apply the rule where samples are along another axis, or their rows apart."""
         x, session = args[0], self.session
         B = session.samples() if use.call is None else use.call.batch_size
         layout = TOGETHER
@@ -593,7 +593,7 @@ class Tap(FactorSource):
         return layout.back(output.unflatten(0, whole) if by_row else output).contiguous()
 
     def _apply_by_position(self, rule: Rule, use: Use, args: tuple[Any, ...]) -> Any:
-        """The same where units are parts of rows: every position is a row."""
+        """Apply the rule where units are parts of rows: every position is a row."""
         session, (trainable, call, recomputed) = self.session, use
         params = trainable[1]
         assert session.positions is not None

@@ -1,4 +1,4 @@
-"""Who takes part: processes with samples of their own, and processes that share every sample.
+"""The processes of a step: those with samples of their own, and those that share every sample.
 
 All processes have one key of noise, and words are addressed by tensor and shard. Processes that
 hold the same shard draw the same; those of different shards draw from different nonces.

@@ -1,8 +1,8 @@
 """Flash clipping in the shape that Opacus expects of a grad sample module.
 
 A step, in the order of the methods below: forward (who is a sample?), backward (taps record, the
-session keeps), clip (norms to coefficients), and norms and coefficients for who asks. What the
-optimizer is told of the sums is in :mod:`flash_clipping.engine.grad_ledger`.
+session keeps), clip (norms to coefficients), and the norms and coefficients that users query. The
+sums that the optimizer takes are described by :mod:`flash_clipping.engine.grad_ledger`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self.inputs_want_gradients = False
         #: ``cuda_graphs="auto"``: what replays calls of the model.
         self._graphs: Any = None
-        #: Of a stage in a pipeline: norms over all stages, ``[B]``.
+        #: Norms over all stages of a pipeline, ``[B]``, in a stage.
         self.norms_over_stages: Tensor | None = None
         owners = [module for module in m.modules() if module._parameters]
         self._trainable = TrainableParameters(owners)
@@ -312,7 +312,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         session.returning = call
         if call.recorded:
             self.running_step.awaits_backward = True
-            # Whoever watches backward passes (diagnostics, pipelines) sees all layers alike.
+            # Watched backward passes (diagnostics, pipelines) see all layers alike.
             if units is None and session.backward_pass_class is self._usual_pass:
                 session.proven_call = call
         for stand_in in losses.stand_ins:

@@ -507,8 +507,8 @@ def _refuse_many_closures(optimizer: Any) -> None:
 
 
 class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGradientClipping):
-    """The same for data-parallel training: worker 0 adds the noise, then gradients are summed, and
-    the noisy sum is rounded to the parameter's dtype.
+    """The optimizer of data-parallel training: worker 0 adds the noise, then gradients are summed,
+    and the noisy sum is rounded to the parameter's dtype.
 
     Raises:
         NotImplementedError: ``noise_grid``: the other workers' sums are added after the noise.

@@ -127,7 +127,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             (:class:`~flash_clipping.engine.accounting.DiscreteGaussianAccountant`).
         secure_mode: refuse seeds; noise in mode ``"flash"`` is secure without it too. In other
             modes as in Opacus: it needs ``torchcsprng``.
-        seed: for tests and debugging: makes noise repeat. Whoever knows it can subtract the noise.
+        seed: for tests and debugging: makes noise repeat. Anyone who knows it can
+            subtract the noise.
 
     Attributes:
         stream: the secret stream that noise is made of.
@@ -156,7 +157,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     _asked: _Asked | None = None
     #: How many samples, or units, the dataset of the last make_private has.
     _samples: int | None = None
-    #: Who is hidden as a whole.
+    #: The unit that is hidden as a whole.
     _unit = SAMPLE
     #: The δ that there was a warning about, and what else was said once.
     _large_deltas: frozenset[float] = frozenset()
@@ -284,7 +285,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             units: ``[len(dataset)]``, integers: the user, patient, ... that each row of the
                 dataset belongs to. Every step then draws these, not rows, and a batch is all rows
                 of those that were drawn; "sample" means such a *unit* from then on; flash only.
-            max_rows_per_unit: of a unit with more rows so many are drawn, uniformly and anew each
+            max_rows_per_unit: if a unit has more rows, that many are drawn, uniformly and anew each
                 time; with ``sampling="poisson_rows"`` once.
             sampling: ``"poisson"``; others need ``accountant="pld"``, and are flash only
                 (:class:`~flash_clipping.engine.accounting.Process`, ``docs/sampling.md``):

@@ -34,7 +34,7 @@ FORMAT = 1
 #: Opacus looks for ε up to 500, and takes an exponential of one over the squared noise.
 _LARGEST_MU, _LEAST_NOISE_OF_GDP = 20.0, 0.04
 
-#: Who is hidden, if nothing else is said.
+#: The unit, if nothing else is said.
 SAMPLE = "a sample of the dataset"
 
 _PACKAGES = ("flash-clipping", "opacus", "torch", "dp-accounting", "numpy", "scipy")

@@ -59,7 +59,7 @@ class Factor(ABC):
         """Squared norm of every sample's gradient: fp32 (or fp64) ``[B]``."""
 
     def sqnorm_parts(self, backend: str) -> Tensor:
-        """The same in parts ``[B, n]`` that are still to be added up."""
+        """Squared norms in parts ``[B, n]`` that are still to be added up."""
         return self.sqnorms(backend).unsqueeze(1)
 
     def doubt(self, backend: str) -> Tensor | None:
@@ -107,7 +107,7 @@ class Factor(ABC):
         return Dense.sum_of(factors)
 
     def fold(self, samples: int) -> Factor:
-        """The same for ``samples`` samples, each made of ``B / samples`` rows that lie together."""
+        """The factor of ``samples`` samples, each of ``B / samples`` consecutive rows."""
         grads = self.dense()
         parts = parts_of_sample(len(grads), samples)
         return Dense(grads.reshape(samples, parts, *grads.shape[1:]).sum(1))

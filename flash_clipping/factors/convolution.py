@@ -85,7 +85,7 @@ class Convolution(MeasuredOnce):
         return (G_NTp.mT @ A_NTd).reshape(self.batch_size, *self.weight_shape)
 
     def dense_in_chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The same for a few samples at a time, in fp32 (float64 for float64)."""
+        """Per-sample gradients of a few samples at a time, in fp32 (float64 for float64)."""
         dtype = accumulation_dtype(self.G.dtype)
         for rows in reference.chunks(self.x, self.G, self.geometry):
             A_NTd, G_NTp = reference.unfolded(self.x[rows], self.G[rows], self.geometry)

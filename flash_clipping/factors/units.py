@@ -60,7 +60,7 @@ class UnitMap:
         return len(self.index_M)
 
     def on(self, device: torch.device) -> UnitMap:
-        """The same on another device."""
+        """This map on another device."""
         if device == self.index_M.device:
             return self
         if device not in self._on:

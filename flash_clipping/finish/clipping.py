@@ -65,7 +65,7 @@ class Doubts:
         return doubt_B.mul_(self.scale**2)
 
     def bound_each(self, keys: Sequence[int], norms_PB: Tensor) -> Tensor:
-        """The same parameter by parameter, ``[P, B]``; ``keys`` are their ids."""
+        """Upper bounds of norms parameter by parameter, ``[P, B]``; ``keys`` are their ids."""
         if not self.blocks:
             return norms_PB
         return upper_bound(norms_PB, self.rows(keys, norms_PB).mul_(self.scale**2))

@@ -1,8 +1,8 @@
-"""How the factors of a step are handled together: worked out once for every layout.
+"""The execution plan of a step, computed once per layout: which layers share a launch.
 
-Which layers share launches, and what those launches must be told, follows from shapes, dtypes and
-strides that are taken. Only addresses differ from step to step, and small models wait for the host,
-so a session remembers its plans. A plan holds no tensor of a step.
+Launches and their arguments follow from shapes, dtypes and strides. Only addresses differ from step
+to step, and small models wait for the host, so a session remembers its plans. A plan holds no
+tensor of a step.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Between:
         self.forward = forward
 
     def backward(self, up_Nu: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The same again, and what turns its gradient ``[N, f]`` into that of ``up_Nu``."""
+        """The output again, and a function from its gradient ``[N, f]`` to that of ``up_Nu``."""
         with torch.enable_grad():
             up = up_Nu.detach().requires_grad_()
             gated_Nf = self.forward(up)

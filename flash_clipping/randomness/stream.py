@@ -1,7 +1,7 @@
 """Keys of 256 bits, and which words of a key each draw takes.
 
 A *stream* is all that ChaCha20 (RFC 8439) makes of one key. Its words are addressed: by a nonce of
-96 bits and a block counter of 32. Whoever draws takes a :class:`Draw`, a purpose and a number that
+96 bits and a block counter of 32. A caller takes a :class:`Draw`, a purpose and a number that
 no other draw from that key has; tensors and shards of one draw have nonces of their own. So no word
 is used twice, and what a shard or a GPU draws does not depend on who draws besides.
 """

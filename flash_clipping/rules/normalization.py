@@ -196,7 +196,7 @@ def _computes_rms_norm(layer: nn.Module, plus: float) -> bool:
 def _is_rms_norm_of(
     layer: Any, shape: tuple[int, ...], training: bool, plus: float, eps: float
 ) -> bool:
-    """The same for inputs of this shape, before their features."""
+    """Whether the layer is an RMS norm on inputs ``[3, *shape, n]``, forward and backward."""
     n = len(layer._parameters["weight"])
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((3, *shape, n), generator=generator)
@@ -242,14 +242,14 @@ class FoundRMSNormRule(RMSNormRule):
         return x  # autocast knows PyTorch's own layers only
 
     def serves(self, layer: Any, *inputs: Any) -> bool:
-        """Of inputs in another dtype than the weight's, libraries differ in what they return."""
+        """Only inputs of the weight's dtype: libraries differ in what they return for others."""
         x, weight = inputs[0] if inputs else None, layer._parameters["weight"]
         return isinstance(x, Tensor) and x.dtype == weight.dtype
 
 
 @register_family(lambda layer: _computes_rms_norm(layer, 1.0))
 class ShiftedRMSNormRule(FoundRMSNormRule):
-    """The same with a weight that is added to 1 (``Gemma2RMSNorm``)."""
+    """An RMS norm whose weight is added to 1 (``Gemma2RMSNorm``)."""
 
     def arguments(self, layer: Any) -> tuple[tuple[int, ...], Tensor | None, float | None]:
         weight = layer._parameters["weight"]

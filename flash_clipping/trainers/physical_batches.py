@@ -64,8 +64,8 @@ class LogicalLoader(PoissonLoader):
         self._processes: ProcessGroups | None = None
 
     def share(self, processes: ProcessGroups) -> None:
-        """The same, and give as many parts of a batch as the others, which have to run the model as
-        often: some may be empty."""
+        """Draw this process's samples, in as many parts as the other processes have, some of them
+        empty: all run the model equally often."""
         super().share(processes)
         self._processes, self.batch_sampler.part_size = processes, self.collate_fn.part_size
 

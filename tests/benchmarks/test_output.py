@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from benchmarks.records import Record, Row
+from benchmarks.records import Record, Row, summaries
 from benchmarks.report import END, PEERS_END, PEERS_START, START
 from tests.benchmarks.conftest import Run
 
@@ -70,6 +72,24 @@ def pages(directory: Path) -> tuple[tuple[str | Path, ...], Path, Path]:
 def test_the_pages_of_the_repository_say_what_the_results_say(run: Run) -> None:
     status, printed = run("report", "--check")
     assert status == 0, printed
+
+
+def test_the_plot_of_the_front_page_is_of_the_results() -> None:
+    """If not: python -m benchmarks plot benchmarks/results/h200-step-peers.json
+    --output docs/speed.svg"""
+    record = Record.read(ROOT / "benchmarks" / "results" / "h200-step-peers.json")
+    plot = (ROOT / "docs" / "speed.svg").read_text(encoding="utf-8")
+    drawn = Counter(re.findall(r"<text[^>]*>(\d\.\d\d)</text>", plot))
+    ratios = [
+        ratio
+        for row, summary in zip(record.rows, summaries(record.rows), strict=True)
+        if row.method != "nonprivate" and summary and summary.ratio
+        for ratio in (summary.ratio.median, summary.memory_ratio)
+    ]
+    assert len(ratios) == 24
+    assert drawn == Counter(f"{ratio:.2f}" for ratio in ratios)
+    assert f"revision {record.environment['revision']}" in plot
+    assert "](speed.svg)" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 
 
 def test_report_writes_tables_that_name_the_machine(results: Path, run: Run) -> None:

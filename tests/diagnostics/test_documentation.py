@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import opacus
 import pytest
 import torch
-from torch import nn
+from torch import distributed as dist, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import Rule
+import flash_clipping
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, Rule
 from flash_clipping.diagnostics import check
 from tests.support.models import Wrapped
+from tests.support.uses import Scaling
 
 # -- a rule of one's own, as docs/layers.md shows it ----------------------------------------------
 
@@ -34,6 +42,7 @@ def test_the_rule_in_the_documentation_works(own_rules: None) -> None:
 
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "flash_clipping"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
@@ -64,3 +73,238 @@ def test_tests_that_are_named_in_the_documentation_exist(page: str, least: int) 
         assert (ROOT / file).exists(), file
         source = (ROOT / file).read_text()
         assert not test or re.search(rf"^\s*(def|class) {test}\b", source, re.MULTILINE), test
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_idea_of_the_architecture_clips_as_the_library_does() -> None:
+    block = ARCHITECTURE.split("<!-- tested: the idea -->")[1].split("```")[1]
+    namespace: dict[str, Any] = {}
+    exec(block.removeprefix("python\n"), namespace)  # noqa: S102
+    record: list[Any] = []
+    layers = [nn.Linear(5, 4, bias=False).double(), nn.Linear(4, 3, bias=False).double()]
+    x = torch.randn(6, 7, 5, dtype=torch.float64) * torch.arange(6).view(6, 1, 1)
+
+    def losses(*calls: Any) -> Any:
+        return calls[1](calls[0](x).tanh()).square().sum((1, 2))
+
+    taps = [lambda x, w=layer.weight: namespace["Tapped"].apply(record, x, w) for layer in layers]
+    losses(*taps).sum().backward()
+    found = [layer.weight.grad for layer in layers]
+    flash = GradSampleModuleFlashClipping(nn.Sequential(layers[0], nn.Tanh(), layers[1]))
+    flash.zero_grad(set_to_none=True)
+    flash(x).square().sum((1, 2)).mean().backward()
+    coef = flash.get_clipping_coef()
+    assert coef.min() < 0.9 and coef.max() == 1 and record == []
+    for layer, grad in zip(layers, found, strict=True):
+        torch.testing.assert_close(grad, layer.weight.grad, rtol=1e-5, atol=0)
+
+
+def test_names_in_the_architecture_exist(messages: Messages) -> None:
+    files = [
+        str(path.relative_to(ROOT)) for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("tests/*")]
+    ]
+    named = set(re.findall(r"`([\w/]+\.py)`|^ +([\w/]+\.py) ", ARCHITECTURE, re.MULTILINE))
+    paths = {path for path in chain(*named) if path}
+    assert len(paths) > 70
+    for path in paths:
+        assert any(f"/{file}".endswith(f"/{path}") for file in files), path
+    names = set(re.findall(r"`(_?[A-Z]\w*[a-z]\w*(?:\.\w+)?)`", ARCHITECTURE))
+    names -= {"DTensor"}  # PyTorch's
+    assert len(names) > 25
+    for name in names:
+        assert messages.defined.keys() >= {*name.split(".")}, name
+
+
+# -- errors and warnings by their texts, docs/troubleshooting.md ----------------------------------
+
+SHOWN = "…"  # what a message puts in: a path, a shape
+
+#: So long a text is a message, and not what is put into one.
+WHOLE = 60
+
+#: Where the text is, among the arguments of what is no class of errors.
+SAID = {"warnings.warn": 0, "check_on_device": 1, "Finding": 1}
+
+#: Their texts end up in another error's, or never leave the library.
+INNER = {"ReadsNoSamples", "UsesOthers", "Doubted", "_NotFinite", "AssertionError"}
+INNER |= {"RefusedByRule", "UnsupportedLayer(str(error))", "FlashClippingError(message)"}
+
+#: Errors of arguments: where these say what was found and what was expected, one entry serves all.
+OF_ARGUMENTS = {"ValueError", "TypeError", "IndexError"}
+
+
+class Messages:
+    """Texts of all errors and warnings in a package, read from its source.
+
+    A message that is made elsewhere is followed: to what its module assigns, and to functions
+    and classes by their names. Docstrings are left out; strings that are put in become
+    :data:`SHOWN`.
+    """
+
+    def __init__(self, package: Path):
+        self.trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+        self.assigned: dict[tuple[Path, str], list[ast.expr]] = {}
+        self.defined: dict[str, list[ast.AST]] = {}
+        self.where: dict[ast.AST, Path] = {}
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                self.where[node] = path
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    if ast.get_docstring(node) is not None:
+                        node.body[0] = ast.Pass()
+                    self.defined.setdefault(node.name, []).append(node)
+                elif (
+                    isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)
+                    and node.value is not None
+                ):
+                    targets = getattr(node, "targets", None) or [node.target]
+                    for target in filter(None, map(_name, targets)):
+                        self.assigned.setdefault((path, target), []).append(node.value)
+
+    def all(self) -> list[tuple[str, str, str]]:
+        """(place, class, text) of every message; the text is empty where it could not be read."""
+        found = []
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if not isinstance(node, ast.Call):
+                    continue
+                kind = ast.unparse(node.func)
+                at = SAID.get(kind)
+                made = node if self._is_error(kind) else None if at is None else node.args[at]
+                if made is not None and not INNER & {kind, ast.unparse(node)}:
+                    text = "\n".join(self._texts(made, path, frozenset()))
+                    found.append((f"{path.relative_to(ROOT)}:{node.lineno}", kind, text))
+        return found
+
+    def _is_error(self, name: str) -> bool:
+        made = getattr(builtins, name, None)
+        if isinstance(made, type):
+            return issubclass(made, Exception)
+        defined = [n for n in self.defined.get(name, []) if isinstance(n, ast.ClassDef)]
+        return any(self._is_error(ast.unparse(base)) for n in defined for base in n.bases)
+
+    def _texts(self, part: ast.AST, path: Path, seen: frozenset[str]) -> list[str]:
+        nodes = [*ast.walk(part)]
+        texts = [_template(n) for n in nodes if isinstance(n, ast.Constant | ast.JoinedStr)]
+        texts = [text for text in texts if text not in FlashClippingError().__notes__]
+        if not seen and isinstance(part, ast.Call):  # a class of errors adds words of its own
+            for made in self.defined.get(ast.unparse(part.func), []):
+                texts += self._texts(made, self.where[made], frozenset({"__init__"}))
+        if max(map(len, texts), default=0) < WHOLE and len(seen) < 4:
+            for name in {name: None for name in map(_name, nodes) if name and name not in seen}:
+                assigned = self.assigned.get((path, name), [])
+                for made in assigned or self.defined.get(name, []):
+                    texts += self._texts(made, self.where[made], seen | {name})
+        return texts
+
+
+def _name(node: ast.AST) -> str | None:
+    """``name`` of a variable, or of ``self.name``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr if ast.unparse(node.value) == "self" else None
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _template(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    parts = node.values if isinstance(node, ast.JoinedStr) else []
+    return "".join(_template(p) if isinstance(p, ast.Constant) else SHOWN for p in parts)
+
+
+@pytest.fixture(scope="module")
+def messages() -> Messages:
+    return Messages(PACKAGE)
+
+
+def _entries(page: str) -> dict[str, list[str]]:
+    """Headings of entries, each with the parts of messages that it quotes."""
+    found = {}
+    for section in page.split("\n### ")[1:]:
+        heading, _, text = section.partition("\n")
+        quoted = " ".join(line for line in text.splitlines() if line.startswith("> "))
+        found[heading] = re.findall(r"`([^`]+)`", quoted)
+    return found
+
+
+class Gated(nn.Module):
+    """``block.gate`` is refused, if it is trained: its bias is used past all functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.BatchNorm1d(3), nn.ModuleDict({"gate": nn.Linear(3, 3)})
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(Scaling.apply(self.norm(x), self.block["gate"].bias))
+
+
+def test_the_lines_on_the_page_of_errors_work(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    fix, freeze, unwrap, expand, ordinary, losses, load, parallel = re.findall(
+        r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+    )
+    names: dict[str, Any] = {"torch": torch, "opacus": opacus, "flash_clipping": flash_clipping}
+    names |= {"DataLoader": DataLoader, "batch_size": 4, "model": Gated()}
+    x = torch.randn(4, 3, requires_grad=True)
+
+    def backward() -> None:
+        names["model"] = GradSampleModuleFlashClipping(names["model"])
+        names["model"](x).square().sum(1).mean().backward()
+
+    with pytest.raises(NotImplementedError, match="mixes samples"):
+        backward()
+    exec(fix, names)  # noqa: S102
+    with pytest.raises(FlashClippingError, match="received a gradient from outside"):
+        backward()
+    names["model"] = names["model"].to_standard_module()
+    exec(freeze, names)  # noqa: S102
+    backward()
+    names["x"] = x
+    exec(ordinary, names)  # noqa: S102
+    assert names["grads"][0].shape == x.shape and names["model"].get_norm_sample().shape == (4,)
+    exec(unwrap, names)  # noqa: S102
+    assert type(names["plain"]) is Gated
+    names["x"] = torch.randn(1, 3)
+    exec(expand, names)  # noqa: S102
+    assert names["x"].shape == (4, 3)
+    names |= {"output": torch.randn(4, 2), "labels": torch.tensor([0, 1, 1, 0])}
+    exec(losses, names)  # noqa: S102
+    expected = nn.functional.cross_entropy(names["output"], names["labels"])
+    torch.testing.assert_close(names["loss"], expected)
+    names["dataset"] = TensorDataset(torch.randn(300, 3))
+    exec(load, names)  # noqa: S102
+    assert len(names["loader"]) == 2
+    names["model"] = names["plain"]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/at", rank=0, world_size=1)
+    try:
+        exec(parallel, names)  # noqa: S102
+        backward()
+    finally:
+        dist.destroy_process_group()
+
+
+def _pattern(part: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, part.split(SHOWN))))
+
+
+def test_every_error_and_warning_has_an_entry(messages: Messages) -> None:
+    entries = _entries((ROOT / "docs" / "troubleshooting.md").read_text())
+    assert all(entries.values())
+    arguments = entries.pop("An argument")
+    patterns = {part: _pattern(part) for parts in entries.values() for part in parts}
+    of_arguments = {part: _pattern(part) for part in arguments}
+    found = messages.all()
+    assert len(found) > 400
+    used: set[str] = set()
+    missing = []
+    for place, kind, text in found:
+        known = patterns | (of_arguments if kind in OF_ARGUMENTS else {})
+        parts = {part for part, pattern in known.items() if pattern.search(text)}
+        used |= parts
+        if not parts:
+            missing.append(f"{place}: {kind}: {text}")
+    assert not missing, "\n".join(missing)
+    assert used == patterns.keys() | of_arguments.keys()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+import re
+import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +40,14 @@ def test_error_norms_before_backward() -> None:
     module(torch.randn(3, 4))
     with pytest.raises(FlashClippingError, match=text):
         module.get_norm_sample()
+
+
+def test_errors_name_their_page_once() -> None:
+    error = FlashClippingError("found nothing; expected something.")
+    shown = traceback.format_exception(pickle.loads(pickle.dumps(error)))
+    assert str(error) == "found nothing; expected something."
+    (page,) = re.findall(r"docs/\S+\.md", "".join(shown))
+    assert (Path(__file__).parents[2] / page).is_file()
 
 
 class FoldedWindows(nn.Module):

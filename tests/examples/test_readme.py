@@ -50,6 +50,23 @@ def test_five_lines_train_within_the_budget(page):
     assert 0 < names["engine"].get_epsilon(1e-5) <= 3
 
 
+def test_the_diff_of_the_front_page_makes_a_script_of_opacus_flash():
+    lines = (
+        block("tested: a script of Opacus'", "docs/index.md").removeprefix("diff\n").splitlines()
+    )
+    kept = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    for script, wrapper in ((before, "GradSampleModule"), (kept, "GradSampleModuleFlashClipping")):
+        names = training_objects()
+        exec(script, names)
+        assert type(names["model"]).__name__ == wrapper
+        for x, y in names["loader"]:
+            names["optimizer"].zero_grad()
+            names["criterion"](names["model"](x), y).backward()
+            names["optimizer"].step()
+        assert names["engine"].get_epsilon(1e-5) > 0
+
+
 @pytest.mark.usefixtures("randomness_of_opacus")
 def test_the_step_to_be_graphed_trains_as_without():
     trained = []

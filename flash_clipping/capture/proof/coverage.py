@@ -1,7 +1,7 @@
 """For which calls of a model it was shown where samples lie.
 
 A model may lay its rows out otherwise in evaluation, or for another argument
-(``channels_last=True``), or when the number of samples fits into another size by chance. Each of
+(``channels_last=True``), or when the number of samples happens to fit into another size. Each of
 that makes another kind of call, which is looked at before it is trusted. Where rows of some layer
 are not the samples, other sizes count as well: a text that is longer than a window has two windows.
 The number of samples alone makes no other kind.

@@ -165,7 +165,7 @@ def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Look, Look | None]:
 def _others(subject: Subject) -> Iterator[tuple[Samples, list[int], int | None]]:
     """Other batches that the model may run on: samples, their order, and the extreme place.
 
-    An input may have as many rows as there are samples by chance: positions, a mask that all
+    An input may happen to have as many rows as there are samples: positions, a mask that all
     samples share. That takes another axis of that size, and a model that runs on another number
     of samples with that input as it is. Without such an axis the rows are the samples', and
     what would be left as it is could carry some of them into all others.

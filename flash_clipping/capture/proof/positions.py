@@ -166,7 +166,7 @@ def _kept(documents: list[int]) -> list[list[int]]:
 
 
 def other_tokens(stays_N: Tensor, x: Tensor) -> Tensor:
-    """The same with other values wherever a position does not stay; all occur in ``x``."""
+    """``x`` with other values where a position does not stay; all of them occur in ``x``."""
     flat = x.detach().reshape(len(stays_N), -1)
     stays_N1 = stays_N.to(x.device).unsqueeze(1)
     if x.is_floating_point():

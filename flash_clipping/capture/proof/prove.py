@@ -1,4 +1,4 @@
-"""Who is a sample: the proof that is made before the first step of a model.
+"""Which rows are samples: the proof that is made before the first step of a model.
 
 =========================  ======================================================================
 :mod:`.observe`            two forwards: which reads of layers are samples, which are constants
@@ -33,7 +33,7 @@ from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.rules.registry import Rule
 
-#: How often layers that are reached by chance are looked for.
+#: How often layers that only some forwards reach are looked for.
 ATTEMPTS = 3
 
 

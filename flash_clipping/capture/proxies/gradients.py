@@ -152,7 +152,7 @@ def through(
 
 
 def _through_rows(bare: ParameterProxy, grads_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The same where sample ``b`` met row ``b`` of the operand: ``grads_B [B, 1, *row]``."""
+    """Per-sample gradients where sample ``b`` met row ``b`` alone: ``grads_B [B, 1, *row]``."""
     for leaf, param in bare.leaves.items():
         found = []
         for b in range(len(grads_B)):  # all at once would take B times the operand
@@ -202,7 +202,7 @@ def _operand_grads(
 
 
 def _operand_grads_in_turn(operation: ProxyOp, plain: list[Tensor], G: Tensor) -> list[Tensor]:
-    """The same, ``[B, *operand]``, for whatever the operation is: its own backward for each sample,
+    """Operands' gradients ``[B, *operand]`` for any operation: its own backward for each sample,
     with the output gradients of the others at 0."""
     operands = [bare.value.detach().requires_grad_() for bare in operation.bares]
     try:

@@ -129,7 +129,7 @@ def looked_up(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> TableRows | None:
-    """The same for the arguments of ``torch.nn.functional.embedding``."""
+    """The rows that ``torch.nn.functional.embedding`` with these arguments reads of a parameter."""
     if scale_grad_by_freq or max_norm is not None or not isinstance(weight, ParameterProxy):
         return None
     if weight.value not in weight.leaves or isinstance(ids, ParameterProxy):

@@ -73,7 +73,7 @@ def samples_in(values: Any, axis: int, what: str) -> int | None:
 
 
 def map_samples(of_round: Round, values: Any, axis: int, fill: int) -> Any:
-    """The same arguments with this round's samples in every tensor."""
+    """``values`` with this round's samples in every tensor."""
     return pytree.tree_map(
         lambda x: of_round.of(x, axis, fill) if isinstance(x, Tensor) else x, values
     )

@@ -73,7 +73,7 @@ def _before(style: Any, mesh: Any, wanted: Any) -> Any:
 
 
 def _after(style: Any) -> Any:
-    """The same of its output."""
+    """A hook that lays a layer's output out."""
 
     def after(layer: nn.Module, args: Any, output: Any) -> Any:
         output = output.redistribute(placements=[style.output_layouts])

@@ -189,7 +189,7 @@ def _weighted_sum_kernel(
 
 
 def _in_memory_order(grads: Tensor) -> tuple[Tensor, int, int]:
-    """The same elements, those of a sample one after the other, and K and C (1 and 1: in the
+    """``grads`` with the elements of a sample one after the other, and K and C (1 and 1: in the
     parameter's order): a view of gradients as kernels for convolutions leave them (K offsets of a
     window before C channels), else a copy."""
     if grads[0].is_contiguous():

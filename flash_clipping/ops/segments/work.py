@@ -49,7 +49,7 @@ class Rows(NamedTuple):
         return self.X if self.places_N is None else self.X[self.places_N]
 
     def reordered(self, order_N: Tensor) -> Rows:
-        """The same rows in another order: row n is what row ``order_N[n]`` was."""
+        """The rows in another order: row n is what row ``order_N[n]`` was."""
         return Rows(self.X, order_N if self.places_N is None else self.places_N[order_N])
 
 
