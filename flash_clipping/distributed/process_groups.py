@@ -16,7 +16,7 @@ from torch import Tensor, distributed as dist
 from torch.distributed.tensor import DTensor
 
 from flash_clipping.randomness import Purpose, SecretStream
-from flash_clipping.randomness.chacha20 import words
+from flash_clipping.randomness.chacha import words
 from flash_clipping.randomness.stream import KEY_BYTES
 
 

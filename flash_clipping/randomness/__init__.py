@@ -1,10 +1,24 @@
 """Random words that nobody can guess, none of them twice: what noise and sampling are made of.
 
 * ``stream.py``: keys, and which part of its words each draw takes;
-* ``chacha20.py``: the words of a draw on the CPU (the kernel for GPUs is in ``ops/noise``);
+* ``chacha.py``: the words of a draw on the CPU (the kernel for GPUs is in ``ops/noise``);
 * ``choices.py``: coin tosses and subsets, of which batches are made.
 """
 
-from flash_clipping.randomness.stream import Draw, Purpose, SecretStream, SeededNoiseWarning
+from flash_clipping.randomness.stream import (
+    ALL_ROUNDS,
+    FEWER_ROUNDS,
+    Draw,
+    Purpose,
+    SecretStream,
+    SeededNoiseWarning,
+)
 
-__all__ = ["Draw", "Purpose", "SecretStream", "SeededNoiseWarning"]
+__all__ = [
+    "ALL_ROUNDS",
+    "FEWER_ROUNDS",
+    "Draw",
+    "Purpose",
+    "SecretStream",
+    "SeededNoiseWarning",
+]

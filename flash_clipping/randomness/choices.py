@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_clipping.randomness.chacha20 import BLOCK_WORDS, MOST_BLOCKS, Keystream, uniform_bits
+from flash_clipping.randomness.chacha import BLOCK_WORDS, MOST_BLOCKS, Keystream, uniform_bits
 from flash_clipping.randomness.stream import Draw
 
 #: Words of 64 bits that are drawn at a time, and of a block.

@@ -1,7 +1,7 @@
 """Keys of 256 bits, and which words of a key each draw takes.
 
-A *stream* is all that ChaCha20 (RFC 8439) makes of one key. Its words are addressed: by a nonce of
-96 bits and a block counter of 32. A caller takes a :class:`Draw`, a purpose and a number that
+A *stream* is all that ChaCha (RFC 8439) makes of one key. Its words are addressed: by a nonce of 96
+bits and a block counter of 32. A caller takes a :class:`Draw`, a purpose and a number that
 no other draw from that key has; tensors and shards of one draw have nonces of their own. So no word
 is used twice, and what a shard or a GPU draws does not depend on who draws besides.
 """
@@ -22,6 +22,10 @@ import torch
 from flash_clipping.errors import FlashClippingError
 
 KEY_BYTES = 32
+
+#: Rounds of the cipher: those of RFC 8439; and those of noise that a GPU draws, where nobody asks
+#: for more. ``docs/noise.md`` says why they are enough.
+ALL_ROUNDS, FEWER_ROUNDS = 20, 12
 
 #: Numbers of draws, tensors and shards are below these.
 MOST_DRAWS, MOST_TENSORS, MOST_SHARDS = 1 << 32, 1 << 32, 1 << 24
@@ -70,11 +74,22 @@ class Draw:
         key: 32 bytes.
         purpose: what the words are for.
         number: of this draw among all of this key.
+        rounds: of the cipher, 20 or 12.
+
+    Raises:
+        ValueError: other ``rounds``.
     """
 
     key: bytes
     purpose: Purpose
     number: int
+    rounds: int = ALL_ROUNDS
+
+    def __post_init__(self) -> None:
+        if self.rounds not in (ALL_ROUNDS, FEWER_ROUNDS):
+            raise ValueError(
+                f"rounds: found {self.rounds}; expected {ALL_ROUNDS} or {FEWER_ROUNDS}."
+            )
 
     def nonce(self, tensor: int = 0, shard: int = 0) -> tuple[int, int, int]:
         """The nonce's three words of 32 bits for a tensor of this draw, or one shard of it.
@@ -134,8 +149,8 @@ class SecretStream:
         self._numbers = itertools.count()
         self._drawn = 0
 
-    def draw(self, purpose: Purpose) -> Draw:
-        """Words that were never drawn before, and will never be again.
+    def draw(self, purpose: Purpose, rounds: int = ALL_ROUNDS) -> Draw:
+        """Words that were never drawn before, and will never be again, by so many rounds.
 
         Raises:
             FlashClippingError: all numbers are spent; a key that processes share in a fork.
@@ -152,7 +167,7 @@ class SecretStream:
                 "words of an earlier one. Go on from a checkpoint in a new process: it takes a new "
                 "key."
             )
-        return Draw(self._key, purpose, number)
+        return Draw(self._key, purpose, number, rounds)
 
     def another(self, *numbers: int) -> SecretStream:
         """A stream with a key of its own; of a seeded one, with the key of its seed and these

@@ -25,7 +25,7 @@ from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.engine.private_state import PrivateState
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
-from flash_clipping.randomness.chacha20 import Keystream
+from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.mechanisms import NoiseMechanism
 from tests.distributed.processes import (
     _TRUTHS,

@@ -11,7 +11,7 @@ import torch
 
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.randomness import Draw, Purpose
-from flash_clipping.randomness.chacha20 import words
+from flash_clipping.randomness.chacha import words
 from tests.randomness.test_stream import VECTORS
 
 triton = pytest.importorskip("triton")

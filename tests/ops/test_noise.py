@@ -17,7 +17,7 @@ from flash_clipping.ops import noise as ops_noise
 from flash_clipping.ops.noise import MOST_ELEMENTS, grid_of, noisy_means, reference
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.randomness import Draw, Purpose, SecretStream
-from flash_clipping.randomness.chacha20 import words
+from flash_clipping.randomness.chacha import words
 
 STD, DIVISOR = 3.0, 8.0
 

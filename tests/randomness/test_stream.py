@@ -1,4 +1,4 @@
-"""Streams: RFC 8439's vectors, and no word twice."""
+"""Streams: published vectors of ChaCha, and no word twice."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import copy
 import multiprocessing
 import os
 import pickle
+import struct
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +21,13 @@ from flash_clipping.randomness import (
     SeededNoiseWarning,
     stream as streams,
 )
-from flash_clipping.randomness.chacha20 import MOST_BLOCKS, uniform_bits, words
+from flash_clipping.randomness.chacha import (
+    MOST_BLOCKS,
+    Keystream,
+    _blocks,
+    uniform_bits,
+    words,
+)
 
 #: RFC 8439, 2.3.2 (block function) and A.1 (test vectors 1 to 5): key, counter, nonce, keystream.
 VECTORS = {
@@ -67,6 +75,53 @@ VECTORS = {
     ),
 }
 
+#: ChaCha with 12 rounds, keys of 256 bits: "Test Vectors for the Stream Cipher ChaCha" (Strombergson,
+#: draft-strombergson-chacha-test-vectors-01), test cases 1 to 3 and their second blocks. Its nonce
+#: has 64 bits, and its counter 64, of which the upper ones are the first word of RFC 8439's nonce.
+VECTORS_OF_12 = {
+    "TC1": (
+        bytes(32),
+        0,
+        "000000000000000000000000",
+        "9bf49a6a0755f953811fce125f2683d50429c3bb49e074147e0089a52eae155f"
+        "0564f879d27ae3c02ce82834acfa8c793a629f2ca0de6919610be82f411326be",
+    ),
+    "TC1, block 1": (
+        bytes(32),
+        1,
+        "000000000000000000000000",
+        "0bd58841203e74fe86fc71338ce0173dc628ebb719bdcbcc151585214cc089b4"
+        "42258dcda14cf111c602b8971b8cc843e91e46ca905151c02744a6b017e69316",
+    ),
+    "TC2": (
+        b"\1" + bytes(31),
+        0,
+        "000000000000000000000000",
+        "12056e595d56b0f6eef090f0cd25a20949248c2790525d0f930218ff0b4ddd10"
+        "a6002239d9a454e29e107a7d06fefdfef0210feba044f9f29b1772c960dc29c0",
+    ),
+    "TC3": (
+        bytes(32),
+        0,
+        "000000000100000000000000",
+        "64b8bdf87b828c4b6dbaf7ef698de03df8b33f635714418f9836ade59be12969"
+        "46c953a0f38ecffc9ecb98e81d5d99a5edfc8f9a0a45b9e41ef3b31f028f1d0f",
+    ),
+    "TC3, block 1": (
+        bytes(32),
+        1,
+        "000000000100000000000000",
+        "559db4a7f222c442fe23b9a2596a88285122ee4f1363896ea77ca150912ac723"
+        "bff04b026a2f807e03b29c02077d7b06fc1ab9827c13c8013a6d83bd3b52a26f",
+    ),
+}
+#: All of them, with their rounds.
+CASES = [
+    (rounds, name, *vector)
+    for rounds, vectors in ((20, VECTORS), (12, VECTORS_OF_12))
+    for name, vector in vectors.items()
+]
+
 
 class Addressed(Draw):
     """A draw with a nonce of one's own."""
@@ -75,13 +130,32 @@ class Addressed(Draw):
         return tensor, shard, self.number
 
 
-@pytest.mark.parametrize("name", VECTORS)
-def test_vectors_of_rfc_8439(name: str) -> None:
-    key, counter, nonce, expected = VECTORS[name]
+@pytest.mark.parametrize(("rounds", "name", "key", "counter", "nonce", "expected"), CASES)
+def test_published_vectors(
+    rounds: int, name: str, key: bytes, counter: int, nonce: str, expected: str
+) -> None:
     three = [int.from_bytes(bytes.fromhex(nonce)[i : i + 4], "little") for i in (0, 4, 8)]
-    draw = Addressed(key, Purpose.NOISE, three[2])
+    draw = Addressed(key, Purpose.NOISE, three[2], rounds)
     found = words(draw, 1, tensor=three[0], shard=three[1], first=counter)
     assert found.numpy().tobytes().hex() == expected
+
+
+def test_fewer_rounds_are_those_of_the_cipher_with_all() -> None:
+    """Many blocks at a time, up to the last counter, with 20 rounds against OpenSSL's."""
+    draw = Draw(bytes(range(32)), Purpose.NOISE, 2**32 - 1)
+    for first in (0, 5, MOST_BLOCKS - 7):
+        expected = words(draw, 7, tensor=9, shard=8, first=first).numpy().view(np.uint32)
+        numbers = first, *draw.nonce(9, 8)
+        start_16 = np.frombuffer(b"expand 32-byte k" + draw.key + struct.pack("<4I", *numbers), "<u4")
+        start_16N = np.repeat(start_16[:, None], 7, 1)
+        start_16N[12] += np.arange(7, dtype=np.uint32)
+        assert np.array_equal(_blocks(start_16N, 20).T, expected)
+
+
+@pytest.mark.parametrize("rounds", [0, 8, 13, 21])
+def test_other_rounds_are_refused(rounds: int) -> None:
+    with pytest.raises(ValueError, match=f"rounds: found {rounds}; expected 20 or 12"):
+        SecretStream().draw(Purpose.NOISE, rounds)
 
 
 def test_nonces_are_of_one_draw_tensor_shard_and_purpose() -> None:
@@ -109,14 +183,19 @@ def test_blocks_that_would_come_back() -> None:
     assert words(draw, 1, first=MOST_BLOCKS - 1).shape == (1, 16)
 
 
-def test_blocks_are_addressed() -> None:
-    draw = SecretStream().draw(Purpose.SAMPLING)
+@pytest.mark.parametrize("rounds", [20, 12])
+def test_blocks_are_addressed(rounds: int) -> None:
+    draw = SecretStream().draw(Purpose.SAMPLING, rounds)
     whole = words(draw, 40)
     assert torch.equal(words(draw, 8, first=32), whole[32:])
     assert torch.equal(
         uniform_bits(draw, 21, first=2), whole[2:].reshape(-1).view(torch.int64)[:21]
     )
     assert not torch.equal(words(draw, 8, tensor=1), whole[:8])
+    parts = torch.empty(40, 16, dtype=torch.int32)
+    keystream = Keystream(draw, tensor=0, shard=0)
+    keystream.fill(parts[:13]), keystream.fill(parts[13:])
+    assert torch.equal(parts, whole)
 
 
 def test_draws_never_repeat() -> None:

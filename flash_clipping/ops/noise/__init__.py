@@ -14,7 +14,7 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.noise import reference
 from flash_clipping.ops.runtime.backend import resolve, run
 from flash_clipping.randomness import Draw
-from flash_clipping.randomness.chacha20 import MOST_BLOCKS
+from flash_clipping.randomness.chacha import MOST_BLOCKS
 from flash_clipping.randomness.choices import MOST_BITS, discrete_gaussian
 
 #: How noisy sums are kept to a grid: not; rounded to it; by rounded sums and discrete noise.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.randomness import Draw
-from flash_clipping.randomness.chacha20 import BLOCK_WORDS, Keystream
+from flash_clipping.randomness.chacha import BLOCK_WORDS, Keystream
 
 #: Normals of a block.
 PER_BLOCK = 8
