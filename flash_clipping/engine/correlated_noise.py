@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.noise import noisy_means
-from flash_clipping.randomness import Draw, Purpose, SecretStream
+from flash_clipping.randomness import ALL_ROUNDS, Draw, Purpose, SecretStream
 from flash_clipping.randomness.mechanisms import (
     BandedInverseNoise,
     BandedNoise,
@@ -67,6 +67,7 @@ class CorrelatedNoise:
         batch: DrawnBatch | None,
         multiplier: float,
         stream: SecretStream,
+        rounds: int,
         shards: Sequence[int] | None,
         dtypes: Sequence[torch.dtype],
     ) -> list[Tensor]:
@@ -76,7 +77,7 @@ class CorrelatedNoise:
             sums, std, divisor, shards, dtypes: as there.
             batch: that of the step.
             multiplier: the noise multiplier, which steps are accounted with.
-            stream: where independent noise comes from.
+            stream, rounds: where independent noise comes from, and by how many rounds.
 
         Raises:
             FlashClippingError: the step may not be taken, by its batch, its noise or its
@@ -91,7 +92,7 @@ class CorrelatedNoise:
                 "noise_multiplier and max_grad_norm as they are while noise is correlated, without "
                 "schedulers."
             )
-        rows = self.next(sums, stream, shards)
+        rows = self.next(sums, stream, shards, rounds)
         self._settings = multiplier, std
         noisy = []
         for summed, row, dtype in zip(sums, rows, dtypes, strict=True):
@@ -100,7 +101,11 @@ class CorrelatedNoise:
         return noisy
 
     def next(
-        self, sums: Sequence[Tensor], stream: SecretStream, shards: Sequence[int] | None = None
+        self,
+        sums: Sequence[Tensor],
+        stream: SecretStream,
+        shards: Sequence[int] | None = None,
+        rounds: int = ALL_ROUNDS,
     ) -> list[Tensor]:
         """Noise of unit scale for these sums: of their shapes and devices, fp32 or float64.
 
@@ -108,6 +113,7 @@ class CorrelatedNoise:
             sums: of all trainable parameters, or this process's shards of them.
             stream: where independent noise comes from.
             shards: the number of each shard; ``None``: these are whole parameters.
+            rounds: of the cipher.
 
         Raises:
             FlashClippingError: sums of other shapes, dtypes or devices than in the steps before.
@@ -120,7 +126,7 @@ class CorrelatedNoise:
                 "to the last, or begin a new run."
             )
         self._shapes = shapes
-        draw = stream.draw(Purpose.NOISE)
+        draw = stream.draw(Purpose.NOISE, rounds)
         numbers = [*enumerate([0] * len(sums) if shards is None else shards)]
         if isinstance(self.mechanism, BandedNoise) and self.mechanism.memory == "drawn_again":
             draws = [*self._draws, draw]

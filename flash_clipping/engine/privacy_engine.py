@@ -125,8 +125,9 @@ class FlashPrivacyEngine(PrivacyEngine):
         accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus; ``"pld"``
             (:class:`~flash_clipping.engine.accounting.PldAccountant`); ``"discrete_gaussian"``
             (:class:`~flash_clipping.engine.accounting.DiscreteGaussianAccountant`).
-        secure_mode: refuse seeds; noise in mode ``"flash"`` is secure without it too. In other
-            modes as in Opacus: it needs ``torchcsprng``.
+        secure_mode: refuse seeds, and make noise by all 20 rounds of ChaCha20 (RFC 8439) on GPUs,
+            too. Without it they are 12 there, which nobody knows an attack on (``docs/noise.md``).
+            In modes other than ``"flash"`` as in Opacus: it needs ``torchcsprng``.
         seed: for tests and debugging: makes noise repeat. Anyone who knows it can
             subtract the noise.
 

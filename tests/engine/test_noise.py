@@ -18,8 +18,9 @@ from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
 from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
 from flash_clipping.ops.noise import discrete_grid, discrete_noisy_means, grid_of, noisy_means
 from flash_clipping.randomness import Draw, Purpose, SecretStream, SeededNoiseWarning
+from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.choices import discrete_gaussian
-from flash_clipping.randomness.mechanisms import BandedInverseNoise, BufferedNoise
+from flash_clipping.randomness.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
 from tests.support.private import Private, data
 
 seeded = pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
@@ -36,7 +37,7 @@ def released(optimizer: FlashDPOptimizer, size: int = 40) -> Tensor:
     """Noise of one step."""
     (param,) = optimizer.params
     optimizer.zero_grad()
-    param.grad = torch.zeros(size)
+    param.grad = torch.zeros(size, device=param.device)
     optimizer.step()
     return param.grad.clone()
 
@@ -79,6 +80,65 @@ def test_every_step_has_a_draw_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         private.step(samples=64)
     assert [draw.purpose for draw in draws] == [Purpose.NOISE, Purpose.COUNT] * 3
     assert len({draw.number for draw in draws}) == 6 and len({draw.key for draw in draws}) == 1
+
+
+class Summed:
+    """What decides by how many rounds noise is made, of a sum that is nowhere."""
+
+    def __init__(self, is_cuda: bool, dtype: torch.dtype = torch.float32):
+        self.is_cuda, self.dtype = is_cuda, dtype
+
+
+ON_GPU = [Summed(True), Summed(True, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("sums", "options", "rounds"),
+    [
+        (ON_GPU, {}, 12),
+        (ON_GPU, {"secure_mode": True}, 20),
+        (ON_GPU, {"noise_grid": True}, 12),
+        (ON_GPU, {"noise_grid": "exact"}, 20),  # drawn on the CPU
+        ([*ON_GPU, Summed(True, torch.float64)], {}, 20),
+        ([*ON_GPU, Summed(False)], {}, 20),
+        ([], {"secure_mode": True}, 20),
+    ],
+)
+def test_how_many_rounds_noise_has(sums: Any, options: dict[str, Any], rounds: int) -> None:
+    assert optimizer_of(parameter(), **options)._rounds(sums) == rounds
+
+
+@pytest.mark.parametrize("noise", [None, BandedNoise(2), BandedNoise(2, "drawn_again")])
+@pytest.mark.parametrize("rounds", [12, 20])
+def test_rounds_reach_the_noise(rounds: int, noise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of independent and of correlated noise, and of what a step takes back of the one before."""
+    monkeypatch.setattr(FlashDPOptimizer, "_rounds", lambda self, sums: rounds)
+    found: list[int] = []
+    fill = Keystream.fill
+
+    def noted(self: Keystream, *args: Any) -> None:
+        found.append(self._rounds)
+        fill(self, *args)
+
+    monkeypatch.setattr(Keystream, "fill", noted)
+    optimizer = optimizer_of(parameter())
+    if noise is not None:
+        optimizer.correlated = CorrelatedNoise(noise, lambda batch: None)
+    released(optimizer), released(optimizer)
+    assert len(found) == (3 if getattr(noise, "memory", "") == "drawn_again" else 2)
+    assert {*found} == {rounds}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("secure_mode", [False, True])
+def test_secure_mode_has_more_rounds_on_a_gpu(secure_mode: bool) -> None:
+    """Bitwise that of the draw of as many rounds."""
+    param = nn.Parameter(torch.zeros(40, device="cuda"))
+    optimizer = optimizer_of([param], secure_mode=secure_mode)
+    found = released(optimizer)
+    of = Draw(optimizer.stream._key, Purpose.NOISE, 0, 20 if secure_mode else 12)
+    (expected,) = noisy_means([torch.zeros_like(param)], 2.0, 4.0, draw=of)
+    assert torch.equal(found, expected)
 
 
 @seeded

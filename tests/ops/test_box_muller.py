@@ -12,13 +12,13 @@ import torch
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.chacha import words
-from tests.randomness.test_stream import VECTORS
+from tests.randomness.test_stream import CASES
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from flash_clipping.ops.noise.box_muller import _radius, _turned  # noqa: E402
-from flash_clipping.ops.noise.triton import words as kernel_words  # noqa: E402
+from flash_clipping.ops.noise.triton import key_words, words as kernel_words  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -28,20 +28,20 @@ def _functions_kernel(words_ptr, out_ptr, N: tl.constexpr):
     at = tl.arange(0, N)
     low, high = tl.load(words_ptr + at).to(tl.uint32), tl.load(words_ptr + N + at).to(tl.uint32)
     tl.store(out_ptr + at, _radius(low, high))
-    cos, sin = _turned(low, high)
+    cos, sin = _turned(tl.full((N,), 1.0, tl.float32), low, high)
     tl.store(out_ptr + N + at, cos)
     tl.store(out_ptr + 2 * N + at, sin)
 
 
 @triton.jit
-def _words_kernel(table_ptr, out_ptr, N: tl.constexpr):
+def _words_kernel(table_ptr, out_ptr, N: tl.constexpr, ROUNDS: tl.constexpr):
     at = tl.arange(0, N)
     counter = (tl.load(table_ptr) + at).to(tl.uint32)
     n0 = tl.load(table_ptr + 1).to(tl.uint32)
     n1 = tl.load(table_ptr + 2).to(tl.uint32)
     n2 = tl.load(table_ptr + 3).to(tl.uint32)
     w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = kernel_words(
-        table_ptr + 4, counter, n0, n1, n2
+        key_words(table_ptr + 4), counter, n0, n1, n2, ROUNDS
     )
     row = out_ptr + 16 * at
     tl.store(row, w0), tl.store(row + 1, w1), tl.store(row + 2, w2), tl.store(row + 3, w3)
@@ -57,28 +57,30 @@ def skip_unless_runnable(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rounds", [20, 12])
 @pytest.mark.parametrize("first", [0, 1, 2**31 - 3, 2**32 - 4])
-def test_words_are_those_on_the_cpu(first: int, device: str) -> None:
-    """Up to the last counter; the CPU's are OpenSSL's, which pass RFC 8439's vectors."""
+def test_words_are_those_on_the_cpu(first: int, rounds: int, device: str) -> None:
+    """Up to the last counter; the CPU's pass the published vectors."""
     skip_unless_runnable(device)
-    of = Draw(bytes(range(200, 232)), Purpose.COUNT, 2**32 - 1)
+    of = Draw(bytes(range(200, 232)), Purpose.COUNT, 2**32 - 1, rounds)
     tensor, shard = 2**32 - 2, 2**24 - 1
     key = np.frombuffer(of.key, dtype=np.int64)
     table = torch.tensor([first, *of.nonce(tensor, shard), *key.tolist()], device=device)
     out = torch.empty(4, 16, dtype=torch.int32, device=device)
-    _words_kernel[(1,)](table, out, N=4)
+    _words_kernel[(1,)](table, out, N=4, ROUNDS=rounds)
     assert torch.equal(out.cpu(), words(of, 4, tensor=tensor, shard=shard, first=first))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["2.3.2", "A.1 #4"])
-def test_vectors_of_rfc_8439(name: str, device: str) -> None:
+@pytest.mark.parametrize(("rounds", "name", "key", "counter", "nonce", "expected"), CASES)
+def test_published_vectors(
+    rounds: int, name: str, key: bytes, counter: int, nonce: str, expected: str, device: str
+) -> None:
     skip_unless_runnable(device)
-    key, counter, nonce, expected = VECTORS[name]
     three = np.frombuffer(bytes.fromhex(nonce), dtype=np.uint32).tolist()
     numbers = [counter, *three, *np.frombuffer(key, dtype=np.int64).tolist()]
     out = torch.empty(1, 16, dtype=torch.int32, device=device)
-    _words_kernel[(1,)](torch.tensor(numbers, device=device), out, N=1)
+    _words_kernel[(1,)](torch.tensor(numbers, device=device), out, N=1, ROUNDS=rounds)
     assert out.cpu().numpy().tobytes().hex() == expected
 
 

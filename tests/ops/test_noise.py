@@ -33,11 +33,11 @@ def sizes_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     if is_interpreting():
         kernels = pytest.importorskip("flash_clipping.ops.noise.triton")
         monkeypatch.setattr(kernels, "BLOCKS", 1024)
-        monkeypatch.setattr(kernels, "ROUNDS", 2)
+        monkeypatch.setattr(kernels, "PARTS", 2)
 
 
-def draw(number: int = 7) -> Draw:
-    return Draw(bytes(range(100, 132)), Purpose.NOISE, number)
+def draw(number: int = 7, rounds: int = 20) -> Draw:
+    return Draw(bytes(range(100, 132)), Purpose.NOISE, number, rounds)
 
 
 def noisy_mean(summed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -63,7 +63,8 @@ SIZES = (1, 4, 7, 8, 9, 16_383, 16_385, 20_000)
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_every_element_has_words_of_its_own(backend: str, device: str) -> None:
+@pytest.mark.parametrize("rounds", [20, 12])
+def test_every_element_has_words_of_its_own(rounds: int, backend: str, device: str) -> None:
     """In a call for many tensors, each with numbers of its own; in float64 to the last places."""
     if backend == "triton" and device == "cpu" and not is_interpreting():
         pytest.skip("kernels are compiled for the GPU in this run")
@@ -75,10 +76,16 @@ def test_every_element_has_words_of_its_own(backend: str, device: str) -> None:
             continue  # served by the reference
         sums = [torch.full((n,), 0.5, dtype=dtype, device=device) for n in SIZES]
         found = noisy_means(
-            sums, STD, DIVISOR, draw=draw(), tensors=tensors, shards=shards, backend=backend
+            sums,
+            STD,
+            DIVISOR,
+            draw=draw(rounds=rounds),
+            tensors=tensors,
+            shards=shards,
+            backend=backend,
         )
         for noisy, tensor, shard in zip(found, tensors, shards, strict=True):
-            normals = normals_of(draw(), noisy.numel(), tensor, shard)
+            normals = normals_of(draw(rounds=rounds), noisy.numel(), tensor, shard)
             expected = (0.5 + STD * normals) / DIVISOR
             difference = (noisy.double().cpu() - expected).abs()
             assert noisy.dtype == dtype
@@ -212,9 +219,10 @@ def test_the_grid_depends_on_the_deviation_alone(dtype: torch.dtype, backend: st
     assert len(cells[4:].remainder(2).unique()) == 2
 
 
-def test_the_normal_distribution() -> None:
+@pytest.mark.parametrize("rounds", [20, 12])
+def test_the_normal_distribution(rounds: int) -> None:
     """A million normals; ``python -m benchmarks noise`` looks at many more."""
-    found = Statistics.of(SecretStream().draw(Purpose.NOISE), draws=1_000_000)
+    found = Statistics.of(SecretStream().draw(Purpose.NOISE, rounds), draws=1_000_000)
     assert found.worst() < 5.5, found.rows()
 
 
@@ -241,18 +249,19 @@ def test_a_wrong_distribution_is_seen() -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_noise_on_a_gpu_without_waiting() -> None:
+@pytest.mark.parametrize("rounds", [20, 12])
+def test_the_same_noise_on_a_gpu_without_waiting(rounds: int) -> None:
     sums = [torch.full((100_003,), 0.5), torch.zeros(5, 70), torch.zeros(9, dtype=torch.float64)]
     on_gpu = [summed.cuda() for summed in sums]
-    noisy_means(on_gpu, STD, DIVISOR, draw=draw(1))
+    noisy_means(on_gpu, STD, DIVISOR, draw=draw(1, rounds))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = noisy_means(on_gpu, STD, DIVISOR, draw=draw())
-        again = noisy_means(on_gpu, STD, DIVISOR, draw=draw())
+        found = noisy_means(on_gpu, STD, DIVISOR, draw=draw(rounds=rounds))
+        again = noisy_means(on_gpu, STD, DIVISOR, draw=draw(rounds=rounds))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    expected = noisy_means(sums, STD, DIVISOR, draw=draw())
+    expected = noisy_means(sums, STD, DIVISOR, draw=draw(rounds=rounds))
     for noisy, same, wanted in zip(found, again, expected, strict=True):
         assert torch.equal(noisy, same)
         torch.testing.assert_close(noisy.cpu(), wanted, rtol=1e-6, atol=1e-6)
@@ -290,7 +299,7 @@ def test_two_devices_draw_for_themselves() -> None:
 
 
 def test_oracle_is_an_oracle() -> None:
-    """The words of the oracle above are those of RFC 8439 (``tests/randomness``); its normals are
+    """The words of the oracle above are ChaCha's (``tests/randomness``); its normals are
     normal, or nothing here would see a wrong formula."""
     z = normals_of(draw(), 40_000)
     assert abs(z.mean()) < 5 / 200 and abs(z.var() - 1) < 5 * math.sqrt(2) / 200

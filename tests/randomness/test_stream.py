@@ -75,9 +75,9 @@ VECTORS = {
     ),
 }
 
-#: ChaCha with 12 rounds, keys of 256 bits: "Test Vectors for the Stream Cipher ChaCha" (Strombergson,
-#: draft-strombergson-chacha-test-vectors-01), test cases 1 to 3 and their second blocks. Its nonce
-#: has 64 bits, and its counter 64, of which the upper ones are the first word of RFC 8439's nonce.
+#: ChaCha with 12 rounds and keys of 256 bits: test cases 1 to 3 of Strombergson, "Test Vectors for
+#: the Stream Cipher ChaCha" (draft-strombergson-chacha-test-vectors), and second blocks of two. The
+#: nonce has 64 bits there; the counter, too, whose upper word is the first of RFC 8439's nonce.
 VECTORS_OF_12 = {
     "TC1": (
         bytes(32),
@@ -146,7 +146,9 @@ def test_fewer_rounds_are_those_of_the_cipher_with_all() -> None:
     for first in (0, 5, MOST_BLOCKS - 7):
         expected = words(draw, 7, tensor=9, shard=8, first=first).numpy().view(np.uint32)
         numbers = first, *draw.nonce(9, 8)
-        start_16 = np.frombuffer(b"expand 32-byte k" + draw.key + struct.pack("<4I", *numbers), "<u4")
+        start_16 = np.frombuffer(
+            b"expand 32-byte k" + draw.key + struct.pack("<4I", *numbers), "<u4"
+        )
         start_16N = np.repeat(start_16[:, None], 7, 1)
         start_16N[12] += np.arange(7, dtype=np.uint32)
         assert np.array_equal(_blocks(start_16N, 20).T, expected)

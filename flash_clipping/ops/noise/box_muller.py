@@ -8,10 +8,13 @@ What goes wrong elsewhere, and not here:
 * *small sines and cosines*: the angle is reduced to an eighth of a turn as an integer, without an
   error, before it is a number of fp32.
 
-Only conversions, polynomials, one division and one square root take part: all devices have them to
-2 units in the last place, and no approximate logarithm or cosine is used. The radius and both of
-sine and cosine are within ``2^-21`` of the truth, relatively; ``tests/ops/test_box_muller.py``
-measures ``2^-22``.
+Only conversions, polynomials and one square root take part: all devices have them to 2 units in the
+last place, and no approximate logarithm or cosine is used. The radius and both of sine and cosine
+are within ``2^-21`` of the truth, relatively; ``tests/ops/test_box_muller.py`` measures ``2^-22``.
+
+Polynomials have the least largest relative error where they are used (Remez' algorithm), below
+``2^-25`` for the logarithm, ``2^-27`` for sine and cosine. What is done with integers, and choices
+between numbers, are few: they are what a GPU has half as many units for.
 """
 
 from __future__ import annotations
@@ -24,54 +27,46 @@ import triton.language as tl
 def _radius(low, high):
     """``sqrt(-2 ln u)`` of ``u = (n + 1/4) / 2^64``."""
     n = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
-    is_near_1 = high >= 0xB504F334  # u above the root of 1/2
-    # Of u, or of 1 - u = (2^64 - 1 - n + 3/4) / 2^64: its distance from the end that is nearer.
-    distance = tl.where(is_near_1, n ^ 0xFFFFFFFFFFFFFFFF, n)
-    x = distance.to(tl.float32) + tl.where(is_near_1, 0.75, 0.25)
-    # u = m 2^e with m between the roots of 1/2 and of 2, from the bits of fp32.
-    bits = x.to(tl.int32, bitcast=True) - 0x3F3504F3
-    m = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True)
-    e = tl.where(is_near_1, 0, (bits >> 23) - 64).to(tl.float32)
-    y = tl.where(is_near_1, x * -5.421010862427522e-20, m - 1.0)  # -2^-64; both are exact
-    # ln(1 + y) = 2 artanh(s), to s^11: what is left out is below 2^-28 of it, as |s| < 0.1716.
-    s = y / (y + 2.0)
-    z = s * s
-    series = 0.4 + z * (0.2857142857142857 + z * (0.2222222222222222 + z * 0.18181818181818182))
-    log_m = s * (2.0 + z * (0.6666666666666666 + z * series))
-    # ln 2 in two parts: a number of 9 bits, whose product with e is exact, and the rest.
-    return tl.sqrt(-2.0 * (e * 0.693359375 + (log_m - e * 0.00021219444005469057)))
+    # As a signed number: 2^64 u below 1/2, and 2^64 (u - 1) from there on, which is negative. So
+    # its distance from the end that is nearer is what is rounded.
+    x = n.to(tl.int64, bitcast=True).to(tl.float32) + 0.25
+    is_near_1 = x < 0
+    # Elsewhere u = m 2^e with m in [1/2, 1), from the bits of fp32; e by a number of fp32 whose
+    # last place is 1.
+    bits = x.to(tl.int32, bitcast=True)
+    m = ((bits & 0x7FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
+    e = ((bits >> 23) + 0x4B000000).to(tl.float32, bitcast=True) - 8388798.0  # 2^23 + 126 + 64
+    e = tl.where(is_near_1, 0.0, e)
+    y = tl.where(is_near_1, x * 5.421010862427522e-20, m - 1.0)  # 2^-64; both are exact
+    # -2 ln(1 + y) / y for y in [-1/2, 0]. Its product with y and the multiple of e are positive.
+    series = -2.5153253572123964 + y * (-3.391594096779754 - y * 2.8821953387911154)
+    series = 0.4856098440773214 + y * (
+        -0.5392264768492816 + y * (-0.40707663158192864 + y * series)
+    )
+    series = -2.0000000454512383 + y * (0.9999857039753345 + y * (-0.6674012633950643 + y * series))
+    return tl.sqrt(e * -1.3862943611198906 + y * series)
 
 
 @triton.jit
-def _turned(low, high):
-    """Cosine and sine of ``2 pi a / 2^64``, ``a`` signed."""
-    # The nearest quarter of a turn, and the rest; both wrap around.
-    quarter = tl.add(high, 0x20000000, sanitize_overflow=False) >> 30
-    rest = tl.sub(high, quarter << 30, sanitize_overflow=False).to(tl.int32, bitcast=True)
-    a = (rest.to(tl.int64) << 32) | low.to(tl.int64)
-    x = a.to(tl.float32) * 3.4061215800304616e-19  # 2 pi / 2^64: within pi/4 of 0
-    z = x * x
-    # Taylor's series, to x^9 and x^10: what is left out is below 2^-28.
-    sin_z = -0.16666666666666666 + z * (
-        0.008333333333333333 + z * (-0.0001984126984126984 + z * 2.7557319223985893e-06)
-    )
-    sin = x + x * z * sin_z
-    cos_z = 0.041666666666666664 + z * (
-        -0.001388888888888889 + z * (2.48015873015873e-05 - z * 2.755731922398589e-07)
-    )
+def _turned(radius, low, high):
+    """Radius times cosine and sine of ``2 pi a / 2^64``, ``a`` signed."""
+    # The rest behind the nearest quarter of a turn: a's upper two bits are shifted out.
+    a = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+    x = (a << 2).to(tl.int64, bitcast=True).to(tl.float32) * 8.515303950076e-20  # 2 pi / 2^66
+    z = x * x  # x is within pi/4 of 0
+    sin = x + x * z * (-0.1666665460967031 + z * (0.008332160768190591 - z * 0.0001951528389211522))
+    cos_z = 0.04166664568318747 + z * (-0.0013887316262364633 + z * 2.4433157800923876e-05)
     cos = 1.0 + z * (z * cos_z - 0.5)
-    is_odd = (quarter & 1) != 0
-    first = tl.where(is_odd, sin, cos).to(tl.uint32, bitcast=True)
-    second = tl.where(is_odd, cos, sin).to(tl.uint32, bitcast=True)
-    # Signs by quarter: the cosine is negative in 1 and 2, the sine in 2 and 3.
-    first ^= ((quarter + 1) & 2) << 30
-    second ^= (quarter & 2) << 30
-    return first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
+    # Bit 30: an odd quarter turns (cos, sin) into (-sin, cos). Bit 31: both change their signs.
+    quarter = tl.add(high, 0x20000000, sanitize_overflow=False)  # wraps around
+    is_odd = (quarter & 0x40000000) != 0
+    radius = (radius.to(tl.uint32, bitcast=True) ^ (quarter & 0x80000000)).to(
+        tl.float32, bitcast=True
+    )
+    return radius * tl.where(is_odd, -sin, cos), radius * tl.where(is_odd, cos, sin)
 
 
 @triton.jit
-def normal_pair(w0, w1, w2, w3):
-    """Two independent normals of four words; see ``reference.py``."""
-    radius = _radius(w0, w1)
-    cos, sin = _turned(w2, w3)
-    return radius * cos, radius * sin
+def normal_pair(w0, w1, w2, w3, std):
+    """Two independent normals of four words, times ``std``; see ``reference.py``."""
+    return _turned(std * _radius(w0, w1), w2, w3)

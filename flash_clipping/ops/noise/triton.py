@@ -24,8 +24,8 @@ from flash_clipping.randomness import Draw
 
 WARPS = 4
 BLOCKS = 128
-"""ChaCha20's blocks that a program computes at a time: one in each thread."""
-ROUNDS = 4
+"""ChaCha's blocks that a program computes at a time: one in each thread."""
+PARTS = 4
 """How many times it does."""
 MOST = 256
 """Tensors of a launch: a program looks for its own among all of them."""
@@ -73,20 +73,26 @@ def _two_rounds(s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14,
 
 
 @triton.jit
-def _key_words(key_ptr, i: tl.constexpr):
-    """Two words of the key, of the table's number ``i``."""
-    both = tl.load(key_ptr + i)
+def _two_words(key_ptr):
+    both = tl.load(key_ptr)
     return both.to(tl.uint32), (both >> 32).to(tl.uint32)
 
 
 @triton.jit
-def words(key_ptr, counter, n0, n1, n2):
-    """The 16 words of each counter's block (RFC 8439, 2.3). Only the counter is a vector: the rest
-    of the first round is computed once for all blocks of a thread."""
-    k0, k1 = _key_words(key_ptr, 0)
-    k2, k3 = _key_words(key_ptr, 1)
-    k4, k5 = _key_words(key_ptr, 2)
-    k6, k7 = _key_words(key_ptr, 3)
+def key_words(key_ptr):
+    """The eight words of a key."""
+    k0, k1 = _two_words(key_ptr)
+    k2, k3 = _two_words(key_ptr + 1)
+    k4, k5 = _two_words(key_ptr + 2)
+    k6, k7 = _two_words(key_ptr + 3)
+    return k0, k1, k2, k3, k4, k5, k6, k7
+
+
+@triton.jit
+def words(key, counter, n0, n1, n2, ROUNDS: tl.constexpr):
+    """The 16 words of each counter's block (RFC 8439, 2.3, there with 20 rounds). Only the counter
+    is a vector: the rest of the first round is computed once for all blocks of a program."""
+    k0, k1, k2, k3, k4, k5, k6, k7 = key
     c0 = tl.full((), 0x61707865, tl.uint32)
     c1 = tl.full((), 0x3320646E, tl.uint32)
     c2 = tl.full((), 0x79622D32, tl.uint32)
@@ -94,7 +100,7 @@ def words(key_ptr, counter, n0, n1, n2):
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15 = _two_rounds(
         c0, c1, c2, c3, k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1, n2
     )
-    for _ in range(9):
+    for _ in range(ROUNDS // 2 - 1):
         s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15 = _two_rounds(
             s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15
         )
@@ -106,57 +112,65 @@ def words(key_ptr, counter, n0, n1, n2):
 
 
 @triton.jit
-def _normals(key_ptr, counter, n0, n1, n2):
-    """Eight normals for each counter, side by side."""
-    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = words(
-        key_ptr, counter, n0, n1, n2
-    )
-    z0, z1 = normal_pair(w0, w1, w2, w3)
-    z2, z3 = normal_pair(w4, w5, w6, w7)
-    z4, z5 = normal_pair(w8, w9, w10, w11)
-    z6, z7 = normal_pair(w12, w13, w14, w15)
-    even = tl.interleave(tl.interleave(z0, z4), tl.interleave(z2, z6))
-    odd = tl.interleave(tl.interleave(z1, z5), tl.interleave(z3, z7))
-    return tl.interleave(even, odd)
+def _mean(summed, std, inverse, scales_ptr, a0, a1, a2, a3, b0, b1, b2, b3, GRID: tl.constexpr):
+    """Noisy means of four elements for each counter, side by side, of eight words."""
+    z0, z1 = normal_pair(a0, a1, a2, a3, std)
+    z2, z3 = normal_pair(b0, b1, b2, b3, std)
+    noisy = summed.to(tl.float32) + tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
+    if GRID:
+        grid = tl.load(scales_ptr + 2).to(tl.float64, bitcast=True).to(tl.float32)
+        cell = noisy * tl.load(scales_ptr + 3).to(tl.float64, bitcast=True).to(tl.float32)
+        cell = tl.where(cell > _MOST_CELLS, _MOST_CELLS, cell)
+        cell = tl.where(cell < -_MOST_CELLS, -_MOST_CELLS, cell)
+        # Beside a number whose neighbours are integers, sums are rounded to these.
+        noisy = ((cell + 12582912.0) - 12582912.0) * grid
+    return noisy * inverse
 
 
 @triton.jit
 def _noisy_part(
     summed_ptr, out_ptr,
-    left, block, n1, n2,
-    table_ptr,
+    left, counter,
+    std, inverse, scales_ptr,
+    key, n0, n1, n2,
     OUT_DTYPE: tl.constexpr, WHOLE: tl.constexpr, GRID: tl.constexpr, BLOCKS: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """The elements of some blocks, from this one on; ``left``: how many elements there are."""
-    index = tl.arange(0, 8 * BLOCKS)
+    """The elements of some blocks; ``left``: how many elements there are.
+
+    A thread has both halves of its block's eight elements in registers as they are moved, 16 bytes
+    of fp32 at a time: no element goes to another thread.
+    """
+    within = tl.arange(0, 4 * BLOCKS)
+    low = within // 4 * 8 + within % 4
+    high = low + 4
     if WHOLE:  # without a mask, many elements are moved at a time
-        summed = tl.load(summed_ptr + index).to(tl.float32)
+        summed_low = tl.load(summed_ptr + low)
+        summed_high = tl.load(summed_ptr + high)
     else:
-        summed = tl.load(summed_ptr + index, mask=index < left, other=0.0).to(tl.float32)
-    std = tl.load(table_ptr).to(tl.float64, bitcast=True).to(tl.float32)
-    inverse = tl.load(table_ptr + 1).to(tl.float64, bitcast=True).to(tl.float32)
-    counter = _sum(block.to(tl.uint32), tl.arange(0, BLOCKS).to(tl.uint32))
-    n0 = tl.load(table_ptr + 4).to(tl.uint32)
-    noisy = summed + std * _normals(table_ptr + 5, counter, n0, n1, n2)
-    if GRID:
-        grid = tl.load(table_ptr + 2).to(tl.float64, bitcast=True).to(tl.float32)
-        cell = noisy * tl.load(table_ptr + 3).to(tl.float64, bitcast=True).to(tl.float32)
-        cell = tl.where(cell > _MOST_CELLS, _MOST_CELLS, cell)
-        cell = tl.where(cell < -_MOST_CELLS, -_MOST_CELLS, cell)
-        # Beside a number whose neighbours are integers, sums are rounded to these.
-        noisy = ((cell + 12582912.0) - 12582912.0) * grid
-    noisy = (noisy * inverse).to(OUT_DTYPE)
+        summed_low = tl.load(summed_ptr + low, mask=low < left, other=0.0)
+        summed_high = tl.load(summed_ptr + high, mask=high < left, other=0.0)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = words(
+        key, counter, n0, n1, n2, ROUNDS
+    )
+    scales = std, inverse, scales_ptr
+    mean_low = _mean(summed_low, *scales, w0, w1, w2, w3, w4, w5, w6, w7, GRID).to(OUT_DTYPE)
+    mean_high = _mean(summed_high, *scales, w8, w9, w10, w11, w12, w13, w14, w15, GRID).to(
+        OUT_DTYPE
+    )
     if WHOLE:
-        tl.store(out_ptr + index, noisy)
+        tl.store(out_ptr + low, mean_low)
+        tl.store(out_ptr + high, mean_high)
     else:
-        tl.store(out_ptr + index, noisy, mask=index < left)
+        tl.store(out_ptr + low, mean_low, mask=low < left)
+        tl.store(out_ptr + high, mean_high, mask=high < left)
 
 
 @triton.jit
 def _noisy_means_kernel(
     table_ptr,
     DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, TENSORS: tl.constexpr, ALIGNED: tl.constexpr,
-    GRID: tl.constexpr, BLOCKS: tl.constexpr, ROUNDS: tl.constexpr,
+    GRID: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """The table: noise's standard deviation, one over the divisor, the grid and one over it; the
     draw's number and the key; then columns with an entry for every tensor: its first program,
@@ -165,24 +179,30 @@ def _noisy_means_kernel(
     pid = tl.program_id(0)
     firsts = tl.load(table_ptr + 9 + tl.arange(0, TENSORS))
     row = table_ptr + 8 + tl.sum((firsts <= pid).to(tl.int32), 0)
-    start = (pid - tl.load(row)) * ROUNDS * PART
+    start = (pid - tl.load(row)) * PARTS * PART
     summed_ptr = tl.load(row + TENSORS).to(tl.pointer_type(DTYPE)) + start
     out_ptr = tl.load(row + 2 * TENSORS).to(tl.pointer_type(OUT_DTYPE)) + start
-    left = tl.minimum(tl.load(row + 3 * TENSORS) - start, ROUNDS * PART).to(tl.int32)
-    n1 = tl.load(row + 4 * TENSORS).to(tl.uint32)
-    n2 = tl.load(row + 5 * TENSORS).to(tl.uint32)
+    left = tl.minimum(tl.load(row + 3 * TENSORS) - start, PARTS * PART).to(tl.int32)
     if ALIGNED:
         summed_ptr = tl.multiple_of(summed_ptr, 16)
         out_ptr = tl.multiple_of(out_ptr, 16)
-    block = start // 8
-    if left == ROUNDS * PART:
-        for i in range(ROUNDS):
-            part = (summed_ptr + i * PART, out_ptr + i * PART, PART, block + i * BLOCKS)
-            _noisy_part(*part, n1, n2, table_ptr, OUT_DTYPE, True, GRID, BLOCKS)
+    # What all parts have in common is loaded once.
+    std = tl.load(table_ptr).to(tl.float64, bitcast=True).to(tl.float32)
+    inverse = tl.load(table_ptr + 1).to(tl.float64, bitcast=True).to(tl.float32)
+    n0 = tl.load(table_ptr + 4).to(tl.uint32)
+    n1 = tl.load(row + 4 * TENSORS).to(tl.uint32)
+    n2 = tl.load(row + 5 * TENSORS).to(tl.uint32)
+    common = (std, inverse, table_ptr, key_words(table_ptr + 5), n0, n1, n2)
+    counter = _sum((start // 8).to(tl.uint32), tl.arange(0, BLOCKS).to(tl.uint32))
+    if left == PARTS * PART:
+        for i in range(PARTS):
+            part = (summed_ptr + i * PART, out_ptr + i * PART, PART, _sum(counter, i * BLOCKS))
+            _noisy_part(*part, *common, OUT_DTYPE, True, GRID, BLOCKS, ROUNDS)
     else:
         for i in range(tl.cdiv(left, PART)):
-            part = (summed_ptr + i * PART, out_ptr + i * PART, left - i * PART, block + i * BLOCKS)
-            _noisy_part(*part, n1, n2, table_ptr, OUT_DTYPE, False, GRID, BLOCKS)
+            more = left - i * PART
+            part = (summed_ptr + i * PART, out_ptr + i * PART, more, _sum(counter, i * BLOCKS))
+            _noisy_part(*part, *common, OUT_DTYPE, False, GRID, BLOCKS, ROUNDS)
 
 
 def noisy_means(
@@ -210,7 +230,7 @@ def noisy_means(
     firsts, programs = [], 0
     for size in sizes:
         firsts.append(programs)
-        programs += tiles.cdiv(size, ROUNDS * BLOCKS * PER_BLOCK)
+        programs += tiles.cdiv(size, PARTS * BLOCKS * PER_BLOCK)
     none = [1 << 62] * (width - len(sums))
     addresses = [x.data_ptr() for x in sums], [x.data_ptr() for x in outs]
     # As the draw itself has them, which checks that they fit.
@@ -223,7 +243,7 @@ def noisy_means(
         to_device(table, sums[0].device, torch.int64),
         DTYPE=tiles.TL_DTYPE[sums[0].dtype], OUT_DTYPE=tiles.TL_DTYPE[dtype], TENSORS=width,
         ALIGNED=all([address % 16 == 0 for both in addresses for address in both]), GRID=grid > 0,
-        BLOCKS=BLOCKS, ROUNDS=ROUNDS,
+        BLOCKS=BLOCKS, PARTS=PARTS, ROUNDS=draw.rounds,
         num_warps=WARPS,
     )  # fmt: skip
     return outs
