@@ -39,8 +39,8 @@ def noisy_means(
     """``(sum + N(0, std^2)) / divisor`` of each: fresh, contiguous tensors of the sums' shapes.
 
     Noise is made of ChaCha's words (RFC 8439) with the draw's number of rounds; ``reference.py``
-    says which element takes which. It is added in fp32 (fp64 for fp64), divided, and rounded once to
-    the wanted dtype.
+    says which element takes which. It is added in fp32 (fp64 for fp64), divided, and rounded once
+    to the wanted dtype.
 
     Args:
         sums: clipped sums, of any shapes, dtypes and devices. Those that kernels can serve take
