@@ -23,7 +23,7 @@ from benchmarks.measure import milliseconds
 from benchmarks.noise_statistics import Statistics
 from benchmarks.report import table
 from flash_clipping.ops.noise import noisy_means
-from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness import ALL_ROUNDS, FEWER_ROUNDS, Purpose, SecretStream
 
 #: Standard errors beyond which a figure is wrong: of some 25, one run in a million has such a one.
 DOUBTFUL = 5.5
@@ -43,6 +43,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--draws", type=float, default=1e10 if on_gpu else 1e8)
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        choices=(FEWER_ROUNDS, ALL_ROUNDS),
+        default=FEWER_ROUNDS if on_gpu else ALL_ROUNDS,
+        help="of the cipher whose normals are looked at; by default as in steps",
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
     parser.add_argument("--revision", help="git revision to record where there is no git directory")
     parser.set_defaults(run=run)
@@ -52,12 +59,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     device = torch.device(options.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    speed = _speed(device, int(options.parameters), options.turns)
+    speed = _speed(device, int(options.parameters), options.turns, options.rounds)
     console.print(
         table(list(speed[0]), [[str(value) for value in row.values()] for row in speed]),
         markup=False,
     )
-    draw = SecretStream().draw(Purpose.NOISE)
+    draw = SecretStream().draw(Purpose.NOISE, options.rounds)
     found = Statistics.of(draw, int(options.draws), str(device))
     rows = [dataclasses.asdict(row) for row in found.rows()]
     texts = [[row["name"], *(f"{row[k]:.6g}" for k in list(row)[1:])] for row in rows]
@@ -68,6 +75,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         "environment": environment.describe(device, options.revision),
         "command": options.command,
         "speed": speed,
+        "rounds": options.rounds,
         "draws": found.count,
         "largest": found.largest,
         "statistics": rows,
@@ -86,15 +94,17 @@ def _milliseconds(device: torch.device, candidate: Callable[[], Any]) -> float:
     return (time.process_time() - start) * 1e3
 
 
-def _speed(device: torch.device, parameters: int, turns: int) -> list[dict[str, Any]]:
+def _speed(device: torch.device, parameters: int, turns: int, rounds: int) -> list[dict[str, Any]]:
     from opacus.optimizers.optimizer import _generate_noise
 
     summed = torch.randn(parameters, device=device)
     stream = SecretStream()
     kept: list[Any] = [None]
 
-    def ours(dtype: torch.dtype = torch.float32, grid: bool = False) -> None:
-        draw = stream.draw(Purpose.NOISE)
+    others = ALL_ROUNDS if rounds == FEWER_ROUNDS else FEWER_ROUNDS
+
+    def ours(rounds: int = rounds, dtype: torch.dtype = torch.float32, grid: bool = False) -> None:
+        draw = stream.draw(Purpose.NOISE, rounds)
         kept[0] = noisy_means([summed], 1.0, 2.0, draw=draw, dtypes=[dtype], grid=grid)
 
     def opacus() -> None:
@@ -105,9 +115,10 @@ def _speed(device: torch.device, parameters: int, turns: int) -> list[dict[str, 
 
     other = torch.empty_like(summed)
     candidates: dict[str, Callable[[], Any]] = {
-        "secret noise, added": ours,
+        f"secret noise of {rounds} rounds, added": ours,
         "the same, rounded to a grid": lambda: ours(grid=True),
-        "the same, in bf16": lambda: ours(torch.bfloat16),
+        "the same, in bf16": lambda: ours(dtype=torch.bfloat16),
+        f"secret noise of {others} rounds, added": lambda: ours(others),
         "torch.normal alone": normal,
         "Opacus' noise, added": opacus,
         "a copy": lambda: other.copy_(summed),
