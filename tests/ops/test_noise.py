@@ -34,6 +34,7 @@ def sizes_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels = pytest.importorskip("flash_clipping.ops.noise.triton")
         monkeypatch.setattr(kernels, "BLOCKS", 1024)
         monkeypatch.setattr(kernels, "PARTS", 2)
+        monkeypatch.setattr(kernels, "PROGRAMS", 2)
 
 
 def draw(number: int = 7, rounds: int = 20) -> Draw:

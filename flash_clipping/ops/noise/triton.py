@@ -25,11 +25,14 @@ from flash_clipping.randomness import Draw
 WARPS = 4
 BLOCKS = 128
 """ChaCha's blocks that a program computes at a time: one in each thread."""
-PARTS = 4
-"""How many times it does."""
+PARTS = 16
+"""How often it does, at most: what a program begins with is worth as much as two of them."""
+PROGRAMS = 25_000
+"""How many there are, at least, before a program has several parts: else some multiprocessors end
+before others."""
 MOST = 256
 """Tensors of a launch: a program looks for its own among all of them."""
-_HEADER = 9
+_HEADER = 10
 _MOST_CELLS: tl.constexpr = tl.constexpr(cells(torch.float32))
 
 
@@ -170,19 +173,21 @@ def _noisy_part(
 def _noisy_means_kernel(
     table_ptr,
     DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, TENSORS: tl.constexpr, ALIGNED: tl.constexpr,
-    GRID: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, ROUNDS: tl.constexpr,
+    GRID: tl.constexpr, BLOCKS: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """The table: noise's standard deviation, one over the divisor, the grid and one over it; the
-    draw's number and the key; then columns with an entry for every tensor: its first program,
-    addresses of its sum and its result, its elements, the nonce's other two words."""
+    draw's number and the key; how many elements a program has; then columns with an entry for every
+    tensor: its first program, addresses of its sum and its result, its elements, the nonce's other
+    two words."""
     PART: tl.constexpr = 8 * BLOCKS
     pid = tl.program_id(0)
-    firsts = tl.load(table_ptr + 9 + tl.arange(0, TENSORS))
-    row = table_ptr + 8 + tl.sum((firsts <= pid).to(tl.int32), 0)
-    start = (pid - tl.load(row)) * PARTS * PART
+    size = tl.load(table_ptr + 9)
+    firsts = tl.load(table_ptr + 10 + tl.arange(0, TENSORS))
+    row = table_ptr + 9 + tl.sum((firsts <= pid).to(tl.int32), 0)
+    start = (pid - tl.load(row)) * size
     summed_ptr = tl.load(row + TENSORS).to(tl.pointer_type(DTYPE)) + start
     out_ptr = tl.load(row + 2 * TENSORS).to(tl.pointer_type(OUT_DTYPE)) + start
-    left = tl.minimum(tl.load(row + 3 * TENSORS) - start, PARTS * PART).to(tl.int32)
+    left = tl.minimum(tl.load(row + 3 * TENSORS) - start, size).to(tl.int32)
     if ALIGNED:
         summed_ptr = tl.multiple_of(summed_ptr, 16)
         out_ptr = tl.multiple_of(out_ptr, 16)
@@ -194,15 +199,18 @@ def _noisy_means_kernel(
     n2 = tl.load(row + 5 * TENSORS).to(tl.uint32)
     common = (std, inverse, table_ptr, key_words(table_ptr + 5), n0, n1, n2)
     counter = _sum((start // 8).to(tl.uint32), tl.arange(0, BLOCKS).to(tl.uint32))
-    if left == PARTS * PART:
-        for i in range(PARTS):
-            part = (summed_ptr + i * PART, out_ptr + i * PART, PART, _sum(counter, i * BLOCKS))
-            _noisy_part(*part, *common, OUT_DTYPE, True, GRID, BLOCKS, ROUNDS)
-    else:
-        for i in range(tl.cdiv(left, PART)):
-            more = left - i * PART
-            part = (summed_ptr + i * PART, out_ptr + i * PART, more, _sum(counter, i * BLOCKS))
-            _noisy_part(*part, *common, OUT_DTYPE, False, GRID, BLOCKS, ROUNDS)
+    for _ in range(left // PART):
+        _noisy_part(
+            summed_ptr, out_ptr, PART, counter, *common, OUT_DTYPE, True, GRID, BLOCKS, ROUNDS
+        )
+        summed_ptr += PART
+        out_ptr += PART
+        counter = _sum(counter, BLOCKS)
+    left %= PART
+    if left > 0:
+        _noisy_part(
+            summed_ptr, out_ptr, left, counter, *common, OUT_DTYPE, False, GRID, BLOCKS, ROUNDS
+        )
 
 
 def noisy_means(
@@ -225,12 +233,14 @@ def noisy_means(
     scales = struct.pack("4d", std, 1.0 / divisor, grid, 1.0 / grid if grid else 0.0)
     table[:4] = array("q", scales)
     table[4] = draw.number
-    table[5:_HEADER] = array("q", struct.unpack("<4q", draw.key))
+    table[5:9] = array("q", struct.unpack("<4q", draw.key))
     sizes = [summed.numel() for summed in sums]
+    part = BLOCKS * PER_BLOCK
+    table[9] = of_program = part * min(PARTS, max(1, sum(sizes) // (part * PROGRAMS)))
     firsts, programs = [], 0
     for size in sizes:
         firsts.append(programs)
-        programs += tiles.cdiv(size, PARTS * BLOCKS * PER_BLOCK)
+        programs += tiles.cdiv(size, of_program)
     none = [1 << 62] * (width - len(sums))
     addresses = [x.data_ptr() for x in sums], [x.data_ptr() for x in outs]
     # As the draw itself has them, which checks that they fit.
@@ -243,7 +253,7 @@ def noisy_means(
         to_device(table, sums[0].device, torch.int64),
         DTYPE=tiles.TL_DTYPE[sums[0].dtype], OUT_DTYPE=tiles.TL_DTYPE[dtype], TENSORS=width,
         ALIGNED=all([address % 16 == 0 for both in addresses for address in both]), GRID=grid > 0,
-        BLOCKS=BLOCKS, PARTS=PARTS, ROUNDS=draw.rounds,
+        BLOCKS=BLOCKS, ROUNDS=draw.rounds,
         num_warps=WARPS,
     )  # fmt: skip
     return outs
