@@ -93,9 +93,9 @@ for dtype in (torch.bfloat16, torch.float32):
     long = torch.empty(2, 64, 2, 2, 1024, dtype=dtype)
     of = Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
     convolution_triton.convolution_sum(long, long, coef, of)
-    drawn = Draw(bytes(range(32)), Purpose.NOISE, 1), [(0, 0), (1, 0)]
-    noise_triton.noisy_means([A, G], 1.0, 2.0, *drawn, 0.0, torch.bfloat16)
-    noise_triton.noisy_means([A.flatten()[1:], A], 1.0, 2.0, *drawn, 0.5, dtype)
+    numbers, draws = [(0, 0), (1, 0)], [Draw(bytes(32), Purpose.NOISE, 1, n) for n in (12, 20)]
+    noise_triton.noisy_means([A, G], 1.0, 2.0, draws[0], numbers, 0.0, torch.bfloat16)
+    noise_triton.noisy_means([A.flatten()[1:], A], 1.0, 2.0, draws[1], numbers, 0.5, dtype)
     row_scale_triton.row_scale(A, coef)
     for in_place in (False, True):
         for rows in (A[0], A.view(16, -1)):

@@ -116,11 +116,14 @@ VECTORS_OF_12 = {
     ),
 }
 #: All of them, with their rounds.
-CASES = [
-    (rounds, name, *vector)
+CASES = {
+    f"{rounds} rounds, {name}": (rounds, *vector)
     for rounds, vectors in ((20, VECTORS), (12, VECTORS_OF_12))
     for name, vector in vectors.items()
-]
+}
+published = pytest.mark.parametrize(
+    ("rounds", "key", "counter", "nonce", "expected"), CASES.values(), ids=CASES
+)
 
 
 class Addressed(Draw):
@@ -130,9 +133,9 @@ class Addressed(Draw):
         return tensor, shard, self.number
 
 
-@pytest.mark.parametrize(("rounds", "name", "key", "counter", "nonce", "expected"), CASES)
+@published
 def test_published_vectors(
-    rounds: int, name: str, key: bytes, counter: int, nonce: str, expected: str
+    rounds: int, key: bytes, counter: int, nonce: str, expected: str
 ) -> None:
     three = [int.from_bytes(bytes.fromhex(nonce)[i : i + 4], "little") for i in (0, 4, 8)]
     draw = Addressed(key, Purpose.NOISE, three[2], rounds)
