@@ -101,7 +101,7 @@ def trained(
 
 @contextmanager
 def counted_blocks() -> Iterator[list[int]]:
-    """How many blocks of ChaCha20 (8 numbers each) every draw of noise inside takes."""
+    """How many blocks of ChaCha (8 numbers each) every draw of noise inside takes."""
     drawn: list[int] = []
     fill = Keystream.fill
 
