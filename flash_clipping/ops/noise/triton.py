@@ -103,10 +103,14 @@ def words(key, counter, n0, n1, n2, ROUNDS: tl.constexpr):
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15 = _two_rounds(
         c0, c1, c2, c3, k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1, n2
     )
-    for _ in range(ROUNDS // 2 - 1):
-        s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15 = _two_rounds(
-            s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15
-        )
+    # With 12 rounds all of them stand side by side: 8 % less time on an H100, for 2 s of compiling.
+    # With 20 it would be 5 s.
+    TURNS: tl.constexpr = 5 if ROUNDS == 12 else 1
+    for _ in range((ROUNDS // 2 - 1) // TURNS):
+        for _ in tl.static_range(TURNS):
+            s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15 = _two_rounds(
+                s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15
+            )
     w0, w1, w2, w3 = _sum(s0, c0), _sum(s1, c1), _sum(s2, c2), _sum(s3, c3)
     w4, w5, w6, w7 = _sum(s4, k0), _sum(s5, k1), _sum(s6, k2), _sum(s7, k3)
     w8, w9, w10, w11 = _sum(s8, k4), _sum(s9, k5), _sum(s10, k6), _sum(s11, k7)
