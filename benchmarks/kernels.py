@@ -31,7 +31,7 @@ from flash_clipping import ops
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.ops.runtime import cost
-from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness import FEWER_ROUNDS, Purpose, SecretStream
 
 LAYERS = 8
 NOISE = SecretStream()
@@ -210,9 +210,8 @@ def noise_is_off(device: torch.device, dtype: torch.dtype) -> float:
     standard errors of each."""
     elements = 1 << 19
     zeros = [torch.zeros(elements, device=device, dtype=dtype) for _ in range(2)]
-    x, y = (
-        noise.double() for noise in noisy_means(zeros, 1.0, 1.0, draw=NOISE.draw(Purpose.NOISE))
-    )
+    draw = NOISE.draw(Purpose.NOISE, FEWER_ROUNDS)
+    x, y = (noise.double() for noise in noisy_means(zeros, 1.0, 1.0, draw=draw))
     squares = torch.stack([x.square().mean(), y.square().mean()]) - 1
     product = (x * y).mean()
     return float(torch.cat([squares / 2**0.5, product[None]]).abs().max() * elements**0.5)
@@ -285,7 +284,7 @@ def row_candidates(
         # As many parameters as samples.
         (
             Result(group, "noise", "copy", 2 * once),
-            lambda: noisy_means(list(x), 1.0, 2.0, draw=NOISE.draw(Purpose.NOISE)),
+            lambda: noisy_means(list(x), 1.0, 2.0, draw=NOISE.draw(Purpose.NOISE, FEWER_ROUNDS)),
         ),
         (
             Result(group, "group_norm", "copy", 2 * once),  # positions as channels
