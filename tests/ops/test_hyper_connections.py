@@ -41,7 +41,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few positions are several blocks, where kernels are interpreted."""
     if is_interpreting() and is_triton_available():
         kernels = importlib.import_module("flash_clipping.layers.ops.hyper_connections.triton")
-        monkeypatch.setattr(kernels, "GRAD_ROWS", 16)
+        for name, size in (("TEAM_ROWS", 16), ("SLICE", 64), ("MIX_COLUMNS", 32), ("GRAD_ROWS", 32)):
+            monkeypatch.setattr(kernels, name, size)
 
 
 def params_on(case: Case, n: int, D: int, **options: Any) -> Params:
@@ -156,7 +157,7 @@ def test_positions_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of a chunk, several chunks of a sample, and a last one that is not full."""
     kernels = pytest.importorskip("flash_clipping.layers.ops.hyper_connections.triton")
     monkeypatch.setattr(kernels, "CHUNK", 32)
-    monkeypatch.setattr(kernels, "GRAD_ROWS", 16)
+    monkeypatch.setattr(kernels, "GRAD_ROWS", 32)
     case = Case("triton", "cuda" if torch.cuda.is_available() else "cpu", torch.float32)
     compare(case, case.randn(2, 45, 2, 24), params_on(case, 2, 24))
 
