@@ -152,7 +152,7 @@ def _partial_product(
     in_rows = row < N
     HEIGHT: tl.constexpr = 2 * LOGITS if SPLIT else LOGITS
     tall = tl.arange(0, HEIGHT)
-    product = tl.zeros((ROWS, HEIGHT), tl.float32)
+    product = tl.zeros((ROWS, LOGITS), tl.float32)
     squares = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in tl.range(part * WIDTH, min(K, (part + 1) * WIDTH), COLUMNS, num_stages=STAGES):
         column = first + tl.arange(0, COLUMNS)
@@ -162,11 +162,12 @@ def _partial_product(
         wide = x.to(tl.float32)
         squares += wide * wide
         if SPLIT:
-            product = tl.dot(x, tl.trans(w), product)
+            # Added up outside of the product: where that went on from one iteration to the next,
+            # Triton (3.6, 3.7) would load over rows that it still reads, as squares read them too.
+            both = tl.reshape(tl.dot(x, tl.trans(w)), (ROWS, 2, LOGITS))
+            product += tl.sum(both, 1)
         else:
             product = tl.dot(wide, tl.trans(w), product, input_precision=PRECISION)
-    if SPLIT:
-        product = tl.sum(tl.reshape(product, (ROWS, 2, LOGITS)), 1)
     logit = tl.arange(0, LOGITS)[None, :]
     product = tl.where(logit == m, tl.sum(squares, 1)[:, None], product)
     if team >= slots:
@@ -294,6 +295,28 @@ def _input_grad_kernel(
             store_rows(product_ptr, part * m + logit, K, column, product, in_logits, inside)
 
 
+@triton.jit
+def _parameter_grads_kernel(
+    parts_ptr, phi_ptr, gamma_ptr, dphi_ptr, dgamma_ptr,
+    K, m, chunks, blocks,
+    COLUMNS: tl.constexpr, LOGITS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ``w`` from its chunks, and of ``phi`` and ``gamma`` from that, of one sample
+    and some columns."""
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    logit = tl.arange(0, LOGITS)
+    in_logits, in_width = logit < m, column < K
+    dw = tl.zeros((LOGITS, COLUMNS), tl.float32)
+    for chunk in range(0, chunks):
+        row = (b * chunks + chunk) * m + logit
+        dw += load_rows(parts_ptr, row, K, column, in_logits, in_width)
+    phi = load_rows(phi_ptr, logit, K, column, in_logits, in_width).to(tl.float32)
+    gamma = tl.load(gamma_ptr + column, mask=in_width, other=0.0).to(tl.float32)
+    store_rows(dphi_ptr, b * m + logit, K, column, dw * gamma[None, :], in_logits, in_width)
+    tl.store(dgamma_ptr + b * K + column, tl.sum(dw * phi, 0), mask=in_width)
+
+
 # -- what stands between products: logits of a position become pre, post and comb ------------------
 
 
@@ -380,26 +403,28 @@ def _position_grads_kernel(
     pre_ptr, dalpha_ptr, dlogits_ptr, dmix_ptr, parts_ptr, of_square_ptr,
     N, D, n, m, gates,
     EPS: tl.constexpr, ITERATIONS: tl.constexpr, STREAMS: tl.constexpr, LOGITS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ``pre, post, comb`` to those of logits, product, ``alpha`` and ``bias``: a row
-    for every position. The first programs have ``ROWS`` positions' ``post`` and ``comb``, and
-    compute while the others, of one position's ``pre``, read.
+    for every position. One program of ``SPREAD`` has ``ROWS`` positions' ``post`` and ``comb``, and
+    computes while the others, of one position's ``pre``, read.
 
     ``of_square`` is the factor of ``x`` in ``dx`` by way of the mean square: what ``pre`` adds,
     and all others. ``parts``, if not None, gets the two parts of ``dmix``, as ``SPLIT`` says.
     """
     pid = tl.program_id(0)
-    if pid < gates:
+    if (pid % SPREAD == 0) & (pid < gates * SPREAD):
         _gates_grad(
             mix_ptr, inv_ptr, alpha_ptr, bias_ptr, dpost_ptr, dcomb_ptr, divisors_ptr,
             dalpha_ptr, dlogits_ptr, dmix_ptr, parts_ptr, of_square_ptr,
-            pid.to(tl.int64) * ROWS, N, D, n, m, EPS, ITERATIONS, STREAMS, LOGITS, ROWS, SPLIT,
+            (pid // SPREAD).to(tl.int64) * ROWS,
+            N, D, n, m, EPS, ITERATIONS, STREAMS, LOGITS, ROWS, SPLIT,
         )  # fmt: skip
     else:
         _pre_grad(
             x_ptr, dh_ptr, mix_ptr, inv_ptr, alpha_ptr, bias_ptr, pre_ptr, dalpha_ptr,
-            dlogits_ptr, dmix_ptr, parts_ptr, of_square_ptr, (pid - gates).to(tl.int64),
+            dlogits_ptr, dmix_ptr, parts_ptr, of_square_ptr,
+            (pid - min(gates, tl.cdiv(pid, SPREAD))).to(tl.int64),
             D, n, m, EPS, STREAMS, LOGITS, COLUMNS, SPLIT,
         )  # fmt: skip
 
@@ -559,13 +584,13 @@ def hyper_connections_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     input_grad: bool,
     matrix_grad: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     dh_BSD, dpost_BSn, dcomb_BSnn = grads
     B, S, n, D = x_BSnD.shape
     N, K, m = B * S, n * D, len(params[0])
     x, dh = x_BSnD.contiguous(), dh_BSD.contiguous()
     inv_BS, mix_BSm = (tensor.contiguous() for tensor in saved)
-    _, alpha_3, bias_m, _ = params
+    phi_mK, alpha_3, bias_m, gamma_nD = params
     logits, splits, iterations = _room(m), _splits(x.dtype), settings.iterations
     pre_BSn, dalpha_BS3 = mix_BSm.new_empty((B, S, n)), mix_BSm.new_empty((B, S, 3))
     dlogits_BSm, dmix_BSm = torch.empty_like(mix_BSm), torch.empty_like(mix_BSm)
@@ -579,11 +604,11 @@ def hyper_connections_backward(
         dcomb_BSnn.contiguous(), mix_BSm.new_empty((N, 2 * iterations - 1, n)), pre_BSn,
         dalpha_BS3, dlogits_BSm, dmix_BSm, dmix_parts, of_square_N2, N, D, n, m, gates,
         EPS=settings.hc_eps, ITERATIONS=iterations, STREAMS=tiles.next_power_of_2(n),
-        LOGITS=logits, ROWS=GATE_ROWS, COLUMNS=_streamed(D), SPLIT=splits,
+        LOGITS=logits, ROWS=GATE_ROWS, COLUMNS=_streamed(D), SPREAD=GATE_ROWS // 2 + 1, SPLIT=splits,
         num_warps=4,
     )  # fmt: skip
     dx = torch.empty_like(x) if input_grad else None
-    product_BmK = parts_BCmK = None
+    dphi_BmK = dgamma_BnD = parts_BCmK = None
     if input_grad or matrix_grad:
         columns = max(16, min(GRAD_COLUMNS, tiles.next_power_of_2(D)))
         blocks, each = tiles.cdiv(D, columns), GRAD_STREAMS if logits <= 32 else 1
@@ -600,8 +625,16 @@ def hyper_connections_backward(
             num_warps=4,
         )  # fmt: skip
         if parts_BCmK is not None:
-            product_BmK = parts_BCmK.squeeze(1) if chunks == 1 else parts_BCmK.sum(1)
-    return dx, product_BmK, dalpha_BS3, dlogits_BSm, dmix_BSm
+            dphi_BmK, dgamma_BnD = mix_BSm.new_empty((B, m, K)), mix_BSm.new_empty((B, n, D))
+            blocks = tiles.cdiv(K, GRAD_COLUMNS)
+            launch(
+                _parameter_grads_kernel, B * blocks,
+                parts_BCmK, phi_mK.contiguous(), gamma_nD.contiguous(), dphi_BmK, dgamma_BnD,
+                K, m, chunks, blocks,
+                COLUMNS=GRAD_COLUMNS, LOGITS=logits,
+                num_warps=4,
+            )  # fmt: skip
+    return dx, dphi_BmK, dgamma_BnD, dalpha_BS3, dlogits_BSm, dmix_BSm
 
 
 def _weights(x: Tensor, params: Parameters, counts: Tensor | None = None) -> Tensor:
