@@ -153,14 +153,14 @@ def _partial_product(
     HEIGHT: tl.constexpr = 2 * LOGITS if SPLIT else LOGITS
     tall = tl.arange(0, HEIGHT)
     product = tl.zeros((ROWS, LOGITS), tl.float32)
-    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((ROWS, COLUMNS // 8), tl.float32)  # of eight columns in a thread
     for first in tl.range(part * WIDTH, min(K, (part + 1) * WIDTH), COLUMNS, num_stages=STAGES):
         column = first + tl.arange(0, COLUMNS)
         in_width = column < K
         x = load_rows(x_ptr, row, K, column, in_rows, in_width)
         w = load_rows(w_ptr, tall, K, column, tall % LOGITS < m, in_width)
         wide = x.to(tl.float32)
-        squares += wide * wide
+        squares += tl.sum(tl.reshape(wide * wide, (ROWS, COLUMNS // 8, 8)), 2)
         if SPLIT:
             # Added up outside of the product: where that went on from one iteration to the next,
             # Triton (3.6, 3.7) would load over rows that it still reads, as squares read them too.
