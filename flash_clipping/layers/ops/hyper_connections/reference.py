@@ -6,7 +6,7 @@ differentiable operations: a compiler takes it as it is.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def hyper_connections_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     input_grad: bool,
     matrix_grad: bool,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Any, ...]:
     """``dx``, per-sample ``dphi`` and ``dgamma``, rows of ``dalpha``, ``dbias`` and ``dmix``."""
     phi_mK, alpha_3, bias_m, gamma_nD = params
     inv_BS, mix_BSm = saved

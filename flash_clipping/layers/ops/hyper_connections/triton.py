@@ -11,7 +11,10 @@ gradient of ``pre`` is a sum over features, on which all of ``dx`` depends. In i
 program keeps its columns: ``w`` is read once, and sums over positions stay in registers.
 """
 
+# mypy: disable-error-code="assignment"
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -180,8 +183,8 @@ def _partial_product(
 def _gather(
     x_ptr, alpha_ptr, bias_ptr, h_ptr, pre_ptr, inv_ptr, mix_ptr, parts_ptr,
     place, first, N, D, n, m,
-    EPS: tl.constexpr, HC_EPS: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, GATHERED: tl.constexpr,
-    COLUMNS: tl.constexpr, LOGITS: tl.constexpr, STREAMS: tl.constexpr,
+    EPS: tl.constexpr, HC_EPS: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr,
+    GATHERED: tl.constexpr, COLUMNS: tl.constexpr, LOGITS: tl.constexpr, STREAMS: tl.constexpr,
 ):  # fmt: skip
     """Sums of partial products of some positions, and their ``h = Σ_n pre_n x_n``."""
     row, logit = first + tl.arange(0, GATHERED), tl.arange(0, LOGITS)
@@ -584,7 +587,7 @@ def hyper_connections_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     input_grad: bool,
     matrix_grad: bool,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Any, ...]:
     dh_BSD, dpost_BSn, dcomb_BSnn = grads
     B, S, n, D = x_BSnD.shape
     N, K, m = B * S, n * D, len(params[0])
@@ -604,7 +607,8 @@ def hyper_connections_backward(
         dcomb_BSnn.contiguous(), mix_BSm.new_empty((N, 2 * iterations - 1, n)), pre_BSn,
         dalpha_BS3, dlogits_BSm, dmix_BSm, dmix_parts, of_square_N2, N, D, n, m, gates,
         EPS=settings.hc_eps, ITERATIONS=iterations, STREAMS=tiles.next_power_of_2(n),
-        LOGITS=logits, ROWS=GATE_ROWS, COLUMNS=_streamed(D), SPREAD=GATE_ROWS // 2 + 1, SPLIT=splits,
+        LOGITS=logits, ROWS=GATE_ROWS, COLUMNS=_streamed(D), SPREAD=GATE_ROWS // 2 + 1,
+        SPLIT=splits,
         num_warps=4,
     )  # fmt: skip
     dx = torch.empty_like(x) if input_grad else None
@@ -638,8 +642,8 @@ def hyper_connections_backward(
 
 
 def _weights(x: Tensor, params: Parameters, counts: Tensor | None = None) -> Tensor:
-    """``w = phi·gamma``: what ``x`` is multiplied by, here and there, so that both agree. ``counts``
-    become 0 beside it."""
+    """``w = phi·gamma``: what ``x`` is multiplied by, here and there, so that both agree. Beside it
+    ``counts`` become 0."""
     phi_mK, _, _, gamma_nD = params
     (m, K), splits = phi_mK.shape, _splits(x.dtype)
     height = 2 * _room(m) if splits else m
