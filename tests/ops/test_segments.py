@@ -133,7 +133,8 @@ def test_rows_and_products(shape: tuple, how: str, case: Case) -> None:
 
 
 def test_norms_of_few_segments_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself, or as many as there is room for: of 1 to 40 rows, Gram matrices or products."""
+    """Each by itself, or as many as there is room for; of 1 to 40 rows, by Gram matrices and by
+    products."""
     lengths = torch.arange(1, 41)
     segments = Segments(torch.repeat_interleave(lengths - 1, lengths), len(lengths))
     A, G = torch.randn(len(segments), 9), torch.randn(len(segments), 7)
