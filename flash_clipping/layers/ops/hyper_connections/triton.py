@@ -26,28 +26,23 @@ from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.tiles import load_rows, store_rows
 
-TEAM_ROWS = 128
-"""Positions whose product with ``w`` a team of programs forms, each of some columns."""
-SLICE = 512
-"""Columns of ``x`` that one of them reads."""
-MIX_COLUMNS = 64
-GATHER_ROWS = 8
-IN_FLIGHT = 2
-"""Programs on a multiprocessor: what they read is read again while it is still in the cache."""
+MIX_ROWS = 64
+"""Positions of one product with ``w``, which every program reads whole."""
+COLUMNS = 64
+"""Of a tile of ``x`` that is multiplied."""
 GRAD_ROWS = 64
-GRAD_COLUMNS = 64
 GRAD_STREAMS = 2
-"""Of as many streams a program of backward's second pass keeps sums: it reads ``dh`` for all."""
-GRAD_STAGES = 2
-CHUNK = 1024
-"""Positions that one program of backward's second pass adds up: 3 % of traffic, for four streams.
+"""Of so many streams a program of backward's second pass keeps sums; it reads ``dh`` once for them:
+as many as fit into registers."""
+CHUNK = 2048
+"""Positions that one program of backward's second pass adds up: 1.5 % of traffic, for four streams.
 Not chosen by the batch's size, so that a sample is rounded alike in every batch."""
 GATE_ROWS = 32
+GATES_EVERY = 17
+"""One program in so many has gates while the others read: gates are done when these are halfway."""
 STREAMED = 1024
 """Columns at a time of what only moves memory: eight for each thread, of all streams, so that sums
 over streams stay in one thread."""
-STAGES = {True: 3, False: 2}
-"""Loads in flight with operands of 16 bits and with fp32: within 99 KiB of shared memory."""
 
 
 @triton.jit
@@ -59,10 +54,10 @@ def _high_and_low(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _weights_kernel(
-    phi_ptr, gamma_ptr, w_ptr, counts_ptr,
-    K, m, counts, COLUMNS: tl.constexpr, LOGITS: tl.constexpr, SPLIT: tl.constexpr,
+    phi_ptr, gamma_ptr, w_ptr, K, m,
+    COLUMNS: tl.constexpr, LOGITS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """``w = phi·gamma``, in two parts where ``SPLIT``; ``counts``, if not None, become 0."""
+    """``w = phi·gamma``; where ``SPLIT``, its high part and behind it its low one."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     logit = tl.arange(0, LOGITS)
     in_logits, in_width = logit < m, column < K
@@ -74,90 +69,23 @@ def _weights_kernel(
         store_rows(w_ptr, LOGITS + logit, K, column, low, in_logits, in_width)
     else:
         store_rows(w_ptr, logit, K, column, w, in_logits, in_width)
-    if counts_ptr is not None:
-        tl.store(counts_ptr + column, 0, mask=column < counts)
 
 
 @triton.jit
-def _wait(count_ptr, count):
-    """Until others have counted so far: what they stored before can be read then."""
-    while tl.atomic_add(count_ptr, 0, sem="acquire") < count:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def _count(count_ptr):
-    """What this program stored can be read by who waits for the count."""
-    tl.debug_barrier()
-    tl.atomic_add(count_ptr, 1, sem="release")
-
-
-@triton.jit
-def _forward_kernel(
-    x_ptr, w_ptr, alpha_ptr, bias_ptr, h_ptr, pre_ptr, post_ptr, comb_ptr, inv_ptr, mix_ptr,
-    parts_ptr, counts_ptr,
-    N, D, n, m, teams, lag, slots,
-    EPS: tl.constexpr, HC_EPS: tl.constexpr, ITERATIONS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
-    GATHERED: tl.constexpr, STREAMED: tl.constexpr,
-    LOGITS: tl.constexpr, STREAMS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+def _mix_kernel(
+    x_ptr, w_ptr, mix_ptr, inv_ptr,
+    N, K, m,
+    EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOGITS: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Three kinds of work, in the order in which programs begin: of a team of positions, partial
-    products, one program for a slice of the columns; ``lag`` teams later, while ``x`` is still in
-    the cache, their sums and ``h``; and later still ``post`` and ``comb``.
-
-    A program waits only for work that others took before it did, so that some program can always go
-    on, and one after the other they never wait at all.
-    """
-    K = n * D
-    GATHERS: tl.constexpr = ROWS // GATHERED
-    ticket = tl.atomic_add(counts_ptr + teams, 1)
-    team = ticket // (SLICES + GATHERS + 1)
-    kind = ticket % (SLICES + GATHERS + 1)
-    if kind < SLICES:
-        if team < teams:
-            _partial_product(
-                x_ptr, w_ptr, parts_ptr, counts_ptr, team, kind, slots, N, K, m, SLICES + GATHERS,
-                ROWS, COLUMNS, WIDTH, SLICES, LOGITS, SPLIT, PRECISION, STAGES,
-            )  # fmt: skip
-            _count(counts_ptr + team)
-    elif kind < SLICES + GATHERS:
-        team -= lag
-        if (team >= 0) & (team < teams):
-            _wait(counts_ptr + team, SLICES)
-            first = team.to(tl.int64) * ROWS + (kind - SLICES) * GATHERED
-            _gather(
-                x_ptr, alpha_ptr, bias_ptr, h_ptr, pre_ptr, inv_ptr, mix_ptr, parts_ptr,
-                team % slots * SLICES * ROWS + (kind - SLICES) * GATHERED, first,
-                N, D, n, m, EPS, HC_EPS, ROWS, SLICES, GATHERED, STREAMED, LOGITS, STREAMS,
-            )  # fmt: skip
-            _count(counts_ptr + team)
-    else:
-        team -= 2 * lag
-        if (team >= 0) & (team < teams):
-            _wait(counts_ptr + team, SLICES + GATHERS)
-            _gates(
-                mix_ptr, inv_ptr, alpha_ptr, bias_ptr, post_ptr, comb_ptr,
-                team.to(tl.int64) * ROWS, N, n, m, HC_EPS, ITERATIONS, STREAMS, ROWS,
-            )  # fmt: skip
-
-
-@triton.jit
-def _partial_product(
-    x_ptr, w_ptr, parts_ptr, counts_ptr, team, part, slots, N, K, m, all_counted,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
-    LOGITS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """``x wᵀ`` of a slice of columns, and beside it, at m, the sum of squares."""
-    row = team.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    in_rows = row < N
+    """``mix = x wᵀ`` and ``inv = rsqrt(mean(x²) + eps)``, both from one pass over ``x``."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     HEIGHT: tl.constexpr = 2 * LOGITS if SPLIT else LOGITS
-    tall = tl.arange(0, HEIGHT)
-    product = tl.zeros((ROWS, LOGITS), tl.float32)
+    tall, logit = tl.arange(0, HEIGHT), tl.arange(0, LOGITS)
+    in_rows = row < N
+    mix = tl.zeros((ROWS, LOGITS), tl.float32)
     squares = tl.zeros((ROWS, COLUMNS // 8), tl.float32)  # of eight columns in a thread
-    for first in tl.range(part * WIDTH, min(K, (part + 1) * WIDTH), COLUMNS, num_stages=STAGES):
+    for first in tl.range(0, K, COLUMNS, num_stages=STAGES):
         column = first + tl.arange(0, COLUMNS)
         in_width = column < K
         x = load_rows(x_ptr, row, K, column, in_rows, in_width)
@@ -165,66 +93,30 @@ def _partial_product(
         wide = x.to(tl.float32)
         squares += tl.sum(tl.reshape(wide * wide, (ROWS, COLUMNS // 8, 8)), 2)
         if SPLIT:
-            # Added up outside of the product: where that went on from one iteration to the next,
-            # Triton (3.6, 3.7) would load over rows that it still reads, as squares read them too.
-            both = tl.reshape(tl.dot(x, tl.trans(w)), (ROWS, 2, LOGITS))
-            product += tl.sum(both, 1)
+            # Added up outside of the product: were it still under way in the next iteration, Triton
+            # (3.6, 3.7) would load over rows that it reads, as squares read them too.
+            parts = tl.reshape(tl.dot(x, tl.trans(w)), (ROWS, 2, LOGITS))
+            mix += tl.sum(parts, 1)
         else:
-            product = tl.dot(wide, tl.trans(w), product, input_precision=PRECISION)
-    logit = tl.arange(0, LOGITS)[None, :]
-    product = tl.where(logit == m, tl.sum(squares, 1)[:, None], product)
-    if team >= slots:
-        _wait(counts_ptr + team - slots, all_counted)  # whose place this is
-    of_row = (team % slots * SLICES + part) * ROWS + tl.arange(0, ROWS)
-    tl.store(parts_ptr + of_row[:, None] * (m + 1) + logit, product, mask=logit <= m)
+            mix = tl.dot(wide, tl.trans(w), mix, input_precision=PRECISION)
+    inv = tl.rsqrt(tl.sum(squares, 1) / K + EPS)
+    tl.store(inv_ptr + row, inv, mask=in_rows)
+    store_rows(mix_ptr, row, m, logit, mix, in_rows, logit < m)
 
 
 @triton.jit
-def _gather(
-    x_ptr, alpha_ptr, bias_ptr, h_ptr, pre_ptr, inv_ptr, mix_ptr, parts_ptr,
-    place, first, N, D, n, m,
-    EPS: tl.constexpr, HC_EPS: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr,
-    GATHERED: tl.constexpr, COLUMNS: tl.constexpr, LOGITS: tl.constexpr, STREAMS: tl.constexpr,
-):  # fmt: skip
-    """Sums of partial products of some positions, and their ``h = Σ_n pre_n x_n``."""
-    row, logit = first + tl.arange(0, GATHERED), tl.arange(0, LOGITS)
-    in_rows = row < N
-    ROOM: tl.constexpr = triton.next_power_of_2(SLICES)
-    part = tl.arange(0, ROOM)[:, None, None]
-    of_row = place + part * ROWS + tl.arange(0, GATHERED)[None, :, None]
-    at = parts_ptr + of_row * (m + 1) + logit[None, None, :]
-    inside = (part < SLICES) & (logit <= m)[None, None, :]
-    mix = tl.sum(tl.load(at, mask=inside, other=0.0), 0)
-    squares = tl.sum(tl.where(logit[None, :] == m, mix, 0.0), 1)
-    inv = tl.rsqrt(squares / (n * D) + EPS)
-    tl.store(inv_ptr + row, inv, mask=in_rows)
-    store_rows(mix_ptr, row, m, logit, mix, in_rows, logit < m)
-    bias = tl.load(bias_ptr + logit, mask=logit < n, other=0.0).to(tl.float32)
-    alpha = tl.load(alpha_ptr).to(tl.float32)
-    pre = tl.sigmoid(alpha * (mix * inv[:, None]) + bias[None, :]) + HC_EPS
-    store_rows(pre_ptr, row, n, logit, pre, in_rows, logit < n)
-    tl.debug_barrier()
+def _gather_kernel(
+    x_ptr, pre_ptr, h_ptr, D, n, blocks, STREAMS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """``h = Σ_n pre_n x_n``, a block of one position's columns."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
     stream = tl.arange(0, STREAMS)
-    in_streams = stream < n
-    entry = tl.arange(0, 2 * COLUMNS)  # of two positions at a time
-    is_second = (entry >= COLUMNS)[None, :]
-    blocks = tl.cdiv(D, COLUMNS)
-    for i in tl.range(0, GATHERED // 2 * blocks, loop_unroll_factor=2):
-        one = first + i // blocks * 2
-        column = i % blocks * COLUMNS + entry % COLUMNS
-        wanted = (column < D) & (one + entry // COLUMNS < N)
-        of_one = pre_ptr + one * n + stream
-        weight = tl.load(of_one, mask=in_streams & (one < N), other=0.0)
-        other = tl.load(of_one + n, mask=in_streams & (one + 1 < N), other=0.0)
-        of_x = (one + entry // COLUMNS)[None, :] * n + stream[:, None]
-        x = tl.load(
-            x_ptr + of_x * D + column[None, :],
-            mask=in_streams[:, None] & wanted[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        h = tl.sum(x * tl.where(is_second, other[:, None], weight[:, None]), 0)
-        of_h = h_ptr + (one + entry // COLUMNS) * D + column
-        tl.store(of_h, h.to(h_ptr.dtype.element_ty), mask=wanted)
+    in_streams, in_width = stream < n, column < D
+    pre = tl.load(pre_ptr + row * n + stream, mask=in_streams, other=0.0)
+    x = load_rows(x_ptr, row * n + stream, D, column, in_streams, in_width).to(tl.float32)
+    h = tl.sum(x * pre[:, None], 0)
+    tl.store(h_ptr + row * D + column, h.to(h_ptr.dtype.element_ty), mask=in_width)
 
 
 @triton.jit
@@ -381,23 +273,29 @@ def _sinkhorn(
 
 
 @triton.jit
-def _gates(
-    mix_ptr, inv_ptr, alpha_ptr, bias_ptr, post_ptr, comb_ptr, first, N, n, m,
+def _gates_kernel(
+    mix_ptr, inv_ptr, alpha_ptr, bias_ptr, pre_ptr, post_ptr, comb_ptr,
+    N, n, m,
     EPS: tl.constexpr, ITERATIONS: tl.constexpr, STREAMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``post`` and ``comb`` of some positions."""
+    """``pre``, ``post`` and ``comb`` of some positions."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
     row, stream, entry, in_rows, in_vector, in_matrix = _places(first, n, m, N, STREAMS, ROWS)
     inv = tl.load(inv_ptr + row, mask=in_rows, other=0.0)
-    bias = tl.load(bias_ptr + n + stream, mask=stream < n, other=0.0).to(tl.float32)
-    of_vector = row[:, None] * m + n + stream[None, :]
+    of_vector = row[:, None] * m + stream[None, :]
+    bias = tl.load(bias_ptr + stream, mask=stream < n, other=0.0).to(tl.float32)
     t = tl.load(mix_ptr + of_vector, mask=in_vector, other=0.0) * inv[:, None]
+    pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * t + bias[None, :]) + EPS
+    store_rows(pre_ptr, row, n, stream, pre, in_rows, stream < n)
+    bias = tl.load(bias_ptr + n + stream, mask=stream < n, other=0.0).to(tl.float32)
+    t = tl.load(mix_ptr + of_vector + n, mask=in_vector, other=0.0) * inv[:, None]
     post = 2 * tl.sigmoid(tl.load(alpha_ptr + 1).to(tl.float32) * t + bias[None, :])
     store_rows(post_ptr, row, n, stream, post, in_rows, stream < n)
-    _, _, matrix = _sinkhorn(
+    _, _, comb = _sinkhorn(
         mix_ptr, inv, alpha_ptr, bias_ptr, None, first, N, n, m, EPS, ITERATIONS, STREAMS, ROWS
     )
     in_all = in_rows[:, None, None] & in_matrix
-    tl.store(comb_ptr + row[:, None, None] * (n * n) + entry, matrix, mask=in_all)
+    tl.store(comb_ptr + row[:, None, None] * (n * n) + entry, comb, mask=in_all)
 
 
 @triton.jit
@@ -406,28 +304,28 @@ def _position_grads_kernel(
     pre_ptr, dalpha_ptr, dlogits_ptr, dmix_ptr, parts_ptr, of_square_ptr,
     N, D, n, m, gates,
     EPS: tl.constexpr, ITERATIONS: tl.constexpr, STREAMS: tl.constexpr, LOGITS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVERY: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ``pre, post, comb`` to those of logits, product, ``alpha`` and ``bias``: a row
-    for every position. One program of ``SPREAD`` has ``ROWS`` positions' ``post`` and ``comb``, and
+    for every position. One program in ``EVERY`` has ``ROWS`` positions' ``post`` and ``comb``, and
     computes while the others, of one position's ``pre``, read.
 
     ``of_square`` is the factor of ``x`` in ``dx`` by way of the mean square: what ``pre`` adds,
     and all others. ``parts``, if not None, gets the two parts of ``dmix``, as ``SPLIT`` says.
     """
     pid = tl.program_id(0)
-    if (pid % SPREAD == 0) & (pid < gates * SPREAD):
+    if (pid % EVERY == 0) & (pid < gates * EVERY):
         _gates_grad(
             mix_ptr, inv_ptr, alpha_ptr, bias_ptr, dpost_ptr, dcomb_ptr, divisors_ptr,
             dalpha_ptr, dlogits_ptr, dmix_ptr, parts_ptr, of_square_ptr,
-            (pid // SPREAD).to(tl.int64) * ROWS,
+            (pid // EVERY).to(tl.int64) * ROWS,
             N, D, n, m, EPS, ITERATIONS, STREAMS, LOGITS, ROWS, SPLIT,
         )  # fmt: skip
     else:
         _pre_grad(
             x_ptr, dh_ptr, mix_ptr, inv_ptr, alpha_ptr, bias_ptr, pre_ptr, dalpha_ptr,
             dlogits_ptr, dmix_ptr, parts_ptr, of_square_ptr,
-            (pid - min(gates, tl.cdiv(pid, SPREAD))).to(tl.int64),
+            (pid - min(gates, tl.cdiv(pid, EVERY))).to(tl.int64),
             D, n, m, EPS, STREAMS, LOGITS, COLUMNS, SPLIT,
         )  # fmt: skip
 
@@ -557,24 +455,34 @@ def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) ->
     _, alpha_3, bias_m, _ = params
     mix_BSm = x.new_empty((B, S, m), dtype=torch.float32)
     inv_BS, pre_BSn = mix_BSm.new_empty((B, S)), mix_BSm.new_empty((B, S, n))
-    post_BSn, comb_BSnn = torch.empty_like(pre_BSn), mix_BSm.new_empty((B, S, n, n))
-    h_BSD = x.new_empty((B, S, D))
-    rows, slices = TEAM_ROWS, tiles.cdiv(K, SLICE)
-    teams = tiles.cdiv(N, rows)
-    kinds = slices + rows // GATHER_ROWS + 1
-    lag = tiles.cdiv(IN_FLIGHT * tiles.sm_count(x.device), kinds) + 1
-    counts = x.new_empty(teams + 1, dtype=torch.int32)
-    parts = mix_BSm.new_empty((2 * lag, slices, rows, m + 1))
+    # Enough programs for all multiprocessors, where there are few positions.
+    rows = tiles.next_power_of_2(tiles.cdiv(N, tiles.sm_count(x.device)))
+    rows = max(16, min(MIX_ROWS if _room(m) <= 32 else MIX_ROWS // 2, rows))
     splits = _splits(x.dtype)
     launch(
-        _forward_kernel, (teams + 2 * lag) * kinds,
-        x, _weights(x, params, counts), alpha_3.contiguous(), bias_m.contiguous(), h_BSD, pre_BSn,
-        post_BSn, comb_BSnn, inv_BS, mix_BSm, parts, counts, N, D, n, m, teams, lag, 2 * lag,
-        EPS=settings.norm_eps, HC_EPS=settings.hc_eps, ITERATIONS=settings.iterations,
-        ROWS=rows, COLUMNS=MIX_COLUMNS, WIDTH=SLICE, SLICES=slices, GATHERED=GATHER_ROWS,
-        STREAMED=_streamed(D), LOGITS=_room(m), STREAMS=tiles.next_power_of_2(n), SPLIT=splits,
-        PRECISION=tiles.dot_precision(torch.float32), STAGES=STAGES[splits],
-        num_warps=8,
+        _mix_kernel, tiles.cdiv(N, rows),
+        x, _weights(x, params), mix_BSm, inv_BS, N, K, m,
+        EPS=settings.norm_eps, ROWS=rows, COLUMNS=COLUMNS, LOGITS=_room(m), SPLIT=splits,
+        PRECISION=tiles.dot_precision(torch.float32), STAGES=4 if splits else 2,
+        num_warps=4,
+    )  # fmt: skip
+    post_BSn, comb_BSnn = torch.empty_like(pre_BSn), mix_BSm.new_empty((B, S, n, n))
+    launch(
+        _gates_kernel, tiles.cdiv(N, GATE_ROWS),
+        mix_BSm, inv_BS, alpha_3.contiguous(), bias_m.contiguous(), pre_BSn, post_BSn, comb_BSnn,
+        N, n, m,
+        EPS=settings.hc_eps, ITERATIONS=settings.iterations, STREAMS=tiles.next_power_of_2(n),
+        ROWS=GATE_ROWS,
+        num_warps=4,
+    )  # fmt: skip
+    h_BSD = x.new_empty((B, S, D))
+    columns = _streamed(D)
+    blocks = tiles.cdiv(D, columns)
+    launch(
+        _gather_kernel, N * blocks,
+        x, pre_BSn, h_BSD, D, n, blocks,
+        STREAMS=tiles.next_power_of_2(n), COLUMNS=columns,
+        num_warps=4,
     )  # fmt: skip
     return h_BSD, post_BSn, comb_BSnn, inv_BS, mix_BSm
 
@@ -607,14 +515,13 @@ def hyper_connections_backward(
         dcomb_BSnn.contiguous(), mix_BSm.new_empty((N, 2 * iterations - 1, n)), pre_BSn,
         dalpha_BS3, dlogits_BSm, dmix_BSm, dmix_parts, of_square_N2, N, D, n, m, gates,
         EPS=settings.hc_eps, ITERATIONS=iterations, STREAMS=tiles.next_power_of_2(n),
-        LOGITS=logits, ROWS=GATE_ROWS, COLUMNS=_streamed(D), SPREAD=GATE_ROWS // 2 + 1,
-        SPLIT=splits,
+        LOGITS=logits, ROWS=GATE_ROWS, COLUMNS=_streamed(D), EVERY=GATES_EVERY, SPLIT=splits,
         num_warps=4,
     )  # fmt: skip
     dx = torch.empty_like(x) if input_grad else None
     dphi_BmK = dgamma_BnD = parts_BCmK = None
     if input_grad or matrix_grad:
-        columns = max(16, min(GRAD_COLUMNS, tiles.next_power_of_2(D)))
+        columns = max(16, min(COLUMNS, tiles.next_power_of_2(D)))
         blocks, each = tiles.cdiv(D, columns), GRAD_STREAMS if logits <= 32 else 1
         groups, chunks = tiles.cdiv(n, each), tiles.cdiv(S, CHUNK)
         if matrix_grad:
@@ -625,33 +532,31 @@ def hyper_connections_backward(
             n, m, chunks, blocks, groups,
             CHUNK=CHUNK, ROWS=GRAD_ROWS if splits else GRAD_ROWS // 2, COLUMNS=columns,
             LOGITS=logits, EACH=each, SPLIT=splits,
-            PRECISION=tiles.dot_precision(torch.float32), STAGES=GRAD_STAGES,
+            PRECISION=tiles.dot_precision(torch.float32), STAGES=3 if splits else 2,
             num_warps=4,
         )  # fmt: skip
         if parts_BCmK is not None:
             dphi_BmK, dgamma_BnD = mix_BSm.new_empty((B, m, K)), mix_BSm.new_empty((B, n, D))
-            blocks = tiles.cdiv(K, GRAD_COLUMNS)
+            blocks = tiles.cdiv(K, COLUMNS)
             launch(
                 _parameter_grads_kernel, B * blocks,
                 parts_BCmK, phi_mK.contiguous(), gamma_nD.contiguous(), dphi_BmK, dgamma_BnD,
                 K, m, chunks, blocks,
-                COLUMNS=GRAD_COLUMNS, LOGITS=logits,
+                COLUMNS=COLUMNS, LOGITS=logits,
                 num_warps=4,
             )  # fmt: skip
     return dx, dphi_BmK, dgamma_BnD, dalpha_BS3, dlogits_BSm, dmix_BSm
 
 
-def _weights(x: Tensor, params: Parameters, counts: Tensor | None = None) -> Tensor:
-    """``w = phi·gamma``: what ``x`` is multiplied by, here and there, so that both agree. Beside it
-    ``counts`` become 0."""
+def _weights(x: Tensor, params: Parameters) -> Tensor:
+    """``w = phi·gamma``: what ``x`` is multiplied by, here and there, so that both agree."""
     phi_mK, _, _, gamma_nD = params
     (m, K), splits = phi_mK.shape, _splits(x.dtype)
     height = 2 * _room(m) if splits else m
     w = x.new_empty((height, K), dtype=x.dtype if splits else torch.float32)
-    number = 0 if counts is None else counts.numel()
     launch(
-        _weights_kernel, tiles.cdiv(max(K, number), 256),
-        phi_mK.contiguous(), gamma_nD.contiguous(), w, counts, K, m, number,
+        _weights_kernel, tiles.cdiv(K, 256),
+        phi_mK.contiguous(), gamma_nD.contiguous(), w, K, m,
         COLUMNS=256, LOGITS=_room(m), SPLIT=splits,
         num_warps=4,
     )  # fmt: skip
