@@ -41,12 +41,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few positions are several blocks, where kernels are interpreted."""
     if is_interpreting() and is_triton_available():
         kernels = importlib.import_module("flash_clipping.layers.ops.hyper_connections.triton")
-        for name, size in (
-            ("TEAM_ROWS", 16),
-            ("SLICE", 64),
-            ("MIX_COLUMNS", 32),
-            ("GRAD_ROWS", 32),
-        ):
+        for name, size in (("MIX_ROWS", 16), ("COLUMNS", 32), ("GRAD_ROWS", 32)):
             monkeypatch.setattr(kernels, name, size)
 
 
