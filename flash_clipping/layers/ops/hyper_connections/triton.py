@@ -38,8 +38,6 @@ CHUNK = 2048
 """Positions that one program of backward's second pass adds up: 1.5 % of traffic, for four streams.
 Not chosen by the batch's size, so that a sample is rounded alike in every batch."""
 GATE_ROWS = 32
-GATES_EVERY = 17
-"""One program in so many has gates while the others read: gates are done when these are halfway."""
 STREAMED = 1024
 """Columns at a time of what only moves memory: eight for each thread, of all streams, so that sums
 over streams stay in one thread."""
@@ -308,7 +306,7 @@ def _position_grads_kernel(
 ):  # fmt: skip
     """Gradients of ``pre, post, comb`` to those of logits, product, ``alpha`` and ``bias``: a row
     for every position. One program in ``EVERY`` has ``ROWS`` positions' ``post`` and ``comb``, and
-    computes while the others, of one position's ``pre``, read.
+    computes while the others, of one position's ``pre``, read; it is at most ``ROWS + 1``.
 
     ``of_square`` is the factor of ``x`` in ``dx`` by way of the mean square: what ``pre`` adds,
     and all others. ``parts``, if not None, gets the two parts of ``dmix``, as ``SPLIT`` says.
@@ -457,22 +455,22 @@ def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) ->
     inv_BS, pre_BSn = mix_BSm.new_empty((B, S)), mix_BSm.new_empty((B, S, n))
     # Enough programs for all multiprocessors, where there are few positions.
     rows = tiles.next_power_of_2(tiles.cdiv(N, tiles.sm_count(x.device)))
-    rows = max(16, min(MIX_ROWS if _room(m) <= 32 else MIX_ROWS // 2, rows))
-    splits = _splits(x.dtype)
+    logits, splits = _room(m), _splits(x.dtype)
+    rows = max(16, min(MIX_ROWS if logits <= 32 else MIX_ROWS // 2, rows))
     launch(
         _mix_kernel, tiles.cdiv(N, rows),
         x, _weights(x, params), mix_BSm, inv_BS, N, K, m,
-        EPS=settings.norm_eps, ROWS=rows, COLUMNS=COLUMNS, LOGITS=_room(m), SPLIT=splits,
-        PRECISION=tiles.dot_precision(torch.float32), STAGES=4 if splits else 2,
+        EPS=settings.norm_eps, ROWS=rows, COLUMNS=COLUMNS, LOGITS=logits, SPLIT=splits,
+        PRECISION=tiles.dot_precision(torch.float32), STAGES=_stages(4, logits, splits),
         num_warps=4,
     )  # fmt: skip
     post_BSn, comb_BSnn = torch.empty_like(pre_BSn), mix_BSm.new_empty((B, S, n, n))
     launch(
-        _gates_kernel, tiles.cdiv(N, GATE_ROWS),
+        _gates_kernel, tiles.cdiv(N, _gate_rows(n)),
         mix_BSm, inv_BS, alpha_3.contiguous(), bias_m.contiguous(), pre_BSn, post_BSn, comb_BSnn,
         N, n, m,
         EPS=settings.hc_eps, ITERATIONS=settings.iterations, STREAMS=tiles.next_power_of_2(n),
-        ROWS=GATE_ROWS,
+        ROWS=_gate_rows(n),
         num_warps=4,
     )  # fmt: skip
     h_BSD = x.new_empty((B, S, D))
@@ -508,21 +506,23 @@ def hyper_connections_backward(
     width = 2 * logits if splits else logits
     dmix_parts = mix_BSm.new_empty((N, width), dtype=x.dtype if splits else torch.float32)
     of_square_N2 = mix_BSm.new_empty((N, 2))
-    gates = tiles.cdiv(N, GATE_ROWS)
+    gates = tiles.cdiv(N, _gate_rows(n))
     launch(
         _position_grads_kernel, gates + N,
         x, dh, mix_BSm, inv_BS, alpha_3.contiguous(), bias_m.contiguous(), dpost_BSn.contiguous(),
         dcomb_BSnn.contiguous(), mix_BSm.new_empty((N, 2 * iterations - 1, n)), pre_BSn,
         dalpha_BS3, dlogits_BSm, dmix_BSm, dmix_parts, of_square_N2, N, D, n, m, gates,
         EPS=settings.hc_eps, ITERATIONS=iterations, STREAMS=tiles.next_power_of_2(n),
-        LOGITS=logits, ROWS=GATE_ROWS, COLUMNS=_streamed(D), EVERY=GATES_EVERY, SPLIT=splits,
+        LOGITS=logits, ROWS=_gate_rows(n), COLUMNS=_streamed(D), EVERY=_gate_rows(n) // 2 + 1,
+        SPLIT=splits,
         num_warps=4,
     )  # fmt: skip
     dx = torch.empty_like(x) if input_grad else None
     dphi_BmK = dgamma_BnD = parts_BCmK = None
     if input_grad or matrix_grad:
+        is_small = splits and logits <= 32
         columns = max(16, min(COLUMNS, tiles.next_power_of_2(D)))
-        blocks, each = tiles.cdiv(D, columns), GRAD_STREAMS if logits <= 32 else 1
+        blocks, each = tiles.cdiv(D, columns), GRAD_STREAMS if is_small else 1
         groups, chunks = tiles.cdiv(n, each), tiles.cdiv(S, CHUNK)
         if matrix_grad:
             parts_BCmK = mix_BSm.new_empty((B, chunks, m, K))
@@ -530,9 +530,9 @@ def hyper_connections_backward(
             _input_grad_kernel, B * chunks * blocks * groups,
             x, dh, _weights(x, params), pre_BSn, dmix_parts, of_square_N2, dx, parts_BCmK, S, D,
             n, m, chunks, blocks, groups,
-            CHUNK=CHUNK, ROWS=GRAD_ROWS if splits else GRAD_ROWS // 2, COLUMNS=columns,
+            CHUNK=CHUNK, ROWS=GRAD_ROWS if is_small else GRAD_ROWS // 2, COLUMNS=columns,
             LOGITS=logits, EACH=each, SPLIT=splits,
-            PRECISION=tiles.dot_precision(torch.float32), STAGES=3 if splits else 2,
+            PRECISION=tiles.dot_precision(torch.float32), STAGES=_stages(3, logits, splits),
             num_warps=4,
         )  # fmt: skip
         if parts_BCmK is not None:
@@ -567,6 +567,16 @@ def _splits(dtype: torch.dtype) -> bool:
     """Whether fp32 operands of products with ``x`` become two of its dtype. In fp16 small gradients
     would be 0: its products are those of fp32."""
     return dtype == torch.bfloat16
+
+
+def _stages(most: int, logits: int, splits: bool) -> int:
+    """Loads in flight: within 99 KiB of shared memory, with fp32 and with many streams as well."""
+    return (most if logits <= 32 else most - 1) if splits else 2
+
+
+def _gate_rows(n: int) -> int:
+    """Positions whose matrices stay in registers."""
+    return GATE_ROWS if n <= 4 else GATE_ROWS // 4
 
 
 def _room(m: int) -> int:
