@@ -271,6 +271,7 @@ class _Oracle:
             seed=seed,
             calm=calm,
             sums=3 if adds_up else 1,
+            compiles=not self.audit,
         )
         self.returned, self.axes = set(taps.outputs), taps.axes
         of_S = [_finite(taps.outputs[n][S]).norm() for n in self._fit(taps)]

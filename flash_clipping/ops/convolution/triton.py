@@ -15,6 +15,10 @@ The loop that forms the tile is the same in all modes, and so are its blocks (:f
 the numbers that ``sum`` releases are those that ``norm`` has measured, to the last bit. That is why
 these norms are not in doubt (:mod:`flash_clipping.ops.certificate`).
 
+A model has many convolutions and few kernels: no number of a shape is compiled in. What a kernel
+gains by knowing of it are constants: which axis lies together in memory, and whether it can be read
+16 bytes at a time (``X_WHOLE``, ``G_WHOLE``).
+
 Elements of ``dW`` are in the order (o, k, c), so that all columns of a tile are at one offset of
 the window if C is a multiple of its width: then an address is a part of the position's and a part
 of the channel's, and whether it is inside the image depends on the position alone.
@@ -33,11 +37,11 @@ from torch import Tensor
 from flash_clipping.ops.convolution.geometry import Geometry, InThree, in_three
 from flash_clipping.ops.outer.triton import weighted_sum
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import launch
-from flash_clipping.ops.runtime.tiles import sum_by_warp
+from flash_clipping.ops.runtime.launches import jit, launch
+from flash_clipping.ops.runtime.tiles import multiple_of, sum_by_warp
 
 
-@triton.jit
+@jit
 def _convolution_kernel(
     x_ptr, G_ptr, coef_ptr, out_ptr, parts_ptr,
     B, T, C, O, K,  # noqa: E741
@@ -47,10 +51,35 @@ def _convolution_kernel(
     dilation_d, dilation_h, dilation_w,
     each, tiles_o, tiles_n, groups,
     MODE: tl.constexpr, ONE_OFFSET: tl.constexpr, DEPTH: tl.constexpr, FLAT: tl.constexpr,
-    X_CHANNELS_LAST: tl.constexpr, G_CHANNELS_LAST: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, PROMOTE: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    X_CHANNELS_LAST: tl.constexpr, G_CHANNELS_LAST: tl.constexpr, X_WHOLE: tl.constexpr,
+    G_WHOLE: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, PROMOTE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    if ONE_OFFSET:
+        C = multiple_of(C, BLOCK_N)
+    if X_WHOLE:
+        x_stride_b = multiple_of(x_stride_b, 8)
+        if X_CHANNELS_LAST:
+            x_stride_d = multiple_of(x_stride_d, 8)
+            x_stride_h = multiple_of(x_stride_h, 8)
+            x_stride_w = multiple_of(x_stride_w, 8)
+            x_stride_c = 1
+            C = multiple_of(C, 8)
+        else:
+            x_stride_c = multiple_of(x_stride_c, 8)
+            x_stride_w = 1
+            T = multiple_of(T, 8)
+    if G_WHOLE:
+        G_stride_b = multiple_of(G_stride_b, 8)
+        if G_CHANNELS_LAST:
+            G_stride_t = multiple_of(G_stride_t, 8)
+            G_stride_o = 1
+            O = multiple_of(O, 8)  # noqa: E741
+        else:
+            G_stride_o = multiple_of(G_stride_o, 8)
+            G_stride_t = 1
+            T = multiple_of(T, 8)
+
     # Tiles of the same samples are at work at one time, so that these come from memory once.
     count = groups * tiles_o * tiles_n
     tile = tl.program_id(0) % count
@@ -177,16 +206,25 @@ class Config:
     programs: int = 6
 
 
+LONG = 2048
+"""Positions beyond which the accumulator of 16-bit operands is rounded now and then."""
+
+REGISTERS = 168
+"""Of a thread at most where a clipped sum is added up: three programs on a multiprocessor."""
+
+
 @functools.lru_cache(maxsize=1024)
-def config_for(dtype: torch.dtype, T: int, C: int, O: int, K: int) -> Config:  # noqa: E741
-    """By rule, not by search: few kernels, quick to compile. The same for all modes, and so that
-    the compiler for sm_90 spills in none and fits two programs or more on a multiprocessor."""
-    block_o = min(128 if O % 128 == 0 else 64, max(16, tiles.next_power_of_2(O)))
-    block_n = min(64, max(16, tiles.next_power_of_2(C * K)))
-    block_t = max(16, tiles.next_power_of_2(T))
+def config_for(dtype: torch.dtype, T: int, C: int, O: int) -> Config:  # noqa: E741
+    """By rule, not by search, and three rules for all 16-bit shapes: few kernels, quick to compile.
+    The same for all modes, and so that the compiler for sm_90 spills in none and fits two programs
+    or more on a multiprocessor."""
     if dtype == torch.float32:
-        return Config(min(64, block_o), block_n, min(32, block_t), promote=2)
-    return Config(block_o, block_n, min(64, block_t), promote=16 if T > 2048 else 0)
+        return Config(block_t=32, promote=2)
+    if C % 64:  # windows' offsets differ within a tile
+        return Config(block_n=64 if C % 8 == 0 else 32, promote=16)
+    if T > LONG:
+        return Config(promote=16)
+    return Config(128 if O % 128 == 0 else 64)
 
 
 FEWEST_CHANNELS = 16
@@ -197,8 +235,10 @@ def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     if x.element_size() > 2 or geometry.is_depthwise(x):
         return x, G  # numbers of 32 bits are fetched one by one as they are
     three = in_three(geometry, x)
-    in_rows = G.shape[2:].numel() % (16 // G.element_size()) == 0
-    if not (three.is_flat and in_rows) and x.shape[1] // geometry.groups >= FEWEST_CHANNELS:
+    T = G.shape[2:].numel()
+    in_rows = T % (16 // G.element_size()) == 0
+    lies_well = three.is_flat and in_rows and T > LONG
+    if not lies_well and x.shape[1] // geometry.groups >= FEWEST_CHANNELS:
         x = channels_last(x)
     return x, G if in_rows else channels_last(G)
 
@@ -244,9 +284,13 @@ def launch_convolution(
     """
     G = G.flatten(2)  # a view in every memory format
     B, T = G.shape[0], G.shape[2]
+    G_channels_last = G.stride(1) == 1 and T > 1
     three = in_three(geometry, x)
     C, O, K = x.shape[1] // geometry.groups, G.shape[1] // geometry.groups, geometry.offsets  # noqa: E741
-    config = config or config_for(x.dtype, T, C, O, K)
+    flat = three.is_flat and not three.channels_last
+    config = config or config_for(x.dtype, T, C, O)
+    # Triton's other compilers do not know of it.
+    limit = {"maxnreg": REGISTERS} if mode == "sum" and tiles.generation(x.device) else {}
     tiles_o, tiles_n = tiles.cdiv(O, config.block_o), tiles.cdiv(K * C, config.block_n)
     count = geometry.groups * tiles_o * tiles_n
     wanted = tiles.cdiv(config.programs * tiles.sm_count(x.device), count)
@@ -266,13 +310,25 @@ def launch_convolution(
         *three.stride, *three.padding, *three.dilation,
         each, tiles_o, tiles_n, geometry.groups,
         MODE=mode, ONE_OFFSET=C % config.block_n == 0, DEPTH=len(geometry.kernel) == 3,
-        FLAT=three.is_flat, X_CHANNELS_LAST=three.channels_last,
-        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1, WIDE=_is_wide(three, G),
-        BLOCK_O=config.block_o, BLOCK_N=config.block_n, BLOCK_T=config.block_t,
+        FLAT=flat, X_CHANNELS_LAST=three.channels_last, G_CHANNELS_LAST=G_channels_last,
+        X_WHOLE=(flat or three.channels_last)
+        and _is_whole(three.x_strides, three.channels_last, C, T),
+        G_WHOLE=_is_whole(G.stride(), G_channels_last, O, T),
+        WIDE=_is_wide(three, G), BLOCK_O=config.block_o, BLOCK_N=config.block_n,
+        BLOCK_T=config.block_t,
         PROMOTE=config.promote, PARTS=config.num_warps, PRECISION=tiles.dot_precision(x.dtype),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **limit,
     )  # fmt: skip
     return parts, out
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_whole(strides: tuple[int, ...], channels_last: bool, channels: int, positions: int) -> bool:
+    """Whether numbers lie together along the channels, or the positions, in multiples of 16 bytes.
+    ``strides``: of sample, channel and positions."""
+    if channels_last:
+        return strides[1] == 1 and tiles.in_eights(channels, strides[0], *strides[2:])
+    return strides[-1] == 1 and tiles.in_eights(positions, *strides[:2])
 
 
 def _is_wide(three: InThree, G_BOT: Tensor) -> bool:
@@ -285,12 +341,18 @@ def _is_wide(three: InThree, G_BOT: Tensor) -> bool:
 # 16-bit numbers of a tile must be fetched one by one. Where channels lie together, a position's are
 # fetched 16 bytes at a time. So an operand is laid out anew once, as a library does for its own
 # kernels: two passes over it, for an operand that is read as often as the window has offsets.
-@triton.jit
+@jit
 def _channels_last_kernel(
     x_ptr, out_ptr,
     C, S, stride_b, stride_c, blocks_c, blocks_s,
-    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    C_WHOLE: tl.constexpr, S_WHOLE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
+    if C_WHOLE:
+        C = multiple_of(C, 8)
+    if S_WHOLE:
+        S = multiple_of(S, 8)
+        stride_b = multiple_of(stride_b, 8)
+        stride_c = multiple_of(stride_c, 8)
     block = tl.program_id(0) % (blocks_c * blocks_s)
     b = (tl.program_id(0) // (blocks_c * blocks_s)).to(tl.int64)
     c = (block % blocks_c * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
@@ -301,6 +363,10 @@ def _channels_last_kernel(
     tl.store(out_ptr + b * S * C + s[:, None] * C + c[None, :], tl.trans(x), mask=inside)
 
 
+LAID_OUT = 64
+"""Channels, and positions, that a program lays out."""
+
+
 def channels_last(x: Tensor) -> Tensor:
     """``[B, C, *positions]`` with a position's channels side by side; a copy where they are not."""
     if x.stride(1) == 1 or x.shape[1] == 1:
@@ -309,13 +375,12 @@ def channels_last(x: Tensor) -> Tensor:
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
     B, C, S = x.shape[0], x.shape[1], x.shape[2:].numel()
     out = x.new_empty((B, *x.shape[2:], C))
-    block_c = min(64, tiles.next_power_of_2(C))
-    block_s = min(64, max(16, tiles.next_power_of_2(S)))
-    blocks_c, blocks_s = tiles.cdiv(C, block_c), tiles.cdiv(S, block_s)
+    blocks_c, blocks_s = tiles.cdiv(C, LAID_OUT), tiles.cdiv(S, LAID_OUT)
     launch(
         _channels_last_kernel, B * blocks_c * blocks_s,
         x, out, C, S, *x.stride()[:2], blocks_c, blocks_s,
-        BLOCK_C=block_c, BLOCK_S=block_s,
+        C_WHOLE=tiles.in_eights(C), S_WHOLE=tiles.in_eights(S, *x.stride()[:2]),
+        BLOCK_C=LAID_OUT, BLOCK_S=LAID_OUT,
         num_warps=4,
     )  # fmt: skip
     return out.movedim(-1, 1)
