@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -290,7 +291,9 @@ def launch_convolution(
     flat = three.is_flat and not three.channels_last
     config = config or config_for(x.dtype, T, C, O)
     # Triton's other compilers do not know of it.
-    limit = {"maxnreg": REGISTERS} if mode == "sum" and tiles.generation(x.device) else {}
+    limit: dict[str, Any] = (
+        {"maxnreg": REGISTERS} if mode == "sum" and tiles.generation(x.device) else {}
+    )
     tiles_o, tiles_n = tiles.cdiv(O, config.block_o), tiles.cdiv(K * C, config.block_n)
     count = geometry.groups * tiles_o * tiles_n
     wanted = tiles.cdiv(config.programs * tiles.sm_count(x.device), count)
