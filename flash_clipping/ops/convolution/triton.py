@@ -215,12 +215,12 @@ REGISTERS = 168
 
 
 @functools.lru_cache(maxsize=1024)
-def config_for(dtype: torch.dtype, T: int, C: int, O: int) -> Config:  # noqa: E741
+def config_for(dtype: torch.dtype, T: int, C: int, O: int, tf32: bool = False) -> Config:  # noqa: E741
     """By rule, not by search, and three rules for all 16-bit shapes: few kernels, quick to compile.
     The same for all modes, and so that the compiler for sm_90 spills in none and fits two programs
     or more on a multiprocessor."""
     if dtype == torch.float32:
-        return Config(block_t=32, promote=2)
+        return Config(block_t=32, promote=32 if tf32 else 2)
     if C % 64:  # windows' offsets differ within a tile
         return Config(block_n=64 if C % 8 == 0 else 32, promote=16)
     if T > LONG:
@@ -244,26 +244,32 @@ def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     return x, G if in_rows else channels_last(G)
 
 
-def convolution_sqnorms(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+def convolution_sqnorms(
+    x: Tensor, G: Tensor, geometry: Geometry, tf32: bool = False
+) -> tuple[Tensor, Tensor | None]:
     if geometry.is_depthwise(x):
         grads = depthwise_grads(x, G, geometry)
         return torch.linalg.vector_norm(grads.flatten(1), dim=1).square_().unsqueeze(1), None
-    parts_Bn, _ = launch_convolution("norm", *laid_out(x, G, geometry), geometry)
+    parts_Bn, _ = launch_convolution("norm", *laid_out(x, G, geometry), geometry, tf32=tf32)
     return parts_Bn, None
 
 
-def convolution_grads(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+def convolution_grads(
+    x: Tensor, G: Tensor, geometry: Geometry, tf32: bool = False
+) -> tuple[Tensor, Tensor | None]:
     if geometry.is_depthwise(x):
         return depthwise_grads(x, G, geometry), None
-    parts_Bn, grads = launch_convolution("store", *laid_out(x, G, geometry), geometry)
+    parts_Bn, grads = launch_convolution("store", *laid_out(x, G, geometry), geometry, tf32=tf32)
     assert grads is not None
     return geometry.in_order_of_weight(grads), parts_Bn
 
 
-def convolution_sum(x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry) -> Tensor:
+def convolution_sum(
+    x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry, tf32: bool = False
+) -> Tensor:
     if geometry.is_depthwise(x):
         return weighted_sum(depthwise_grads(x, G, geometry), coef_B)
-    _, sums = launch_convolution("sum", *laid_out(x, G, geometry), geometry, coef_B)
+    _, sums = launch_convolution("sum", *laid_out(x, G, geometry), geometry, coef_B, tf32=tf32)
     assert sums is not None
     # Adds up and puts into the weight's order at once; PyTorch's own sum would read out of order.
     return weighted_sum(geometry.in_order_of_weight(sums), sums.new_ones(len(sums)))
@@ -276,6 +282,7 @@ def launch_convolution(
     geometry: Geometry,
     coef_B: Tensor | None = None,
     config: Config | None = None,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """One launch; ``config`` is open to benchmarks.
 
@@ -289,7 +296,7 @@ def launch_convolution(
     three = in_three(geometry, x)
     C, O, K = x.shape[1] // geometry.groups, G.shape[1] // geometry.groups, geometry.offsets  # noqa: E741
     flat = three.is_flat and not three.channels_last
-    config = config or config_for(x.dtype, T, C, O)
+    config = config or config_for(x.dtype, T, C, O, tf32)
     # Triton's other compilers do not know of it.
     limit: dict[str, Any] = (
         {"maxnreg": REGISTERS} if mode == "sum" and tiles.generation(x.device) else {}
@@ -319,7 +326,8 @@ def launch_convolution(
         G_WHOLE=_is_whole(G.stride(), G_channels_last, O, T),
         WIDE=_is_wide(three, G), BLOCK_O=config.block_o, BLOCK_N=config.block_n,
         BLOCK_T=config.block_t,
-        PROMOTE=config.promote, PARTS=config.num_warps, PRECISION=tiles.dot_precision(x.dtype),
+        PROMOTE=config.promote, PARTS=config.num_warps,
+        PRECISION="tf32" if tf32 else tiles.dot_precision(x.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages, **limit,
     )  # fmt: skip
     return parts, out

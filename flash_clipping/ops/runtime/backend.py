@@ -259,6 +259,11 @@ def is_always_precise(tensor: Tensor) -> bool:
     return is_half and (tensor.is_cuda or tensor.is_cpu) and not is_autocasting()
 
 
+def takes_tf32(tensor: Tensor) -> bool:
+    """Whether its device multiplies numbers of this dtype in TF32."""
+    return tensor.is_cuda and tensor.dtype == torch.float32 and torch.version.hip is None
+
+
 @contextlib.contextmanager
 def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[None]:
     """Products and convolutions of fp32 operands in fp32, whatever the caller allows for its own.
