@@ -40,6 +40,13 @@ SHAPES: dict[str, tuple[Geometry, tuple[int, ...], int, bool, bool]] = {
     "one position": (Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1), (4, 3, 3), 5, LAST, LAST),
     "depthwise": (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 6), (6, 7, 9), 6, PLAIN, PLAIN),
     "depthwise, last": (Geometry((3, 5), (1, 2), (1, 2), (2, 1), 5), (5, 9, 8), 10, LAST, LAST),
+    "depthwise, whole": (
+        Geometry((5, 4), (2, 1), (2, 1), (1, 1), 16),
+        (16, 5, 4),
+        16,
+        PLAIN,
+        LAST,
+    ),
     "depthwise, 3d": (
         Geometry((2, 1, 2), (1, 1, 2), (1, 0, 0), (1, 1, 1), 3),
         (3, 3, 4, 5),

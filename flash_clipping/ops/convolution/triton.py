@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -233,7 +232,11 @@ FEWEST_CHANNELS = 16
 
 
 def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    if x.element_size() > 2 or geometry.is_depthwise(x):
+    if geometry.is_depthwise(x):
+        if x.shape[1] < FEWEST_CHANNELS:
+            return x, G
+        return channels_last(x), channels_last(G)
+    if x.element_size() > 2:
         return x, G  # numbers of 32 bits are fetched one by one as they are
     three = in_three(geometry, x)
     T = G.shape[2:].numel()
@@ -248,7 +251,7 @@ def convolution_sqnorms(
     x: Tensor, G: Tensor, geometry: Geometry, tf32: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     if geometry.is_depthwise(x):
-        grads = depthwise_grads(x, G, geometry)
+        grads = depthwise_grads(*laid_out(x, G, geometry), geometry)
         return torch.linalg.vector_norm(grads.flatten(1), dim=1).square_().unsqueeze(1), None
     parts_Bn, _ = launch_convolution("norm", *laid_out(x, G, geometry), geometry, tf32=tf32)
     return parts_Bn, None
@@ -258,7 +261,7 @@ def convolution_grads(
     x: Tensor, G: Tensor, geometry: Geometry, tf32: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     if geometry.is_depthwise(x):
-        return depthwise_grads(x, G, geometry), None
+        return depthwise_grads(*laid_out(x, G, geometry), geometry), None
     parts_Bn, grads = launch_convolution("store", *laid_out(x, G, geometry), geometry, tf32=tf32)
     assert grads is not None
     return geometry.in_order_of_weight(grads), parts_Bn
@@ -268,7 +271,7 @@ def convolution_sum(
     x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry, tf32: bool = False
 ) -> Tensor:
     if geometry.is_depthwise(x):
-        return weighted_sum(depthwise_grads(x, G, geometry), coef_B)
+        return weighted_sum(depthwise_grads(*laid_out(x, G, geometry), geometry), coef_B)
     _, sums = launch_convolution("sum", *laid_out(x, G, geometry), geometry, coef_B, tf32=tf32)
     assert sums is not None
     # Adds up and puts into the weight's order at once; PyTorch's own sum would read out of order.
@@ -397,62 +400,71 @@ def channels_last(x: Tensor) -> Tensor:
     return out.movedim(-1, 1)
 
 
-@triton.jit
+@jit
 def _depthwise_kernel(
     x_ptr, G_ptr, out_ptr,
-    T, O, K, of_each,  # noqa: E741
+    O, K, of_each,  # noqa: E741
     x_stride_b, x_stride_c, x_stride_d, x_stride_h, x_stride_w, G_stride_b, G_stride_o, G_stride_t,
-    depth, height, width, out_height, out_width, kernel_height, kernel_width,
+    depth, height, width, out_depth, out_height, out_width, kernel_height, kernel_width,
     stride_d, stride_h, stride_w, padding_d, padding_h, padding_w,
     dilation_d, dilation_h, dilation_w,
     blocks_o, blocks_k,
-    CHANNELS_LAST: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    WHOLE: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """``dW_b[o, k] = Σ_t G[b, o, t] · x[b, c(o), window(t, k)]``, added up in fp32: one input
     channel for each output channel leaves nothing for tensor cores to do.
 
     A program owns some channels and offsets of one sample, and reads its part of G once and ``x``
-    once for every offset. Axes of a tile: offsets, then channels and positions, those that lie
-    together last.
+    once for every offset, row by row: within one, a position is the one before and a stride.
+    Axes of a tile: offsets, positions, channels. ``WHOLE``: channels lie together, in eights, and
+    an output channel has an input channel of its own.
     """
+    if WHOLE:
+        O, of_each = multiple_of(O, 8), 1  # noqa: E741
+        x_stride_c, G_stride_o = 1, 1
+        x_stride_b, G_stride_b = multiple_of(x_stride_b, 8), multiple_of(G_stride_b, 8)
+        x_stride_d, x_stride_h = multiple_of(x_stride_d, 8), multiple_of(x_stride_h, 8)
+        x_stride_w, G_stride_t = multiple_of(x_stride_w, 8), multiple_of(G_stride_t, 8)
     block = tl.program_id(0) % (blocks_o * blocks_k)
     b = (tl.program_id(0) // (blocks_o * blocks_k)).to(tl.int64)
-    T_AXIS: tl.constexpr = 1 if CHANNELS_LAST else 2
-    O_AXIS: tl.constexpr = 3 - T_AXIS
     k_K = block % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
     o_O = block // blocks_k * BLOCK_O + tl.arange(0, BLOCK_O)
-    k = k_K[:, None, None]
-    o = tl.expand_dims(tl.expand_dims(o_O, 0), T_AXIS)
+    k, o = k_K[:, None, None], o_O[None, None, :]
     c = o // of_each
     if WIDE:
         o, c = o.to(tl.int64), c.to(tl.int64)
     from_w = k % kernel_width * dilation_w - padding_w
     from_h = k // kernel_width % kernel_height * dilation_h - padding_h
     from_d = k // kernel_width // kernel_height * dilation_d - padding_d
-    G_at_o = G_ptr + b * G_stride_b + o * G_stride_o
-    x_at_c = x_ptr + b * x_stride_b + c * x_stride_c
-    if CHANNELS_LAST:
-        total = tl.zeros((BLOCK_K, BLOCK_T, BLOCK_O), tl.float32)
-    else:
-        total = tl.zeros((BLOCK_K, BLOCK_O, BLOCK_T), tl.float32)
-    for first in range(0, T, BLOCK_T):
-        t = first + tl.arange(0, BLOCK_T)
-        t = tl.expand_dims(tl.expand_dims(t, 0), O_AXIS)
-        d = t // (out_width * out_height) * stride_d + from_d
-        h = t // out_width % out_height * stride_h + from_h
-        w = t % out_width * stride_w + from_w
-        exists = (t < T) & (o < O)
-        inside = (d >= 0) & (d < depth) & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+    G_ptr += b * G_stride_b
+    x_ptr += b * x_stride_b
+    total = tl.zeros((BLOCK_K, BLOCK_W, BLOCK_O), tl.float32)
+    for row in range(0, out_depth * out_height):
+        d = row // out_height * stride_d + from_d
+        h = row % out_height * stride_h + from_h
+        in_rows = (d >= 0) & (d < depth) & (h >= 0) & (h < height) & (k < K)
         if WIDE:
-            t, d, h, w = t.to(tl.int64), d.to(tl.int64), h.to(tl.int64), w.to(tl.int64)
-        g = tl.load(G_at_o + t * G_stride_t, mask=exists, other=0.0)
-        x_at = x_at_c + (d * x_stride_d + h * x_stride_h + w * x_stride_w)
-        x = tl.load(x_at, mask=inside & exists & (k < K), other=0.0)
-        total += g.to(tl.float32) * x.to(tl.float32)
-    sums = tl.sum(total, T_AXIS)
+            d, h = d.to(tl.int64), h.to(tl.int64)
+        x_at_row = c * x_stride_c + (d * x_stride_d + h * x_stride_h)
+        for first in range(0, out_width, BLOCK_W):
+            out_w = (first + tl.arange(0, BLOCK_W))[None, :, None]
+            w = out_w * stride_w + from_w
+            exists = (out_w < out_width) & (o < O)
+            inside = in_rows & (w >= 0) & (w < width)
+            t = row * out_width + out_w
+            if WIDE:
+                t, w = t.to(tl.int64), w.to(tl.int64)
+            g = tl.load(G_ptr + (o * G_stride_o + t * G_stride_t), mask=exists, other=0.0)
+            x = tl.load(x_ptr + (x_at_row + w * x_stride_w), mask=inside & exists, other=0.0)
+            total += g.to(tl.float32) * x.to(tl.float32)
+    sums = tl.sum(total, 1)
     at = (b * O + o_O)[None, :] * K + k_K[:, None]
     tl.store(out_ptr + at, sums, mask=(o_O < O)[None, :] & (k_K < K)[:, None])
+
+
+DEPTHWISE = 64, 8
+"""Channels, and positions of a row, of a tile of a depthwise convolution."""
 
 
 def depthwise_grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
@@ -460,25 +472,23 @@ def depthwise_grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     G = G.flatten(2)
     B, O, T = G.shape  # noqa: E741
     three = in_three(geometry, x)
-    K = geometry.offsets
-    channels_last = three.channels_last
-    block_k = min(8, tiles.next_power_of_2(K))
-    if channels_last:
-        block_o = min(64, tiles.next_power_of_2(O))
-        block_t = min(512 // block_o, tiles.next_power_of_2(T))
-    else:
-        block_t = min(128, tiles.next_power_of_2(T))
-        block_o = min(512 // block_t, tiles.next_power_of_2(O))
+    K, of_each = geometry.offsets, O // geometry.groups
+    block_o, block_w = DEPTHWISE
+    block_k = 4 if K <= 16 else 8
     blocks_o, blocks_k = tiles.cdiv(O, block_o), tiles.cdiv(K, block_k)
     grads = torch.empty((B, O, 1, *geometry.kernel), dtype=torch.float32, device=x.device)
+    whole = (
+        of_each == 1
+        and _is_whole(three.x_strides, True, O, T)
+        and _is_whole(G.stride(), True, O, T)
+    )
     launch(
         _depthwise_kernel, B * blocks_o * blocks_k,
-        x, G, grads, T, O, K, O // geometry.groups,
-        *three.x_strides, *G.stride(), *three.x_sizes, *three.out_sizes[1:], *three.kernel[1:],
+        x, G, grads, O, K, of_each,
+        *three.x_strides, *G.stride(), *three.x_sizes, *three.out_sizes, *three.kernel[1:],
         *three.stride, *three.padding, *three.dilation,
         blocks_o, blocks_k,
-        CHANNELS_LAST=channels_last, WIDE=_is_wide(three, G), BLOCK_O=block_o, BLOCK_K=block_k,
-        BLOCK_T=block_t,
+        WHOLE=whole, WIDE=_is_wide(three, G), BLOCK_O=block_o, BLOCK_K=block_k, BLOCK_W=block_w,
         num_warps=4,
     )  # fmt: skip
     return grads
