@@ -38,8 +38,8 @@ SHAPES: dict[str, tuple[Geometry, tuple[int, ...], int, bool, bool]] = {
     "whole, last": (Geometry((1, 2), (1, 1), (0, 1), (1, 1), 1), (16, 4, 3), 24, LAST, LAST),
     "1 x 1, whole": (Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1), (8, 4, 4), 16, PLAIN, PLAIN),
     "one position": (Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1), (4, 3, 3), 5, LAST, LAST),
-    "depthwise": (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 6), (6, 7, 9), 6, PLAIN, PLAIN),
-    "depthwise, last": (Geometry((3, 5), (1, 2), (1, 2), (2, 1), 5), (5, 9, 8), 10, LAST, LAST),
+    "depthwise": (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 6), (6, 4, 4), 6, PLAIN, PLAIN),
+    "depthwise, last": (Geometry((3, 5), (1, 2), (1, 2), (2, 1), 5), (5, 4, 19), 10, LAST, LAST),
     "depthwise, whole": (
         Geometry((5, 4), (2, 1), (2, 1), (1, 1), 16),
         (16, 5, 4),
