@@ -31,7 +31,7 @@ KERNELS = 15
     "names",
     [
         ["wrn-16-4", "bert-base", "dpt"],
-        pytest.param(["unet", "resnet50-gn", "gpt2-small-shaped"], marks=pytest.mark.slow),
+        pytest.param(["unet", "resnet50-gn", "convnext-t"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

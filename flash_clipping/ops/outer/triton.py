@@ -29,7 +29,7 @@ slower, but it reads its operands less often; whole steps of large layers, which
 limit, were measured to be faster."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "T", "tiles_p", "tiles_d"])
 def _outer_kernel(
     A_ptr, G_ptr, out_ptr, partial_ptr,
     B, T, d, p, A_stride_b, A_stride_t, G_stride_b, G_stride_t, tiles_p, tiles_d,
