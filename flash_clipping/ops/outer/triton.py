@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.launches import has_gluon, launch
 from flash_clipping.ops.runtime.tables import Table, firsts_of
 from flash_clipping.ops.runtime.tiles import load_tile, rounded, sum_by_warp, tile_in_groups
 
@@ -127,11 +127,38 @@ def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: boo
     return Config(block_p, block_d)
 
 
+def _fills_ring(A_BTd: Tensor, d: int, p: int) -> bool:
+    """Whether the kernel for Hopper serves: its tiles, 128 x 256, are no more than those of 128."""
+    if A_BTd.dtype == torch.float32 or not tiles.is_hopper(A_BTd.device) or not has_gluon():
+        return False
+    return p > 64 and d % 8 == 0 and tiles.cdiv(d, 256) * 2 == tiles.cdiv(d, 128)
+
+
+def _in_ring(A_BTd: Tensor, G_BTp: Tensor) -> tuple[Tensor, Tensor]:
+    from flash_clipping.ops.outer import hopper  # not every Triton can
+
+    B, T, d = A_BTd.shape
+    p = G_BTp.shape[-1]
+    per_sample = tiles.cdiv(p, hopper.BLOCK.value) * tiles.cdiv(d, hopper.BLOCK_D.value)
+    grads_Bpd = A_BTd.new_empty((B, p, d))
+    partial = A_BTd.new_empty((B, per_sample * hopper.PARTS.value), dtype=torch.float32)
+    launch(
+        hopper._outer_ring_kernel, min(B * per_sample, tiles.sm_count(A_BTd.device)),
+        A_BTd, G_BTp, grads_Bpd, partial, B, T, d, p, *A_BTd.stride()[:2], *G_BTp.stride()[:2],
+        B * per_sample,
+        DTYPE=tiles.TL_DTYPE[A_BTd.dtype],
+        workspace=True, num_warps=4,
+    )  # fmt: skip
+    return partial, grads_Bpd
+
+
 def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
     A_BTd, G_BTp = tiles.with_unit_stride(A_BTd), tiles.with_unit_stride(G_BTp)
     B, T, d = A_BTd.shape
     p = G_BTp.shape[-1]
     tma = tiles.has_tma(A_BTd.device) and tiles.fits_tma(A_BTd, G_BTp)
+    if store and tma and _fills_ring(A_BTd, d, p):
+        return _in_ring(A_BTd, G_BTp)
     config = config_for(A_BTd.dtype, T, d, p, store, tma)
     tma_store = store and tma and p % config.block_p == 0 and d * A_BTd.element_size() % 16 == 0
     tiles_p, tiles_d = tiles.cdiv(p, config.block_p), tiles.cdiv(d, config.block_d)

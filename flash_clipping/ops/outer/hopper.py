@@ -1,0 +1,177 @@
+"""Per-sample gradients on Hopper: formed, squared and kept, by
+:mod:`flash_clipping.ops.runtime.ring`.
+
+A sample's gradient is one product, so a group of warps has one accumulator, of 64 x 256. What a
+tile's end takes (rounding, squaring, storing) is not under way on both groups at one time: the
+second begins some steps behind the first, and stays behind it, so that one of them multiplies.
+
+B samples, T positions, d input features, p output features.
+"""
+
+# mypy: disable-error-code="name-defined"
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flash_clipping.ops.runtime.ring import (
+    BLOCK,
+    HALF,
+    barriers,
+    load_async,
+    release,
+    wait_loaded,
+    wait_released,
+)
+from flash_clipping.ops.runtime.tiles import rounded, sum_by_warp, tile_in_groups
+
+store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # to 3.7
+
+BLOCK_D = gl.constexpr(256)
+BLOCK_T = gl.constexpr(64)
+STAGES = gl.constexpr(4)
+BEHIND = gl.constexpr(2)
+"""Steps that the second group of warps is behind the first."""
+GROUP = gl.constexpr(8)
+PARTS = gl.constexpr(8)
+"""Squared norms that a tile leaves, one for each warp that multiplies."""
+WIDE_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+
+
+@gluon.jit
+def _place(tile, sizes):
+    """Sample, first row and first column of a tile."""
+    _, _, d, p = sizes
+    tiles_p, tiles_d = gl.cdiv(p, BLOCK), gl.cdiv(d, BLOCK_D)
+    b = tile // (tiles_p * tiles_d)
+    row, column = tile_in_groups(tile % (tiles_p * tiles_d), tiles_p, tiles_d, GROUP)
+    return b, row * BLOCK, column * BLOCK_D
+
+
+@gluon.jit
+def _load(operands, sizes, count, ring):
+    """One warp loads the operands of every step; positions past a sample's last are zero."""
+    A_ptr, G_ptr, A_strides, G_strides = operands
+    B, T, d, p = sizes
+    A_tiles, G_tiles, full, empty = ring
+    A = tma.make_tensor_descriptor(
+        A_ptr, [B, T, d], [A_strides[0], A_strides[1], 1],
+        [1, BLOCK_T, BLOCK_D], A_tiles.type.layout,
+    )  # fmt: skip
+    G = tma.make_tensor_descriptor(
+        G_ptr, [B, T, p], [G_strides[0], G_strides[1], 1],
+        [1, BLOCK_T, HALF], G_tiles.type.layout,
+    )  # fmt: skip
+    size: gl.constexpr = BLOCK_T * (BLOCK + BLOCK_D) * (A_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    step = 0
+    for tile in range(gl.program_id(0), count, gl.num_programs(0)):
+        b, p0, d0 = _place(tile, sizes)
+        for t in range(0, T, BLOCK_T):
+            stage = step % STAGES
+            loaded = full.index(stage)
+            wait_released(step, empty, STAGES)
+            mbarrier.expect(loaded, size)
+            load_async(G, [b, t, p0], loaded, G_tiles.index(2 * stage))
+            load_async(A, [b, t, d0], loaded, A_tiles.index(stage))
+            load_async(G, [b, t, p0 + HALF], loaded, G_tiles.index(2 * stage + 1))
+            step += 1
+
+
+@gluon.jit
+def _keep(out, place, half, buffer):
+    """Round half of the columns and store them; the sums of their squares as they are kept."""
+    b, row, column = place
+    kept = rounded(half, out.dtype, True)
+    tma.store_wait(0)  # of this buffer
+    buffer.reshape([HALF, BLOCK]).store(kept)
+    fence_async_shared()
+    store_async(out, [b, row, column], buffer)
+    squares = kept.to(gl.float32)
+    return squares * squares
+
+
+@gluon.jit
+def _multiply(results, sizes, count, ring, begun, buffers, WHICH: gl.constexpr):
+    """Four warps: one half of the rows of every tile of this program."""
+    out_ptr, partial_ptr = results
+    B, T, d, p = sizes
+    A_tiles, G_tiles, full, empty = ring
+    stride_b = p.to(gl.int64) * d
+    buffer = buffers.index(WHICH)
+    out = tma.make_tensor_descriptor(
+        out_ptr, [B, p, d], [stride_b, d, 1], [1, HALF, BLOCK], buffers.type.layout
+    )
+    steps = gl.cdiv(T, BLOCK_T)
+    if WHICH == 1 and BEHIND > 0:
+        mbarrier.wait(begun, 0)
+    step = 0
+    for tile in range(gl.program_id(0), count, gl.num_programs(0)):
+        b, p0, d0 = _place(tile, sizes)
+        product = gl.zeros([HALF, BLOCK_D], gl.float32, WIDE_MMA)
+        end = step + steps
+        while step < end:
+            stage = step % STAGES
+            wait_loaded(step, full, STAGES)
+            g = G_tiles.index(2 * stage + WHICH).reshape([BLOCK_T, HALF]).permute((1, 0))
+            a = A_tiles.index(stage).reshape([BLOCK_T, BLOCK_D])
+            product = warpgroup_mma(g, a, product, is_async=True)
+            product = warpgroup_mma_wait(1, deps=[product])
+            if step > end - steps:
+                release(step - 1, empty, STAGES)
+            step += 1
+            if WHICH == 0:
+                if step == gl.minimum(steps, BEHIND):
+                    mbarrier.arrive(begun)
+        product = warpgroup_mma_wait(0, deps=[product])
+        release(step - 1, empty, STAGES)
+        halves = product.reshape([HALF, 2, BLOCK]).permute((0, 2, 1))
+        left, right = gl.split(halves)
+        row = p0 + WHICH * HALF
+        squares = _keep(out, (b, row, d0), left, buffer)
+        squares += _keep(out, (b, row, d0 + BLOCK), right, buffer)
+        sums = sum_by_warp(squares, HALF, PARTS // 2)
+        parts = tile * PARTS + WHICH * (PARTS // 2) + gl.arange(0, PARTS // 2, sums.type.layout)
+        gl.store(partial_ptr + parts, sums)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("B", "T", "d", "p", "A_stride_b", "A_stride_t", "G_stride_b", "G_stride_t", "count"),
+    ]
+)
+def _outer_ring_kernel(
+    A_ptr, G_ptr, out_ptr, partial_ptr,
+    B, T, d, p, A_stride_b, A_stride_t, G_stride_b, G_stride_t, count,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """``triton._outer_kernel`` for gradients that are kept, of operands of one 16-bit ``DTYPE`` in
+    rows on 16 bytes; launched with ``num_warps=4``."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 3)
+    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, BLOCK_D], layout)
+    G_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 1, BLOCK_T, HALF], layout)
+    buffers = gl.allocate_shared_memory(DTYPE, [2, 1, HALF, BLOCK], layout)
+    full, empty = barriers(STAGES)
+    begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(begun, 1)
+    fence_async_shared()
+    ring = (A_tiles, G_tiles, full, empty)
+    sizes = (B, T, d, p)
+    operands = (A_ptr, G_ptr, (A_stride_b, A_stride_t), (G_stride_b, G_stride_t))
+    results = (out_ptr, partial_ptr)
+    gl.warp_specialize(
+        [
+            (_multiply, (results, sizes, count, ring, begun, buffers, 0)),
+            (_multiply, (results, sizes, count, ring, begun, buffers, 1)),
+            (_load, (operands, sizes, count, ring)),
+        ],
+        [4, 1],  # warps of the second and third, and registers of each of their threads
+        [240, 24],
+    )
