@@ -28,6 +28,8 @@ What is released as it was measured needs no bound: stored gradients, biases, no
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,9 @@ other operand may be large enough for its product to count; times any CANCELLATI
 SLACK = 5e-5
 """How far the bound may lie below the norm of what is released, relative to it; in float64 it does
 not, as there ordinary samples are raised by nothing that could be seen."""
+
+
+TRUNCATED = 21 * 2.0**-25
 
 
 def spread(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
@@ -66,6 +71,27 @@ def cancellation(device_type: str, dtype: torch.dtype) -> float:
 def doubt(spread_B: Tensor) -> Tensor:
     """The error bound of squared norms of samples with this spread, ``CANCELLATION · spread²``."""
     return spread_B.square().mul_(cancellation(spread_B.device.type, spread_B.dtype))
+
+
+def gram_doubt(
+    spread_B: Tensor, AA_sq_B: Tensor, GG_sq_B: Tensor, T: int, promoted: int
+) -> Tensor:
+    """The error bound of squared norms from Gram matrices by tensor cores.
+
+    Args:
+        AA_sq_B, GG_sq_B: squared Frobenius norms of ``A Aᵀ`` and ``G Gᵀ`` of every sample.
+        T: positions.
+        promoted: features that tensor cores add up before a sum that rounds.
+    """
+    lost = TRUNCATED * -(-promoted // 16)
+    spread_sq_B = spread_B.square()
+    # Squares of entries below 2**-63 may be lost: at most T² of them.
+    AA_B, GG_B = (x.sqrt().add_(T * 2.0**-62) for x in (AA_sq_B, GG_sq_B))
+    overlap_B = AA_B.mul_(GG_B)
+    measured = torch.fmin(overlap_B * (2 * lost * math.sqrt(T)), spread_sq_B * (2 * lost))
+    released = TRUNCATED * -(-T // 16)
+    share = released**2 / (2 * SLACK)
+    return measured + torch.fmin(overlap_B.mul_(2 * share), spread_sq_B.mul_(share))
 
 
 def upper_bound(norm: Tensor, doubt: Tensor | None) -> Tensor:

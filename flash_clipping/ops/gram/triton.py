@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.certificate import FLOOR, doubt
+from flash_clipping.ops.certificate import FLOOR, gram_doubt
 from flash_clipping.ops.gram.table import Launch, launches_of
 from flash_clipping.ops.gram.tiles import RING, Config, sample_of, tile_of
 from flash_clipping.ops.runtime import tiles
@@ -76,8 +76,8 @@ def _operand_tile(
 
 @triton.jit
 def _group_tile(
-    inputs_ptr, layers_ptr, weight_ptr, spread_ptr,
-    group, b, slot, slots, B, T, i0, j0,
+    inputs_ptr, layers_ptr, sums_ptr, spread_ptr,
+    group, b, slot, slots, B, T, i0, j0, plane,
     BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, A_DTYPE: tl.constexpr,
     G_DTYPE: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
     DIAGONAL: tl.constexpr, PARTS: tl.constexpr, A_PRECISION: tl.constexpr,
@@ -93,19 +93,21 @@ def _group_tile(
         A_ptr, A_stride, T, d, i0, j0,
         BLOCK, BLOCK_F, PROMOTE, TMA, DIAGONAL, A_PRECISION,
     )  # fmt: skip
+    TIMES: tl.constexpr = 1 if DIAGONAL else 2  # below it, for the tile above it as well
+    AA_sq = sum_by_warp(AA * AA, BLOCK, PARTS) * TIMES
     if DIAGONAL:
         on_diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
         A_sq = tl.sum(tl.where(on_diagonal, AA, 0.0), 1) + d * ROW_FLOOR
-    else:
-        AA *= 2  # a tile below the diagonal stands for the one above it as well
     for layer in range(first, first + layers):
         G_ptr, G_stride, p = sample_of(layers_ptr + layer * 4, b, G_DTYPE, ALIGNED, WHOLE)
         GG = _operand_tile(
             G_ptr, G_stride, T, p, i0, j0,
             BLOCK, BLOCK_F, PROMOTE, TMA, DIAGONAL, G_PRECISION,
         )  # fmt: skip
-        out = ((layer * B + b) * slots + slot) * PARTS + tl.arange(0, PARTS)
-        tl.store(weight_ptr + out, sum_by_warp(AA * GG, BLOCK, PARTS))
+        out = sums_ptr + ((layer * B + b) * slots + slot) * PARTS + tl.arange(0, PARTS)
+        tl.store(out, sum_by_warp(AA * GG, BLOCK, PARTS) * TIMES)
+        tl.store(out + plane, AA_sq)
+        tl.store(out + 2 * plane, sum_by_warp(GG * GG, BLOCK, PARTS) * TIMES)
         if DIAGONAL:
             G_sq = tl.sum(tl.where(on_diagonal, GG, 0.0), 1) + p * ROW_FLOOR
             parts = tl.reshape(tl.sqrt(A_sq * G_sq), (PARTS, BLOCK // PARTS))
@@ -115,8 +117,8 @@ def _group_tile(
 
 @triton.jit
 def _gram_kernel(
-    inputs_ptr, layers_ptr, weight_ptr, spread_ptr,
-    groups, B, T, rows,
+    inputs_ptr, layers_ptr, sums_ptr, spread_ptr,
+    groups, B, T, rows, plane,
     BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr,
     A_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr, PARTS: tl.constexpr, A_PRECISION: tl.constexpr, G_PRECISION: tl.constexpr,
@@ -131,15 +133,15 @@ def _gram_kernel(
         i, j = tile_of(slot, rows, GROUP)
         if i == j:
             _group_tile(
-                inputs_ptr, layers_ptr, weight_ptr, spread_ptr, group, b, slot, slots, B, T,
-                i * BLOCK, j * BLOCK,
+                inputs_ptr, layers_ptr, sums_ptr, spread_ptr, group, b, slot, slots, B, T,
+                i * BLOCK, j * BLOCK, plane,
                 BLOCK, BLOCK_F, PROMOTE, A_DTYPE, G_DTYPE, TMA, ALIGNED, WHOLE, True, PARTS,
                 A_PRECISION, G_PRECISION,
             )  # fmt: skip
         else:
             _group_tile(
-                inputs_ptr, layers_ptr, weight_ptr, spread_ptr, group, b, slot, slots, B, T,
-                i * BLOCK, j * BLOCK,
+                inputs_ptr, layers_ptr, sums_ptr, spread_ptr, group, b, slot, slots, B, T,
+                i * BLOCK, j * BLOCK, plane,
                 BLOCK, BLOCK_F, PROMOTE, A_DTYPE, G_DTYPE, TMA, ALIGNED, WHOLE, False, PARTS,
                 A_PRECISION, G_PRECISION,
             )  # fmt: skip
@@ -188,9 +190,10 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
     rows = tiles.cdiv(T, config.block)
     slots = rows * (rows + 1) // 2
     parts = config.num_warps
-    partial = torch.empty((layers, B, slots * parts), dtype=torch.float32, device=device)
+    partial = torch.empty((3, layers, B, slots * parts), dtype=torch.float32, device=device)
     spread = torch.empty((layers, B, rows * parts), dtype=torch.float32, device=device)
-    arguments = (table, table[6 * groups :], partial, spread, groups, B, T, rows)
+    plane = layers * B * slots * parts
+    arguments = (table, table[6 * groups :], partial, spread, groups, B, T, rows, plane)
     programs = min(groups * B * slots, tiles.sm_count(device))
     if config is RING:
         from flash_clipping.ops.gram.hopper import _gram_ring_kernel  # not every Triton can
@@ -210,4 +213,5 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
             workspace=config.tma, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     work.held = []
-    return partial.sum(-1), doubt(spread.sum(-1))
+    sq_RB, AA_sq_RB, GG_sq_RB = partial.sum(-1)
+    return sq_RB, gram_doubt(spread.sum(-1), AA_sq_RB, GG_sq_RB, T, config.promote * config.block_f)
