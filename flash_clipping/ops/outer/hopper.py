@@ -30,15 +30,15 @@ from flash_clipping.ops.runtime.ring import (
     wait_loaded,
     wait_released,
 )
-from flash_clipping.ops.runtime.tiles import rounded, sum_by_warp, tile_in_groups
+from flash_clipping.ops.runtime.tiles import sum_by_warp, tile_in_groups
 
 store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # to 3.7
 
 BLOCK_D = gl.constexpr(256)
 BLOCK_T = gl.constexpr(64)
 STAGES = gl.constexpr(4)
-BEHIND = gl.constexpr(2)
-"""Steps that the second group of warps is behind the first."""
+EACH = gl.constexpr(64)
+"""Columns that are rounded and stored at one time."""
 GROUP = gl.constexpr(8)
 PARTS = gl.constexpr(8)
 """Squared norms that a tile leaves, one for each warp that multiplies."""
@@ -69,7 +69,9 @@ def _load(operands, sizes, count, ring):
         G_ptr, [B, T, p], [G_strides[0], G_strides[1], 1],
         [1, BLOCK_T, HALF], G_tiles.type.layout,
     )  # fmt: skip
-    size: gl.constexpr = BLOCK_T * (BLOCK + BLOCK_D) * (A_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    size: gl.constexpr = (
+        BLOCK_T * (BLOCK + BLOCK_D) * (A_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    )
     step = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
         b, p0, d0 = _place(tile, sizes)
@@ -85,37 +87,86 @@ def _load(operands, sizes, count, ring):
 
 
 @gluon.jit
-def _keep(out, place, half, buffer):
-    """Round half of the columns and store them; the sums of their squares as they are kept."""
-    b, row, column = place
-    kept = rounded(half, out.dtype, True)
-    tma.store_wait(0)  # of this buffer
-    buffer.reshape([HALF, BLOCK]).store(kept)
-    fence_async_shared()
-    store_async(out, [b, row, column], buffer)
-    squares = kept.to(gl.float32)
-    return squares * squares
+def _halves(tile):
+    """Left and right columns of a tile."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    return gl.split(tile.reshape([rows, 2, columns // 2]).permute((0, 2, 1)))
 
 
 @gluon.jit
-def _multiply(results, sizes, count, ring, begun, buffers, WHICH: gl.constexpr):
+def _in_pairs(tile, DTYPE: gl.constexpr):
+    """A tile rounded, two columns in a word: half of the registers, by half of the instructions."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    even, odd = gl.split(tile.reshape([rows, columns // 2, 2]))
+    name: gl.constexpr = "bf16" if DTYPE.is_bf16() else "f16"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + name + "x2.f32 $0, $2, $1;", "=r,r,r", [even, odd],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _squares(pairs, DTYPE: gl.constexpr):
+    """The sum of the squares of both numbers of a word."""
+    name: gl.constexpr = "bf16" if DTYPE.is_bf16() else "f16"
+    even, odd = gl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32." + name + " $0, low; cvt.f32."
+        + name + " $1, high; }", "=r,=r,r", [pairs],
+        dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return even * even + odd * odd
+
+
+@gluon.jit
+def _store(out, b, row, column, pairs, buffer):
+    """Store some columns; the squares of what is stored."""
+    words: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    tma.store_wait(1)  # of this buffer
+    buffer._reinterpret(gl.int32, [HALF, EACH // 2], words).store(pairs)
+    fence_async_shared()
+    store_async(out, [b, row, column], buffer)
+    return _squares(pairs, out.dtype)
+
+
+@gluon.jit
+def _keep(out, partial_ptr, kept, tile, place, buffers, WHICH: gl.constexpr):
+    """Store half of the rows of a tile, and a part of the squared norm for each warp."""
+    b, p0, d0 = place
+    row = p0 + WHICH * HALF
+    one, other = buffers.index(2 * WHICH), buffers.index(2 * WHICH + 1)
+    left, right = _halves(kept)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    squares = _store(out, b, row, d0, first, one)
+    squares += _store(out, b, row, d0 + EACH, second, other)
+    squares += _store(out, b, row, d0 + 2 * EACH, third, one)
+    squares += _store(out, b, row, d0 + 3 * EACH, fourth, other)
+    sums = sum_by_warp(squares, HALF, PARTS // 2)
+    parts = tile * PARTS + WHICH * (PARTS // 2) + gl.arange(0, PARTS // 2, sums.type.layout)
+    gl.store(partial_ptr + parts, sums)
+
+
+@gluon.jit
+def _multiply(results, sizes, count, ring, buffers, WHICH: gl.constexpr):
     """Four warps: one half of the rows of every tile of this program."""
     out_ptr, partial_ptr = results
     B, T, d, p = sizes
     A_tiles, G_tiles, full, empty = ring
     stride_b = p.to(gl.int64) * d
-    buffer = buffers.index(WHICH)
     out = tma.make_tensor_descriptor(
-        out_ptr, [B, p, d], [stride_b, d, 1], [1, HALF, BLOCK], buffers.type.layout
+        out_ptr, [B, p, d], [stride_b, d, 1], [1, HALF, EACH], buffers.type.layout
     )
-    steps = gl.cdiv(T, BLOCK_T)
-    if WHICH == 1 and BEHIND > 0:
-        mbarrier.wait(begun, 0)
+    # The tile before, rounded, and where it belongs.
+    kept = _in_pairs(gl.zeros([HALF, BLOCK_D], gl.float32, WIDE_MMA), out.dtype)
+    before = gl.to_tensor(0)
+    place = (before, before, before)
     step = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        b, p0, d0 = _place(tile, sizes)
         product = gl.zeros([HALF, BLOCK_D], gl.float32, WIDE_MMA)
-        end = step + steps
+        begin = step
+        end = step + gl.cdiv(T, BLOCK_T)
         while step < end:
             stage = step % STAGES
             wait_loaded(step, full, STAGES)
@@ -123,22 +174,17 @@ def _multiply(results, sizes, count, ring, begun, buffers, WHICH: gl.constexpr):
             a = A_tiles.index(stage).reshape([BLOCK_T, BLOCK_D])
             product = warpgroup_mma(g, a, product, is_async=True)
             product = warpgroup_mma_wait(1, deps=[product])
-            if step > end - steps:
+            if step > begin:
                 release(step - 1, empty, STAGES)
+            elif step > 0:  # the tensor cores are at work; now what they did before
+                _keep(out, partial_ptr, kept, before, place, buffers, WHICH)
             step += 1
-            if WHICH == 0:
-                if step == gl.minimum(steps, BEHIND):
-                    mbarrier.arrive(begun)
+        before = tile
+        place = _place(tile, sizes)
         product = warpgroup_mma_wait(0, deps=[product])
         release(step - 1, empty, STAGES)
-        halves = product.reshape([HALF, 2, BLOCK]).permute((0, 2, 1))
-        left, right = gl.split(halves)
-        row = p0 + WHICH * HALF
-        squares = _keep(out, (b, row, d0), left, buffer)
-        squares += _keep(out, (b, row, d0 + BLOCK), right, buffer)
-        sums = sum_by_warp(squares, HALF, PARTS // 2)
-        parts = tile * PARTS + WHICH * (PARTS // 2) + gl.arange(0, PARTS // 2, sums.type.layout)
-        gl.store(partial_ptr + parts, sums)
+        kept = _in_pairs(product, out.dtype)
+    _keep(out, partial_ptr, kept, before, place, buffers, WHICH)
     tma.store_wait(0)
 
 
@@ -157,19 +203,16 @@ def _outer_ring_kernel(
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 3)
     A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, BLOCK_D], layout)
     G_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 1, BLOCK_T, HALF], layout)
-    buffers = gl.allocate_shared_memory(DTYPE, [2, 1, HALF, BLOCK], layout)
+    buffers = gl.allocate_shared_memory(DTYPE, [4, 1, HALF, EACH], layout)
     full, empty = barriers(STAGES)
-    begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(begun, 1)
-    fence_async_shared()
     ring = (A_tiles, G_tiles, full, empty)
     sizes = (B, T, d, p)
     operands = (A_ptr, G_ptr, (A_stride_b, A_stride_t), (G_stride_b, G_stride_t))
     results = (out_ptr, partial_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (results, sizes, count, ring, begun, buffers, 0)),
-            (_multiply, (results, sizes, count, ring, begun, buffers, 1)),
+            (_multiply, (results, sizes, count, ring, buffers, 0)),
+            (_multiply, (results, sizes, count, ring, buffers, 1)),
             (_load, (operands, sizes, count, ring)),
         ],
         [4, 1],  # warps of the second and third, and registers of each of their threads
