@@ -20,7 +20,13 @@ from flash_clipping.ops.segments import (
     segment_sums,
     sums_of_tokens,
 )
-from tests.ops.cases import Case, every_case, every_case_interpreted_once, relative_error
+from tests.ops.cases import (
+    Case,
+    every_case,
+    every_case_interpreted_once,
+    relative_error,
+    worst_relative_error,
+)
 
 #: Samples, groups, rows; and how samples and groups are spread over the rows.
 SPREADS = {
@@ -170,6 +176,8 @@ def test_lengths_about_a_block(sizes: tuple[int, int], case: Case) -> None:
     lengths_N = A.cpu().double().norm(dim=1) * G.cpu().double().norm(dim=1)
     spread_S.index_add_(0, group_N * 4 + sample_N, lengths_N)
     known_S = spread_S.square() * certificate.cancellation(case.device, sq_S.dtype)
+    if case.backend == "triton":  # by Gram matrices of tensor cores
+        known_S *= 6
     assert relative_error(doubt_S, known_S) <= 1e-4
     expected = grads.flatten(2).square().sum(2).flatten()
     error = ((sq_S.cpu().double() - expected).abs() / expected.clamp(min=1e-9)).max()
@@ -203,9 +211,8 @@ def test_what_is_dropped_adds_nothing(case: Case) -> None:
 
 
 def test_rows_that_cancel_are_bounded() -> None:
-    """What is measured of rows that nearly cancel may be rounding alone: the bound holds."""
+    """In fp32 what is measured of rows that nearly cancel would be rounding alone."""
     torch.manual_seed(0)
-    small = 0
     for _ in range(200):
         a, g = torch.randn(1, 40), torch.randn(1, 40)
         A = torch.cat([a, a + 1e-6 * torch.randn(1, 40), torch.randn(1, 40)])
@@ -218,8 +225,10 @@ def test_rows_that_cancel_are_bounded() -> None:
         norms_B = factor.sqnorms("torch").clamp(min=0).sqrt()
         doubt_B = factor.doubt("torch")
         assert (upper_bound(norms_B, doubt_B) >= released_B * (1 - 1e-4)).all()
-        small += int(norms_B[0] < 0.9 * released_B[0])
-    assert small > 5  # of these, the measured norm alone would not have been enough
+        wide = A.double(), G.double()
+        grads = torch.stack([wide[1][i:j].mT @ wide[0][i:j] for i, j in ((0, 2), (2, 3))])
+        # The spread is 1e6 times the norm, of which float64 holds the square.
+        assert worst_relative_error(norms_B, grads.flatten(1).norm(dim=1)) <= 1e-3
 
 
 def test_rows_of_two_uses() -> None:

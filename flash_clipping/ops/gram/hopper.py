@@ -159,7 +159,7 @@ def _multiply(table, grid, results, ring, WHICH: gl.constexpr):
     """Four warps: one half of the rows of every tile of this program."""
     inputs_ptr, layers_ptr = table
     items, B, rows = grid
-    sums_ptr, spread_ptr, plane = results
+    sums_ptr, plane = results
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, first, layers, b, slot, i, j = _item(item, inputs_ptr, B, rows)
@@ -176,16 +176,17 @@ def _multiply(table, grid, results, ring, WHICH: gl.constexpr):
             _store(out_ptr, gl.sum(AA * GG, 1), times, WHICH)
             _store(out_ptr + plane, AA_sq, times, WHICH)
             _store(out_ptr + 2 * plane, gl.sum(GG * GG, 1), times, WHICH)
+            spread = gl.zeros_like(A_sq)
             if i == j:
                 spread = gl.sqrt(A_sq * _squared_rows(GG, p, WHICH))
-                _store(spread_ptr + ((layer * B + b) * rows + i) * PARTS, spread, 1.0, WHICH)
+            _store(out_ptr + 3 * plane, spread, 1.0, WHICH)
 
 
 # Sizes are not compiled in: there is nothing to gain, and where it knows that all tiles lie on the
 # diagonal, Triton 3.6 fails.
 @gluon.jit(do_not_specialize=["groups", "B", "T", "rows", "plane"])
 def _gram_ring_kernel(
-    inputs_ptr, layers_ptr, sums_ptr, spread_ptr,
+    inputs_ptr, layers_ptr, sums_ptr,
     groups, B, T, rows, plane,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
@@ -197,7 +198,7 @@ def _gram_ring_kernel(
     ring = (tiles, full, empty)
     table = (inputs_ptr, layers_ptr)
     grid = (groups * B * (rows * (rows + 1) // 2), B, rows)
-    results = (sums_ptr, spread_ptr, plane)
+    results = (sums_ptr, plane)
     gl.warp_specialize(
         [
             (_multiply, (table, grid, results, ring, 0)),

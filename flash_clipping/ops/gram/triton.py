@@ -76,7 +76,7 @@ def _operand_tile(
 
 @triton.jit
 def _group_tile(
-    inputs_ptr, layers_ptr, sums_ptr, spread_ptr,
+    inputs_ptr, layers_ptr, sums_ptr,
     group, b, slot, slots, B, T, i0, j0, plane,
     BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, A_DTYPE: tl.constexpr,
     G_DTYPE: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
@@ -111,13 +111,14 @@ def _group_tile(
         if DIAGONAL:
             G_sq = tl.sum(tl.where(on_diagonal, GG, 0.0), 1) + p * ROW_FLOOR
             parts = tl.reshape(tl.sqrt(A_sq * G_sq), (PARTS, BLOCK // PARTS))
-            out = ((layer * B + b) * tl.cdiv(T, BLOCK) + i0 // BLOCK) * PARTS + tl.arange(0, PARTS)
-            tl.store(spread_ptr + out, tl.sum(parts, 1))
+            tl.store(out + 3 * plane, tl.sum(parts, 1))
+        else:
+            tl.store(out + 3 * plane, tl.zeros((PARTS,), tl.float32))
 
 
 @triton.jit
 def _gram_kernel(
-    inputs_ptr, layers_ptr, sums_ptr, spread_ptr,
+    inputs_ptr, layers_ptr, sums_ptr,
     groups, B, T, rows, plane,
     BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr,
     A_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
@@ -133,14 +134,14 @@ def _gram_kernel(
         i, j = tile_of(slot, rows, GROUP)
         if i == j:
             _group_tile(
-                inputs_ptr, layers_ptr, sums_ptr, spread_ptr, group, b, slot, slots, B, T,
+                inputs_ptr, layers_ptr, sums_ptr, group, b, slot, slots, B, T,
                 i * BLOCK, j * BLOCK, plane,
                 BLOCK, BLOCK_F, PROMOTE, A_DTYPE, G_DTYPE, TMA, ALIGNED, WHOLE, True, PARTS,
                 A_PRECISION, G_PRECISION,
             )  # fmt: skip
         else:
             _group_tile(
-                inputs_ptr, layers_ptr, sums_ptr, spread_ptr, group, b, slot, slots, B, T,
+                inputs_ptr, layers_ptr, sums_ptr, group, b, slot, slots, B, T,
                 i * BLOCK, j * BLOCK, plane,
                 BLOCK, BLOCK_F, PROMOTE, A_DTYPE, G_DTYPE, TMA, ALIGNED, WHOLE, False, PARTS,
                 A_PRECISION, G_PRECISION,
@@ -154,7 +155,7 @@ def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
         return RING
     if dtype == torch.float32:  # three TF32 products of 8 features for one of 16
         return Config(block_f=32, promote=2, num_stages=3, tma=tma)
-    return Config() if tma else Config(block_f=32, promote=32, num_stages=3, tma=False)
+    return Config() if tma else Config(block_f=32, promote=8, num_stages=3, tma=False)
 
 
 def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
@@ -167,19 +168,19 @@ def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[Sqnor
             work.read(groups)
     blocks = []
     for work in launches:
-        sq_RB, doubt_RB = launch_gram(work)
         # Slices of one layer give orthogonal parts of its gradient: squares add up.
-        blocks.append(SqnormBlock(work.order, work.of_layers(sq_RB), work.of_layers(doubt_RB)))
+        blocks.append(SqnormBlock(work.order, *map(work.of_layers, launch_gram(work))))
     if memo is not None and not any([work.copied for work in launches]):
         memo["launches"] = launches
     return blocks
 
 
-def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Tensor]:
+def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """One launch for groups of one kind; ``config`` is open to benchmarks.
 
     Returns:
-        Squared norms and what rounding may hide of them, ``[R, B]`` each, by the table's rows.
+        Squared norms, what rounding may hide of them, and squared spreads, ``[R, B]`` each, by the
+        table's rows.
     """
     B, T, A_dtype, G_dtype, aligned, whole, device = work.kind
     tma = aligned and tiles.has_tma(device)
@@ -190,10 +191,9 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
     rows = tiles.cdiv(T, config.block)
     slots = rows * (rows + 1) // 2
     parts = config.num_warps
-    partial = torch.empty((3, layers, B, slots * parts), dtype=torch.float32, device=device)
-    spread = torch.empty((layers, B, rows * parts), dtype=torch.float32, device=device)
-    plane = layers * B * slots * parts
-    arguments = (table, table[6 * groups :], partial, spread, groups, B, T, rows, plane)
+    partial = torch.empty((4, layers, B, slots * parts), dtype=torch.float32, device=device)
+    plane = layers * B * slots * parts  # one for each kind of sum
+    arguments = (table, table[6 * groups :], partial, groups, B, T, rows, plane)
     programs = min(groups * B * slots, tiles.sm_count(device))
     if config is RING:
         from flash_clipping.ops.gram.hopper import _gram_ring_kernel  # not every Triton can
@@ -213,5 +213,12 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
             workspace=config.tma, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     work.held = []
-    sq_RB, AA_sq_RB, GG_sq_RB = partial.sum(-1)
-    return sq_RB, gram_doubt(spread.sum(-1), AA_sq_RB, GG_sq_RB, T, config.promote * config.block_f)
+    sq_RB, AA_sq_RB, GG_sq_RB, spread_RB = partial.sum(-1)
+    spread_sq_RB = spread_RB.square_()
+    promoted = config.promote * config.block_f
+    doubt_RB = gram_doubt(
+        sq_RB, spread_sq_RB, AA_sq_RB, GG_sq_RB,
+        T=T, promoted=promoted, sums=tiles.cdiv(work.widest, promoted),
+        dtype=torch.promote_types(A_dtype, G_dtype),
+    )  # fmt: skip
+    return sq_RB, doubt_RB, spread_sq_RB
