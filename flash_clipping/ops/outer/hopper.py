@@ -1,9 +1,9 @@
-"""Per-sample gradients on Hopper: formed, squared and kept, by
+"""Per-sample gradients on Hopper: formed, rounded, kept and squared, by
 :mod:`flash_clipping.ops.runtime.ring`.
 
-A sample's gradient is one product, so a group of warps has one accumulator, of 64 x 256. What a
-tile's end takes (rounding, squaring, storing) is not under way on both groups at one time: the
-second begins some steps behind the first, and stays behind it, so that one of them multiplies.
+A sample's gradient is one product, so a group of warps needs one accumulator, of 64 x 256. When it
+is complete it is rounded, two columns in a word; it is stored, squared and summed from these 64
+registers while the next tile's product is under way.
 
 B samples, T positions, d input features, p output features.
 """
@@ -24,35 +24,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_clipping.ops.runtime.ring import (
     BLOCK,
     HALF,
+    WIDE,
+    WIDE_MMA,
     barriers,
     load_async,
+    place_of,
     release,
     wait_loaded,
     wait_released,
 )
-from flash_clipping.ops.runtime.tiles import sum_by_warp, tile_in_groups
+from flash_clipping.ops.runtime.tiles import sum_by_warp
 
 store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # to 3.7
 
-BLOCK_D = gl.constexpr(256)
 BLOCK_T = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 EACH = gl.constexpr(64)
-"""Columns that are rounded and stored at one time."""
+"""Columns that are stored at one time."""
 GROUP = gl.constexpr(8)
 PARTS = gl.constexpr(8)
 """Squared norms that a tile leaves, one for each warp that multiplies."""
-WIDE_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 
 
 @gluon.jit
-def _place(tile, sizes):
+def _place(tile, d, p):
     """Sample, first row and first column of a tile."""
-    _, _, d, p = sizes
-    tiles_p, tiles_d = gl.cdiv(p, BLOCK), gl.cdiv(d, BLOCK_D)
-    b = tile // (tiles_p * tiles_d)
-    row, column = tile_in_groups(tile % (tiles_p * tiles_d), tiles_p, tiles_d, GROUP)
-    return b, row * BLOCK, column * BLOCK_D
+    each = gl.cdiv(p, BLOCK) * gl.cdiv(d, WIDE)
+    p0, d0 = place_of(tile % each, p, d, GROUP)
+    return tile // each, p0, d0
 
 
 @gluon.jit
@@ -63,18 +62,16 @@ def _load(operands, sizes, count, ring):
     A_tiles, G_tiles, full, empty = ring
     A = tma.make_tensor_descriptor(
         A_ptr, [B, T, d], [A_strides[0], A_strides[1], 1],
-        [1, BLOCK_T, BLOCK_D], A_tiles.type.layout,
+        [1, BLOCK_T, WIDE], A_tiles.type.layout,
     )  # fmt: skip
     G = tma.make_tensor_descriptor(
         G_ptr, [B, T, p], [G_strides[0], G_strides[1], 1],
         [1, BLOCK_T, HALF], G_tiles.type.layout,
     )  # fmt: skip
-    size: gl.constexpr = (
-        BLOCK_T * (BLOCK + BLOCK_D) * (A_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    )
+    size: gl.constexpr = BLOCK_T * (BLOCK + WIDE) * (A_ptr.dtype.element_ty.primitive_bitwidth // 8)
     step = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        b, p0, d0 = _place(tile, sizes)
+        b, p0, d0 = _place(tile, d, p)
         for t in range(0, T, BLOCK_T):
             stage = step % STAGES
             loaded = full.index(stage)
@@ -159,19 +156,19 @@ def _multiply(results, sizes, count, ring, buffers, WHICH: gl.constexpr):
         out_ptr, [B, p, d], [stride_b, d, 1], [1, HALF, EACH], buffers.type.layout
     )
     # The tile before, rounded, and where it belongs.
-    kept = _in_pairs(gl.zeros([HALF, BLOCK_D], gl.float32, WIDE_MMA), out.dtype)
+    kept = _in_pairs(gl.zeros([HALF, WIDE], gl.float32, WIDE_MMA), out.dtype)
     before = gl.to_tensor(0)
     place = (before, before, before)
     step = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        product = gl.zeros([HALF, BLOCK_D], gl.float32, WIDE_MMA)
+        product = gl.zeros([HALF, WIDE], gl.float32, WIDE_MMA)
         begin = step
         end = step + gl.cdiv(T, BLOCK_T)
         while step < end:
             stage = step % STAGES
             wait_loaded(step, full, STAGES)
             g = G_tiles.index(2 * stage + WHICH).reshape([BLOCK_T, HALF]).permute((1, 0))
-            a = A_tiles.index(stage).reshape([BLOCK_T, BLOCK_D])
+            a = A_tiles.index(stage).reshape([BLOCK_T, WIDE])
             product = warpgroup_mma(g, a, product, is_async=True)
             product = warpgroup_mma_wait(1, deps=[product])
             if step > begin:
@@ -180,7 +177,7 @@ def _multiply(results, sizes, count, ring, buffers, WHICH: gl.constexpr):
                 _keep(out, partial_ptr, kept, before, place, buffers, WHICH)
             step += 1
         before = tile
-        place = _place(tile, sizes)
+        place = _place(tile, d, p)
         product = warpgroup_mma_wait(0, deps=[product])
         release(step - 1, empty, STAGES)
         kept = _in_pairs(product, out.dtype)
@@ -201,7 +198,7 @@ def _outer_ring_kernel(
     """``triton._outer_kernel`` for gradients that are kept, of operands of one 16-bit ``DTYPE`` in
     rows on 16 bytes; launched with ``num_warps=4``."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 3)
-    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, BLOCK_D], layout)
+    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, WIDE], layout)
     G_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 1, BLOCK_T, HALF], layout)
     buffers = gl.allocate_shared_memory(DTYPE, [4, 1, HALF, EACH], layout)
     full, empty = barriers(STAGES)

@@ -120,7 +120,7 @@ def _in_ring(A_BTd: Tensor, G_BTp: Tensor) -> tuple[Tensor, Tensor]:
 
     B, T, d = A_BTd.shape
     p = G_BTp.shape[-1]
-    per_sample = tiles.cdiv(p, hopper.BLOCK.value) * tiles.cdiv(d, hopper.BLOCK_D.value)
+    per_sample = tiles.cdiv(p, hopper.BLOCK.value) * tiles.cdiv(d, hopper.WIDE.value)
     grads_Bpd = A_BTd.new_empty((B, p, d))
     partial = A_BTd.new_empty((B, per_sample * hopper.PARTS.value), dtype=torch.float32)
     launch(

@@ -39,10 +39,10 @@ class Machine:
 
 
 # One H200, bf16 (python -m benchmarks kernels): weight gradients at 800 TFLOP/s, copies at
-# 4.2 TB/s, outer at 0.88, 0.92, 0.98 and 1.0 of the matmul for T of 512, 1024, 2048 and 16384. With
-# the store (outer_hopper, on one H100) at 0.64, 0.77, 0.93 and 0.95 for 256 to 2048. Gram tiles at 0.93 of it where they have 4096 features
-# and 1.02 where they have 7680; less on GPUs without the warps that load (gram_hopper), for which
-# there are no numbers here.
+# 4.2 TB/s, outer at 0.88, 0.92, 0.98 and 1.0 of the matmul for T of 512, 1024, 2048 and 16384;
+# with the store (on an H100) at 0.64, 0.77, 0.93 and 0.95 for 256 to 2048. Gram tiles at 0.93 of it
+# where they have 4096 features and 1.02 where they have 7680. Less on GPUs without the warps that
+# load (gram/hopper.py, outer/hopper.py), for which there are no numbers here.
 GPU_HALF = Machine(
     flop_per_byte=190.0,
     gram_rate=1.0,
