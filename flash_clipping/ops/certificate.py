@@ -17,8 +17,8 @@ may be :data:`SLACK` too low.
 Why this covers rounding. A Gram norm adds up ``(a_t·a_s)(g_t·g_s)``. A product errs by a small part
 ε of ``‖a_t‖‖a_s‖``, so that all terms together err by up to ``2 ε spread²``. ε is not that of
 random roundings: a sample can hold one large product and a thousand that are each just too small to
-count beside it. On a CPU Gram matrices are in float64, where ε is below 2⁻⁴⁰. What tensor cores
-lose, and the tighter bound for them, is in :func:`gram_doubt`.
+count beside it. On a CPU Gram matrices are in float64, where ε is below 2⁻⁴⁰. Those of tensor cores
+have a bound of their own in place of the formula above, :func:`gram_doubt`.
 The released sum errs by some ``u·√n`` of the spread for ``n`` additions (unit roundoff
 ``u = 2⁻²⁴``; Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019); for
 every ratio of spread to norm the formula leaves 116 u of the spread, 330 u on a GPU.

@@ -3,9 +3,8 @@
 
 B samples, T positions, F features of one operand.
 
-Measured on an H200: 1.03 to 1.15 times as fast as where the same warps load and multiply at nine
-shapes, and 0.90 to 0.95 times at one, whose tiles have 15 104 features (against another run).
-Squared norms were off by up to 4e-6.
+Both matrices' tiles are finished one after the other: what the certificate needs of ``G Gᵀ`` is its
+squares. Squared norms were seen to be off by up to 8e-7.
 """
 
 # mypy: disable-error-code="name-defined"

@@ -5,10 +5,10 @@ B samples, T positions, d input features, p output features, L layers that read 
 A tile of ``A Aᵀ`` and the same tile of ``G Gᵀ`` are held in registers, multiplied and summed; only
 tiles on and below the diagonal are computed, and those on it read their rows once.
 
-Tensor cores truncate their fp32 accumulator: it loses up to 1e-7 of its value with every
-instruction, always towards zero. Measured on an H200, a squared norm comes out 1e-5 too small at a
-width of 4096 and 3e-4 at 65536, and with it the guarantee; so after every ``PROMOTE`` steps the
-accumulator is added to one that rounds, and starts again at zero (then 2e-6 at any width).
+Tensor cores truncate what they add up (:func:`flash_clipping.ops.certificate.gram_doubt`), so after
+every ``PROMOTE`` steps the accumulator is added to one that rounds, and starts again at zero. Each
+tile leaves four sums: of the squared norm, of the squares of both matrices' entries, and of the
+spread.
 
 Layers differ in their addresses and widths only, so a table in device memory names them and one
 persistent grid walks over the tiles of all: no partly filled last wave for each layer, and one
