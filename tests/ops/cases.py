@@ -110,12 +110,11 @@ def doubt_of(backend: str, A: Tensor, G: Tensor, widest: int = 1) -> Tensor:
     if backend == "torch":
         return share * spread_B.square()
     promoted = 64 if dtype == torch.float32 else 256
-    AA_sq_B, GG_sq_B = ((X @ X.mT).square().sum((1, 2)) for X in (A, G))
-    sums = -(-max(widest, A.shape[2], G.shape[2]) // promoted)
-    grads = torch.einsum("btp,btd->bpd", G, A)
+    AA, GG = A @ A.mT, G @ G.mT
     return gram_doubt(
-        grads.square().sum((1, 2)), spread_B.square(), AA_sq_B, GG_sq_B,
-        T=T, promoted=promoted, sums=sums, dtype=dtype,
+        (AA * GG).sum((1, 2)), spread_B.square(), AA.square().sum((1, 2)), GG.square().sum((1, 2)),
+        T=T, promoted=promoted, sums=-(-max(widest, A.shape[2], G.shape[2]) // promoted),
+        dtype=dtype,
     )  # fmt: skip
 
 
