@@ -78,6 +78,10 @@ class Rule(ABC):
     #: Of a rule that folds: whether it takes rows that are samples as they are, too.
     takes_samples: bool = False
 
+    def fits(self, layer: Any) -> bool:
+        """Whether the rule is for this layer of its type, as it is when the model is wrapped."""
+        return True
+
     def call(
         self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -204,7 +208,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
     children = {name for name, _ in layer.named_children()}
     for ancestor in type(layer).__mro__:
         rule = _RULES.get(ancestor) or _RULES.get(full_name(ancestor))
-        if rule is not None:
+        if rule is not None and rule.fits(layer):
             same = type(layer).forward is ancestor.forward  # type: ignore[attr-defined]
             same = same and not _computes_parameters(type(layer), ancestor)
             if rule.allows_computed and parametrize.is_parametrized(layer):
