@@ -306,8 +306,8 @@ def _refuse_unloaded(path: str, name: str, is_offloaded: bool) -> NoReturn:
     if is_offloaded:
         found = "a trainable parameter that Accelerate loads for every forward"
         advice = (
-            "Gradients of what it loads reach no parameter. Keep what is trained on its device, and "
-            "let frozen modules alone be offloaded:\n"
+            "Gradients of what it loads reach no parameter. Keep what is trained on its device; "
+            "frozen modules alone may be offloaded:\n"
             '    model = AutoModelForCausalLM.from_pretrained(name, device_map={"": 0})'
         )
     raise FlashClippingError(
