@@ -53,7 +53,7 @@ from flash_clipping.engine.unsupported import (
     refuse_unsupported,
     rounds_by_scale,
 )
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import HALVE_PARTS, FlashClippingError
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 
 
@@ -597,7 +597,11 @@ class GradSampleModuleFlashClipping(
         """What the model returns."""
         model = self._modules["_module"]  # past two ``__getattr__``
         assert model is not None
-        return model(*args, **kwargs)
+        try:
+            return model(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            error.add_note(HALVE_PARTS)
+            raise
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear the gradients of the model, as Opacus' wrapped modules do."""
