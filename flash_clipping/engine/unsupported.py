@@ -34,7 +34,7 @@ from flash_clipping._compat import (
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.distributed import is_sharded, processes_of, refuse_sharding
 from flash_clipping.errors import FlashClippingError, module_at, to_freeze_parameters
-from flash_clipping.rules.registry import full_name
+from flash_clipping.rules.registry import kinds_of
 
 # -- data parallelism ------------------------------------------------------------------------------
 
@@ -198,9 +198,12 @@ _COMPUTING_HOOKS: dict[type, str] = {
 
 #: Layers of other libraries that round rows.
 _FLOAT8 = "torchao.float8.float8_linear.Float8Linear"
+_LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 _LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
-#: How torchao may scale, and that what it scales are rows.
-_BY_ROW = "axiswise", True
+_ONE_SCALE = (
+    "by one scale for the rows of all samples: each is rounded by the largest of the others, which "
+    "no clipping can bound; expected a scale for each row"
+)
 
 #: Layers that read their parameters past any stand-in, and what to use instead.
 _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
@@ -240,7 +243,7 @@ def refuse_unsupported(root: nn.Module) -> None:
             if param is not None and param.is_meta and (param.requires_grad or not is_offloaded):
                 _refuse_unloaded(path, name, is_offloaded)
         _refuse_hooked(path, module)
-        _refuse_shared_scales(path, module)
+        _refuse_quantized(path, module)
         refuse_inside(path, module)
         if type(module) in _REPLACED_LAYERS:
             raise NotImplementedError(
@@ -316,27 +319,46 @@ def _refuse_unloaded(path: str, name: str, is_offloaded: bool) -> NoReturn:
     )
 
 
-def _refuse_shared_scales(path: str, module: nn.Module) -> None:
-    """Refuse layers of other libraries that round the rows of a batch together: by one scale for
-    all, or with columns in more bits wherever some row has a large value."""
-    where, kinds = f"{path or 'the model'} ({type(module).__name__})", type(module).__mro__
-    names = {full_name(kind) for kind in kinds}
+def _refuse_quantized(path: str, module: nn.Module) -> None:
+    """Refuse layers of other libraries that round the rows of a batch together (by one scale for
+    all, or with columns in more bits wherever some row has a large value), or lose gradients."""
+    where, names = f"{path or 'the model'} ({type(module).__name__})", kinds_of(module)
     layer: Any = module
     if _FLOAT8 in names:
-        of_rows = ["cast_config_input", "cast_config_grad_output"]
-        of_weight = [f"{name}_for_grad_weight" for name in of_rows] * layer.weight.requires_grad
-        for name in (*of_rows, *of_weight):
+        rows = ["cast_config_input", "cast_config_grad_output"]
+        of_weight = [f"{name}_for_grad_weight" for name in rows] * layer.weight.requires_grad
+        for name in (*rows, *of_weight):
             cast = getattr(layer.config, name)
             scaling = cast.scaling_granularity.value
-            if cast.scaling_type.value == "disabled" or (scaling, name in of_rows) == _BY_ROW:
-                continue
+            if cast.scaling_type.value != "disabled" and (
+                name in of_weight or scaling != "axiswise"
+            ):
+                raise NotImplementedError(
+                    f"{where}: found {name} with {scaling} scaling, {_ONE_SCALE}, and gradients of "
+                    "weights that are not rounded. Convert the model again, from nn.Linear:\n"
+                    "    convert_to_float8_training(model, config=Float8LinearConfig."
+                    'from_recipe_name("rowwise_with_gw_hp"))'
+                )
+    weight: Any = module._parameters.get("weight")
+    rounding = getattr(
+        weight, "act_quant_kwargs", None
+    )  # of what torchao's weight is multiplied by
+    granularity = type(getattr(rounding, "granularity", None)).__name__
+    if granularity == "PerTensor" and getattr(weight, "act_quant_scale", None) is None:
+        raise NotImplementedError(
+            f"{where}: found activations that are rounded with granularity={granularity}, "
+            f"{_ONE_SCALE}. Quantize the model again, from nn.Linear:\n"
+            "    quantize_(model, Int8DynamicActivationInt8WeightConfig(granularity=PerRow()))"
+        )
+    if _LINEAR_4BIT in names and weight.device.type == "cpu":
+        state = getattr(weight, "quant_state", None)
+        if layer.support_avx512bf16_for_cpu or getattr(state, "packing_format_for_cpu", False):
             raise NotImplementedError(
-                f"{where}: found {name} with {scaling} scaling, by one scale for the rows of all "
-                "samples: each is rounded by the largest of the others, which no clipping can "
-                "bound; expected a scale for each row, and gradients of weights that are not "
-                "rounded. Convert the model again, from nn.Linear:\n"
-                "    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("
-                '"rowwise_with_gw_hp"))'
+                f"{where}: found 4 bits on a CPU with AVX512-BF16, where the first call in "
+                "evaluation mode puts the weight into another order, through which no gradients "
+                "come back from then on; expected a GPU, or the order of training. Load the model "
+                "again, and before it is called:\n"
+                "    for m in model.modules(): m.support_avx512bf16_for_cpu = False"
             )
     if _LINEAR_8BIT not in names:
         return
@@ -360,7 +382,7 @@ def rounds_by_scale(root: nn.Module) -> str:
     """The path of a layer whose backward rounds gradients so much that a factor (one over the size
     of the batch) changes what they are; "" without one."""
     for path, module in root.named_modules():
-        if _FLOAT8 in map(full_name, type(module).__mro__):
+        if _FLOAT8 in kinds_of(module):
             config: Any = module.config
             if config.cast_config_grad_output.scaling_type.value != "disabled":
                 return f"{path or 'the model'} ({type(module).__name__})"

@@ -19,7 +19,7 @@ from flash_clipping.rules.registry import (
     Rule,
     as_BTd,
     autocast_operands,
-    full_name,
+    kinds_of,
     register_family,
     register_rule,
     weight_and_bias,
@@ -126,9 +126,7 @@ _QUANTIZED = {
 
 
 def _has_quantized_weight(layer: nn.Module) -> bool:
-    weight = layer._parameters.get("weight")
-    kinds = (*type(layer).__mro__, *type(weight).__mro__)
-    return not _QUANTIZED.isdisjoint(map(full_name, kinds))
+    return not _QUANTIZED.isdisjoint(kinds_of(layer, layer._parameters.get("weight")))
 
 
 @register_family(lambda layer: isinstance(layer, nn.Linear) and _has_quantized_weight(layer))

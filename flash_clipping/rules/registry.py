@@ -261,6 +261,11 @@ def full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def kinds_of(*things: Any) -> set[str]:
+    """The full names of the types that these are of."""
+    return {full_name(kind) for thing in things for kind in type(thing).__mro__}
+
+
 def weight_and_bias(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """``layer.weight`` and ``layer.bias``, past ``nn.Module.__getattr__``: it is a tenth of what a
     tapped layer costs the host."""

@@ -105,6 +105,7 @@ def eight_bits(linear: nn.Linear) -> nn.Module:
 def _with_bias(layer: Any, linear: nn.Linear) -> nn.Module:
     if linear.bias is not None:
         layer.bias.data = linear.bias.data
+    layer.support_avx512bf16_for_cpu = False
     quantized: nn.Module = layer.to("cpu")
     return quantized
 
@@ -203,6 +204,31 @@ def test_the_threshold_of_bitsandbytes_is_refused() -> None:
     model = Model(eight_bits)
     model.layers[0].base.state.threshold = 6.0
     with pytest.raises(NotImplementedError, match="llm_int8_threshold=6.0"):
+        GradSampleModuleFlashClipping(model)
+
+
+@TORCHAO
+def test_activations_that_are_rounded_together_are_refused() -> None:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, PerTensor, quantize_
+
+    model = Model(nn.Identity)
+    model.layers[1].base = nn.Sequential(nn.Linear(D, D)).requires_grad_(False)
+    quantize_(model.layers[1].base, Int8DynamicActivationInt8WeightConfig(granularity=PerTensor()))
+    with pytest.raises(NotImplementedError, match=r"layers.1.base.0 .*PerTensor.*\n.*PerRow\(\)"):
+        GradSampleModuleFlashClipping(model)
+
+
+@BITSANDBYTES
+def test_4_bits_that_lose_gradients_after_an_evaluation_are_refused() -> None:
+    model = Model(four_bits)
+    GradSampleModuleFlashClipping(model).to_standard_module()
+    model.layers[1].base.support_avx512bf16_for_cpu = True
+    with pytest.raises(NotImplementedError, match="layers.1.base .*AVX512.*") as error:
+        GradSampleModuleFlashClipping(model)
+    exec(str(error.value).splitlines()[-1].strip(), {"model": model})
+    GradSampleModuleFlashClipping(model).to_standard_module()
+    model.layers[0].base.weight.quant_state.packing_format_for_cpu = True  # too late
+    with pytest.raises(NotImplementedError, match="layers.0.base .*AVX512.*"):
         GradSampleModuleFlashClipping(model)
 
 
