@@ -103,6 +103,7 @@ class Training:
         assert self.loader.batch_sampler.drawn == expected.loader.batch_sampler.drawn
 
 
+@pytest.mark.filterwarnings("error::flash_clipping.NotPoissonWarning")
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("most", [1, 3, 8, 15, 100])
 def test_a_training_that_runs_out_of_memory(most: int, in_backward: bool) -> None:
@@ -279,3 +280,47 @@ def test_a_loop_that_cannot_begin_anew_says_what_to_paste(in_backward: bool) -> 
     exec(code, names)
     training.optimizer.step()
     assert len(training.engine.accountant.history) == 1
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_that_runs_out() -> None:
+    """A limit on the process in place of a full device. What failed lets go of all its memory, or
+    half of it would not fit; equal, bit for bit, to a training that is told the size."""
+    torch.cuda.empty_cache()
+    limit = 600 * 2**20 + torch.cuda.memory_reserved()
+    found, trained = [], []
+    size: int | str = "auto"
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = [m for _ in range(8) for m in (nn.Linear(256, 256), nn.Tanh())]
+        model = nn.Sequential(*layers, nn.Linear(256, 3)).cuda()
+        ids = TensorDataset(torch.arange(64), torch.arange(64) % 3)
+        made = FlashPrivacyEngine(accountant="rdp", seed=5).make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            data_loader=DataLoader(ids, batch_size=64),
+            criterion=nn.CrossEntropyLoss(),
+            noise_multiplier=0.5,
+            max_grad_norm=0.1,
+        )
+        private, optimizer, criterion, loader = made
+
+        def backward(ids: Tensor, y: Tensor, private: Any = private, loss: Any = criterion) -> None:
+            x = torch.ones(len(ids), 1024, 256, device="cuda") * (ids / 64).cuda()[:, None, None]
+            loss(private(x).mean(1), y.cuda()).backward()
+
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit / total)
+        try:
+            micro_batches = MicroBatches(optimizer, max_physical_batch_size=size)
+            for _ in range(2):
+                for batch in loader:
+                    micro_batches(backward, *batch)
+                    optimizer.step()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        size = micro_batches.max_physical_batch_size
+        found.append(size)
+        trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert found[0] == found[1] and isinstance(size, int) and 8 <= size < 64
+    assert torch.equal(*trained)
