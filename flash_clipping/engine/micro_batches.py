@@ -242,8 +242,17 @@ class MicroBatches:
 
         Raises:
             torch.OutOfMemoryError: one sample does not fit.
-            FlashClippingError: the batch cannot be cut, and has to be.
+            FlashClippingError: the batch cannot be cut, and has to be; or it is a part of one, by
+                ``BatchMemoryManager``.
         """
+        optimizer = self._step.optimizer
+        if optimizer._loop is not None and optimizer._step_skip_queue:
+            raise FlashClippingError(
+                "MicroBatches: found a batch of BatchMemoryManager, which is a part already, and "
+                "would be a step; expected whole batches, of the loader that make_private "
+                "returned:\n"
+                "    for x, y in loader:"
+            )
         module, rows = self._module, _Rows(batch, 0 if self._module.batch_first else 1)
         if rows.count is None:
             raise FlashClippingError(
