@@ -19,7 +19,9 @@ from transformers import (
     default_data_collator,
 )
 
+from flash_clipping.engine.micro_batches import StepInParts
 from flash_clipping.trainers.transformers import PrivateTrainer
+from tests.support.faults import Fault
 from tests.support.graphs import assert_same_tensors, replay_by_hand
 from tests.support.trainers import Texts, arguments, bert, trained_with, trainer, weights
 
@@ -192,6 +194,47 @@ def test_parts_that_run_out_of_memory_are_halved(tmp_path: Path, most: int, work
     for name, tensor in found[0][0].items():
         torch.testing.assert_close(tensor, found[1][0][name], rtol=1e-12, atol=1e-12)
     assert found[0][1:] == found[1][1:]
+
+
+def test_out_of_memory_at_operators_of_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever forward or backward of a part runs out, the training is the one that never did."""
+    real = StepInParts._run
+
+    def trained(at: int) -> tuple[Fault, dict[str, Tensor], Any]:
+        fault, model = Fault(at, torch.OutOfMemoryError("injected")), bert(torch.float64)
+
+        def faulty(self: Any, work: Any, *others: Any) -> bool:
+            def failing(*part: Any) -> Any:
+                with fault:
+                    return work(*part)
+
+            return real(self, failing, *others)
+
+        monkeypatch.setattr(StepInParts, "_run", faulty)
+        private = trainer(
+            tmp_path,
+            model,
+            size=40,
+            per_device_train_batch_size=12,
+            gradient_accumulation_steps=1,
+            num_train_epochs=0.5,
+            auto_find_batch_size=True,
+            **SGD,
+        )
+        private.train()
+        return fault, weights(model), (private.run.engine.accountant.history, private.run.in_parts)
+
+    clean, expected, (history, _) = trained(-1)
+    halved = 0
+    for at in range(clean.count // 20, clean.count, clean.count // 20):
+        _, found, (spent, in_parts) = trained(at)
+        halved += in_parts.most is not None
+        assert spent == history
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
+    assert halved >= 6  # most of so short a training are proofs, which go on without
 
 
 def test_out_of_memory_names_the_argument_that_halves(tmp_path: Path) -> None:
