@@ -234,7 +234,7 @@ def test_out_of_memory_at_operators_of_a_training(
         assert spent == history
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
-    assert halved >= 6  # most of so short a training are proofs, which go on without
+    assert halved >= 6  # in proofs, which are most of it, fewer samples are compared
 
 
 def test_out_of_memory_names_the_argument_that_halves(tmp_path: Path) -> None:
