@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.capture.inputs import tensors_in
+from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.errors import HALVE_PARTS, FlashClippingError
 
 _T = TypeVar("_T")
@@ -186,8 +187,8 @@ class MicroBatches:
 
     Raises:
         FlashClippingError: the loader's batches must come whole (units, ``max_batch_size``, batches
-            in an order), rows are not samples (``sample_of``), or parameters are in shards, whose
-            processes must run as many parts.
+            in an order), rows are not samples (``sample_of``), or the model is in shards or
+            stages, whose processes must run as many parts.
         ValueError: ``max_physical_batch_size`` is no number above 0.
     """
 
@@ -205,8 +206,8 @@ class MicroBatches:
                 'samples, or "auto".'
             )
         found = ""
-        if optimizer._serves_shards:
-            found = "parameters in shards, whose processes must run as many parts"
+        if type(optimizer) not in (FlashDPOptimizer, DistributedFlashDPOptimizer):
+            found = f"{type(optimizer).__name__}, whose processes must run as many parts"
         elif session.whole_batches or session.units_of_calls.sample_of is not None:
             found = "batches that must come whole (units, max_batch_size, batches in an order)"
         if found:
@@ -253,7 +254,8 @@ class MicroBatches:
                 "returned:\n"
                 "    for x, y in loader:"
             )
-        module, rows = self._module, _Rows(batch, 0 if self._module.batch_first else 1)
+        module = self._module
+        rows = _Rows(batch, module._session.batch_axis)
         if rows.count is None:
             raise FlashClippingError(
                 "MicroBatches: found tensors that have "

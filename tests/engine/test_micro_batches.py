@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,6 +257,9 @@ def test_what_must_come_whole_is_refused() -> None:
     units = Training(units=torch.arange(64) // 2)
     with pytest.raises(FlashClippingError, match="must come whole.*\n.*BatchMemoryManager"):
         MicroBatches(units.optimizer)
+    several = SimpleNamespace(_module=Training().model)  # of shards, or of stages
+    with pytest.raises(FlashClippingError, match="found SimpleNamespace, whose processes"):
+        MicroBatches(several)
     with pytest.raises(ValueError, match="found Adam"):
         MicroBatches(torch.optim.Adam(nn.Linear(2, 2).parameters()))
     for size in (0, True, 1.5, "all"):
