@@ -1,10 +1,12 @@
-"""``product-key``: choosing experts by product keys, forward and backward, against plain PyTorch.
+"""``product-key``: choosing experts by product keys, forward and backward, against plain PyTorch;
+and a step of ``ProductKeyExperts``, private against not.
 
-The plain way is the efficient one: the best of each axis, then the best of their k × k sums; ties
-go wherever ``torch.topk`` leaves them. Before a time is taken, results and gradients of ours are
-compared with float64 on all experts of a few rows.
+The plain way to choose is the efficient one: the best of each axis, then the best of their k × k
+sums; ties go wherever ``torch.topk`` leaves them. Before a time is taken, results and gradients of
+ours are compared with float64 on all experts of a few rows, and the private step's norms with
+float64, one sample at a time.
 
-N rows, s entries of an axis, k choices.
+N rows, s entries of an axis, k choices; B samples, T tokens, d features.
 """
 
 from __future__ import annotations
@@ -20,18 +22,25 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import environment
 from benchmarks.kernels import Candidate, Result, measure
 from benchmarks.measure import settle
 from benchmarks.options import DTYPES
+from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.layers import ProductKeyExperts
 from flash_clipping.layers.product_key_router import route
 
 SIDES, CHOICES = [64, 256, 1024], [16, 32]
 ROWS = {"cuda": 16384, "cpu": 256}
+NORMS = 1e-3
+"""Relative error of norms up to which times of the layer are taken."""
 CHECKED = 4
 """Rows that are compared: the oracle forms all experts of each."""
+
+#: Of the layer: samples, tokens of each, features, entries of an axis, choices, heads.
+LAYER = {"cuda": (8, 512, 1024, 256, 16, 4), "cpu": (2, 16, 32, 16, 4, 2)}
 
 Routing = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
@@ -70,6 +79,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 return 1
             results += measure(candidates(x, y, grad), options.rounds, device)
             settle(device)
+    error = error_of_norms(device)
+    if not error <= NORMS:
+        console.print(f"[bold red]norms of the layer are off by {error:.1e}: it is not timed[/]")
+        return 1
+    results += measure(layers(LAYER[device.type], device, dtype), options.rounds, device)
     console.print(table(results, rows, name, device))
     if options.json:
         content = {
@@ -98,18 +112,73 @@ def eager(logits_x: Tensor, logits_y: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def candidates(x: Tensor, y: Tensor, grad: Tensor) -> list[Candidate]:
     """Forward and backward of both, on the same logits."""
-    leaves = [axis.clone().requires_grad_() for axis in (x, y)]
     k = grad.shape[1]
-    moved = float(4 * x.numel() * x.element_size())  # logits and their gradients
-
-    def step(routing: Routing) -> object:
-        return torch.autograd.grad(routing(*leaves, k)[0], leaves, grad)
-
+    logits = float(2 * x.numel() * x.element_size())
     group = f"s {x.shape[1]}, k {k}"
-    return [
-        (Result(group, "eager", "", moved), partial(step, eager)),
-        (Result(group, "flash", "eager", moved), partial(step, route)),
-    ]
+    found: list[Candidate] = []
+    ways: list[tuple[str, Routing]] = [("topk", eager), ("", route)]
+    for name, routing in ways:
+        leaves = [axis.clone().requires_grad_() for axis in (x, y)]
+        scores, _ = routing(leaves[0], leaves[1], k)
+        forward = partial(routing, x, y, k)
+        backward = partial(torch.autograd.grad, scores, leaves, grad, retain_graph=True)
+        for direction, work, call in (
+            ("forward", logits, forward),
+            ("backward", 2 * logits, backward),
+        ):
+            floor = "" if name else f"topk {direction}"
+            found.append((Result(group, f"{name} {direction}".strip(), floor, work), call))
+    return found
+
+
+def layers(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[Candidate]:
+    """A step of :class:`ProductKeyExperts`, forward and backward, not private and private."""
+    B, T, d, side, k, heads = sizes
+    x = torch.randn(B, T, d, device=device, dtype=dtype)
+    grad = torch.randn_like(x)
+    group = f"B {B}, T {T}, d {d}, E {side**2}, k {k}, {heads} heads"
+    found: list[Candidate] = []
+    for name, floor in (("layer", ""), ("private layer", "layer")):
+        model: nn.Module = layer(sizes, device, dtype)
+        if floor:
+            model = private(model)
+        found.append((Result(group, name, floor, float(B * T)), partial(step, model, x, grad)))
+    return found
+
+
+def layer(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> ProductKeyExperts:
+    _, _, d, side, k, heads = sizes
+    torch.manual_seed(0)
+    return ProductKeyExperts(d, side**2, k, heads=heads).to(device, dtype)
+
+
+def private(model: nn.Module) -> nn.Module:
+    return GradSampleModuleFlashClipping(model, max_grad_norm=1.0, loss_reduction="sum")
+
+
+def step(model: nn.Module, x: Tensor, grad: Tensor) -> None:
+    """Forward and backward, into fresh gradients."""
+    model.zero_grad(set_to_none=True)
+    model(x).backward(grad)
+
+
+def error_of_norms(device: torch.device) -> float:
+    """Of a small private layer in fp32, against float64."""
+    sizes = LAYER["cpu"]
+    B, T, d, *_ = sizes
+    torch.manual_seed(1)
+    x = torch.randn(B, T, d, device=device)
+    grad = torch.randn_like(x)
+    flash, alone = private(layer(sizes, device, x.dtype)), layer(sizes, device, torch.float64)
+    step(flash, x, grad)
+    norms = []
+    for b in range(B):
+        step(alone, x[b : b + 1].double(), grad[b : b + 1].double())
+        each = [p.grad.norm() for p in alone.parameters() if p.grad is not None]
+        norms.append(torch.stack(each).norm())
+    truth = torch.stack(norms)
+    found: Tensor = flash.get_norm_sample()  # type: ignore[operator, assignment]
+    return float((found.double() - truth).norm() / truth.norm())
 
 
 def disagreement(x: Tensor, y: Tensor, grad: Tensor) -> str:
@@ -136,8 +205,8 @@ def disagreement(x: Tensor, y: Tensor, grad: Tensor) -> str:
 
 def table(results: list[Result], rows: int, dtype: str, device: torch.device) -> Table:
     found = Table(
-        *("shape", "way", "time (µs)", "times as fast as eager"),
-        title=f"forward and backward, {rows} rows, {dtype}, {device.type}",
+        *("shape", "what", "time (µs)", "times as fast as topk, or as the layer"),
+        title=f"{rows} rows, {dtype}, {device.type}",
     )
     for result in results:
         ratio = "" if result.of_floor is None else f"{result.of_floor:.2f}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import product_key
 from tests.benchmarks.conftest import Run
@@ -23,7 +23,9 @@ def test_both_ways_are_measured(tmp_path: Path, run: Run) -> None:
     content = json.loads(path.read_text())
     assert content["kind"] == "product-key" and content["rows"] == 8
     assert content["environment"]["torch"] == torch.__version__ and content["command"]
-    assert [result["name"] for result in content["results"]] == ["eager", "flash"] * 4
+    ways = ["topk forward", "topk backward", "forward", "backward"]
+    names = [result["name"] for result in content["results"]]
+    assert names == ways * 4 + ["layer", "private layer"]
     assert all(result["median"] > 0 for result in content["results"])
     assert "s 16, k 9" in printed
 
@@ -47,3 +49,17 @@ def test_a_wrong_result_stops_it(
     monkeypatch.setattr(product_key, "route", wrong)
     status, printed = run(*SMALL)
     assert status == 1 and words in printed, printed
+
+
+def test_wrong_norms_stop_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = product_key.private
+
+    def other(model: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.1)
+        return right(model)
+
+    monkeypatch.setattr(product_key, "private", other)
+    status, printed = run(*SMALL)
+    assert status == 1 and "norms of the layer are off" in printed, printed

@@ -48,13 +48,14 @@ from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.layers.ops.product_key import triton as product_key_triton
 from flash_clipping.ops.rows import triton as row_scale_triton
 from flash_clipping.ops.rows import triton as row_sum_triton
-from flash_clipping.ops.runtime import tiles
+from flash_clipping.ops.runtime import launches, tiles
 from flash_clipping.ops.segments import Rows, Segments
 from flash_clipping.ops.segments import triton as segments_triton
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.layers.ops.stream_mix import triton as stream_mix_triton
 from flash_clipping.randomness import Draw, Purpose
 
+launches._remembers = False
 segments_triton.grouped_mm = lambda *_: None
 tiles.has_tma = tiles.is_hopper = lambda device: tma
 tiles.starts_early = lambda device: tma
@@ -172,7 +173,6 @@ KERNELS = {
     "_clipped_sums_kernel",
     "_convolution_kernel",
     "_depthwise_kernel",
-    "_gates_grad_kernel",
     "_gates_kernel",
     "_gather_kernel",
     "_gram_kernel",
@@ -184,7 +184,8 @@ KERNELS = {
     "_norm_kernel",
     "_outer_kernel",
     "_pairs_kernel",
-    "_pre_grad_kernel",
+    "_parameter_grads_kernel",
+    "_position_grads_kernel",
     "_order_kernel",
     "_row_scale_kernel",
     "_row_sums_kernel",
@@ -194,6 +195,7 @@ KERNELS = {
     "_scores_kernel",
     "_tied_kernel",
     "_weighted_sum_kernel",
+    "_weights_kernel",
     "_weighted_sums_kernel",
 }
 

@@ -41,7 +41,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few positions are several blocks, where kernels are interpreted."""
     if is_interpreting() and is_triton_available():
         kernels = importlib.import_module("flash_clipping.layers.ops.hyper_connections.triton")
-        monkeypatch.setattr(kernels, "GRAD_ROWS", 16)
+        for name, size in (("MIX_ROWS", 16), ("COLUMNS", 32), ("GRAD_ROWS", 32)):
+            monkeypatch.setattr(kernels, name, size)
 
 
 def params_on(case: Case, n: int, D: int, **options: Any) -> Params:
@@ -122,6 +123,9 @@ def test_half_precision_as_models_use_it(case: Case, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(kernels, "_splits", lambda dtype: True)
     elif case.backend == "triton":
         once(case)
+        # As if few multiprocessors had to do it: blocks of positions as large as models have them.
+        kernels = importlib.import_module("flash_clipping.layers.ops.hyper_connections.triton")
+        monkeypatch.setattr(kernels.tiles, "sm_count", lambda device: 1)
     shape = (2, 64, 4, 128) if case.device == "cuda" or case.backend == "torch" else (2, 8, 4, 128)
     x, params, grads = case.randn(*shape), params_on(case, 4, 128), upstream(case, shape)
     expected, found = truth(x, params, grads), differentiate(case, x, params, grads)
@@ -156,7 +160,7 @@ def test_positions_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of a chunk, several chunks of a sample, and a last one that is not full."""
     kernels = pytest.importorskip("flash_clipping.layers.ops.hyper_connections.triton")
     monkeypatch.setattr(kernels, "CHUNK", 32)
-    monkeypatch.setattr(kernels, "GRAD_ROWS", 16)
+    monkeypatch.setattr(kernels, "GRAD_ROWS", 32)
     case = Case("triton", "cuda" if torch.cuda.is_available() else "cpu", torch.float32)
     compare(case, case.randn(2, 45, 2, 24), params_on(case, 2, 24))
 

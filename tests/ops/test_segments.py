@@ -14,6 +14,7 @@ from flash_clipping.ops.segments import (
     Segments,
     grouped_linear,
     grouped_sums,
+    reference,
     segment_grads,
     segment_sqnorms,
     segment_sums,
@@ -129,6 +130,20 @@ def test_rows_and_products(shape: tuple, how: str, case: Case) -> None:
     samples_N = sample_N[segments.order_N.cpu()]
     inside_N = segments.inside_N.cpu()
     assert torch.equal(segments.sample_N.cpu()[inside_N], samples_N[inside_N])
+
+
+def test_norms_of_few_segments_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself, or as many as there is room for; of 1 to 40 rows, by Gram matrices and by
+    products."""
+    lengths = torch.arange(1, 41)
+    segments = Segments(torch.repeat_interleave(lengths - 1, lengths), len(lengths))
+    A, G = torch.randn(len(segments), 9), torch.randn(len(segments), 7)
+    grads = oracle(segments.sample_N, torch.zeros(len(segments)).long(), A, G, len(lengths), 1)
+    expected = grads[0].flatten(1).square().sum(1)
+    for room in (1, 500, reference.ELEMENTS):
+        monkeypatch.setattr(reference, "ELEMENTS", room)
+        sq_S, _ = segment_sqnorms(Rows(A), Rows(G), segments, backend="torch")
+        assert relative_error(sq_S, expected) <= 1e-6
 
 
 @every_case_interpreted_once

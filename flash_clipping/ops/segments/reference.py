@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops import certificate
+from flash_clipping.ops.gram.reference import gram_sqnorms
+from flash_clipping.ops.outer.reference import outer_sqnorms
 from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.ops.segments.work import Lists, Rows
+
+ELEMENTS = 1 << 18
+"""Of both operands, as many at a time where norms of several segments are measured together."""
 
 
 def _pieces(lists: Lists) -> Iterator[tuple[int, int]]:
@@ -30,36 +35,67 @@ def segment_sums(X_Nf: Tensor, lists: Lists) -> Tensor:
 
 
 def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.segments.segment_sqnorms`."""
-    d, p = A.X.shape[1], G.X.shape[1]
+    """See :func:`flash_clipping.ops.segments.segment_sqnorms`; segments of much the same length at
+    a time, like samples of a batch."""
+    d, p = A.features, G.features
     dtype = accumulator(A.X, G.X)
-    sq_S, spread_S = (A.X.new_zeros(len(lists), dtype=dtype) for _ in range(2))
-    for s, (i, j) in enumerate(_pieces(lists)):
-        if i == j:
-            continue
-        a, g = A.between(i, j).to(dtype), G.between(i, j).to(dtype)
-        if (j - i) * (d + p) <= 2 * d * p:
-            AA, GG = a @ a.mT, g @ g.mT
-            sq_S[s] = AA.mul_(GG).sum()
+    sq_S, doubt_S = (A.X.new_zeros(len(lists), dtype=dtype) for _ in range(2))
+    for which, rows_bL, outside_bL1 in _alike(lists, d + p):
+        a, g = (of.at(rows_bL).to(dtype) for of in (A, G))
+        if outside_bL1 is not None:
+            a, g = a.masked_fill_(outside_bL1, 0), g.masked_fill_(outside_bL1, 0)
+        if rows_bL.shape[1] * (d + p) <= 2 * d * p:
+            sq_1b, doubt_1b = gram_sqnorms(a, [g])
+            sq_S[which], doubt_S[which] = sq_1b[0], doubt_1b[0]
         else:
-            sq_S[s] = (g.mT @ a).square_().sum()
-        spread_S[s] = certificate.spread(a.unsqueeze(0), g.unsqueeze(0))[0]
-    return sq_S, certificate.doubt(spread_S)
+            sq_S[which] = outer_sqnorms(a, g, False)[0].sum(1)
+            doubt_S[which] = certificate.doubt(certificate.spread(a, g))
+    return sq_S, doubt_S
 
 
-def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor) -> Tensor:
+def _alike(lists: Lists, features: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Segments that have rows, longest first: some of them ``[b]``, their rows ``[b, L]`` with room
+    up to the longest, and which of these are not theirs ``[b, L, 1]``; ``None`` for none."""
+    order_S = lists.longest_first_S
+    starts_S, lengths_S = lists.starts[:-1][order_S].long(), lists.lengths_S[order_S]
+    lengths = lengths_S.tolist()
+    first, end = 0, sum(length > 0 for length in lengths)
+    while first < end:
+        longest = lengths[first]
+        last = min(end, first + max(1, ELEMENTS // (longest * features)))
+        shortest = longest - longest // 4  # of Gram matrices up to a half is for room
+        if lengths[last - 1] < shortest:
+            last = next(i for i in range(first, last) if lengths[i] < shortest)
+        places_L = torch.arange(longest, device=order_S.device)
+        rows_bL = starts_S[first:last, None] + places_L
+        outside_bL1 = None
+        if lengths[last - 1] < longest:
+            outside_bL = places_L >= lengths_S[first:last, None]
+            rows_bL, outside_bL1 = rows_bL.masked_fill_(outside_bL, 0), outside_bL.unsqueeze(2)
+        yield order_S[first:last], rows_bL, outside_bL1
+        first = last
+
+
+def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor | None) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_sums`; a group at a time in wide dtypes."""
     dtype = accumulator(A.X, G.X)
-    B = len(coef_B)
-    lengths = lists.lengths_S.view(-1, B)
-    out = A.X.new_zeros((len(lengths), G.X.shape[1], A.X.shape[1]), dtype=dtype)
-    for e, (i, j) in enumerate(_pieces(lists.joined(B))):
+    joined, coef_N1, dropped_N1 = lists, None, None
+    if coef_B is not None:
+        joined = lists.joined(len(coef_B))
+        coef_S = coef_B.to(dtype).repeat(len(joined))
+        coef_N1 = coef_S.repeat_interleave(lists.lengths_S).unsqueeze(1)
+        if not bool(coef_B.all()):  # 0 · inf is NaN, so it must be zero in both operands
+            dropped_N1 = coef_N1 == 0
+    out = A.X.new_empty((len(joined), G.features, A.features), dtype=dtype)
+    for e, (i, j) in enumerate(_pieces(joined)):
         if i == j:
+            out[e].zero_()
             continue
-        coef = coef_B.to(dtype).repeat_interleave(lengths[e]).unsqueeze(1)
-        dropped = coef == 0  # 0 · inf is NaN, so it must be zero in both operands
-        a = A.between(i, j).to(dtype).masked_fill(dropped, 0)
-        g = (G.between(i, j).to(dtype) * coef).masked_fill(dropped, 0)
+        a, g = A.between(i, j).to(dtype), G.between(i, j).to(dtype)
+        if coef_N1 is not None:
+            g = g * coef_N1[i:j]
+        if dropped_N1 is not None:
+            a, g = a.masked_fill(dropped_N1[i:j], 0), g.masked_fill_(dropped_N1[i:j], 0)
         torch.mm(g.mT, a, out=out[e])
     return out
 
@@ -72,16 +108,18 @@ def segment_grads(A: Rows, G: Rows, lists: Lists, samples: int) -> Tensor:
 
 def products(A: Rows, G: Rows, lists: Lists) -> Tensor:
     """``Σ g_n a_nᵀ`` of every run of rows, ``[S, p, d]`` in the operands' dtype."""
-    one = A.X.new_ones(1, dtype=accumulator(A.X, G.X))
-    return grouped_sums(A, G, lists, one).to(torch.promote_types(A.X.dtype, G.X.dtype))
+    return grouped_sums(A, G, lists, None).to(torch.promote_types(A.X.dtype, G.X.dtype))
 
 
 def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
     """See :func:`flash_clipping.ops.segments.grouped_linear`."""
-    out = X_Nd.new_zeros((len(X_Nd), W_Epd.shape[1]))
+    out = X_Nd.new_empty((len(X_Nd), W_Epd.shape[1]))
+    end = 0
     for e, (i, j) in enumerate(_pieces(lists)):
         if i < j:
-            out[i:j] = X_Nd[i:j] @ W_Epd[e].mT
+            torch.mm(X_Nd[i:j], W_Epd[e].mT, out=out[i:j])
+            end = j
+    out[end:].zero_()
     return out
 
 

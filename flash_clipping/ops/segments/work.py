@@ -44,6 +44,10 @@ class Rows(NamedTuple):
         """Sorted rows from i to j."""
         return self.X[i:j] if self.places_N is None else self.X[self.places_N[i:j]]
 
+    def at(self, rows: Tensor) -> Tensor:
+        """A copy of sorted rows ``[..., features]``."""
+        return self.X[rows if self.places_N is None else self.places_N[rows]]
+
     def sorted(self) -> Tensor:
         """``[N, features]``."""
         return self.X if self.places_N is None else self.X[self.places_N]

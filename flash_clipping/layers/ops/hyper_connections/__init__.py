@@ -13,7 +13,6 @@ from torch import Tensor
 from flash_clipping.layers.ops.hyper_connections import reference
 from flash_clipping.layers.ops.hyper_connections.reference import Parameters, Settings as Settings
 from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.runtime.shapes import accumulator
 
 STREAMS = range(2, 9)
 """How many streams there may be."""
@@ -147,15 +146,11 @@ def hyper_connections_backward(
     _check_shape("dcomb", dcomb_BSnn, (B, S, n, n), x_BSnD)
     run, saved = reference.hyper_connections_backward, (inv_BS, mix_BSm)
     grads = dh_BSD, dpost_BSn, dcomb_BSnn
-    dx, product_BmK, alpha_BS3, bias_BSm, dmix_BSm = backends.run(
-        run, backend, x_BSnD, x_BSnD, params, settings, saved, grads, input_grad, matrix_grad
+    return Gradients(
+        *backends.run(
+            run, backend, x_BSnD, x_BSnD, params, settings, saved, grads, input_grad, matrix_grad
+        )
     )
-    if product_BmK is None:
-        return Gradients(dx, None, None, alpha_BS3, bias_BSm, dmix_BSm)
-    wide = accumulator(x_BSnD)
-    phi, gamma = phi_mK.detach().to(wide), gamma_nD.detach().to(wide)
-    gamma_BnD = (product_BmK * phi).sum(1).unflatten(1, (n, D))
-    return Gradients(dx, product_BmK * gamma.flatten(), gamma_BnD, alpha_BS3, bias_BSm, dmix_BSm)
 
 
 def _checked(

@@ -6,7 +6,7 @@ differentiable operations: a compiler takes it as it is.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ def hyper_connections_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     input_grad: bool,
     matrix_grad: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor]:
-    """``dx``, per-sample gradients of ``phi·gamma``, rows of ``dalpha``, ``dbias`` and ``dmix``."""
+) -> tuple[Any, ...]:
+    """``dx``, per-sample ``dphi`` and ``dgamma``, rows of ``dalpha``, ``dbias`` and ``dmix``."""
     phi_mK, alpha_3, bias_m, gamma_nD = params
     inv_BS, mix_BSm = saved
     dh_BSD, dpost_BSn, dcomb_BSnn = grads
@@ -76,7 +76,7 @@ def hyper_connections_backward(
     dalpha_BS3 = torch.stack([section.sum(2) for section in each], 2)
     dt_BSm = dlogits_BSm * _by_logit(alpha, n)
     dmix_BSm = dt_BSm * inv_BS.unsqueeze(-1)
-    dx = product_BmK = None
+    dx = dphi_BmK = dgamma_BnD = None
     if input_grad:
         # The gradient of the mean square is 2 x / K, and that of inv with respect to it -inv³ / 2.
         dinv_BS = (dt_BSm * mix_BSm).sum(2)
@@ -85,8 +85,10 @@ def hyper_connections_backward(
         of_h = (pre + settings.hc_eps).unsqueeze(-1) * dh.unsqueeze(2)
         dx = (of_h + of_product + of_square_BS[..., None, None] * x).to(x_BSnD.dtype)
     if matrix_grad:
-        product_BmK = dmix_BSm.mT @ x.flatten(2)
-    return dx, product_BmK, dalpha_BS3, dlogits_BSm, dmix_BSm
+        dw_BmK = dmix_BSm.mT @ x.flatten(2)
+        dphi_BmK = dw_BmK * gamma_nD.to(wide).flatten()
+        dgamma_BnD = (dw_BmK * phi_mK.to(wide)).sum(1).unflatten(1, (n, D))
+    return dx, dphi_BmK, dgamma_BnD, dalpha_BS3, dlogits_BSm, dmix_BSm
 
 
 def sinkhorn(logits_BSnn: Tensor, eps: float, iterations: int) -> list[Tensor]:

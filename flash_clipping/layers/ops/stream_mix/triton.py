@@ -47,12 +47,14 @@ def _stream_mix_grad_kernel(
     D, from_stride, to_stride,
     N_STREAMS: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One position."""
+    """One position. Sums over features stay in a thread until the last of them."""
     row = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, STREAMS)
     in_streams = stream < N_STREAMS
-    dcomb = tl.zeros((STREAMS, STREAMS), tl.float32)  # from, to
-    dpost = tl.zeros((STREAMS,), tl.float32)
+    PER_THREAD: tl.constexpr = min(8, COLUMNS)
+    THREADS: tl.constexpr = COLUMNS // PER_THREAD
+    dcomb = tl.zeros((STREAMS, STREAMS, THREADS), tl.float32)  # from, to
+    dpost = tl.zeros((STREAMS, THREADS), tl.float32)
     of_comb = comb_ptr + row * (N_STREAMS * N_STREAMS) + stream * from_stride
     for first in range(0, D, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
@@ -69,15 +71,17 @@ def _stream_mix_grad_kernel(
             post = tl.load(post_ptr + row * N_STREAMS + j).to(tl.float32)
             dx += weight[:, None] * grad[None, :]
             dy += post * grad
-            of_weight = tl.sum(x * grad[None, :], 1)
-            dcomb += tl.where(stream[None, :] == j, of_weight[:, None], 0.0)
-            dpost += tl.where(stream == j, tl.sum(y * grad, 0), 0.0)
+            of_weight = tl.reshape(x * grad[None, :], (STREAMS, THREADS, PER_THREAD))
+            of_weight = tl.sum(of_weight, 2)[:, None, :]
+            dcomb += tl.where((stream == j)[None, :, None], of_weight, 0.0)
+            of_post = tl.sum(tl.reshape(y * grad, (THREADS, PER_THREAD)), 1)[None, :]
+            dpost += tl.where((stream == j)[:, None], of_post, 0.0)
         store_rows(dx_ptr, of_x, D, column, dx, in_streams, in_width)
         tl.store(dy_ptr + row * D + column, dy.to(dy_ptr.dtype.element_ty), mask=in_width)
-    tl.store(dpost_ptr + row * N_STREAMS + stream, dpost, mask=in_streams)
+    tl.store(dpost_ptr + row * N_STREAMS + stream, tl.sum(dpost, 1), mask=in_streams)
     at = stream[:, None] * from_stride + stream[None, :] * to_stride
     at = dcomb_ptr + row * (N_STREAMS * N_STREAMS) + at
-    tl.store(at, dcomb, mask=in_streams[:, None] & in_streams[None, :])
+    tl.store(at, tl.sum(dcomb, 2), mask=in_streams[:, None] & in_streams[None, :])
 
 
 def stream_mix(
