@@ -233,7 +233,7 @@ class ClippingSession:
 
     def leave_forward(self, *_: Any) -> None:
         """The root's forward has ended, or failed; a hook of the root."""
-        self.proven_call = None
+        self.proven_call = self.returning = None
         if self._running.get("forward") == threading.get_ident() and graph_task() == -1:
             del self._running["forward"]
 
