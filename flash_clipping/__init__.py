@@ -10,6 +10,7 @@ from flash_clipping.engine.grad_sample_module import (
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.engine.graphs.graphed_step import GraphedStep
+from flash_clipping.engine.micro_batches import MicroBatches
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.pipeline_schedule import PrivateSchedule
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
@@ -38,6 +39,7 @@ __all__ = [
     "GraphedStep",
     "LargeDeltaWarning",
     "Lookup",
+    "MicroBatches",
     "Needs",
     "NotPoissonWarning",
     "Offsets",

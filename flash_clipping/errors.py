@@ -16,6 +16,13 @@ class FlashClippingError(RuntimeError):
         self.add_note("docs/troubleshooting.md has an entry for this error, by its text.")
 
 
+#: A note for ``torch.OutOfMemoryError`` in a loop that cannot go back to the batch.
+HALVE_PARTS = """\
+A loop cannot go back. Let parts of the batch that do not fit be halved, and run again:
+    micro_batches = flash_clipping.MicroBatches(optimizer)
+    micro_batches(lambda x, y: criterion(model(x), y).backward(), x, y)"""
+
+
 def module_at(path: str) -> str:
     """Code for the module of a model that a message names: its path, or ``path (Type)``."""
     path = path.partition(" (")[0]

@@ -9,7 +9,6 @@ Shape suffixes: ``B`` samples.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
+from flash_clipping.engine.micro_batches import free_memory
 
 __all__ = ["Plan", "first_bound", "largest_physical_batch", "plan"]
 
@@ -289,9 +289,7 @@ def largest_physical_batch(
                 raise
             return False
         finally:
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_memory()
         return True
 
     low, high = 1, at_most + 1  # what fits, and what does not

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from flash_clipping._compat import memory_id
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.proxies import ParameterProxy, to_samples
@@ -28,7 +29,7 @@ def samples_in(
     rows = rule.rows(layer, *args)
     if rows is not None:  # the rule knows which rows belong together
         found, standing_for, sets_batch = rows
-        if sets_batch and standing_for.untyped_storage().data_ptr() in call.input_storages:
+        if sets_batch and memory_id(standing_for.untyped_storage()) in call.input_storages:
             _set_batch(call, found, standing_for, args[0])
         tensors = [x for x in args if isinstance(x, Tensor)]
         samples = session.reads_samples(

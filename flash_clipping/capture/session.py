@@ -26,6 +26,7 @@ from flash_clipping._compat import (
     graph_task,
     is_autograd_compiled,
     is_fake,
+    memory_id,
 )
 from flash_clipping.capture.draws import DrawnBatch, Draws, of_one_draw
 from flash_clipping.capture.forward_call import Doubted, Evidence, ForwardCall, in_backward
@@ -235,7 +236,7 @@ class ClippingSession:
 
     def leave_forward(self, *_: Any) -> None:
         """The root's forward has ended, or failed; a hook of the root."""
-        self.proven_call = None
+        self.proven_call = self.returning = None
         if self._running.get("forward") == threading.get_ident() and graph_task() == -1:
             del self._running["forward"]
 
@@ -322,7 +323,7 @@ class ClippingSession:
         sizes: dict[int, None] = {}  # in order
         storages: set[int] = set()
         for tensor in tensors:
-            storages.add(tensor.untyped_storage().data_ptr())
+            storages.add(memory_id(tensor.untyped_storage()))
             if tensor.dim() > axis:
                 sizes[tensor.shape[axis]] = None
         forward = ForwardCall(
@@ -472,7 +473,7 @@ class ClippingSession:
     ) -> bool:
         """Whether something is taken for samples where nothing was shown, by its size."""
         found, size = x.shape[axis] if rows is None else rows, call.batch_size or 0
-        storages = {t.untyped_storage().data_ptr() for t in (x, *also)}
+        storages = {memory_id(t.untyped_storage()) for t in (x, *also)}
         if storages & call.input_storages and not beside:
             return True
         fits = found == size or (path in self.folded and size > 0 and found % size == 0)
@@ -521,7 +522,7 @@ class ClippingSession:
 
     def model_storages(self) -> set[int]:
         """Memory that belongs to the model, not to a batch."""
-        return {tensor.untyped_storage().data_ptr() for tensor in self.state()}
+        return {memory_id(tensor.untyped_storage()) for tensor in self.state()}
 
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""

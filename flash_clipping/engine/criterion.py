@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.token_losses import logits_of
+from flash_clipping.errors import HALVE_PARTS
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -51,6 +52,13 @@ class FlashTensor(DPTensorFastGradientClipping):
         be rounded in a way that depends on how many other samples there are. They are averaged
         where the model's input requires a gradient, which is somebody else's (a generator's).
         """
+        try:
+            self._backward()
+        except torch.OutOfMemoryError as error:
+            error.add_note(HALVE_PARTS)
+            raise
+
+    def _backward(self) -> None:
         losses = self.loss_per_sample
         if not losses.dim():
             losses.backward()

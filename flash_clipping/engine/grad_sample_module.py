@@ -48,8 +48,13 @@ from flash_clipping.engine.options import (
 )
 from flash_clipping.engine.parameter_guards import ParameterGuards, TrainableParameters
 from flash_clipping.engine.token_losses import ModelLosses
-from flash_clipping.engine.unsupported import refuse_new_class, refuse_unsupported
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.engine.unsupported import (
+    refuse_mean,
+    refuse_new_class,
+    refuse_unsupported,
+    rounds_by_scale,
+)
+from flash_clipping.errors import HALVE_PARTS, FlashClippingError
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 
 
@@ -132,6 +137,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     ):
         check_options(loss_reduction, mode, backend, sum_dtype, fp32_precision, clipping)
         refuse_unsupported(m)
+        self._rounds_by_scale = rounds_by_scale(m)
         self.strict = strict
         self.mode = mode
         self.backend = backend
@@ -411,6 +417,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Publish the norms of one backward; return its coefficients, which are by upper bounds of
         what is released (:mod:`flash_clipping.ops.certificate`)."""
         session, step = self._session, self.running_step
+        if self._rounds_by_scale and session.loss_reduction == "mean":
+            refuse_mean(self._rounds_by_scale)
         step.awaits_backward = False
         counted, draw = session.rows_and_draw()
         is_padded = counted.rows is not None
@@ -598,7 +606,11 @@ class GradSampleModuleFlashClipping(
         """What the model returns."""
         model = self._modules["_module"]  # past two ``__getattr__``
         assert model is not None
-        return model(*args, **kwargs)
+        try:
+            return model(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            error.add_note(HALVE_PARTS)
+            raise
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear the gradients of the model, as Opacus' wrapped modules do."""

@@ -373,23 +373,23 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return 1.0
 
     def add_noise(self) -> None:
-        """Leave the noisy gradient in ``p.grad``, scaled already (see :meth:`scale_grad`)."""
+        """Leave the noisy gradient in ``p.grad``, scaled already (see :meth:`scale_grad`). Where
+        that fails nothing was released, and the step's sums are let go of: the next step's would be
+        added to them."""
+        try:
+            noisy = self._noisy_means()
+        except BaseException:
+            self.discard_step()
+            raise
+        self._release(noisy)
+
+    def _noisy_means(self) -> list[Tensor]:
         std, divisor = self._noise_std(), self._divisor()
         sums = [self._own(summed) for summed in self._unused_sums()]
         shards, dtypes = self._shards(), [self._noisy_dtype(p) for p in self.params]
         rounds = self._rounds(sums)
-        if self.correlated is None:
-            draw, grid = self.stream.draw(Purpose.NOISE, rounds), self.noise_grid
-            if grid == "exact":
-                noisy = discrete_noisy_means(
-                    sums, std, self._multiplier(), divisor, draw=draw, dtypes=dtypes
-                )
-            else:
-                noisy = noisy_means(
-                    sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid
-                )
-        else:
-            noisy = self.correlated.noisy_means(
+        if self.correlated is not None:
+            return self.correlated.noisy_means(
                 sums,
                 std,
                 divisor,
@@ -400,7 +400,12 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 shards=shards,
                 dtypes=dtypes,
             )
-        self._release(noisy)
+        draw, grid = self.stream.draw(Purpose.NOISE, rounds), self.noise_grid
+        if grid == "exact":
+            return discrete_noisy_means(
+                sums, std, self._multiplier(), divisor, draw=draw, dtypes=dtypes
+            )
+        return noisy_means(sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid)
 
     def _rounds(self, sums: Sequence[Tensor]) -> int:
         """Of the cipher that makes the noise of these: 12 where kernels draw, unless secure mode

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Container, Iterable
 from importlib import import_module
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.nn.functional as F
 from opacus.validators import ModuleValidator
@@ -34,6 +34,7 @@ from flash_clipping._compat import (
 from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
 from flash_clipping.distributed import is_sharded, processes_of, refuse_sharding
 from flash_clipping.errors import FlashClippingError, module_at, to_freeze_parameters
+from flash_clipping.rules.registry import kinds_of
 
 # -- data parallelism ------------------------------------------------------------------------------
 
@@ -195,6 +196,15 @@ _COMPUTING_HOOKS: dict[type, str] = {
     import_module("torch.nn.utils.weight_norm").WeightNorm: "weight_norm",
 }
 
+#: Layers of other libraries that round rows.
+_FLOAT8 = "torchao.float8.float8_linear.Float8Linear"
+_LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
+_LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
+_ONE_SCALE = (
+    "by one scale for the rows of all samples: each is rounded by the largest of the others, which "
+    "no clipping can bound; expected a scale for each row"
+)
+
 #: Layers that read their parameters past any stand-in, and what to use instead.
 _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
 
@@ -212,13 +222,15 @@ def refuse_complex(name: str, param: nn.Parameter) -> None:
 
 def refuse_unsupported(root: nn.Module) -> None:
     """Refuse a model that is about to be wrapped: in which a layer mixes samples, has parameters
-    without a shape, reduces gradients itself, or reads its parameters past any tap; or a trainable
-    parameter is complex."""
+    without a shape or without values, reduces gradients itself, or reads its parameters past any
+    tap; or a trainable parameter is complex."""
     refuse_max_norm(embeddings_of(root))
     refuse_sharding(root)
     refuse_batch_norms(batch_norms_of(root))
     for name, param in root.named_parameters():
         refuse_complex(name, param)
+    # Accelerate's hooks load what a device_map keeps elsewhere, for every forward.
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in root.modules())
     for path, module in root.named_modules():
         for name, param in module._parameters.items():
             if param is not None and is_lazy(param):
@@ -228,7 +240,10 @@ def refuse_unsupported(root: nn.Module) -> None:
                     "the model once on a batch, then make the optimizer and wrap the model."
                     "\n    with torch.no_grad(): model(x)"
                 )
+            if param is not None and param.is_meta and (param.requires_grad or not is_offloaded):
+                _refuse_unloaded(path, name, is_offloaded)
         _refuse_hooked(path, module)
+        _refuse_quantized(path, module)
         refuse_inside(path, module)
         if type(module) in _REPLACED_LAYERS:
             raise NotImplementedError(
@@ -281,6 +296,108 @@ def _refuse_hooked(path: str, module: nn.Module) -> None:
             "per-sample gradients; expected a parametrization (exact), or a plain parameter:\n"
             f"    {line}"
         )
+
+
+def _refuse_unloaded(path: str, name: str, is_offloaded: bool) -> NoReturn:
+    """Refuse a parameter on the meta device."""
+    found = "a parameter without values"
+    advice = (
+        "Loading makes another parameter, which neither the optimizer nor the wrapper would know. "
+        "Load the model, then make the optimizer and wrap it:\n"
+        '    model.to_empty(device="cpu"); model.load_state_dict(state)'
+    )
+    if is_offloaded:
+        found = "a trainable parameter that Accelerate loads for every forward"
+        advice = (
+            "Gradients of what it loads reach no parameter. Keep what is trained on its device; "
+            "frozen modules alone may be offloaded:\n"
+            '    model = AutoModelForCausalLM.from_pretrained(name, device_map={"": 0})'
+        )
+    raise FlashClippingError(
+        f"{f'{path}.{name}'.lstrip('.')}: found {found}, on the meta device; expected one on the "
+        f"device that it is trained on. {advice}"
+    )
+
+
+def _refuse_quantized(path: str, module: nn.Module) -> None:
+    """Refuse layers of other libraries that round the rows of a batch together (by one scale for
+    all, or with columns in more bits wherever some row has a large value), or lose gradients."""
+    where, names = f"{path or 'the model'} ({type(module).__name__})", kinds_of(module)
+    layer: Any = module
+    if _FLOAT8 in names:
+        rows = ["cast_config_input", "cast_config_grad_output"]
+        of_weight = [f"{name}_for_grad_weight" for name in rows] * layer.weight.requires_grad
+        for name in (*rows, *of_weight):
+            cast = getattr(layer.config, name)
+            scaling = cast.scaling_granularity.value
+            if cast.scaling_type.value != "disabled" and (
+                name in of_weight or scaling != "axiswise"
+            ):
+                raise NotImplementedError(
+                    f"{where}: found {name} with {scaling} scaling, {_ONE_SCALE}, and gradients of "
+                    "weights that are not rounded. Convert the model again, from nn.Linear:\n"
+                    "    convert_to_float8_training(model, config=Float8LinearConfig."
+                    'from_recipe_name("rowwise_with_gw_hp"))'
+                )
+    weight: Any = module._parameters.get("weight")
+    rounding = getattr(
+        weight, "act_quant_kwargs", None
+    )  # of what torchao's weight is multiplied by
+    granularity = type(getattr(rounding, "granularity", None)).__name__
+    if granularity == "PerTensor" and getattr(weight, "act_quant_scale", None) is None:
+        raise NotImplementedError(
+            f"{where}: found activations that are rounded with granularity={granularity}, "
+            f"{_ONE_SCALE}. Quantize the model again, from nn.Linear:\n"
+            "    quantize_(model, Int8DynamicActivationInt8WeightConfig(granularity=PerRow()))"
+        )
+    if _LINEAR_4BIT in names and weight.device.type == "cpu":
+        state = getattr(weight, "quant_state", None)
+        if layer.support_avx512bf16_for_cpu or getattr(state, "packing_format_for_cpu", False):
+            raise NotImplementedError(
+                f"{where}: found 4 bits on a CPU with AVX512-BF16, where the first call in "
+                "evaluation mode puts the weight into another order, through which no gradients "
+                "come back from then on; expected a GPU, or the order of training. Load the model "
+                "again, and before it is called:\n"
+                "    for m in model.modules(): m.support_avx512bf16_for_cpu = False"
+            )
+    if _LINEAR_8BIT not in names:
+        return
+    if layer.weight.requires_grad:
+        raise NotImplementedError(
+            f"{where}: found a weight that is trained; expected a frozen one: gradients of weights "
+            "are rounded to 8 bits by columns, over all samples. Train adapters (LoRA)."
+            f"{to_freeze_parameters(f'{path}.weight'.lstrip('.'))}"
+        )
+    if layer.state.threshold > 0:
+        raise NotImplementedError(
+            f"{where}: found llm_int8_threshold={layer.state.threshold}: a column is computed in "
+            "more bits where any sample of the batch has a value above it, so that the gradient of "
+            "one sample depends on the others, which no clipping can bound; expected 0. Load the "
+            "model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or:\n"
+            f"    {module_at(path)}.state.threshold = 0.0"
+        )
+
+
+def rounds_by_scale(root: nn.Module) -> str:
+    """The path of a layer whose backward rounds gradients so much that a factor (one over the size
+    of the batch) changes what they are; "" without one."""
+    for path, module in root.named_modules():
+        if _FLOAT8 in kinds_of(module):
+            config: Any = module.config
+            if config.cast_config_grad_output.scaling_type.value != "disabled":
+                return f"{path or 'the model'} ({type(module).__name__})"
+    return ""
+
+
+def refuse_mean(path: str) -> NoReturn:
+    """Refuse a loss that is divided by the size of the batch, before this layer's backward."""
+    raise FlashClippingError(
+        f"{path}: found a loss that is a mean over the batch; expected each sample's own. The "
+        "layer rounds gradients to fp8, and one that was divided by the size of the batch is "
+        "rounded in another way in every batch: adding one sample would change the gradients of "
+        "all others. Call the criterion that make_private returns, or add losses up:\n"
+        '    make_private(loss_reduction="sum", ...); losses.sum().backward()'
+    )
 
 
 def validate(module: nn.Module) -> None:

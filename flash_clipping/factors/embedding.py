@@ -201,12 +201,14 @@ class TiedEmbedding(MeasuredOnce):
             padding_idx=lookup.padding_idx,
             backend=backend,
         )
-        ((_, sq_1B, doubt_1B),) = linear_sqnorm_blocks([(A_BTd, [G_BTp])], backend=backend)
-        if doubt_1B is None:  # in the head nothing cancels, but the three terms may
-            doubt_1B = certificate.doubt(certificate.spread(A_BTd, G_BTp)).unsqueeze(0)
-        # Spreads add up, and these are their squares.
-        of_lookup = certificate.doubt(lookup.spread()).sqrt_()
-        doubt_B = doubt_1B[0].sqrt().add_(of_lookup).square_()
+        (block,) = linear_sqnorm_blocks([(A_BTd, [G_BTp])], backend=backend)
+        (sq_1B, doubt_1B, spread_sq_1B) = block[1:]
+        if spread_sq_1B is None:
+            spread_sq_1B = certificate.spread(A_BTd, G_BTp).square_().unsqueeze(0)
+        # The three terms may cancel; spreads add up. The head's own norm is in doubt as well.
+        doubt_B = certificate.doubt(spread_sq_1B[0].sqrt().add_(lookup.spread()))
+        if doubt_1B is not None:
+            doubt_B.add_(doubt_1B[0])
         # The three rounded terms of a sum that cancels may come out below zero.
         sq_B = cross_B.mul_(2).add_(sq_1B[0]).add_(lookup.sqnorms(backend))
         return sq_B.unsqueeze(1), doubt_B

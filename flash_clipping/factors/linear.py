@@ -20,7 +20,6 @@ from flash_clipping.factors.base import (
     accumulation_dtype,
     parts_of_sample,
 )
-from flash_clipping.ops import certificate
 from flash_clipping.ops.clipped_sum import clipped_sums
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_grads, outer_sqnorms
@@ -31,7 +30,7 @@ from flash_clipping.ops.segments import Rows, Segments, grouped_sums, segment_gr
 
 
 @dataclass(eq=False)
-class Outer(Factor):
+class Outer(MeasuredOnce):
     """``g_b = G_b^T A_b`` (``p x d``): a linear map with input ``A`` and output gradient ``G``."""
 
     A_BTd: Tensor
@@ -49,14 +48,9 @@ class Outer(Factor):
         A = self.A_BTd
         return (A.data_ptr(), A.shape, A.stride(), A.dtype, A.device)
 
-    def sqnorms(self, backend: str) -> Tensor:
-        ((sq_1B, _),) = linear_sqnorms([(self.A_BTd, [self.G_BTp])], backend=backend)
-        return sq_1B[0]
-
-    def doubt(self, backend: str) -> Tensor | None:
-        if self.A_BTd.shape[1] == 1:
-            return None  # nothing cancels
-        return certificate.doubt(certificate.spread(self.A_BTd, self.G_BTp))
+    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
+        ((sq_1B, doubt_1B),) = linear_sqnorms([(self.A_BTd, [self.G_BTp])], backend=backend)
+        return sq_1B.mT, doubt_1B[0]
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:

@@ -278,7 +278,7 @@ def _tied_sqnorms(rows: TiedEmbedding, units: UnitMap, backend: str) -> tuple[Te
     scattered = _scattered(rows.lookup, units)
     sq_U, spread_U = scattered.sqnorms()
     head_sq_U, head_doubt_U = _measure(head, units, backend)
-    dtype = torch.promote_types(sq_U.dtype, head_sq_U.dtype)
+    dtype = torch.float64  # as in gram/reference.py
     A_Pd, G_PV = head.A_BTd.flatten(0, 1), head.G_BTp.flatten(0, 1)
     unit_P = units.bins_M.repeat_interleave(head.A_BTd.shape[1])
     cross_P = A_Pd.new_zeros(len(A_Pd), dtype=dtype)
@@ -296,7 +296,7 @@ def _tied_sqnorms(rows: TiedEmbedding, units: UnitMap, backend: str) -> tuple[Te
     cross_U = sums_by_index(cross_P.unsqueeze(1), unit_P, units.count + 1)[:-1, 0]
     # Spreads add up before they are squared.
     doubt_U = (head_doubt_U.sqrt() + certificate.doubt(spread_U).sqrt()).square_()
-    return sq_U + head_sq_U + 2 * cross_U, doubt_U
+    return sq_U + head_sq_U + 2 * cross_U.to(sq_U.dtype), doubt_U
 
 
 def _scattered(rows: Lookup | Bag, units: UnitMap) -> Scattered:

@@ -14,12 +14,14 @@ cancel to less than 1/1448 of their spread (1/512 on a GPU) is clipped as if the
 For ordinary samples (spread at most 14 times the norm, 5 times on a GPU) nothing changes: the bound
 may be :data:`SLACK` too low.
 
-Why this covers rounding. A Gram norm adds up ``(a_t·a_s)(g_t·g_s)``. A product errs by a few ``u``
-of ``‖a_t‖‖a_s‖`` (unit roundoff ``u = 2⁻²⁴``), and by up to 4e-6 of it on tensor cores, which
-truncate; all terms together are at most ``spread²``. The released sum errs by some ``u·√n`` of the
-spread for ``n`` additions (Higham and Mary, "A new approach to probabilistic rounding error
-analysis", 2019); for every ratio of spread to norm the formula leaves 116 u of the spread, 330 u on
-a GPU.
+Why this covers rounding. A Gram norm adds up ``(a_t·a_s)(g_t·g_s)``. A product errs by a small part
+ε of ``‖a_t‖‖a_s‖``, so that all terms together err by up to ``2 ε spread²``. ε is not that of
+random roundings: a sample can hold one large product and a thousand that are each just too small to
+count beside it. On a CPU Gram matrices are in float64, where ε is below 2⁻⁴⁰. Those of tensor cores
+have a bound of their own in place of the formula above, :func:`gram_doubt`.
+The released sum errs by some ``u·√n`` of the spread for ``n`` additions (unit roundoff
+``u = 2⁻²⁴``; Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019); for
+every ratio of spread to norm the formula leaves 116 u of the spread, 330 u on a GPU.
 Rows of short segments are released times their coefficients, as two bf16 numbers each
 (:mod:`flash_clipping.ops.segments.hopper`): at most 2⁻¹⁷ of every row, 128 u of the spread, more.
 
@@ -27,6 +29,8 @@ What is released as it was measured needs no bound: stored gradients, biases, no
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -66,6 +70,76 @@ def cancellation(device_type: str, dtype: torch.dtype) -> float:
 def doubt(spread_B: Tensor) -> Tensor:
     """The error bound of squared norms of samples with this spread, ``CANCELLATION · spread²``."""
     return spread_B.square().mul_(cancellation(spread_B.device.type, spread_B.dtype))
+
+
+LOST_OF_HALVES = 1.5 * 2.0**-25
+"""What tensor cores lose for each product that they add up, of the greatest number in the sum.
+
+An instruction adds 16 products of bf16 or fp16 to its accumulator, on some GPUs 8. On an H100 each
+of the 17 numbers is cut at 2⁻²⁵ of the power of two below the greatest of them, and the sum at
+2⁻²³, always towards zero: at most 20 · 2⁻²⁵, and 12 · 2⁻²⁵ for 8 products. (Seen: of
+``1 + 1023 x²``, with x² just below 2⁻²⁵, the 1 is left. Fasi et al., "Numerical behavior of NVIDIA
+tensor cores", 2021, found the same of GPUs before it.)"""
+LOST_OF_SINGLES = 4.5 * 2.0**-25
+"""The same of fp32 operands: a product is three in TF32, and an instruction adds 8. Three times
+12 · 2⁻²⁵ for 8 products."""
+
+
+def gram_doubt(
+    sq_B: Tensor,
+    spread_sq_B: Tensor,
+    AA_sq_B: Tensor,
+    GG_sq_B: Tensor,
+    *,
+    T: int,
+    promoted: int,
+    sums: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The error bound of squared norms from Gram matrices by tensor cores, whatever a sample holds.
+
+    Args:
+        sq_B: the squared norms.
+        spread_sq_B: the squared spread, ``(Σ_t ‖a_t‖ ‖g_t‖)²``.
+        AA_sq_B, GG_sq_B: squared Frobenius norms of ``A Aᵀ`` and ``G Gᵀ``.
+        T: positions.
+        promoted: features that tensor cores add up by themselves.
+        sums: how many such results are then added up in fp32, at most.
+        dtype: of the operands, the wider.
+
+    *What is measured.* Running sums of ``a_t·a_s`` are at most ``‖a_t‖‖a_s‖``, by Cauchy and
+    Schwarz, and so are the terms. So entries of ``A Aᵀ`` err by at most ``ε ‖a_t‖‖a_s‖`` with
+    ``ε = promoted · LOST + sums · u``; those of ``G Gᵀ`` likewise. Let E be the one error and F the
+    other. What is measured errs by ``⟨E, G Gᵀ⟩ + ⟨A Aᵀ, F⟩``, which is at most
+
+    * ``2 ε spread²``, as ``|g_t·g_s| ≤ ‖g_t‖‖g_s‖``;
+    * ``ε (‖A‖² ‖G Gᵀ‖ + ‖G‖² ‖A Aᵀ‖)`` in Frobenius' norm, by Cauchy and Schwarz once more, as
+      ``‖E‖ ≤ ε Σ_t ‖a_t‖²``. ``‖A‖²`` is the sum of the T eigenvalues of ``A Aᵀ``, so at
+      most √T times the root of the sum of their squares. This is at most ``2 ε √T overlap``, where
+      ``overlap = ‖A Aᵀ‖ ‖G Gᵀ‖``.
+
+    Where rows are far from parallel ``overlap`` is little more than the squared norm, of which
+    ``spread²`` is T times as much. Where few rows are much longer than all others ``spread²`` may
+    be less. It is the smaller that counts.
+
+    *What is released.* A partial sum ``P = Σ_{t≤k} g_t a_tᵀ`` has ``‖P‖² = ⟨A Aᵀ, G Gᵀ⟩`` over the
+    first k positions: at most ``overlap``, and at most ``spread²``. So have the terms that one
+    instruction adds. So a sum that tensor cores add up without a rounding in between loses at most
+    ``δ = T · LOST · √(2 overlap)`` of a sample whose norm is n, and
+    ``(n + δ)² ≤ (1 + s) n² + (1 + 1/s) δ²`` for any s; that of which both are small is taken. Up to
+    ``s = 2 · SLACK`` the first costs nothing: the bound is promised to within that.
+    """
+    lost = LOST_OF_SINGLES if dtype == torch.float32 else LOST_OF_HALVES
+    of_entry = promoted * lost + sums * 2.0**-24
+    added_up = 2.0**-18  # what sums over a tile's entries, and over tiles, lose in fp32: some 60 u
+    s = max(2 * SLACK, math.sqrt(8) * T * lost)
+    released = 2 * (T * lost) ** 2 / s
+    # Squares of entries below 2**-63 may be lost; there are at most T² of them.
+    AA_B, GG_B = (x_B.sqrt().add_(T * 2.0**-62) for x_B in (AA_sq_B, GG_sq_B))
+    by_overlap_B = AA_B.mul_(GG_B).mul_(2 * of_entry * math.sqrt(T) + added_up + released)
+    by_spread_B = spread_sq_B * (2 * of_entry + added_up + released)
+    # fmin: an overlap that is not a number, as inf times 0, says nothing.
+    return torch.fmin(by_overlap_B, by_spread_B).mul_(1 + s).add_(sq_B, alpha=s - 2 * SLACK)
 
 
 def upper_bound(norm: Tensor, doubt: Tensor | None) -> Tensor:

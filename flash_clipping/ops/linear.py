@@ -36,7 +36,7 @@ def linear_sqnorms(
     for A_BTd, Gs in ready:
         zeros_LB = A_BTd.new_zeros((len(Gs), len(A_BTd)), dtype=accumulator(A_BTd, *Gs))
         results.append((zeros_LB, torch.zeros_like(zeros_LB)))
-    for order, sq_RB, doubt_RB in linear_sqnorm_blocks(ready, backend=backend):
+    for order, sq_RB, doubt_RB, _ in linear_sqnorm_blocks(ready, backend=backend):
         for row, (group, layer) in enumerate(order):
             sq_LB, doubt_LB = results[group]
             sq_LB[layer] = sq_RB[row]

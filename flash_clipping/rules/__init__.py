@@ -13,6 +13,7 @@ from flash_clipping.rules import (  # noqa: F401
     other_experts,
     peft_experts,
     product_key_experts,
+    quantized,
 )
 from flash_clipping.rules.other_experts import is_list_of_experts
 from flash_clipping.rules.registry import Needs, Rule, find_rule, find_scope, register_rule

@@ -16,9 +16,22 @@ from flash_clipping.rules.registry import (
     Rule,
     as_BTd,
     autocast_operands,
+    kinds_of,
     register_rule,
     weight_and_bias,
 )
+
+#: Linear layers, and types of weights, that are kept in fewer bits (:mod:`.quantized`).
+_QUANTIZED = {
+    "bitsandbytes.nn.modules.Linear4bit",
+    "bitsandbytes.nn.modules.Linear8bitLt",
+    "torchao.utils.TorchAOBaseTensor",
+}
+
+
+def has_quantized_weight(layer: nn.Module) -> bool:
+    """Whether products with the layer's weight are its library's own, which no rule can call."""
+    return not _QUANTIZED.isdisjoint(kinds_of(layer, layer._parameters.get("weight")))
 
 
 @register_rule(nn.Linear)
@@ -27,6 +40,9 @@ class LinearRule(Rule):
 
     #: Whether the weight is ``d x p``: ``Y = A W + b`` and ``g_b = A_b^T G_b``.
     transposed = False
+
+    def fits(self, layer: Any) -> bool:
+        return not has_quantized_weight(layer)
 
     def works_by_position(self, layer: Any) -> bool:
         return True

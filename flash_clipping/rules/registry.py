@@ -78,6 +78,10 @@ class Rule(ABC):
     #: Of a rule that folds: whether it takes rows that are samples as they are, too.
     takes_samples: bool = False
 
+    def fits(self, layer: Any) -> bool:
+        """Whether the rule is for this layer of its type, as it is when the model is wrapped."""
+        return True
+
     def call(
         self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -204,7 +208,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
     children = {name for name, _ in layer.named_children()}
     for ancestor in type(layer).__mro__:
         rule = _RULES.get(ancestor) or _RULES.get(full_name(ancestor))
-        if rule is not None:
+        if rule is not None and rule.fits(layer):
             same = type(layer).forward is ancestor.forward  # type: ignore[attr-defined]
             same = same and not _computes_parameters(type(layer), ancestor)
             if rule.allows_computed and parametrize.is_parametrized(layer):
@@ -255,6 +259,11 @@ def find_scope(module: nn.Module) -> Scope | None:
 def full_name(kind: type) -> str:
     """``package.module.Class``."""
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def kinds_of(*things: Any) -> set[str]:
+    """The full names of the types that these are of."""
+    return {full_name(kind) for thing in things for kind in type(thing).__mro__}
 
 
 def weight_and_bias(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:

@@ -169,7 +169,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
         def step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(batch, LogicalBatch):
                 return training_step(batch, *args, **kwargs)
-            self.run.begin_step()
+            self.run.in_parts.begin()
             *parts, last = zip(batch.parts, batch.sizes, strict=True)
             for part, size in parts:
                 self.run.hooks.expect_samples(size)
@@ -178,7 +178,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 with torch.autocast(loss.device.type, enabled=False):
                     loss.backward()
                 self.run.statistics.note_backward()
-                self.run.keep_sums()
+                self.run.in_parts.keep_sums()
             self.run.hooks.expect_samples(last[1])
             return training_step(last[0], *args, **kwargs)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from flash_clipping.distributed import processes_of
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
+from flash_clipping.engine.micro_batches import StepInParts
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics, accounted_steps
@@ -43,14 +44,16 @@ class PrivateRun:
     Attributes:
         engine: accounts for the steps.
         sampling_stream: what batches are drawn with.
-        hooks, optimizer, statistics: after :meth:`attach`: the hooks on the model, the private
-            optimizer, and the :class:`~flash_clipping.trainers.dashboard.ClippingStatistics`.
+        hooks, optimizer, statistics, in_parts: after :meth:`attach`: the hooks on the model, the
+            private optimizer, the :class:`~flash_clipping.trainers.dashboard.ClippingStatistics`,
+            and the :class:`~flash_clipping.engine.micro_batches.StepInParts` of its steps.
         planned_steps: how many steps the noise was computed for.
     """
 
     hooks: Any = None
     optimizer: Any = None
     statistics: Any = None
+    in_parts: Any = None
     noise_multiplier: float
     sample_rate: float
     planned_steps: int
@@ -123,6 +126,8 @@ class PrivateRun:
         if before is not None:
             self.optimizer.max_grad_norm = before.max_grad_norm  # adaptive clipping has moved it
         self.hooks.forbid_grad_accumulation()
+        halves = getattr(getattr(loader, "collate_fn", None), "keeps_items", False)
+        self.in_parts = StepInParts(self.optimizer, halves=halves)
         self.statistics = ClippingStatistics(self.hooks)
         for module, mode in zip(model.modules(), modes, strict=True):
             module.training = mode
@@ -132,17 +137,6 @@ class PrivateRun:
         if self.hooks is not None:
             self.hooks.cleanup()
             self.hooks = None
-
-    def begin_step(self) -> None:
-        """A logical batch begins; parts of one that failed are let go of."""
-        self.optimizer.discard_step()
-        self.optimizer._step_skip_queue.clear()
-        self.optimizer.zero_grad()
-
-    def keep_sums(self) -> None:
-        """Let the optimizer add up the sums of a part that is not the last."""
-        self.optimizer.signal_skip_step(True)
-        self.optimizer.step()
 
     def _noise_multiplier(self, sample_rate: float) -> float:
         arguments = self.arguments

@@ -40,12 +40,6 @@ def refuse_arguments(args: Any) -> None:
         "torch_compile=True",
         "The Trainer would compile the model with its hooks. Leave it out",
     )
-    _refuse_if(
-        get("auto_find_batch_size"),
-        "auto_find_batch_size=True",
-        "A second attempt with another batch size is another sample rate. Give "
-        "per_device_train_batch_size what fits, and the rest to gradient_accumulation_steps",
-    )
     alpha = get("neftune_noise_alpha")
     _refuse_if(
         alpha is not None,
@@ -106,6 +100,13 @@ def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None
         "fsdp, and Accelerate does not shard here",
         "It shards in several processes with a GPU each. Start them by torchrun or accelerate "
         "launch, or leave fsdp out",
+    )
+    _refuse_if(
+        trainer.is_fsdp_enabled and trainer._finds_batch_size,
+        "auto_find_batch_size=True, and shards",
+        "All processes must run as many parts, and those that have memory would wait for the "
+        "others. Give per_device_train_batch_size what fits, and the rest to "
+        "gradient_accumulation_steps",
     )
     config = getattr(trainer.model, "config", None)
     _refuse_if(

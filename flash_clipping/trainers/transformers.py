@@ -74,6 +74,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         gradient_accumulation_steps: ``a``; the expected batch of a step has ``a * b`` samples, in
             ``n`` processes ``a b n``. A step draws every one of the ``N`` samples with probability
             ``1 / ceil(N / (a b n))``, and there are ``ceil(N / (a b n))`` steps in an epoch.
+        auto_find_batch_size: a part that runs out of memory is halved and run again, and so are
+            those that follow; ``b`` is where it begins. Batches, noise and accounting are the same.
         max_grad_norm: the clipping bound of every *sample's* gradient, unless
             ``PrivacyArguments.max_grad_norm`` is given. The noisy sum is not clipped again.
 
@@ -105,6 +107,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         own = copy.copy(given)
         own.gradient_accumulation_steps = 1
         own.max_grad_norm = 0.0
+        # The Trainer would begin its loop anew, with batches of another rate.
+        self._finds_batch_size = bool(getattr(given, "auto_find_batch_size", False))
+        own.auto_find_batch_size = False
         own.logging_nan_inf_filter = False  # it waits for the device in every step
         bound.arguments["args"] = own
         sample_of = privacy.engine_options.get("sample_of")
@@ -164,6 +169,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 sample_rate=1 / -(-size // self._logical_batch_size),
                 part_size=self.args.per_device_train_batch_size,
                 stream=self.run.sampling_stream,
+                keeps_items=self._finds_batch_size,
                 distributed=self.args.world_size > 1,
             )
         return self._loader
@@ -247,10 +253,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             )
         hooks = self.run.hooks
         model.train()
-        self.run.begin_step()
-        total = torch.zeros((), device=self.args.device)
-        last = len(inputs.parts) - 1
-        for index, (part, size) in enumerate(zip(inputs.parts, inputs.sizes, strict=True)):
+
+        def backward(part: Any, size: int) -> Tensor:
+            """The sum of the losses of a part."""
             hooks.expect_samples(size)
             self._samples = size
             with self.compute_loss_context_manager():
@@ -265,11 +270,23 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 losses.sum().backward()
             self.run.statistics.note_backward()
             losses = losses.detach().float()
-            total += torch.where(losses.isfinite(), losses, 0.0).sum()
-            if index < last:
-                self.run.keep_sums()
+            return torch.where(losses.isfinite(), losses, 0.0).sum()
+
+        try:
+            totals = self.run.in_parts.run(inputs, backward)
+        except torch.OutOfMemoryError as error:
+            if not self._finds_batch_size:
+                error.add_note(
+                    "PrivateTrainer: a part of a batch ran out of memory. Give "
+                    "per_device_train_batch_size less, and gradient_accumulation_steps more; or "
+                    "let parts that do not fit be halved:\n"
+                    "    TrainingArguments(..., auto_find_batch_size=True)"
+                )
+            raise
         hooks.expect_samples(None)
-        return total / max(1, sum(inputs.sizes))
+        if (most := self.run.in_parts.most) is not None:  # parts that are collated from now on
+            self._loader.collate_fn.part_size = most
+        return torch.stack(totals).sum() / max(1, sum(inputs.sizes))
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of every sample, ``[B]``, each a function of that sample only.

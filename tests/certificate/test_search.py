@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
-from torch import Tensor
+from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.certificate.attacks import LONG, NON_FINITE, SHORT, Attack, attacks, draw
@@ -75,6 +75,26 @@ def found(name: str, setting: Setting, tries: int) -> None:
     findings = search(name, setting, tries=tries * MORE, climbs=tries * MORE // 4)
     broken = [finding for finding in findings if finding.own > finding.allowed]
     assert not broken, f"{len(broken)} of {len(findings)} attacks succeed; the worst: {broken[0]}"
+
+
+# -- by hand --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["gram", "outer", "outer_store"])
+@pytest.mark.parametrize("every", [1, 8])
+def test_products_too_small_to_count(algorithm: str, every: int) -> None:
+    """Two positions cancel in one feature of size 1. Their gradient is in many others, of which
+    each square is less than half of a unit in the last place of 1."""
+    model = nn.Linear(4096, 8, bias=False)
+    x = torch.zeros(1, 2, 4096)
+    x[0, 0, ::every], x[0, 1, ::every] = 0.96875 * 2.0**-12, -0.96875 * 2.0**-12
+    x[..., 0] = 1
+    sign = torch.tensor([1.0, -1.0]).view(1, 2, 1)
+    flash = GradSampleModuleFlashClipping(model, loss_reduction="sum", max_grad_norm=1e-3)
+    with forced(algorithm):
+        (flash(x) * sign).sum().backward()
+    assert model.weight.grad is not None
+    assert 0.5e-3 < model.weight.grad.double().norm() <= 1e-3 * (1 + 1e-4)
 
 
 # -- the search -----------------------------------------------------------------------------------

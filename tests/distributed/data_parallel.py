@@ -117,6 +117,7 @@ def trained(kind: str) -> dict[str, Any]:
         noisy = trainer_of(noise=1.0, max_steps=2)
         noisy.train()
         fsdp = message(lambda: trainer(str(folder[0]), fsdp=True))
+        halved = message(lambda: trainer_of(auto_find_batch_size=True))
         AcceleratorState._reset_state(True)
     assert plain.run is not None and noisy.run is not None and resumed.run is not None
     return {
@@ -130,6 +131,7 @@ def trained(kind: str) -> dict[str, Any]:
         "epsilon": noisy.epsilon,
         "refused": refused,
         "fsdp": fsdp,
+        "halved": halved,
     }
 
 

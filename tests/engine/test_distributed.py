@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import (
+    FlashClippingError,
+    FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
+    MicroBatches,
+)
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.mechanisms import OneStepNoise
@@ -44,6 +49,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "not_wrapped": {"wrap_model": False},
     "adamw": {"optimizer": "AdamW"},
     "virtual_steps": {"physical_batch": 3},
+    "halved": {"fits": 3},
     "automatic": {"clipping": "automatic"},
     "per_layer": {"clipping": "per_layer"},
     "opacus_ghost": {"grad_sample_mode": "ghost"},
@@ -101,7 +107,7 @@ def train(
     """Some steps in one process of several, or in the only one (``rank=None``)."""
     options = dict(options)
     own_loss = options.pop("own_loss", False)
-    physical_batch = options.pop("physical_batch", None)
+    physical_batch, fits = options.pop("physical_batch", None), options.pop("fits", None)
     optimizer_type = getattr(torch.optim, options.pop("optimizer", "SGD"))
     batch_size, steps = options.pop("batch", BATCH), options.pop("steps", 6)
     reduction = options.get("loss_reduction", "mean")
@@ -127,6 +133,23 @@ def train(
     wrapper, optimizer, criterion, loader = private
     called = wrapper if options.get("wrap_model", True) else model
     steps_done, sizes = 0, []
+
+    def backward(ids: Tensor, target: Tensor) -> None:
+        loss = F.cross_entropy if own_loss else criterion
+        output = called(ids)
+        if fits is not None and len(ids) > fits and rank != 0:  # the others have memory enough
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss(output, target).backward()
+        sizes.append(len(ids))
+
+    while steps_done < steps and fits is not None:
+        micro_batches = MicroBatches(optimizer)
+        for ids, target in loader:
+            micro_batches(backward, ids, target)
+            optimizer.step()
+            steps_done += 1
+            if steps_done == steps:
+                break
     while steps_done < steps:
         manager = BatchMemoryManager(
             data_loader=loader,
@@ -136,9 +159,7 @@ def train(
         with manager as batches:
             for ids, target in batches:
                 optimizer.zero_grad()
-                loss = F.cross_entropy if own_loss else criterion
-                loss(called(ids), target).backward()
-                sizes.append(len(ids))
+                backward(ids, target)
                 optimizer.step()
                 steps_done += not optimizer._is_last_step_skipped
                 if steps_done == steps:

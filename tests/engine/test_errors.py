@@ -93,7 +93,8 @@ def test_error_layers_disagree_about_the_batch(mode: str) -> None:
 
 
 def test_error_parameters_on_another_device() -> None:
-    module = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta")))
+    module = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    module._module[1].to("meta")
     with pytest.raises(
         FlashClippingError,
         match=r"1 \(Linear\): its parameters are on meta, but its input is on cpu\. Move the model "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,6 +160,28 @@ def test_an_exception_between_backward_and_step(released: Released) -> None:
     hook.remove()
     private.step()
     assert released.ratio() <= SLACK and len(released.releases) == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_whose_noise_fails(
+    parts: int, released: Released, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory ran out, say. The same samples again, without ``zero_grad()``, count once."""
+    private = Private()
+
+    def step() -> None:
+        for part in range(parts):
+            private.optimizer.signal_skip_step(part + 1 < parts)
+            private.backward(start=part)
+            private.optimizer.step()
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        error = torch.OutOfMemoryError()
+        patched.setattr(private.optimizer.stream, "draw", Mock(side_effect=error))
+        step()
+    assert not released.releases and len(private.engine.accountant) == 0
+    step()
+    assert released.releases[-1][0] <= 0.1 * parts * SLACK
 
 
 # -- two optimizers, copies -----------------------------------------------------------------------

@@ -194,6 +194,17 @@ def test_physical_batches():
     assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
+def test_micro_batches():
+    names = training_objects()
+    exec(block("tested: migrated", MIGRATING), names)
+    before = [p.detach().clone() for p in names["model"].parameters()]
+    steps = names["engine"].accountant.history[0][2]
+    exec(block("tested: micro-batches", MIGRATING), names)
+    assert names["engine"].accountant.history[0][2] == steps + len(names["loader"])
+    after = names["model"].parameters()
+    assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
 def test_the_reference_has_every_public_name():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^::: flash_clipping\.(\w+)$", page, re.MULTILINE))

@@ -145,6 +145,24 @@ def test_hooks_disabled_between_forward_and_backward() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_a_forward_that_failed_is_not_that_of_disabled_hooks() -> None:
+    """Its call ended with it: nothing is asked of layers that it had not come to."""
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3))
+    wrapper = GradSampleModuleFlashClipping(model)
+    ids = torch.arange(9).view(3, 3) % 5  # samples could be along either axis
+
+    def fail(*_: object) -> None:
+        raise RuntimeError
+
+    fault = model[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError):
+        wrapper(ids)
+    fault.remove()
+    wrapper.disable_hooks()
+    wrapper(ids[:2]).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 def test_training_and_evaluation_alternate() -> None:
     trainer = Trainer()
     trainer.module.eval()

@@ -62,7 +62,7 @@ def test_overflow_under_autocast(mode: str, reduction: str) -> None:
 
 
 @RUNS
-@pytest.mark.parametrize("positions", [1, 2, 6, 40])
+@pytest.mark.parametrize("positions", [1, 2, 3, 40])
 def test_norm_that_overflows_fp16(positions: int, mode: str, reduction: str) -> None:
     """A norm above 65504 is a number in fp32, and the sample is clipped like any other.
 

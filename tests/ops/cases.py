@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.certificate import cancellation, gram_doubt
 from flash_clipping.ops.runtime.backend import is_interpreting
 
 
@@ -98,6 +99,23 @@ def worst_relative_error(result: Tensor, oracle: Tensor) -> float:
     result, oracle = result.detach().cpu().double(), oracle.detach().cpu().double()
     error = ((result - oracle).abs() / oracle.abs().clamp_min(1e-300)).max()
     return float(error) if torch.isfinite(error) else float("inf")
+
+
+def doubt_of(backend: str, A: Tensor, G: Tensor, widest: int = 1) -> Tensor:
+    """The oracle of what rounding may hide of Gram norms, [B]; ``widest``: of a launch's layers."""
+    dtype, T = torch.promote_types(A.dtype, G.dtype), A.shape[1]
+    share = cancellation(A.device.type, torch.promote_types(dtype, torch.float32))
+    A, G = A.cpu().double(), G.cpu().double()
+    spread_B = (A.norm(dim=2) * G.norm(dim=2)).sum(1)
+    if backend == "torch":
+        return share * spread_B.square()
+    promoted = 64 if dtype == torch.float32 else 256
+    AA, GG = A @ A.mT, G @ G.mT
+    return gram_doubt(
+        (AA * GG).sum((1, 2)), spread_B.square(), AA.square().sum((1, 2)), GG.square().sum((1, 2)),
+        T=T, promoted=promoted, sums=-(-max(widest, A.shape[2], G.shape[2]) // promoted),
+        dtype=dtype,
+    )  # fmt: skip
 
 
 def per_sample_gradients(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:

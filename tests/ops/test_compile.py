@@ -59,7 +59,6 @@ launches._remembers = False
 segments_triton.grouped_mm = lambda *_: None
 tiles.has_tma = tiles.is_hopper = lambda device: tma
 tiles.starts_early = lambda device: tma
-tiles.rounds_in_pairs = lambda device, dtype: tma and dtype != torch.float32
 if backend == "hip":
     tiles.dot_precision = lambda dtype: "ieee"
 for dtype in (torch.bfloat16, torch.float32):
@@ -76,6 +75,7 @@ for dtype in (torch.bfloat16, torch.float32):
         gram_triton.launch_gram(work, gram_triton.config_for(dtype, tma))
     outer_triton.outer_sqnorms(A, G, False)
     outer_triton.outer_sqnorms(A, G, True)
+    outer_triton.outer_sqnorms(A[..., :128], G, True)
     outer_triton.outer_sqnorms(A[..., 1:], G[..., 1:], True)
     outer_triton.weighted_sum(A, coef)
     outer_triton.weighted_sums_many([A, G], coef)
@@ -223,6 +223,7 @@ def test_every_kernel_compiles(target: tuple[str, ...]) -> None:
         {
             "_clipped_sums_ring_kernel",
             "_gram_ring_kernel",
+            "_outer_ring_kernel",
             "blocks_kernel",
             "grouped_sums_ring_kernel",
         }

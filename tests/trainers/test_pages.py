@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertModel, BertTokenizer
 
 from flash_clipping import FlashPrivacyEngine
-from tests.support.trainers import Texts, bert
+from flash_clipping.trainers.transformers import PrivateTrainer
+from tests.support.trainers import Texts, arguments, bert, privacy
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -25,8 +27,8 @@ pytestmark = [
 ]
 
 
-def block(marker: str) -> str:
-    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+def block(marker: str, page: str = "trainers.md") -> str:
+    page = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return page.split(f"<!-- tested: {marker} -->")[1].split("```")[1].removeprefix("python\n")
 
 
@@ -44,6 +46,39 @@ def test_hugging_faces_trainer(tmp_path: Path) -> None:
     assert names["trainer"].state.global_step == 2
     assert 0 < names["trainer"].epsilon <= 3.0
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_qlora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of ``docs/peft.md``, whose norms are compared with autograd's before they train."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
+    config = transformers.LlamaConfig(
+        vocab_size=17,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    texts = torch.randint(17, (12, 5))
+    names: dict[str, Any] = {
+        "name": tmp_path,
+        "torch": torch,
+        "peft": importlib.import_module("peft"),
+        "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
+        "BitsAndBytesConfig": transformers.BitsAndBytesConfig,
+        "PrivateTrainer": PrivateTrainer,
+        "dataset": [{"input_ids": ids, "labels": ids} for ids in texts],
+        "args": arguments(tmp_path, num_train_epochs=1),
+        "privacy": privacy(),
+    }
+    exec(block("qlora", "peft.md"), names)  # noqa: S102
+    adapters = [p for p in names["model"].parameters() if p.requires_grad]
+    before = [p.clone() for p in adapters]
+    names["trainer"].train()
+    assert names["trainer"].run.steps == 2
+    assert not any(map(torch.equal, before, adapters))
 
 
 def test_accelerate() -> None:

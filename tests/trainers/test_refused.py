@@ -37,7 +37,6 @@ class Stream(IterableDataset):
     ("settings", "found"),
     [
         ({"torch_compile": True}, "torch_compile=True"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0.*longest"),
         ({"train_sampling_strategy": "group_by_length"}, "by length"),
         ({"train_sampling_strategy": "sequential"}, "in order"),

@@ -11,9 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainerState
+from transformers import (
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    default_data_collator,
+)
 
+from flash_clipping.engine.micro_batches import StepInParts
 from flash_clipping.trainers.transformers import PrivateTrainer
+from tests.support.faults import Fault
 from tests.support.graphs import assert_same_tensors, replay_by_hand
 from tests.support.trainers import Texts, arguments, bert, trained_with, trainer, weights
 
@@ -140,6 +148,102 @@ def test_empty_batches_are_steps(tmp_path: Path) -> None:
     changes = [b - a for a, b in zip(states[:-1], states[1:], strict=True)]
     empty = sizes.index(0, 1) - 1
     assert changes[empty].std() == pytest.approx(RATE * BOUND / BOUND, rel=0.5)
+
+
+def takes_apart(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    labels = torch.stack([sample.pop("labels") for sample in samples])
+    return default_data_collator(samples) | {"labels": labels}
+
+
+def out_of_memory_above(model: nn.Module, most: int) -> list[int]:
+    """Let it run out of memory with more samples; the sizes that it was trained with."""
+    sizes: list[int] = []
+
+    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            sizes.append(len(kwargs["input_ids"]))
+            if sizes[-1] > most:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
+    return sizes
+
+
+@pytest.mark.parametrize(("most", "workers"), [(1, 0), (2, 1), (3, 0)])
+def test_parts_that_run_out_of_memory_are_halved(tmp_path: Path, most: int, workers: int) -> None:
+    """The same batches, noise and epsilon as in a run with memory enough; each size tried once."""
+    found = []
+    for limit in (most, 100):
+        model = bert(torch.float64)
+        sizes = out_of_memory_above(model, limit)
+        private = trainer(
+            tmp_path,
+            model,
+            per_device_train_batch_size=6,
+            gradient_accumulation_steps=1,
+            num_train_epochs=1,
+            auto_find_batch_size=True,
+            dataloader_num_workers=workers,
+            more={"data_collator": takes_apart},
+            **SGD,
+        )
+        private.train()
+        found.append((weights(model), private.run.engine.accountant.history, private.run.steps))
+        tried = [size for size in sizes if size > limit]
+        assert tried == sorted(set(tried), reverse=True) and bool(tried) == (limit == most)
+    for name, tensor in found[0][0].items():
+        torch.testing.assert_close(tensor, found[1][0][name], rtol=1e-12, atol=1e-12)
+    assert found[0][1:] == found[1][1:]
+
+
+def test_out_of_memory_at_operators_of_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever forward or backward of a part runs out, the training is the one that never did."""
+    real = StepInParts._run
+
+    def trained(at: int) -> tuple[Fault, dict[str, Tensor], Any]:
+        fault, model = Fault(at, torch.OutOfMemoryError("injected")), bert(torch.float64)
+
+        def faulty(self: Any, work: Any, *others: Any) -> bool:
+            def failing(*part: Any) -> Any:
+                with fault:
+                    return work(*part)
+
+            return real(self, failing, *others)
+
+        monkeypatch.setattr(StepInParts, "_run", faulty)
+        private = trainer(
+            tmp_path,
+            model,
+            size=40,
+            per_device_train_batch_size=12,
+            gradient_accumulation_steps=1,
+            num_train_epochs=0.5,
+            auto_find_batch_size=True,
+            **SGD,
+        )
+        private.train()
+        return fault, weights(model), (private.run.engine.accountant.history, private.run.in_parts)
+
+    clean, expected, (history, _) = trained(-1)
+    halved = 0
+    for at in range(clean.count // 20, clean.count, clean.count // 20):
+        _, found, (spent, in_parts) = trained(at)
+        halved += in_parts.most is not None
+        assert spent == history
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
+    assert halved >= 6  # in proofs, which are most of it, fewer samples are compared
+
+
+def test_out_of_memory_names_the_argument_that_halves(tmp_path: Path) -> None:
+    model = bert()
+    out_of_memory_above(model, 1)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer(tmp_path, model).train()
+    (note,) = error.value.__notes__
+    assert note.endswith("TrainingArguments(..., auto_find_batch_size=True)")
 
 
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:

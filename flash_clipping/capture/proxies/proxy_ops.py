@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_clipping._compat import apply_of
+from flash_clipping._compat import apply_of, memory_id
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.proxies.gradients import gradients, through
@@ -222,8 +222,8 @@ class _MixedFunction(torch.autograd.Function):
         if operation.name in READS_ROWS:
             return own(output)
         # A view of what the operation itself made (einsum's): whoever changes it in place may.
-        memory = output.untyped_storage().data_ptr() if output._is_view() else None
-        shared = any(x.untyped_storage().data_ptr() == memory for x in (*tensors, *values))
+        memory = memory_id(output.untyped_storage()) if output._is_view() else None
+        shared = any(memory_id(x.untyped_storage()) == memory for x in (*tensors, *values))
         return output if memory is None or shared else own(output)
 
     @staticmethod

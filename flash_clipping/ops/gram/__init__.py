@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flash_clipping.ops.gram import reference
@@ -40,7 +39,7 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") 
         (:mod:`flash_clipping.ops.certificate`); fp32 (float64 for float64). A sum that cancels may
         come out below zero by up to the second; one that overflows is inf or NaN.
     """
-    ((_, sq_LB, doubt_LB),) = gram_blocks(checked_groups([(A_BTd, Gs)]), backend=backend)
+    ((_, sq_LB, doubt_LB, _),) = gram_blocks(checked_groups([(A_BTd, Gs)]), backend=backend)
     assert doubt_LB is not None
     return sq_LB, doubt_LB
 
@@ -78,5 +77,5 @@ def gram_blocks(
                 continue
             order = [(idle, layer) for layer in range(len(Gs))]
             zeros_LB = A_BTd.new_zeros((len(Gs), len(A_BTd)), dtype=accumulator(A_BTd, *Gs))
-            blocks.append(SqnormBlock(order, zeros_LB, torch.zeros_like(zeros_LB)))
+            blocks.append(SqnormBlock(order, zeros_LB, zeros_LB.clone(), zeros_LB.clone()))
     return blocks

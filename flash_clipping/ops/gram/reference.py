@@ -8,16 +8,20 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops.certificate import FLOOR, doubt
-from flash_clipping.ops.runtime.shapes import Group, GroupSqnorms, Memo, SqnormBlock, accumulator
+from flash_clipping.ops.runtime.shapes import Group, Memo, SqnormBlock, accumulator
 
 TILE = 256
 """Side of a tile, and TILE² the most elements that any Gram temporary holds."""
 
 
-def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> GroupSqnorms:
-    """See :func:`flash_clipping.ops.gram.gram_sqnorms`."""
+def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`flash_clipping.ops.gram.gram_sqnorms`; squared spreads as well.
+
+    In float64: where positions cancel, what is left of a norm is less than what products in fp32
+    may lose, and a sample can be made so that they lose it.
+    """
     B, T, d = A_BTd.shape
-    dtype = accumulator(A_BTd, *Gs)
+    wanted, dtype = accumulator(A_BTd, *Gs), torch.float64
     sq_LB = A_BTd.new_zeros((len(Gs), B), dtype=dtype)
     spread_LB = torch.zeros_like(sq_LB)
     samples = max(1, TILE * TILE // max(1, min(T, TILE) ** 2))
@@ -35,7 +39,8 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> GroupSqnorms:
                         G_sq_bt = GG.diagonal(dim1=1, dim2=2) + FLOOR * G_BTp.shape[2]
                         spread_LB[layer, chunk] += G_sq_bt.mul_(A_sq_bt).sqrt_().sum(1)
                     sq_LB[layer, chunk].add_(GG.mul_(AA).sum((1, 2)), alpha=twice)
-    return sq_LB, doubt(spread_LB)
+    spread_LB = spread_LB.to(wanted)
+    return sq_LB.to(wanted), doubt(spread_LB), spread_LB.square_()
 
 
 def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:

@@ -82,6 +82,7 @@ class Rows:
                 self.places.append(place)
         self.shared_out = len(self.places) > len(Gs)
         widths = [place[-1] for place in self.places]
+        self.widest = max(widths)
         self.width = self.input[3] + (max(widths) if self.shared_out else sum(widths))
         self.copied = any(x is not y for x, y in zip(given, self.held, strict=True))
         B, T, _ = A.shape
@@ -100,6 +101,8 @@ class Launch:
     def __init__(self, members: Sequence[int], groups: Sequence[Rows]) -> None:
         self.kind = groups[0].kind
         self.copied = any([group.copied for group in groups])
+        #: The most features of an operand.
+        self.widest = max([max(group.input[3], group.widest) for group in groups])
         self.held = [x for group in groups for x in group.held]  # until the kernel is launched
         #: Whose row it is: of an input its group, of a layer group, layer and offset in bytes.
         self.inputs: list[int] = []

@@ -20,7 +20,7 @@ class Config:
 
     block: int = 128
     block_f: int = 64
-    promote: int = 16
+    promote: int = 4
     num_warps: int = 8
     num_stages: int = 4
     tma: bool = True

@@ -5,10 +5,10 @@ B samples, T positions, d input features, p output features, L layers that read 
 A tile of ``A Aᵀ`` and the same tile of ``G Gᵀ`` are held in registers, multiplied and summed; only
 tiles on and below the diagonal are computed, and those on it read their rows once.
 
-Tensor cores truncate their fp32 accumulator: it loses up to 1e-7 of its value with every
-instruction, always towards zero. Measured on an H200, a squared norm comes out 1e-5 too small at a
-width of 4096 and 3e-4 at 65536, and with it the guarantee; so after every ``PROMOTE`` steps the
-accumulator is added to one that rounds, and starts again at zero (then 2e-6 at any width).
+Tensor cores truncate what they add up (:func:`flash_clipping.ops.certificate.gram_doubt`), so after
+every ``PROMOTE`` steps the accumulator is added to one that rounds, and starts again at zero. Each
+tile leaves four sums: of the squared norm, of the squares of both matrices' entries, and of the
+spread.
 
 Layers differ in their addresses and widths only, so a table in device memory names them and one
 persistent grid walks over the tiles of all: no partly filled last wave for each layer, and one
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.certificate import FLOOR, doubt
+from flash_clipping.ops.certificate import FLOOR, gram_doubt
 from flash_clipping.ops.gram.table import Launch, launches_of
 from flash_clipping.ops.gram.tiles import RING, Config, sample_of, tile_of
 from flash_clipping.ops.runtime import tiles
@@ -76,8 +76,8 @@ def _operand_tile(
 
 @triton.jit
 def _group_tile(
-    inputs_ptr, layers_ptr, weight_ptr, spread_ptr,
-    group, b, slot, slots, B, T, i0, j0,
+    inputs_ptr, layers_ptr, sums_ptr,
+    group, b, slot, slots, B, T, i0, j0, plane,
     BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, A_DTYPE: tl.constexpr,
     G_DTYPE: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
     DIAGONAL: tl.constexpr, PARTS: tl.constexpr, A_PRECISION: tl.constexpr,
@@ -93,30 +93,33 @@ def _group_tile(
         A_ptr, A_stride, T, d, i0, j0,
         BLOCK, BLOCK_F, PROMOTE, TMA, DIAGONAL, A_PRECISION,
     )  # fmt: skip
+    TIMES: tl.constexpr = 1 if DIAGONAL else 2  # below it, for the tile above it as well
+    AA_sq = sum_by_warp(AA * AA, BLOCK, PARTS) * TIMES
     if DIAGONAL:
         on_diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
         A_sq = tl.sum(tl.where(on_diagonal, AA, 0.0), 1) + d * ROW_FLOOR
-    else:
-        AA *= 2  # a tile below the diagonal stands for the one above it as well
     for layer in range(first, first + layers):
         G_ptr, G_stride, p = sample_of(layers_ptr + layer * 4, b, G_DTYPE, ALIGNED, WHOLE)
         GG = _operand_tile(
             G_ptr, G_stride, T, p, i0, j0,
             BLOCK, BLOCK_F, PROMOTE, TMA, DIAGONAL, G_PRECISION,
         )  # fmt: skip
-        out = ((layer * B + b) * slots + slot) * PARTS + tl.arange(0, PARTS)
-        tl.store(weight_ptr + out, sum_by_warp(AA * GG, BLOCK, PARTS))
+        out = sums_ptr + ((layer * B + b) * slots + slot) * PARTS + tl.arange(0, PARTS)
+        tl.store(out, sum_by_warp(AA * GG, BLOCK, PARTS) * TIMES)
+        tl.store(out + plane, AA_sq)
+        tl.store(out + 2 * plane, sum_by_warp(GG * GG, BLOCK, PARTS) * TIMES)
         if DIAGONAL:
             G_sq = tl.sum(tl.where(on_diagonal, GG, 0.0), 1) + p * ROW_FLOOR
             parts = tl.reshape(tl.sqrt(A_sq * G_sq), (PARTS, BLOCK // PARTS))
-            out = ((layer * B + b) * tl.cdiv(T, BLOCK) + i0 // BLOCK) * PARTS + tl.arange(0, PARTS)
-            tl.store(spread_ptr + out, tl.sum(parts, 1))
+            tl.store(out + 3 * plane, tl.sum(parts, 1))
+        else:
+            tl.store(out + 3 * plane, tl.zeros((PARTS,), tl.float32))
 
 
 @jit
 def _gram_kernel(
-    inputs_ptr, layers_ptr, weight_ptr, spread_ptr,
-    groups, B, T, rows,
+    inputs_ptr, layers_ptr, sums_ptr,
+    groups, B, T, rows, plane,
     BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr,
     A_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, TMA: tl.constexpr, ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr, PARTS: tl.constexpr, A_PRECISION: tl.constexpr, G_PRECISION: tl.constexpr,
@@ -131,15 +134,15 @@ def _gram_kernel(
         i, j = tile_of(slot, rows, GROUP)
         if i == j:
             _group_tile(
-                inputs_ptr, layers_ptr, weight_ptr, spread_ptr, group, b, slot, slots, B, T,
-                i * BLOCK, j * BLOCK,
+                inputs_ptr, layers_ptr, sums_ptr, group, b, slot, slots, B, T,
+                i * BLOCK, j * BLOCK, plane,
                 BLOCK, BLOCK_F, PROMOTE, A_DTYPE, G_DTYPE, TMA, ALIGNED, WHOLE, True, PARTS,
                 A_PRECISION, G_PRECISION,
             )  # fmt: skip
         else:
             _group_tile(
-                inputs_ptr, layers_ptr, weight_ptr, spread_ptr, group, b, slot, slots, B, T,
-                i * BLOCK, j * BLOCK,
+                inputs_ptr, layers_ptr, sums_ptr, group, b, slot, slots, B, T,
+                i * BLOCK, j * BLOCK, plane,
                 BLOCK, BLOCK_F, PROMOTE, A_DTYPE, G_DTYPE, TMA, ALIGNED, WHOLE, False, PARTS,
                 A_PRECISION, G_PRECISION,
             )  # fmt: skip
@@ -152,7 +155,7 @@ def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
         return RING
     if dtype == torch.float32:  # three TF32 products of 8 features for one of 16
         return Config(block_f=32, promote=2, num_stages=3, tma=tma)
-    return Config() if tma else Config(block_f=32, promote=32, num_stages=3, tma=False)
+    return Config() if tma else Config(block_f=32, promote=8, num_stages=3, tma=False)
 
 
 def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
@@ -165,19 +168,19 @@ def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[Sqnor
             work.read(groups)
     blocks = []
     for work in launches:
-        sq_RB, doubt_RB = launch_gram(work)
         # Slices of one layer give orthogonal parts of its gradient: squares add up.
-        blocks.append(SqnormBlock(work.order, work.of_layers(sq_RB), work.of_layers(doubt_RB)))
+        blocks.append(SqnormBlock(work.order, *map(work.of_layers, launch_gram(work))))
     if memo is not None and not any([work.copied for work in launches]):
         memo["launches"] = launches
     return blocks
 
 
-def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Tensor]:
+def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """One launch for groups of one kind; ``config`` is open to benchmarks.
 
     Returns:
-        Squared norms and what rounding may hide of them, ``[R, B]`` each, by the table's rows.
+        Squared norms, what rounding may hide of them, and squared spreads, ``[R, B]`` each, by the
+        table's rows.
     """
     B, T, A_dtype, G_dtype, aligned, whole, device = work.kind
     tma = aligned and tiles.has_tma(device)
@@ -188,9 +191,9 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
     rows = tiles.cdiv(T, config.block)
     slots = rows * (rows + 1) // 2
     parts = config.num_warps
-    partial = torch.empty((layers, B, slots * parts), dtype=torch.float32, device=device)
-    spread = torch.empty((layers, B, rows * parts), dtype=torch.float32, device=device)
-    arguments = (table, table[6 * groups :], partial, spread, groups, B, T, rows)
+    partial = torch.empty((4, layers, B, slots * parts), dtype=torch.float32, device=device)
+    plane = layers * B * slots * parts  # one for each kind of sum
+    arguments = (table, table[6 * groups :], partial, groups, B, T, rows, plane)
     programs = min(groups * B * slots, tiles.sm_count(device))
     if config is RING:
         from flash_clipping.ops.gram.hopper import _gram_ring_kernel  # not every Triton can
@@ -210,4 +213,12 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
             workspace=config.tma, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     work.held = []
-    return partial.sum(-1), doubt(spread.sum(-1))
+    sq_RB, AA_sq_RB, GG_sq_RB, spread_RB = partial.sum(-1)
+    spread_sq_RB = spread_RB.square_()
+    promoted = config.promote * config.block_f
+    doubt_RB = gram_doubt(
+        sq_RB, spread_sq_RB, AA_sq_RB, GG_sq_RB,
+        T=T, promoted=promoted, sums=tiles.cdiv(work.widest, promoted),
+        dtype=torch.promote_types(A_dtype, G_dtype),
+    )  # fmt: skip
+    return sq_RB, doubt_RB, spread_sq_RB

@@ -16,26 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import jit, launch
+from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
 from flash_clipping.ops.runtime.tables import Table, firsts_of
-from flash_clipping.ops.runtime.tiles import load_tile, rounded, sum_by_warp, tile_in_groups
+from flash_clipping.ops.runtime.tiles import load_tile, sum_by_warp, tile_in_groups
 
 GROUP = 4
 """Tile rows walked together, so that the operands of a wave stay in the L2 cache."""
-
-WIDE = 1 << 23
-"""Elements of a sample's gradient from which on tiles are twice as wide. By itself such a kernel is
-slower, but it reads its operands less often; whole steps of large layers, which run at the power
-limit, were measured to be faster."""
 
 
 @triton.jit(do_not_specialize=["B", "T", "tiles_p", "tiles_d"])
 def _outer_kernel(
     A_ptr, G_ptr, out_ptr, partial_ptr,
     B, T, d, p, A_stride_b, A_stride_t, G_stride_b, G_stride_t, tiles_p, tiles_d,
-    STORE: tl.constexpr, TMA: tl.constexpr, TMA_STORE: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr, IN_PAIRS: tl.constexpr,
+    STORE: tl.constexpr, TMA: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     if TMA:
         A = tl.make_tensor_descriptor(
@@ -46,8 +41,6 @@ def _outer_kernel(
         )
     else:
         A, G = A_ptr, G_ptr
-    if TMA_STORE:
-        out = tl.make_tensor_descriptor(out_ptr, [B * p, d], [d, 1], [BLOCK_P, BLOCK_D // 2])
     per_sample = tiles_p * tiles_d
     for tile in tl.range(tl.program_id(0), B * per_sample, tl.num_programs(0), flatten=FLATTEN):
         b = tile // per_sample
@@ -68,26 +61,15 @@ def _outer_kernel(
                     product = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
         if PROMOTE > 0:
             product += total
-        if TMA_STORE:  # p is a multiple of BLOCK_P: no tile reaches into the next sample
-            # By halves: what the store needs of shared memory is what the loads could have.
-            halves = tl.reshape(product, (BLOCK_P, 2, BLOCK_D // 2))
-            left, right = tl.split(tl.permute(halves, (0, 2, 1)))
-            left = rounded(left, out_ptr.dtype.element_ty, IN_PAIRS)
-            out.store([b * p + p0, d0], left)
-            right = rounded(right, out_ptr.dtype.element_ty, IN_PAIRS)
-            out.store([b * p + p0, d0 + BLOCK_D // 2], right)
-            left, right = left.to(tl.float32), right.to(tl.float32)
-            squares = left * left + right * right
-        else:
-            if STORE:
-                kept = product.to(out_ptr.dtype.element_ty)
-                rows = p0 + tl.arange(0, BLOCK_P)[:, None]
-                columns = d0 + tl.arange(0, BLOCK_D)[None, :]
-                start = out_ptr + b.to(tl.int64) * p * d
-                inside = (rows < p) & (columns < d)
-                tl.store(start + rows.to(tl.int64) * d + columns, kept, mask=inside)
-                product = kept.to(tl.float32)
-            squares = product * product
+        if STORE:
+            kept = product.to(out_ptr.dtype.element_ty)
+            rows = p0 + tl.arange(0, BLOCK_P)[:, None]
+            columns = d0 + tl.arange(0, BLOCK_D)[None, :]
+            start = out_ptr + b.to(tl.int64) * p * d
+            inside = (rows < p) & (columns < d)
+            tl.store(start + rows.to(tl.int64) * d + columns, kept, mask=inside)
+            product = kept.to(tl.float32)
+        squares = product * product
         parts = tile * PARTS + tl.arange(0, PARTS)
         tl.store(partial_ptr + parts, sum_by_warp(squares, BLOCK_P, PARTS))
 
@@ -120,20 +102,45 @@ def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: boo
     # of kept gradients need none: what is measured is what was kept.
     if not store and T > 2048:
         return replace(alone, promote=16, num_stages=4)
-    pads = tiles.cdiv(d, 256) * 2 > tiles.cdiv(d, 128)
-    if d * p >= WIDE and block_p == 128 and not pads:
-        return Config(block_d=256, num_warps=8, per_multiprocessor=1)
     # Two programs on a multiprocessor: one multiplies while the other squares, sums and stores.
     return Config(block_p, block_d)
+
+
+def fills_ring(A_BTd: Tensor, G_BTp: Tensor) -> bool:
+    """Whether the kernel for Hopper serves: its tiles, of 128 x 256, cover no more than others."""
+    d, p = A_BTd.shape[2], G_BTp.shape[2]
+    if A_BTd.dtype == torch.float32 or not tiles.is_hopper(A_BTd.device) or not has_gluon():
+        return False
+    fits = p > 64 and d % 8 == 0 and tiles.cdiv(d, 256) * 2 == tiles.cdiv(d, 128)
+    return fits and tiles.fits_tma(A_BTd, G_BTp)
+
+
+def _in_ring(A_BTd: Tensor, G_BTp: Tensor) -> tuple[Tensor, Tensor]:
+    from flash_clipping.ops.outer import hopper  # not every Triton can
+
+    B, T, d = A_BTd.shape
+    p = G_BTp.shape[-1]
+    per_sample = tiles.cdiv(p, hopper.BLOCK.value) * tiles.cdiv(d, hopper.WIDE.value)
+    grads_Bpd = A_BTd.new_empty((B, p, d))
+    partial = A_BTd.new_empty((B, per_sample * hopper.PARTS.value), dtype=torch.float32)
+    launch(
+        hopper._outer_ring_kernel, min(B * per_sample, tiles.sm_count(A_BTd.device)),
+        A_BTd, G_BTp, grads_Bpd, partial, B, T, d, p, *A_BTd.stride()[:2], *G_BTp.stride()[:2],
+        B * per_sample,
+        DTYPE=tiles.TL_DTYPE[A_BTd.dtype],
+        workspace=True, num_warps=4,
+    )  # fmt: skip
+    return partial, grads_Bpd
 
 
 def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
     A_BTd, G_BTp = tiles.with_unit_stride(A_BTd), tiles.with_unit_stride(G_BTp)
     B, T, d = A_BTd.shape
     p = G_BTp.shape[-1]
+    if store and fills_ring(A_BTd, G_BTp):
+        return _in_ring(A_BTd, G_BTp)
     tma = tiles.has_tma(A_BTd.device) and tiles.fits_tma(A_BTd, G_BTp)
     config = config_for(A_BTd.dtype, T, d, p, store, tma)
-    tma_store = store and tma and p % config.block_p == 0 and d * A_BTd.element_size() % 16 == 0
     tiles_p, tiles_d = tiles.cdiv(p, config.block_p), tiles.cdiv(d, config.block_d)
     grads_Bpd = A_BTd.new_empty((B, p, d)) if store else None
     partial = A_BTd.new_empty((B, tiles_p * tiles_d * config.num_warps), dtype=torch.float32)
@@ -142,10 +149,9 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
         _outer_kernel, min(B * tiles_p * tiles_d, at_once),
         A_BTd, G_BTp, partial if grads_Bpd is None else grads_Bpd, partial, B, T, d, p,
         *A_BTd.stride()[:2], *G_BTp.stride()[:2], tiles_p, tiles_d,
-        STORE=store, TMA=tma, TMA_STORE=tma_store, BLOCK_P=config.block_p, BLOCK_D=config.block_d,
+        STORE=store, TMA=tma, BLOCK_P=config.block_p, BLOCK_D=config.block_d,
         BLOCK_T=config.block_t, PROMOTE=config.promote, GROUP=GROUP, PARTS=config.num_warps,
         PRECISION=tiles.dot_precision(A_BTd.dtype), FLATTEN=config.flatten,
-        IN_PAIRS=tiles.rounds_in_pairs(A_BTd.device, A_BTd.dtype),
         workspace=tma, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return partial, grads_Bpd

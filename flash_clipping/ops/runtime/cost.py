@@ -39,17 +39,17 @@ class Machine:
 
 
 # One H200, bf16 (python -m benchmarks kernels): weight gradients at 800 TFLOP/s, copies at
-# 4.2 TB/s, outer at 0.88, 0.92, 0.98 and 1.0 of the matmul for T of 512, 1024, 2048 and 16384, with
-# the store at 0.74, 0.84, 0.93 and 0.98. Gram tiles at 0.93 of it where they have 4096 features
-# and 1.02 where they have 7680; less on GPUs without the warps that load (gram_hopper), for which
-# there are no numbers here.
+# 4.2 TB/s, outer at 0.88, 0.92, 0.98 and 1.0 of the matmul for T of 512, 1024, 2048 and 16384;
+# with the store (on an H100) at 0.64, 0.77, 0.93 and 0.95 for 256 to 2048. Gram tiles at 0.93 of it
+# where they have 4096 features and 1.02 where they have 7680. Less on GPUs without the warps that
+# load (gram/hopper.py, outer/hopper.py), for which there are no numbers here.
 GPU_HALF = Machine(
     flop_per_byte=190.0,
     gram_rate=1.0,
     outer_rate=1.0,
     gram_overhead=200,
     outer_overhead=80,
-    store_overhead=180,
+    store_overhead=120,
     tile=128,
 )
 # fp32 runs as three TF32 products, PyTorch's own matmul in IEEE fp32 at 52 TFLOP/s; outer operands
@@ -63,10 +63,10 @@ GPU_SINGLE = Machine(
     store_overhead=30,
     tile=128,
 )
-# Two desktop-class cores: some 100 GFLOP/s in fp32 over 10 GB/s.
+# Two desktop-class cores: some 100 GFLOP/s in fp32 over 10 GB/s. Gram matrices are in float64.
 CPU = Machine(
     flop_per_byte=10.0,
-    gram_rate=0.8,
+    gram_rate=0.35,
     outer_rate=0.8,
     gram_overhead=0,
     outer_overhead=0,

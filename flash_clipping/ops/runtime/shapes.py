@@ -31,11 +31,13 @@ class SqnormBlock(NamedTuple):
         order: which layer each row is of: its group, and its number there.
         sq_RB: squared norms ``[R, B]``.
         doubt_RB: what rounding may hide of them (:mod:`flash_clipping.ops.certificate`), or None.
+        spread_sq_RB: squares of ``Σ_t ‖a_t‖ ‖g_t‖``, where Gram matrices gave the norms.
     """
 
     order: Sequence[tuple[int, int]]
     sq_RB: Tensor
     doubt_RB: Tensor | None
+    spread_sq_RB: Tensor | None = None
 
 
 GroupSqnorms: TypeAlias = tuple[Tensor, Tensor]

@@ -73,11 +73,6 @@ def fits_tma(*tensors: Tensor) -> bool:
     )
 
 
-def rounds_in_pairs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether one instruction rounds two fp32 numbers to this dtype; see :func:`rounded`."""
-    return dtype != torch.float32 and generation(device) >= 9
-
-
 def dot_precision(dtype: torch.dtype) -> str:
     """How ``tl.dot`` multiplies: fp32 as three TF32 products, never as one (1e-3 error)."""
     if dtype != torch.float32:
@@ -171,25 +166,6 @@ def store_rows(X_ptr, row, stride, column, x, in_rows, in_columns):
     at = X_ptr + row[:, None] * stride + column[None, :]
     inside = in_rows[:, None] & in_columns[None, :]
     tl.store(at, x.to(X_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def rounded(x, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """``x.to(DTYPE)`` of an fp32 tile, two numbers by one instruction.
-
-    The compiler rounds a tile that is both stored by a descriptor and read number by number, on a
-    unit that takes 16 a cycle on Hopper: 4 to 6 % of such a kernel's time.
-    """
-    if IN_PAIRS and DTYPE.is_bf16():
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    elif IN_PAIRS and DTYPE.is_fp16():
-        return tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        return x.to(DTYPE)
 
 
 @triton.jit

@@ -45,7 +45,7 @@ def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
         if outside_bL1 is not None:
             a, g = a.masked_fill_(outside_bL1, 0), g.masked_fill_(outside_bL1, 0)
         if rows_bL.shape[1] * (d + p) <= 2 * d * p:
-            sq_1b, doubt_1b = gram_sqnorms(a, [g])
+            sq_1b, doubt_1b, _ = gram_sqnorms(a, [g])
             sq_S[which], doubt_S[which] = sq_1b[0], doubt_1b[0]
         else:
             sq_S[which] = outer_sqnorms(a, g, False)[0].sum(1)

@@ -1,0 +1,276 @@
+"""A logical batch in parts that fit in memory.
+
+A part that runs out of memory is halved, and run again. Nothing of it has reached the optimizer by
+then, which takes the clipped sums of a part when its backward has ended. So every sample is in the
+sum of a step once, whatever was tried, and noise is drawn once, for the whole sum.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flash_clipping.capture.inputs import tensors_in
+from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
+from flash_clipping.errors import HALVE_PARTS, FlashClippingError
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Parts:
+    """All samples of one step: parts, and how many samples each has."""
+
+    parts: list[Any]
+    sizes: list[int]
+
+    def samples(self, start: int, stop: int) -> Any:
+        """These samples, as a part."""
+        raise NotImplementedError
+
+    def split(self, place: int, most: int) -> None:
+        """Put parts of so many samples at most in the place of one."""
+        start = sum(self.sizes[:place])
+        end = start + self.sizes[place]
+        bounds = [*range(start, end, most), end]
+        pairs = [*zip(bounds, bounds[1:], strict=False)]
+        self.parts[place : place + 1] = [self.samples(*pair) for pair in pairs]
+        self.sizes[place : place + 1] = [stop - start for start, stop in pairs]
+
+
+class StepInParts:
+    """Steps of a private optimizer whose backward passes are of parts of a batch.
+
+    Args:
+        optimizer: the private one.
+        most: samples of a part; ``None``: any number.
+        halves: whether a part that runs out of memory is halved.
+
+    Attributes:
+        most: what was found to fit, or what it was.
+    """
+
+    def __init__(self, optimizer: Any, *, most: int | None = None, halves: bool = True):
+        self.optimizer, self.most, self.halves = optimizer, most, halves
+
+    def begin(self) -> None:
+        """A logical batch begins; parts of one that failed are let go of."""
+        self.optimizer.discard_step()
+        self.optimizer._step_skip_queue.clear()
+        self.optimizer.zero_grad()
+
+    def keep_sums(self) -> None:
+        """Let the optimizer add up the sums of a part that is not the last."""
+        self.optimizer.signal_skip_step(True)
+        self.optimizer.step()
+
+    def run(self, batch: Parts, work: Callable[[Any, int], _T]) -> list[_T]:
+        """Run forward and backward, ``work(part, size)``, for every part, and leave the sums of the
+        last one in ``p.grad``, for ``optimizer.step()``.
+
+        Raises:
+            torch.OutOfMemoryError: one sample does not fit, or parts are not halved.
+        """
+        self.begin()
+        results: list[_T] = []
+        while (place := len(results)) < len(batch.parts):
+            if self.most is not None and batch.sizes[place] > self.most:
+                batch.split(place, self.most)
+            size = batch.sizes[place]
+            if not self._run(work, batch.parts[place], size, results):
+                self.most = -(-size // 2)
+                self._let_go()
+            elif len(results) < len(batch.parts):
+                self.keep_sums()
+        return results
+
+    def _run(self, work: Callable[[Any, int], _T], part: Any, size: int, results: list[_T]) -> bool:
+        """Whether there was memory for it. (The error holds all frames it came through, and these
+        their tensors; it is gone when this returns.)"""
+        try:
+            results.append(work(part, size))
+        except torch.OutOfMemoryError as error:
+            if size < 2 or not self.halves:
+                if HALVE_PARTS in (notes := getattr(error, "__notes__", [])):
+                    notes.remove(HALVE_PARTS)
+                raise
+            return False
+        return True
+
+    def _let_go(self) -> None:
+        """Let go of what a part that failed has left."""
+        self.optimizer.zero_grad()  # the sums of earlier parts are not there
+        device = next(iter(self.optimizer.params)).device
+        for place in {device, torch.device("cpu")}:
+            # Autograd's queue holds what it did not get to, until the next backward.
+            torch.ones((), device=place, requires_grad=True).clone().backward()
+        free_memory()
+
+
+def free_memory() -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class _Rows(Parts):
+    """A batch as a loop has it: tensors with a row for each sample, in nested containers."""
+
+    def __init__(self, batch: tuple[Any, ...], axis: int):
+        self.batch, self.axis = batch, axis
+        counts = {x.shape[axis] if x.dim() > axis else None for x in tensors_in(batch)}
+        self.count = counts.pop() if len(counts) == 1 else None
+        super().__init__([batch], [self.count or 0])
+
+    def samples(self, start: int, stop: int) -> Any:
+        return self._cut(self.batch, start, stop)
+
+    def _cut(self, x: Any, start: int, stop: int) -> Any:
+        if isinstance(x, Tensor):
+            return x.narrow(self.axis, start, stop - start)
+        if isinstance(x, Mapping):
+            parts = {name: self._cut(value, start, stop) for name, value in x.items()}
+            if not isinstance(x, MutableMapping):
+                return parts
+            x = copy.copy(x)
+            x.update(parts)
+            return x
+        if isinstance(x, list | tuple):
+            if len(x) == self.count and all(isinstance(text, str) for text in x):
+                return x[start:stop]  # a text for each sample
+            values = [self._cut(value, start, stop) for value in x]
+            return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+        if is_dataclass(x) and not isinstance(x, type):
+            parts = {
+                f.name: self._cut(getattr(x, f.name), start, stop) for f in fields(x) if f.init
+            }
+            return replace(x, **parts)
+        if x is None or isinstance(x, bool | int | float | str):
+            return x
+        raise FlashClippingError(
+            f"MicroBatches: found {type(x).__name__} in a batch that has to be cut; expected "
+            "tensors, in lists, tuples, mappings and dataclasses. Let the function that is run "
+            "hold what belongs to all samples."
+        )
+
+
+class MicroBatches:
+    """Runs forward and backward of a batch in as many parts as memory needs, by trying.
+
+    Batches come whole from the loader that ``make_private`` returned, and there is one step for
+    each. It begins with whole batches, or with what ``max_physical_batch_size`` says. A part that
+    runs out of memory is halved, and so are all that follow::
+
+        micro_batches = MicroBatches(optimizer)
+        for x, y in loader:
+            micro_batches(lambda x, y: criterion(model(x), y).backward(), x, y)
+            optimizer.step()
+
+    Args:
+        optimizer: the private optimizer that ``make_private`` returned.
+        max_physical_batch_size: samples of a part; ``"auto"``: as many as fit.
+
+    Attributes:
+        max_physical_batch_size: samples of a part at most, from now on; ``"auto"`` while whole
+            batches fit.
+
+    Guarantees:
+        Every sample of the batch is in the sum of its step once. Neither batches nor noise are
+        drawn again, and a step is accounted once.
+
+    Raises:
+        FlashClippingError: the loader's batches must come whole (units, ``max_batch_size``, batches
+            in an order), rows are not samples (``sample_of``), or the model is in shards or
+            stages, whose processes must run as many parts.
+        ValueError: ``max_physical_batch_size`` is no number above 0.
+    """
+
+    def __init__(self, optimizer: Any, *, max_physical_batch_size: int | str = "auto"):
+        module = getattr(optimizer, "_module", None)
+        if module is None:
+            raise ValueError(
+                f"MicroBatches: found {type(optimizer).__name__}; expected the optimizer that "
+                "make_private returned."
+            )
+        session, most = module._session, max_physical_batch_size
+        if most != "auto" and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+            raise ValueError(
+                f"MicroBatches: found max_physical_batch_size={most!r}; expected a number of "
+                'samples, or "auto".'
+            )
+        found = ""
+        if type(optimizer) not in (FlashDPOptimizer, DistributedFlashDPOptimizer):
+            found = f"{type(optimizer).__name__}, whose processes must run as many parts"
+        elif session.whole_batches or session.units_of_calls.sample_of is not None:
+            found = "batches that must come whole (units, max_batch_size, batches in an order)"
+        if found:
+            raise FlashClippingError(
+                f"MicroBatches: found {found}; expected rows that are samples, in one process or "
+                "with data parallelism. Find a size that fits before training, by "
+                "flash_clipping.planning.largest_physical_batch, and use it where parts are "
+                "possible:\n"
+                "    BatchMemoryManager(data_loader=loader, max_physical_batch_size=..., "
+                "optimizer=optimizer)"
+            )
+        self._module = module
+        self._step = StepInParts(optimizer, most=None if most == "auto" else int(most))
+
+    @property
+    def max_physical_batch_size(self) -> int | str:
+        return "auto" if self._step.most is None else self._step.most
+
+    def __call__(self, run: Callable[..., _T], *batch: Any) -> list[_T]:
+        """Run ``run(*part)`` for every part of the batch; ``optimizer.step()`` comes next.
+
+        Gradients are cleared before. ``run`` may be called again with samples that it was called
+        with: what it changes besides gradients is its own affair.
+
+        Args:
+            run: computes the loss of its arguments, and calls ``backward()`` on it.
+            *batch: what the loop was given: tensors with a row for each sample, in lists, tuples,
+                mappings and dataclasses. Lists with a text for each sample are cut, too; other
+                texts, numbers and ``None`` are handed on as they are.
+
+        Returns:
+            What ``run`` returned for the parts, in their order.
+
+        Raises:
+            torch.OutOfMemoryError: one sample does not fit.
+            FlashClippingError: the batch cannot be cut, and has to be; or it is a part of one, by
+                ``BatchMemoryManager``.
+        """
+        optimizer = self._step.optimizer
+        if optimizer._loop is not None and optimizer._step_skip_queue:
+            raise FlashClippingError(
+                "MicroBatches: found a batch of BatchMemoryManager, which is a part already, and "
+                "would be a step; expected whole batches, of the loader that make_private "
+                "returned:\n"
+                "    for x, y in loader:"
+            )
+        module = self._module
+        rows = _Rows(batch, module._session.batch_axis)
+        if rows.count is None:
+            raise FlashClippingError(
+                "MicroBatches: found tensors that have "
+                f"{[tuple(x.shape) for x in tensors_in(batch)]} as shapes; expected as many rows "
+                f"along axis {rows.axis} in each, one for each sample. Let the function that is "
+                "run hold what belongs to all samples."
+            )
+
+        def work(part: tuple[Any, ...], size: int) -> _T:
+            if size != rows.count:
+                module.expect_samples(size)
+            return run(*part)
+
+        before = module._session.drawn
+        try:
+            return self._step.run(rows, work)
+        finally:
+            module.expect_samples(before)
