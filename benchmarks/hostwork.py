@@ -340,7 +340,6 @@ def asked_for() -> Iterator[set[tuple[str, str]]]:
         "generation": lambda _: 9,
         "is_hopper": lambda _: True,
         "starts_early": lambda _: True,
-        "rounds_in_pairs": lambda _, dtype: dtype != torch.float32,
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", _Hopper()))
