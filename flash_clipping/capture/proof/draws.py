@@ -2,7 +2,8 @@
 
 Random numbers stay in (a model that only mixes samples while it drops would look right without),
 but both runs of a comparison draw the same ones. *Calm* runs draw none: they compare batches of
-different sizes, and models whose values decide how much is drawn.
+different sizes, and models whose values decide how much is drawn. Generators of Python and NumPy
+begin each draw of a calm run anew, so that no sample gets what is left by those before it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ from flash_clipping.ops.runtime.backend import without_tf32
 
 #: Entries of a parameter that tell how far they are spread.
 ENTRIES = 4096
+
+#: Draws of a calm run that begin anew.
+DRAWS_ALIKE = 10_000
 
 
 def calm_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,6 +159,40 @@ def _outside_torch() -> Hashable:
     return random.getstate(), kind, words.tobytes(), *rest
 
 
+@contextmanager
+def _every_draw_anew() -> Iterator[None]:
+    """Global generators of Python and NumPy: a draw is the same wherever it is in a run.
+
+    Masks of frames (SpecAugment) draw by the length of each sample, so that others' lengths would
+    decide where in the stream a sample's draws begin. After :data:`DRAWS_ALIKE` draws generators go
+    on as usual: a loop may wait for a number.
+    """
+    numpy = sys.modules.get("numpy")
+    generators = random.Random if numpy is None else (random.Random, numpy.random.RandomState)
+    left = [DRAWS_ALIKE]
+
+    def anew(draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            draw.__self__.seed(0)  # type: ignore[attr-defined]
+        return draw(*args, **kwargs)
+
+    drawing = [
+        (module, name, draw)
+        for module in ([random] if numpy is None else [random, numpy.random])
+        for name, draw in vars(module).items()
+        if isinstance(getattr(draw, "__self__", None), generators)
+        and not any(word in name for word in ("seed", "state"))
+    ]
+    try:
+        for module, name, draw in drawing:
+            setattr(module, name, functools.partial(anew, draw))
+        yield
+    finally:
+        for module, name, draw in drawing:
+            setattr(module, name, draw)
+
+
 class Repeatable:
     """The random draws of a run of :func:`repeatable`."""
 
@@ -163,14 +201,15 @@ class Repeatable:
         self._before = _outside_torch()
 
     def end_forward(self) -> list[Hashable]:
-        """All draws so far, in order; Python's and NumPy's draws count as one.
+        """All draws so far, in order; of Python's and NumPy's together, how much was drawn.
 
         Operators of backward are watched only where checkpoints might draw there what was changed
         in forward.
         """
         if not self._draws.changed:
             self._until.close()
-        outside = ["outside of PyTorch"] if _outside_torch() != self._before else []
+        after = _outside_torch()
+        outside = [("outside of PyTorch", hash(after))] if after != self._before else []
         return [*self._draws.drawn, *outside]
 
     def casts(self) -> set[torch.dtype]:
@@ -202,7 +241,8 @@ def repeatable(
             ExitStack() as until,
         ):
             until.enter_context(draws)
-            yield Repeatable(draws, until)
+            with _every_draw_anew() if calm else nullcontext():
+                yield Repeatable(draws, until)
     finally:
         torch.seed = new_seed
         for holder, how, state in generators:
