@@ -90,7 +90,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         )
     if name == "__setitem__" and _is_masked_write(*args):
         x, mask, value = args
-        x.copy_(torch.where(mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), value, x))
+        mask = mask.view(*mask.shape, *[1] * (x.dim() - mask.dim()))
+        x.masked_fill_(mask, 0).add_(_run(torch.mul, (mask.to(x.dtype), value), {}))
         return None
     writes = kwargs.get("out") is not None
     may_write = not torch.is_grad_enabled() and is_plain(kwargs.get("out"))
