@@ -42,7 +42,7 @@ from flash_clipping.trainers.model_loss import asking, compare, shifts_labels
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
 from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
 from flash_clipping.trainers.refused import refuse_arguments, refuse_loader, refuse_trainer
-from flash_clipping.trainers.sample_losses import ctc_losses, sample_losses
+from flash_clipping.trainers.sample_losses import losses_of_kind, sample_losses
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
@@ -322,15 +322,16 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 model(**inputs), target, num_items_in_batch=None
             )
             return losses
-        labels = {name: inputs.pop(name) for name in self.label_names if name in inputs}
+        # Scripts for masked images name these as labels, so that evaluation has a loss.
+        names = [n for n in self.label_names if n not in ("pixel_values", "bool_masked_pos")]
+        labels = {name: inputs.pop(name) for name in names if name in inputs}
         called = inputs
         if labels.keys() == {"labels"} and labels["labels"].dim() > 1:
             called = self._with_decoder_inputs(plain, inputs, labels["labels"])
         outputs = model(**called)
-        if labels.keys() == {"labels"} and hasattr(plain.config, "ctc_loss_reduction"):
-            logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-            if logits.dim() == 3 and labels["labels"].dim() == 2:
-                return ctc_losses(plain, inputs, logits, labels["labels"])
+        of_kind = losses_of_kind(plain, inputs, outputs, labels, units)
+        if of_kind is not None:
+            return of_kind
         return sample_losses(
             outputs,
             labels,
