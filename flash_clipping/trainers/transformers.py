@@ -28,7 +28,13 @@ from flash_clipping.errors import missing_extra
 try:
     import accelerate as accelerate  # which Trainer needs later
     from accelerate.optimizer import AcceleratedOptimizer
-    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from transformers import (
+        Seq2SeqTrainer,
+        Trainer,
+        TrainerCallback,
+        TrainerState,
+        TrainingArguments,
+    )
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
     from transformers.trainer import TRAINER_STATE_NAME
 except ImportError as error:
@@ -44,7 +50,7 @@ from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
 from flash_clipping.trainers.refused import refuse_arguments, refuse_loader, refuse_trainer
 from flash_clipping.trainers.sample_losses import losses_of_kind, sample_losses
 
-__all__ = ["PrivacyArguments", "PrivateTrainer"]
+__all__ = ["PrivacyArguments", "PrivateSeq2SeqTrainer", "PrivateTrainer"]
 
 #: In a checkpoint's folder: accountant and settings.
 STATE_NAME = "privacy.pt"
@@ -428,6 +434,18 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             )
         self.run.load_state_dict(state)
         self._trainings = state["trainings"]
+
+
+class PrivateSeq2SeqTrainer(PrivateTrainer, Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` with differential privacy for every sample of
+    ``train_dataset``.
+
+    Evaluation and ``predict`` generate texts with ``predict_with_generate``, as there.
+
+    Args:
+        *arguments, **kwargs: as in ``Seq2SeqTrainer``; ``args`` are ``Seq2SeqTrainingArguments``.
+        privacy: how private the run is.
+    """
 
 
 class _Watch(TrainerCallback):

@@ -39,6 +39,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForMultipleChoice,
+    Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -54,7 +55,7 @@ from transformers import (
     default_data_collator,
 )
 
-from flash_clipping.trainers.transformers import PrivateTrainer
+from flash_clipping.trainers.transformers import PrivateSeq2SeqTrainer, PrivateTrainer
 from tests.support.trainers import arguments, privacy
 
 pytestmark = [
@@ -590,3 +591,48 @@ def test_evaluation_is_that_of_the_plain_trainer(tmp_path: Path, name: str) -> N
     assert plain["eval_accuracy"] >= recipe.better_than
     assert private["eval_accuracy"] >= plain["eval_accuracy"] - 0.05
     assert private["eval_loss"] <= 1.15 * plain["eval_loss"] + 0.05
+
+
+def test_evaluation_generates_texts(tmp_path: Path) -> None:
+    """``Seq2SeqTrainer``'s own evaluation: what is generated is the summary, word for word."""
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    model = t5()
+
+    def exact(prediction: Any) -> dict[str, float]:
+        found = TOKENIZER.batch_decode(prediction.predictions, skip_special_tokens=True)
+        wanted = np.where(prediction.label_ids < 0, 0, prediction.label_ids)
+        same = np.array(found) == TOKENIZER.batch_decode(wanted, skip_special_tokens=True)
+        return {"exact": float(same.mean())}
+
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=16,
+        num_train_epochs=10,
+        learning_rate=1e-2,
+        predict_with_generate=True,
+        generation_max_length=8,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = PrivateSeq2SeqTrainer(
+        model,
+        args,
+        train_dataset=[summary(rng) for _ in range(128)],
+        eval_dataset=[summary(rng) for _ in range(32)],
+        data_collator=DataCollatorForSeq2Seq(TOKENIZER, model),
+        compute_metrics=exact,
+        privacy=privacy(noise_multiplier=0.01, max_grad_norm=1.0, accountant="rdp"),
+    )
+    assert trainer.evaluate()["eval_exact"] < 0.2
+    trainer.train()
+    assert trainer.evaluate()["eval_exact"] > 0.8
+    assert trainer.run.steps == 80 and trainer.epsilon > 0
+    assert trainer.predict(trainer.eval_dataset).metrics["test_exact"] > 0.8
+
+
+def test_texts_are_generated_by_arguments_of_their_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no args; expected those of Seq2SeqTrainer"):
+        PrivateSeq2SeqTrainer(t5(), privacy=privacy())
