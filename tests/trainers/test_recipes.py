@@ -439,6 +439,8 @@ def wav2vec2() -> nn.Module:
             num_conv_pos_embedding_groups=2,
             mask_time_prob=0.05,
             mask_time_length=2,
+            mask_feature_prob=0.05,
+            mask_feature_length=2,
             ctc_loss_reduction="mean",
         )
     )
@@ -477,6 +479,9 @@ def whisper() -> nn.Module:
             eos_token_id=3,
             decoder_start_token_id=2,
             init_std=0.1,
+            apply_spec_augment=True,
+            mask_time_prob=0.1,
+            mask_time_length=2,
         )
     )
 

@@ -9,10 +9,11 @@ begin each draw of a calm run anew, so that no sample gets what is left by those
 from __future__ import annotations
 
 import functools
+import numbers
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -160,37 +161,45 @@ def _outside_torch() -> Hashable:
 
 
 @contextmanager
-def _every_draw_anew() -> Iterator[None]:
-    """Global generators of Python and NumPy: a draw is the same wherever it is in a run.
+def _draws_outside(drawn: list[Hashable], calm: bool) -> Iterator[None]:
+    """Functions of ``random`` and ``numpy.random`` note what they draw: name, sizes of arguments.
 
-    Masks of frames (SpecAugment) draw by the length of each sample, so that others' lengths would
-    decide where in the stream a sample's draws begin. After :data:`DRAWS_ALIKE` draws generators go
-    on as usual: a loop may wait for a number.
+    Masks of frames (SpecAugment) are drawn by the length of each sample, so that others' lengths
+    decide where in the stream a sample's draws begin. ``calm`` draws begin anew each time: they are
+    the same wherever they are in a run. After :data:`DRAWS_ALIKE` of them generators go on as
+    usual: a loop may wait for a number.
     """
     numpy = sys.modules.get("numpy")
     generators = random.Random if numpy is None else (random.Random, numpy.random.RandomState)
-    left = [DRAWS_ALIKE]
+    left = [DRAWS_ALIKE if calm else 0]
 
-    def anew(draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def draw(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        drawn.append((name, *map(_size, args), *map(_size, kwargs.values())))
         left[0] -= 1
         if left[0] >= 0:
-            draw.__self__.seed(0)  # type: ignore[attr-defined]
-        return draw(*args, **kwargs)
+            function.__self__.seed(0)  # type: ignore[attr-defined]
+        return function(*args, **kwargs)
 
-    drawing = [
-        (module, name, draw)
+    functions = [
+        (module, name, function)
         for module in ([random] if numpy is None else [random, numpy.random])
-        for name, draw in vars(module).items()
-        if isinstance(getattr(draw, "__self__", None), generators)
+        for name, function in vars(module).items()
+        if isinstance(getattr(function, "__self__", None), generators)
         and not any(word in name for word in ("seed", "state"))
     ]
     try:
-        for module, name, draw in drawing:
-            setattr(module, name, functools.partial(anew, draw))
+        for module, name, function in functions:
+            setattr(module, name, functools.partial(draw, name, function))
         yield
     finally:
-        for module, name, draw in drawing:
-            setattr(module, name, draw)
+        for module, name, function in functions:
+            setattr(module, name, function)
+
+
+def _size(arg: Any) -> Hashable:
+    if hasattr(arg, "__len__"):
+        return getattr(arg, "shape", None) or len(arg)
+    return hash(arg) if isinstance(arg, numbers.Real) else type(arg)
 
 
 class Repeatable:
@@ -201,15 +210,14 @@ class Repeatable:
         self._before = _outside_torch()
 
     def end_forward(self) -> list[Hashable]:
-        """All draws so far, in order; of Python's and NumPy's together, how much was drawn.
+        """All draws so far, in order; of Python's and NumPy's generators whether they moved.
 
         Operators of backward are watched only where checkpoints might draw there what was changed
         in forward.
         """
         if not self._draws.changed:
             self._until.close()
-        after = _outside_torch()
-        outside = [("outside of PyTorch", hash(after))] if after != self._before else []
+        outside = ["outside of PyTorch"] if _outside_torch() != self._before else []
         return [*self._draws.drawn, *outside]
 
     def casts(self) -> set[torch.dtype]:
@@ -238,11 +246,11 @@ def repeatable(
             without_tf32(),
             random_state(list(devices), seed),
             checkpoints_replaced(PlainCheckpoint),
+            _draws_outside(draws.drawn, calm),
             ExitStack() as until,
         ):
             until.enter_context(draws)
-            with _every_draw_anew() if calm else nullcontext():
-                yield Repeatable(draws, until)
+            yield Repeatable(draws, until)
     finally:
         torch.seed = new_seed
         for holder, how, state in generators:
