@@ -253,11 +253,18 @@ def judge(
     print(f"\n{len(texts):,} synthetic passages, three of them:")
     for row in texts[:3].tolist():
         print("   ", repr(bytes(row).decode(errors="replace")))
-    print("\nn-grams of so many passages: perplexity of a byte of held-out passages")
-    read = {"public": public, "synthetic, before": of_base, "synthetic": texts, "private": private}
+    print("\nn-grams of passages: perplexity of a byte of held-out ones")
+    count, order = len(texts), torch.randperm(len(public))
+    read = {
+        "public": public[order[:count]],
+        "public, twice as many": public[order[: 2 * count]],
+        "public and synthetic": torch.cat([public[order[:count]], texts]),
+        "synthetic, before": of_base,
+        "synthetic": texts,
+        "private": private[:count],
+    }
     for name, rows in read.items():
-        rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(2))]
-        print(f"    {name:18}{NGrams(rows[: len(texts)]).perplexity(held_out):6.2f}")
+        print(f"    {name:22}{NGrams(rows).perplexity(held_out):6.2f}")
     print("\nwindows of 20 bytes that stand in so many other passages as well")
     pairs = {
         "synthetic in trained": (texts, private),

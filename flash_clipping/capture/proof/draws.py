@@ -199,7 +199,7 @@ def _draws_outside(drawn: list[Hashable], calm: bool) -> Iterator[None]:
 def _size(arg: Any) -> Hashable:
     if hasattr(arg, "__len__"):
         return getattr(arg, "shape", None) or len(arg)
-    return hash(arg) if isinstance(arg, numbers.Real) else type(arg)
+    return hash(arg) if isinstance(arg, numbers.Real) else type(arg).__name__
 
 
 class Repeatable:
