@@ -196,8 +196,9 @@ def masked_image_losses(
         hidden = hidden.to(torch.bool)
         check_on_device(
             hidden.sum() == len(labels),
-            "labels: found more or fewer than bool_masked_pos hides patches; expected one for "
-            "each of them, image by image:\n    labels = tokens[bool_masked_pos]",
+            "sample_losses: found more or fewer labels than patches that bool_masked_pos hides; "
+            "expected one for each of them, image by image:\n"
+            "    labels = tokens[bool_masked_pos]",
         )
         target = torch.full(hidden.shape, IGNORED, dtype=labels.dtype, device=labels.device)
         return per_sample_loss(logits, target.masked_scatter(hidden, labels))
