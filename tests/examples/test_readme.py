@@ -187,7 +187,7 @@ def test_physical_batches():
 
 def test_micro_batches():
     names = training_objects()
-    exec(block("tested: migrated", MIGRATING), names)
+    exec(sides("tested: diff of Opacus", MIGRATING)[1], names)
     before = [p.detach().clone() for p in names["model"].parameters()]
     steps = names["engine"].accountant.history[0][2]
     exec(block("tested: micro-batches", MIGRATING), names)
