@@ -351,7 +351,8 @@ def launch_sums(
     launch(
         grouped_sums_kernel, E * tiles.cdiv(p, config.block) * tiles.cdiv(d, config.block_d),
         *tensors(A, G), lists.joined(B).longest_first_S, blocks.firsts, blocks.begin_M,
-        blocks.end_M, coef_B[blocks.of_M % B], blocks.last_M | (blocks.place_M % each == each - 1), out, B,
+        blocks.end_M, coef_B[blocks.of_M % B],
+        blocks.last_M | (blocks.place_M % each == each - 1), out, B,
         turned, E // turned, *sizes(A, G),
         BLOCK_P=config.block, BLOCK_D=config.block_d, BLOCK_T=config.step, GROUP=8,
         PRECISION=tiles.dot_precision(A.X.dtype),
