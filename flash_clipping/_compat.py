@@ -380,6 +380,15 @@ hooks_of_module: Callable[[nn.Module], Sequence[Any]] = (
     else lambda _: [[object()]]
 )
 
+_GLOBAL_HOOKS = [f"_global{name}" for name in _HOOKS]
+
+#: The hooks of all modules alike, kind by kind. Without: others at every look, likewise.
+global_hooks: Callable[[], Sequence[Any]] = (
+    partial(attrgetter(*_GLOBAL_HOOKS), nn.modules.module)
+    if all(hasattr(nn.modules.module, name) for name in _GLOBAL_HOOKS)
+    else lambda: [[object()]]
+)
+
 #: A parameter's hooks, or ``None``. Without: others at every look, so that no graph is replayed.
 hooks_of_parameter: Callable[[Tensor], Any] = (
     attrgetter("_backward_hooks") if hasattr(Tensor, "_backward_hooks") else lambda _: [object()]
