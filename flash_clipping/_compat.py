@@ -113,6 +113,11 @@ def _described(x: Tensor) -> tuple[Any, ...]:
 plain_functions: Callable[[], Any] = _needed("_C.DisableTorchFunctionSubclass")
 
 
+#: Contexts: functions, and operators, of plain tensors are seen by no mode. Without: they are.
+unseen_functions: Callable[[], Any] = _find(torch, "_C.DisableTorchFunction") or nullcontext
+unseen_operators: Callable[[], Any] = _find(torch, "_C._DisableTorchDispatch") or nullcontext
+
+
 #: A tensor of a subclass, of the same memory. Without: an error.
 make_subclass: Callable[[Any, Tensor, bool], Any] = _needed("Tensor._make_subclass")
 

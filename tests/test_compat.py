@@ -60,6 +60,8 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "compiles": (["OptimizeContext"], "same"),
     "call_of": (["_call_impl"], "same"),
     "hooks_of_module": (["_forward_hooks"], "same"),
+    "unseen_functions": (["DisableTorchFunction"], "same"),
+    "unseen_operators": (["_DisableTorchDispatch"], "same"),
     "global_hooks": (["_global_forward_hooks"], "same"),
     "hooks_of_parameter": (["_backward_hooks"], "same"),
     "BATCH_NORMS": (["_BatchNorm"], "same"),
