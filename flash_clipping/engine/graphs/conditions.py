@@ -60,6 +60,7 @@ def _circumstances(
     convolutions: Any = torch.backends.cudnn
     # The newer settings: once these are used, PyTorch refuses to tell the older.
     precise = [place.fp32_precision for place in (*matmul_settings(), convolutions.conv)]
+    kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
     for wrapped in models:
         bound, session = wrapped.max_grad_norm, wrapped._session
         bounds += [tuple(bound) if isinstance(bound, Sequence) else bound, wrapped.clipping]
@@ -72,7 +73,7 @@ def _circumstances(
         *bounds,
         *chain.from_iterable(global_hooks()),
         *map(id, modules),
-        *[_Same(kind.forward) for kind in dict.fromkeys(map(type, modules))],
+        *[_Same(kind.forward) for kind in kinds],
         *[_settings(module) for module in modules],
         *[
             (id(param), param.requires_grad, _place(param), *(hooks_of_parameter(param) or ()))
