@@ -11,7 +11,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from rich.console import Console
 
 from benchmarks.report import table
-from flash_clipping.engine.accounting import PldAccountant, Process
+from flash_clipping.engine.accounting import MechanismSpec, PldAccountant
 
 #: Where noise ends, in standard deviations: ``torch.normal`` in fp32 on a CPU, and ours.
 END_OF_TORCH_NORMAL = math.sqrt(2 * 24 * math.log(2))
@@ -58,7 +58,9 @@ class Budget:
     def epsilon_of_one_shape(self, noise_multiplier: float) -> float:
         """With the same noise, and every batch of :meth:`largest_batch` rows."""
         accountant = PldAccountant()
-        accountant.process = Process(samples=self.samples, max_batch_size=self.largest_batch())
+        accountant.process = MechanismSpec(
+            samples=self.samples, max_batch_size=self.largest_batch()
+        )
         accountant.history = [(noise_multiplier, self.sample_rate, self.steps)]
         return accountant.get_epsilon(self.delta)
 

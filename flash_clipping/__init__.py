@@ -17,33 +17,43 @@ from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning
 from flash_clipping.engine.token_losses import per_sample_loss
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer
+from flash_clipping.factors import (
+    ConvolutionGrad,
+    DenseGrad,
+    EmbeddingGrad,
+    LinearGrad,
+    PerSampleGrad,
+)
 from flash_clipping.finish.clipping import clipping_coefficients
 from flash_clipping.ops.runtime.backend import is_triton_available
 from flash_clipping.randomness import SecretStream, SeededNoiseWarning
-from flash_clipping.rules import Needs, Rule, register_rule
+from flash_clipping.rules import GradRequest, Rule, register_rule
 
 __version__ = "0.1.0"
 
+#: Earlier names, for this version.
+Convolution, Dense, Factor, Lookup = ConvolutionGrad, DenseGrad, PerSampleGrad, EmbeddingGrad
+Needs, Outer = GradRequest, LinearGrad
+
 __all__ = [
-    "Convolution",
-    "Dense",
+    "ConvolutionGrad",
+    "DenseGrad",
     "DistributedFlashDPOptimizer",
-    "Factor",
+    "EmbeddingGrad",
     "FlashClippingError",
     "FlashDPOptimizer",
     "FlashLoss",
     "FlashPrivacyEngine",
+    "GradRequest",
     "GradSampleHooksFlashClipping",
     "GradSampleModuleFlashClipping",
     "GraphedStep",
     "LargeDeltaWarning",
-    "Lookup",
+    "LinearGrad",
     "MicroBatches",
-    "Needs",
     "NotPoissonWarning",
     "Offsets",
-    "Outer",
+    "PerSampleGrad",
     "PrivateSchedule",
     "Rule",
     "SecretStream",

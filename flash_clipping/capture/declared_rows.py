@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Factor, UnitMap, by_units
+from flash_clipping.factors import PerSampleGrad, UnitMap, by_units
 from flash_clipping.ops.runtime.checks import check_on_device
 
 
@@ -69,7 +69,7 @@ class DeclaredRows:
             return merged if len(x) == len(merged.index_M) else self
         return self
 
-    def of_samples(self, factor: Factor) -> Factor:
+    def of_samples(self, factor: PerSampleGrad) -> PerSampleGrad:
         """What was recorded row by row, for samples."""
         return by_units(factor, self._map)
 
@@ -80,7 +80,7 @@ class LostRows(DeclaredRows):
     def __init__(self, path: str):
         self.path = path
 
-    def of_samples(self, factor: Factor) -> Factor:
+    def of_samples(self, factor: PerSampleGrad) -> PerSampleGrad:
         raise FlashClippingError(
             f"{self.path}: activation checkpointing runs this layer again, outside of the "
             "flash_clipping.samples(index, count) that it was called in, so that it is not "

@@ -10,7 +10,7 @@ from torch import nn
 from flash_clipping.capture.declared_rows import DeclaredRows
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Factor
+from flash_clipping.factors import PerSampleGrad
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
 
@@ -46,7 +46,7 @@ class FactorSource:
     def record(
         self,
         params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
+        factors: Sequence[PerSampleGrad],
         recomputed: bool,
         readers: Readers | None = None,
         rows: DeclaredRows | None = None,
@@ -100,7 +100,7 @@ class FactorSource:
         self,
         backward_pass: BackwardPass,
         params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
+        factors: Sequence[PerSampleGrad],
         readers: Readers | None = None,
         samples: int | None = None,
     ) -> None:
@@ -111,7 +111,7 @@ class FactorSource:
             factors = [f if f.batch_size == samples else self._fold(f, samples) for f in factors]
         backward_pass.record(self.path, params, factors, readers)
 
-    def _fold(self, factor: Factor, samples: int | None) -> Factor:
+    def _fold(self, factor: PerSampleGrad, samples: int | None) -> PerSampleGrad:
         """Rows that the user declared to be parts of samples, as samples; ``samples``: how many
         there are in the call of the root that they are of, if that is known."""
         if self.session.positions is not None:

@@ -27,7 +27,7 @@ from flash_clipping.capture.tapped_layer import TappedLayer, backward_of
 from flash_clipping.ops.rows import finite_rows
 
 
-def contained(output: Tensor, session: ClippingSession) -> Tensor:
+def zero_nonfinite(output: Tensor, session: ClippingSession) -> Tensor:
     """``output`` with zeros at positions that are not finite."""
     if not output.is_floating_point():
         return output

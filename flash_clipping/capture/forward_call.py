@@ -32,7 +32,7 @@ class Doubted(Exception):
     """A layer does not run where something is taken for samples by its size: look again."""
 
 
-class Evidence:
+class BatchAxes:
     """What was shown: which reads of tapped layers are samples.
 
     Attributes:

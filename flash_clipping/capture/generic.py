@@ -19,7 +19,7 @@ from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError, to_freeze
-from flash_clipping.factors import Dense
+from flash_clipping.factors import DenseGrad
 
 
 class ReadsNoSamples(Exception):
@@ -43,7 +43,7 @@ class PerSampleView(torch.autograd.Function):
         tap: Any = ctx.tap
         if not tap.session.enabled:
             return None, grads.sum(0), None
-        tap.record([ctx.param], [Dense(grads)], ctx.recomputed, samples=ctx.samples)
+        tap.record([ctx.param], [DenseGrad(grads)], ctx.recomputed, samples=ctx.samples)
         return None, None, None
 
 
@@ -344,5 +344,5 @@ def _mapped(tap: Any, leaves: list[Any], axis: int) -> list[bool]:
         if beside and sure and plain == call.batch_size and rows > plain and rows % plain == 0:
             mapped.append(_is_compared(session, axis))  # heads that another layer has folded
             continue
-        mapped.append(session.reads_samples(tap.path, leaf, axis, sure=sure, beside=beside))
+        mapped.append(session.is_batched(tap.path, leaf, axis, sure=sure, beside=beside))
     return mapped

@@ -32,7 +32,7 @@ def samples_in(
         if sets_batch and memory_id(standing_for.untyped_storage()) in call.input_storages:
             _set_batch(call, found, standing_for, args[0])
         tensors = [x for x in args if isinstance(x, Tensor)]
-        samples = session.reads_samples(
+        samples = session.is_batched(
             path,
             standing_for,
             0,
@@ -58,12 +58,12 @@ def samples_in(
         if id(x) in kinds:
             continue
         if isinstance(x, ParameterProxy):
-            kinds[id(x)] = x.row is not None and session.reads_samples(
+            kinds[id(x)] = x.row is not None and session.is_batched(
                 path, x.value.detach(), axis, sure=False
             )
         else:
             sure = x.requires_grad or call.batch_size is None
-            kinds[id(x)] = session.reads_samples(path, x, axis, sure=sure)
+            kinds[id(x)] = session.is_batched(path, x, axis, sure=sure)
     if inputs and not any(kinds.values()):
         return None
     if not all(kinds.values()):

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.finite_positions import contained, finite_gradients
+from flash_clipping.capture.finite_positions import finite_gradients, zero_nonfinite
 from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, is_low
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
@@ -159,9 +159,9 @@ def by_position(
         refuse_layer(path, "this module returns something else than one row for each")
     alone = not positions.folded
     found = tuple(
-        positions.back(contained(x, session).squeeze(1))
+        positions.back(zero_nonfinite(x, session).squeeze(1))
         if alone and x.dim() > 1 and x.shape[1] == 1
-        else contained(x, session)
+        else zero_nonfinite(x, session)
         for x in parts
     )
     call = session.current_forward

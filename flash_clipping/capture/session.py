@@ -29,7 +29,7 @@ from flash_clipping._compat import (
     memory_id,
 )
 from flash_clipping.capture.draws import DrawnBatch, Draws, of_one_draw
-from flash_clipping.capture.forward_call import Doubted, Evidence, ForwardCall, in_backward
+from flash_clipping.capture.forward_call import BatchAxes, Doubted, ForwardCall, in_backward
 from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
 from flash_clipping.capture.padding import EVERY_ROW, CountedRows, Padding, refuse_several
@@ -148,7 +148,7 @@ class ClippingSession:
         #: samples, which run as they are.
         self.probing: Any = None
         #: Which reads of layers are samples (:mod:`flash_clipping.capture.proof.observe`).
-        self.evidence = Evidence()
+        self.batch_axes = BatchAxes()
         #: How many parameters were watched at the last proof; new ones ask for another.
         self.proven_with = 0
         #: How often layers, by their paths, were looked for that only some forwards reach.
@@ -396,7 +396,7 @@ class ClippingSession:
         """Go on with a call of the root that another one came between."""
         self._current_forward, self.proven_call = weakref.ref(forward), None
 
-    def reads_samples(
+    def is_batched(
         self,
         path: str,
         x: Tensor,
@@ -439,7 +439,7 @@ class ClippingSession:
         recomputed = in_backward()
         known = call.answer_again(path, x) if recomputed else None
         if known is None:
-            known = self.evidence.known(read, any_call=recomputed)
+            known = self.batch_axes.known(read, any_call=recomputed)
         if known is None and recomputed and not sure:
             raise FlashClippingError(
                 f"{path}: under activation checkpointing it reads a tensor of shape "
@@ -485,16 +485,16 @@ class ClippingSession:
         their shapes are those of reads before them."""
         if self.positions is not None or path not in call.turns:
             return False
-        if path in self.evidence.proven:
+        if path in self.batch_axes.proven:
             return True
         of_call, place = call.turns[path]
-        known = self.evidence.reads.get(path, ())
+        known = self.batch_axes.reads.get(path, ())
         if of_call >= len(known) or known[of_call][place : place + reads] != [True] * reads:
             return False
         call.turns[path][1] += reads
         return True
 
-    def doubt(self, path: str) -> None:
+    def error_bound(self, path: str) -> None:
         """Let a look of the proof, which compares two batches, begin anew if this layer, which has
         failed, took something for samples by its size: it may be chance.
 
@@ -511,7 +511,7 @@ class ClippingSession:
     def forget(self, path: str) -> None:
         """Drop what was noted of this layer's reads: it starts again."""
         self.epoch += 1
-        self.evidence.forget([path])
+        self.batch_axes.forget([path])
         call = self.current_forward
         if call is not None:
             call.turns.pop(path, None)

@@ -48,7 +48,7 @@ from flash_clipping.capture.positions import (
 from flash_clipping.capture.proxies import (
     ParameterProxy,
     UnsupportedUse,
-    bare_parameters,
+    parameter_proxies,
     refuse_bypassed,
 )
 from flash_clipping.capture.row_layouts import TOGETHER, layout_of
@@ -59,9 +59,9 @@ from flash_clipping.capture.tapped_layer import (
     apply_tapped_layer,
 )
 from flash_clipping.errors import FlashClippingError, module_at, to_freeze
-from flash_clipping.factors import Factor
+from flash_clipping.factors import PerSampleGrad
 from flash_clipping.finish.backward_pass import stored_where_cheaper
-from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer
+from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 #: In the place of an argument that was not given.
 _MISSING = object()
@@ -148,7 +148,7 @@ class Tap(FactorSource):
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
-        self._needs: tuple[list[str], Needs] | None = None  # of the last backward
+        self._needs: tuple[list[str], GradRequest] | None = None  # of the last backward
         self.loops = False  # whether vmap was tried on this module and failed
         self._was_declared = False  # whether it was called inside `samples(index, count)`
         #: Whether it is a part of a compiled region, whose taps Dynamo traces.
@@ -233,8 +233,8 @@ class Tap(FactorSource):
         return apply_proven_layer(self, proven, call, session.anchor, x, *params)
 
     def stored_where_cheaper(
-        self, factors: Sequence[Factor], shape: torch.Size
-    ) -> Sequence[Factor]:
+        self, factors: Sequence[PerSampleGrad], shape: torch.Size
+    ) -> Sequence[PerSampleGrad]:
         """Per-sample gradients, formed now, where that is cheapest; whether it ever is for this
         shape of the output's gradient is in ``worth_storing`` then."""
         found = stored_where_cheaper(factors, lambda: self.shared, self.session.backend)
@@ -251,7 +251,7 @@ class Tap(FactorSource):
             and args[0].__class__ is Tensor
             and not axis
             and rows is None
-            and self.path in self.session.evidence.proven
+            and self.path in self.session.batch_axes.proven
             and not (self.folded or self.path in self.session.layouts)
             and not self.layer._buffers
             and not (self._rule_calls or self._rule_has_rows or self._rule_folds)
@@ -269,7 +269,7 @@ class Tap(FactorSource):
         if getattr(forward, "__self__", forward) is not self:
             return  # something else stands around it
         names = frozenset(trainable[0])
-        needs = [Needs((wanted,), names, session.backend) for wanted in (False, True)]
+        needs = [GradRequest((wanted,), names, session.backend) for wanted in (False, True)]
         self._when_proven = *trainable, needs[0], needs[1]
         self._proven_in = session.epoch
         self._proven_for = [
@@ -332,7 +332,7 @@ class Tap(FactorSource):
 
     def _is_constant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a probed call reads what is the same for all samples, as far as is known."""
-        if self.session.evidence.is_constant(self.path):
+        if self.session.batch_axes.is_constant(self.path):
             return True
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor | ParameterProxy)]
         return bool(tensors) and all(
@@ -426,11 +426,11 @@ class Tap(FactorSource):
         looked up."""
         return self.parameters.computed
 
-    def needs(self, wanted: tuple[bool, ...], names: list[str]) -> Needs:
+    def needs(self, wanted: tuple[bool, ...], names: list[str]) -> GradRequest:
         """What a backward is asked for: mostly the same as the last."""
         last = self._needs
         if last is None or last[0] is not names or last[1].inputs != wanted:
-            last = self._needs = names, Needs(wanted, frozenset(names), self.session.backend)
+            last = self._needs = names, GradRequest(wanted, frozenset(names), self.session.backend)
         return last[1]
 
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -438,7 +438,7 @@ class Tap(FactorSource):
         (:mod:`flash_clipping.capture.proxies`)."""
         call, session = self._begin_call(), self.session
         try:
-            with bare_parameters(self, self.owners):
+            with parameter_proxies(self, self.owners):
                 output = self.original(*args, **kwargs)
             looks = call is not None and call.reads is not None
             if not (self._bypass_looked_for or looks or session.probing or in_backward()):
@@ -453,7 +453,7 @@ class Tap(FactorSource):
             below = isinstance(place, Tap) and any(m is place.layer for m in self.layer.modules())
             if not below:
                 raise
-        session.doubt(self.path)
+        session.error_bound(self.path)
         self.generic = True  # from now on
         session.forget(self.path)  # drops what the stand-ins noted
         return self(*args, **kwargs)
@@ -466,7 +466,7 @@ class Tap(FactorSource):
         users = list(self.layer.modules()) if below else self.owners
         outside, self.reads_constants = self.reads_constants, True
         try:
-            with bare_parameters(self, users):
+            with parameter_proxies(self, users):
                 return self.original(*args, **kwargs)
         except UnsupportedUse as unsupported:
             if unsupported.tap is not self:
@@ -539,7 +539,7 @@ class Tap(FactorSource):
                 )
             rows.check(self.path, args, axis, None if call is None else call.batch_size)
         elif (
-            self.path not in session.evidence.proven
+            self.path not in session.batch_axes.proven
             or self._rule_has_rows
             or any(isinstance(read, ParameterProxy) for read in args)
         ):

@@ -14,12 +14,12 @@ from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.own_parameters import Trainable
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Factor
-from flash_clipping.rules.registry import Needs, own
+from flash_clipping.factors import PerSampleGrad
+from flash_clipping.rules.registry import GradRequest, own
 
 #: Names and trainable parameters of a layer that takes the short way, and what its backward is
 #: asked for without, and with, the gradient of its input.
-Proven: TypeAlias = tuple[list[str], list[nn.Parameter], Needs, Needs]
+Proven: TypeAlias = tuple[list[str], list[nn.Parameter], GradRequest, GradRequest]
 
 _NO_SECOND = (
     "{}: backward(create_graph=True) asks for second derivatives, which flash clipping does not "
@@ -179,7 +179,7 @@ class ProvenLayer(torch.autograd.Function):
 
 
 def _ordinary(
-    factors: Sequence[Factor], params: Sequence[nn.Parameter], session: ClippingSession
+    factors: Sequence[PerSampleGrad], params: Sequence[nn.Parameter], session: ClippingSession
 ) -> list[Tensor]:
     """Gradients summed over the batch, as autograd has them."""
     return [

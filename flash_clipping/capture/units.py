@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Factor, UnitMap, by_units
+from flash_clipping.factors import PerSampleGrad, UnitMap, by_units
 from flash_clipping.ops.runtime.checks import check_on_device
 
 
@@ -108,7 +108,7 @@ class Units:
                 norms_PB = norms_PB.masked_fill(is_lost_U, torch.inf)
         return norms_PB
 
-    def of_units(self, path: str, factor: Factor, device: torch.device) -> Factor:
+    def of_units(self, path: str, factor: PerSampleGrad, device: torch.device) -> PerSampleGrad:
         """What was recorded row by row, for units.
 
         Raises:

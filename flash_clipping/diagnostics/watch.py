@@ -20,7 +20,15 @@ from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.diagnostics.batch import Samples, Task, cast
 from flash_clipping.diagnostics.oracle import TOLERANCE, Sections
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.factors import Convolution, Dense, Factor, Lookup, Outer, RowSum, TiedEmbedding
+from flash_clipping.factors import (
+    ConvolutionGrad,
+    DenseGrad,
+    EmbeddingGrad,
+    LinearGrad,
+    PerSampleGrad,
+    SumGrad,
+    TiedEmbeddingGrad,
+)
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers, Session
 from flash_clipping.ops.runtime import backend as backends, cost
@@ -141,7 +149,7 @@ class Flash:
 
     # -- called by the backward pass -----------------------------------------------------------
 
-    def recorded(self, path: str, param: nn.Parameter, given: Factor, stored: bool) -> None:
+    def recorded(self, path: str, param: nn.Parameter, given: PerSampleGrad, stored: bool) -> None:
         name = self.names[param]
         tap = self.taps.get(path)
         algorithm = "outer_store" if stored else _algorithm(given)
@@ -162,20 +170,26 @@ class Flash:
             scale = len(dense) if self.task.reduction == "mean" else 1
             seen.dense = dense * scale + (0 if seen.dense is None else seen.dense)
 
-    def merged(self, factors: Mapping[int, Factor], params: Mapping[int, nn.Parameter]) -> None:
+    def merged(
+        self, factors: Mapping[int, PerSampleGrad], params: Mapping[int, nn.Parameter]
+    ) -> None:
         """All uses are in: linear maps that read one input share the work, which may decide."""
         readers = Counter(
-            factor.shares_input_with() for factor in factors.values() if isinstance(factor, Outer)
+            factor.shares_input_with()
+            for factor in factors.values()
+            if isinstance(factor, LinearGrad)
         )
         for key, factor in factors.items():
             # One that is frozen by now is refused when norms are taken.
-            if key in params and isinstance(factor, Outer | TiedEmbedding):
+            if key in params and isinstance(factor, LinearGrad | TiedEmbeddingGrad):
                 seen = self.seen[self.names[params[key]]]
                 seen.algorithms, seen.backends = {}, {}
-                shared = readers[factor.shares_input_with()] if isinstance(factor, Outer) else 1
+                shared = (
+                    readers[factor.shares_input_with()] if isinstance(factor, LinearGrad) else 1
+                )
                 self._note(seen, _algorithm(factor, shared), factor)
 
-    def _note(self, seen: _Seen, algorithm: str, factor: Factor) -> None:
+    def _note(self, seen: _Seen, algorithm: str, factor: PerSampleGrad) -> None:
         seen.algorithms[algorithm] = None
         seen.backends[_backend(algorithm, factor, self.module.backend)] = None
 
@@ -191,7 +205,7 @@ class _WatchedBackwardPass(BackwardPass):
         self,
         path: str,
         params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
+        factors: Sequence[PerSampleGrad],
         readers: Readers | None = None,
     ) -> None:
         first_pass = self.coef is None
@@ -201,10 +215,10 @@ class _WatchedBackwardPass(BackwardPass):
         kept = factors if self.norms_only else self.factors[len(self.factors) - len(factors) :]
         with torch.no_grad():
             for param, factor, as_kept in zip(params, factors, kept, strict=True):
-                formed = isinstance(factor, Outer | Convolution) and as_kept is not factor
+                formed = isinstance(factor, LinearGrad | ConvolutionGrad) and as_kept is not factor
                 self._flash.recorded(path, param, factor, stored=formed)
 
-    def merged(self, keys: Sequence[int]) -> dict[int, Factor]:
+    def merged(self, keys: Sequence[int]) -> dict[int, PerSampleGrad]:
         factors = super().merged(keys)
         self._flash.merged(factors, self.params)
         return factors
@@ -226,12 +240,12 @@ def fallbacks(notes: list[str]) -> Iterator[None]:
             notes.append(text)
 
 
-_KINDS: dict[type[Factor], str] = {
-    Dense: "vector",
-    RowSum: "vector",
-    Lookup: "lookup",
-    Convolution: "convolution",
-    TiedEmbedding: "tied",
+_KINDS: dict[type[PerSampleGrad], str] = {
+    DenseGrad: "vector",
+    SumGrad: "vector",
+    EmbeddingGrad: "lookup",
+    ConvolutionGrad: "convolution",
+    TiedEmbeddingGrad: "tied",
 }
 
 # The operation whose kernel decides what to print as backend; the others are PyTorch alone.
@@ -245,9 +259,9 @@ _OPERATIONS = {
 }
 
 
-def _algorithm(factor: Factor, shared: int = 1) -> str:
+def _algorithm(factor: PerSampleGrad, shared: int = 1) -> str:
     """What will compute this factor's norms."""
-    if isinstance(factor, Outer):
+    if isinstance(factor, LinearGrad):
         B, T, d = factor.A_BTd.shape
         itemsize = factor.A_BTd.element_size()
         p, device_type = factor.G_BTp.shape[-1], factor.A_BTd.device.type
@@ -257,7 +271,7 @@ def _algorithm(factor: Factor, shared: int = 1) -> str:
     return _KINDS.get(type(factor), type(factor).__name__.lower())
 
 
-def _backend(algorithm: str, factor: Factor, asked: str) -> str:
+def _backend(algorithm: str, factor: PerSampleGrad, asked: str) -> str:
     """Which implementation that algorithm runs on, as far as is known before a kernel fails."""
     operands = [x for x in tensors_in(factor) if x.is_floating_point()]
     operation = _OPERATIONS.get(algorithm.partition(" + ")[0])

@@ -18,7 +18,7 @@ from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.distributed.tensor.layouts import Share
 from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, Factor
+from flash_clipping.factors import DenseGrad, PerSampleGrad
 from flash_clipping.finish.backward_pass import BackwardPass, stored_where_cheaper
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.session import Readers
@@ -52,7 +52,7 @@ class ShardedBackwardPass(BackwardPass):
         self,
         path: str,
         params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
+        factors: Sequence[PerSampleGrad],
         readers: Readers | None = None,
     ) -> None:
         if id(params[0]) in self.slots.experts:
@@ -76,7 +76,7 @@ class ShardedBackwardPass(BackwardPass):
         self.without_samples = [*self.without_samples, *params]
         if not self._is_made_up and samples.own != self.batch_size:
             self._check_batch_size(path, samples.own)
-        whole: Sequence[Factor] = [factor.whole for factor in factors]
+        whole: Sequence[PerSampleGrad] = [factor.whole for factor in factors]
         if readers is not None and self.coef is None and not self.norms_only:
             call, place = readers
             count = partial(call.count_readers, place, params)
@@ -179,7 +179,7 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
         return self.messages.shares[key] is Share.TERM
 
     def _use_now(
-        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[Factor]
+        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[PerSampleGrad]
     ) -> None:
         """``mode="two_pass"``: terms are kept until all of a gradient's are there."""
         for param, factor in zip(params, factors, strict=True):
@@ -190,15 +190,15 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
                 self._check_batch_size(path, factor.batch_size)
             self.calls.append(path)
             self.used.append([param])
-            self.factors.append(Dense(factor.dense()))
+            self.factors.append(DenseGrad(factor.dense()))
 
-    def merged(self, keys: Sequence[int]) -> dict[int, Factor]:
+    def merged(self, keys: Sequence[int]) -> dict[int, PerSampleGrad]:
         """Terms of gradients become whole gradients: squares of sums, not sums of squares."""
         factors = super().merged(keys)
         terms = [key for key in self._keys if key in factors and self._is_term(key)]
         if terms:
             grads = self.messages.whole_gradients([factors[key].dense() for key in terms])
-            factors.update(zip(terms, map(Dense, grads), strict=True))
+            factors.update(zip(terms, map(DenseGrad, grads), strict=True))
         return factors
 
     def _of_whole_gradients(

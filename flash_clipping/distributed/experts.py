@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from flash_clipping.capture.layer_arguments import positional
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Factor, merge
+from flash_clipping.factors import PerSampleGrad, merge
 from flash_clipping.finish.clipping import Coefficients, Doubts
 from flash_clipping.layers.exchange import Samples
 from flash_clipping.layers.routed_rows import SideBySide
@@ -28,7 +28,7 @@ from flash_clipping.rules import find_rule
 from flash_clipping.rules.experts import ExpertsRule
 from flash_clipping.rules.mixture_of_experts import MixtureOfExpertsRule
 from flash_clipping.rules.other_experts import DbrxExpertsRule, Llama4ExpertsRule
-from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer
+from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 _SERVED = (MixtureOfExpertsRule, ExpertsRule, DbrxExpertsRule, Llama4ExpertsRule)
 
@@ -176,7 +176,7 @@ class _ByRule(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         named = dict(ctx.layer.named_parameters())
         names = {n for n, is_wanted in zip(named, wanted[ctx.count :], strict=True) if is_wanted}
-        needs = Needs(wanted[: ctx.count], frozenset(names), "auto")
+        needs = GradRequest(wanted[: ctx.count], frozenset(names), "auto")
         grads, factors = ctx.rule.backward(ctx.layer, tuple(saved), grad, needs)
         sums = [
             factors[name].clipped_sum(None, "auto").view_as(param) if name in names else None
@@ -204,7 +204,7 @@ class ExpertFactors:
     def __init__(self, backend: str):
         self._backend = backend
         self._samples: Samples | None = None
-        self._factors: dict[int, list[Factor]] = {}
+        self._factors: dict[int, list[PerSampleGrad]] = {}
         #: Squared norms of all samples, and what rounding may hide of them.
         self._norms: dict[int, tuple[Tensor, Tensor | None]] = {}
         #: Coefficients of the same samples.
@@ -220,13 +220,13 @@ class ExpertFactors:
             )
         self._samples = samples
 
-    def keep(self, key: int, whole: Factor) -> None:
+    def keep(self, key: int, whole: PerSampleGrad) -> None:
         """Hold a factor, of one use of a parameter, until the pass ends."""
         self._factors.setdefault(key, []).append(whole)
 
-    def measure(self, key: int, whole: Factor) -> None:
+    def measure(self, key: int, whole: PerSampleGrad) -> None:
         """Take the norms of a parameter's only factor, and let go of it."""
-        self._norms[key] = whole.sqnorms(self._backend), whole.doubt(self._backend)
+        self._norms[key] = whole.sqnorms(self._backend), whole.error_bound(self._backend)
 
     def whole_norms(
         self, keys: Sequence[int], norms_PB: Tensor, doubts: Doubts, is_expert: Sequence[bool]
@@ -273,7 +273,7 @@ class ExpertFactors:
         of_all = self._samples.gathered(torch.stack(rows))
         self._coefs = dict(zip(keys, of_all.expand(len(keys), -1), strict=True))
 
-    def clipped_sum(self, key: int, whole: Factor | None = None) -> Tensor | None:
+    def clipped_sum(self, key: int, whole: PerSampleGrad | None = None) -> Tensor | None:
         """Over the samples of all processes; of what is held, unless ``whole`` is given. ``None``
         where backward did not reach the parameter."""
         if whole is None:

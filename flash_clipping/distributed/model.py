@@ -181,7 +181,9 @@ class ShardedModel:
     ) -> Tensor:
         """Norms are published, and records kept, under the parameters that users know."""
         to = self.slots.to
-        blocks = [([id(to(key)) for key in keys], doubt) for keys, doubt in doubts.blocks]
+        blocks = [
+            ([id(to(key)) for key in keys], error_bound) for keys, error_bound in doubts.blocks
+        ]
         destinations = [to(id(param)) for param in params]
         return clip(destinations, norms_PB, Doubts(blocks, doubts.scale), one_device)
 

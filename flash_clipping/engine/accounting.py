@@ -1,6 +1,6 @@
 """The cost of steps that Opacus' accountants do not know, by Google's dp-accounting.
 
-A :class:`Process` says how batches are drawn and how noise is made. Each pair of the two is a
+A :class:`MechanismSpec` says how batches are drawn and how noise is made. Each pair of the two is a
 :class:`~flash_clipping.engine.releases.Release`, or is refused by name. ``dp-accounting`` is an
 extra (``flash-clipping[accounting]``); it is imported when such an accountant is made.
 """
@@ -49,7 +49,7 @@ _MOST_LOSS = 600.0
 
 
 @dataclass(frozen=True)
-class Process:
+class MechanismSpec:
     """How batches are drawn, and how noise is made.
 
     Args:
@@ -125,7 +125,7 @@ class Process:
     @property
     def is_plain(self) -> bool:
         """Whether Opacus' own accountants describe it."""
-        return self == Process(samples=self.samples)
+        return self == MechanismSpec(samples=self.samples)
 
     @property
     def is_in_order(self) -> bool:
@@ -296,7 +296,7 @@ class PldAccountant(CountsSteps, IAccountant):
     def __init__(self) -> None:
         dp_accounting()  # said now, not when training has ended
         super().__init__()
-        self.process = Process()
+        self.process = MechanismSpec()
         #: Whether the next step begins with noise that knows nothing of the steps before.
         self._begins = True
         #: Whether ``make_private`` has made a model private for this process.
@@ -304,7 +304,7 @@ class PldAccountant(CountsSteps, IAccountant):
         #: Called where that is so after a checkpoint was loaded.
         self.before_run: Callable[[], None] | None = None
 
-    def follow(self, process: Process) -> None:
+    def follow(self, process: MechanismSpec) -> None:
         """Account for this process from now on; ``ValueError`` after steps of another one."""
         if self.is_used and not (process.is_plain and self.process.is_plain):
             raise ValueError(
@@ -339,7 +339,7 @@ class PldAccountant(CountsSteps, IAccountant):
         self._begins = False
 
     def get_epsilon(self, delta: float, **_: Any) -> float:
-        """ε for this δ, for datasets that are neighbours by :attr:`Process.relation`."""
+        """ε for this δ, for datasets that are neighbours by :attr:`MechanismSpec.relation`."""
         if any(multiplier == 0 for multiplier, _, _ in self.history):
             return math.inf
         return max((epsilon_by_pld(r, delta) for r in self.releases()), default=0.0)
@@ -407,7 +407,7 @@ class PldAccountant(CountsSteps, IAccountant):
         """As Opacus'; noise of the steps before is not known any more, and accounted for by
         itself. ``ValueError`` for steps of another process."""
         now, then = self.process.state_dict(), state_dict.get("process")
-        if then is not None and (then := Process().state_dict() | then) != now:
+        if then is not None and (then := MechanismSpec().state_dict() | then) != now:
             raise ValueError(
                 f"accountant: the checkpoint accounts for {then}; this engine for {now}. Make the "
                 "model private as it was, and load the checkpoint then."

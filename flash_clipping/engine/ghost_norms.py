@@ -9,8 +9,8 @@ import torch
 from opacus.grad_sample import register_norm_sampler
 from torch import Tensor, nn
 
-from flash_clipping.factors import Factor, Lookup, Outer, accumulation_dtype
-from flash_clipping.ops.certificate import upper_bound
+from flash_clipping.factors import EmbeddingGrad, LinearGrad, PerSampleGrad, accumulation_dtype
+from flash_clipping.ops.error_bounds import upper_bound
 from flash_clipping.rules.registry import as_BTd
 
 
@@ -38,7 +38,7 @@ def register_flash_norm_samplers(backend: str = "auto") -> None:
         norms: dict[nn.Parameter, Tensor] = {}
         has_bias = layer.bias is not None and layer.bias.requires_grad
         if layer.weight.requires_grad:
-            factor = Outer(A_BTd.to(G_BTp.dtype), G_BTp)
+            factor = LinearGrad(A_BTd.to(G_BTp.dtype), G_BTp)
             norms[layer.weight] = _bound(factor, backend)
         if has_bias:
             sums = G_BTp.sum(1, dtype=accumulation_dtype(G_BTp.dtype))
@@ -53,12 +53,12 @@ def register_flash_norm_samplers(backend: str = "auto") -> None:
             return {}
         ids = activations[0]
         ids_BT = ids.reshape(ids.shape[0], ids.shape[1:].numel())
-        factor = Lookup(ids_BT, as_BTd(backprops), layer.num_embeddings, layer.padding_idx)
+        factor = EmbeddingGrad(ids_BT, as_BTd(backprops), layer.num_embeddings, layer.padding_idx)
         return {layer.weight: _bound(factor, backend)}
 
 
-def _bound(factor: Factor, backend: str) -> Tensor:
+def _bound(factor: PerSampleGrad, backend: str) -> Tensor:
     """Norms ``[B]``; of samples whose positions nearly cancel, what is at least their norm."""
     sq_B = factor.sqnorms(backend)
     finite_B = sq_B.nan_to_num(nan=math.nan, posinf=math.inf, neginf=math.nan)
-    return upper_bound(finite_B.clamp_(min=0).sqrt_(), factor.doubt(backend))
+    return upper_bound(finite_B.clamp_(min=0).sqrt_(), factor.error_bound(backend))

@@ -19,8 +19,8 @@ from opacus.grad_sample import (
 )
 from torch import Tensor, nn
 
+from flash_clipping.capture.batch_size_checks import check_against_loader, check_losses
 from flash_clipping.capture.compiled.regions import compiler_of
-from flash_clipping.capture.counts_of_samples import check_drawn, check_losses
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.padding import EVERY_ROW
@@ -323,7 +323,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if session.padding.rows is not None:
             call.counted_rows = session.padding.of_call(draw, session.captured is not None)
         if draw is not None or session.drawn is not None:
-            check_drawn(session, call)
+            check_against_loader(session, call)
         session.returning = call
         if call.recorded:
             self.running_step.awaits_backward = True
@@ -415,7 +415,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
     ) -> Tensor:
         """Publish the norms of one backward; return its coefficients, which are by upper bounds of
-        what is released (:mod:`flash_clipping.ops.certificate`)."""
+        what is released (:mod:`flash_clipping.ops.error_bounds`)."""
         session, step = self._session, self.running_step
         if self._rounds_by_scale and session.loss_reduction == "mean":
             refuse_mean(self._rounds_by_scale)
@@ -494,7 +494,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
         Follows ``max_grad_norm`` as it is now. Never NaN; 0 for a sample that is not finite. May
         be below ``max_grad_norm / norm`` for a sample whose positions nearly cancel
-        (:mod:`flash_clipping.ops.certificate`).
+        (:mod:`flash_clipping.ops.error_bounds`).
 
         Raises:
             FlashClippingError: no backward pass has been recorded yet, or none since the last

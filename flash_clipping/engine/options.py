@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from flash_clipping.capture.units import Offsets
 from flash_clipping.engine.accounting import (
     DiscreteGaussianAccountant,
+    MechanismSpec,
     PldAccountant,
-    Process,
     without_hints,
 )
 from flash_clipping.engine.adaptive import AdaptiveBound
@@ -154,7 +154,7 @@ def check_keywords(given: dict[str, Any], clipping: str) -> None:
         )
 
 
-def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
+def requested_process(accountant: Any, given: dict[str, Any]) -> MechanismSpec:
     """The process that arguments of ``make_private`` ask for, which the accountant is told.
 
     ``ValueError`` if they do not go together, or the accountant does not know the process.
@@ -170,13 +170,13 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Process:
     participations = given.get("participations", 1)
     asked = sampling, max_batch_size, participations
     if asked == ("poisson", None, 1) and isinstance(noise, IndependentNoise):
-        process = Process()
+        process = MechanismSpec()
         if isinstance(accountant, PldAccountant):
             accountant.follow(process)
         return process
     loader = given["data_loader"]
     by_rows, in_groups = sampling == "poisson_rows", sampling == "cyclic_poisson"
-    process = Process(
+    process = MechanismSpec(
         sampling=sampling,
         noise=noise,
         samples=len(loader.dataset),

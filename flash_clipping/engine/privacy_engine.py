@@ -17,8 +17,8 @@ from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import has_shards, processes_of, shared_in_group
 from flash_clipping.engine.accounting import (
     LargeDeltaWarning,
+    MechanismSpec,
     PldAccountant,
-    Process,
     relation_of,
     with_right_length,
     without_hints,
@@ -101,7 +101,7 @@ class _Asked:
     """
 
     given: dict[str, Any]
-    process: Process
+    process: MechanismSpec
     units: UnitsOfRows | None
     pipeline: Any
     processes: ProcessGroups | None
@@ -291,7 +291,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             max_rows_per_unit: if a unit has more rows, that many are drawn, uniformly and anew each
                 time; with ``sampling="poisson_rows"`` once.
             sampling: ``"poisson"``; others need ``accountant="pld"``, and are flash only
-                (:class:`~flash_clipping.engine.accounting.Process`, ``docs/sampling.md``):
+                (:class:`~flash_clipping.engine.accounting.MechanismSpec`, ``docs/sampling.md``):
                 ``"random_allocation"``, ``"shuffled"``, ``"poisson_rows"`` with ``units``, and, for
                 correlated noise, ``"fixed_order"`` and ``"cyclic_poisson"``.
             participations: of a sample in ``participations * len(data_loader)`` steps; with

@@ -22,7 +22,7 @@ from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     DiscreteGaussianAccountant,
     FeasiblePrvAccountant,
-    Process,
+    MechanismSpec,
     relation_of,
     without_hints,
 )
@@ -61,7 +61,7 @@ _OF_SAMPLING = {
 def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
     """See :meth:`~flash_clipping.FlashPrivacyEngine.report`."""
     accountant = engine.accountant
-    process: Process = getattr(accountant, "process", Process())
+    process: MechanismSpec = getattr(accountant, "process", MechanismSpec())
     history = [tuple(entry) for entry in accountant.history]
     is_discrete = isinstance(accountant, DiscreteGaussianAccountant)
     runs = [process.releases(*entry) for entry in history]

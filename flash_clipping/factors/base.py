@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.certificate import squared_norms
+from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.outer import weighted_sum
 
 
@@ -33,7 +33,7 @@ def parts_of_sample(rows: int, samples: int) -> int:
     return rows // samples if samples else 1
 
 
-class Factor(ABC):
+class PerSampleGrad(ABC):
     """A per-sample gradient of one parameter, in whatever form is cheapest to keep.
 
     Rules may return factors of classes of their own, derived from this one. The classes here are
@@ -43,12 +43,14 @@ class Factor(ABC):
     def __init_subclass__(cls) -> None:
         for base in cls.__mro__[1:]:
             own = base.__module__.partition(".")[0] == __name__.partition(".")[0]
-            if own and issubclass(base, Factor) and not inspect.isabstract(base):
+            if own and issubclass(base, PerSampleGrad) and not inspect.isabstract(base):
                 raise TypeError(
                     f"{cls.__name__} is derived from {base.__name__}, which is final. Derive it "
-                    "from flash_clipping.factors.Factor, and give it sqnorms, doubt, clipped_sum "
-                    "and dense of its own."
+                    "from flash_clipping.factors.PerSampleGrad, and give it sqnorms, error_bound, "
+                    "clipped_sum and dense of its own."
                 )
+        if "doubt" in cls.__dict__:
+            raise TypeError(f"{cls.__name__}: found doubt; expected its new name, error_bound.")
 
     @property
     @abstractmethod
@@ -63,9 +65,9 @@ class Factor(ABC):
         """Squared norms in parts ``[B, n]`` that are still to be added up."""
         return self.sqnorms(backend).unsqueeze(1)
 
-    def doubt(self, backend: str) -> Tensor | None:
+    def error_bound(self, backend: str) -> Tensor | None:
         """What rounding may hide of the squared norms, ``[B]``: with it they are at least those of
-        what :meth:`clipped_sum` releases (:mod:`flash_clipping.ops.certificate`).
+        what :meth:`clipped_sum` releases (:mod:`flash_clipping.ops.error_bounds`).
 
         None where the very numbers that are released were measured. A class that measures anything
         else overrides this as well.
@@ -93,11 +95,11 @@ class Factor(ABC):
         """
         return False
 
-    def stored(self, backend: str) -> Dense:
+    def stored(self, backend: str) -> DenseGrad:
         """The per-sample gradients, formed now, in place of what they are made of."""
-        return Dense(self.dense())
+        return DenseGrad(self.dense())
 
-    def in_tf32(self) -> Factor:
+    def in_tf32(self) -> PerSampleGrad:
         """The same for a step that may cut fp32 operands to TF32; as it is where nothing is gained.
         Norms and sums must be of the same operands."""
         return self
@@ -108,18 +110,18 @@ class Factor(ABC):
         return (self.batch_size,)
 
     @classmethod
-    def concatenate(cls, factors: Sequence[Any]) -> Factor:
+    def concatenate(cls, factors: Sequence[Any]) -> PerSampleGrad:
         """One factor for several uses of a parameter within a sample."""
-        return Dense.sum_of(factors)
+        return DenseGrad.sum_of(factors)
 
-    def fold(self, samples: int) -> Factor:
+    def fold(self, samples: int) -> PerSampleGrad:
         """The factor of ``samples`` samples, each of ``B / samples`` consecutive rows."""
         grads = self.dense()
         parts = parts_of_sample(len(grads), samples)
-        return Dense(grads.reshape(samples, parts, *grads.shape[1:]).sum(1))
+        return DenseGrad(grads.reshape(samples, parts, *grads.shape[1:]).sum(1))
 
 
-class MeasuredOnce(Factor):
+class MeasuredOnce(PerSampleGrad):
     """A gradient whose norms, and what rounding may hide of them, come from one computation."""
 
     _measured: tuple[Tensor, Tensor | None] | None = None
@@ -136,14 +138,14 @@ class MeasuredOnce(Factor):
     def sqnorms(self, backend: str) -> Tensor:
         return self.sqnorm_parts(backend).sum(1)
 
-    def doubt(self, backend: str) -> Tensor | None:
+    def error_bound(self, backend: str) -> Tensor | None:
         if self._measured is None:
             self._measured = self.measure(backend)
         return self._measured[1]
 
 
 @dataclass(eq=False)
-class Dense(Factor):
+class DenseGrad(PerSampleGrad):
     """Per-sample gradients that are small enough to keep as they are: ``[B, *parameter]``."""
 
     grads: Tensor
@@ -182,6 +184,6 @@ class Dense(Factor):
         return self.grads
 
     @classmethod
-    def sum_of(cls, factors: Sequence[Factor]) -> Dense:
+    def sum_of(cls, factors: Sequence[PerSampleGrad]) -> DenseGrad:
         """Any factors of one parameter, formed and added."""
         return cls(torch.stack([factor.dense() for factor in factors]).sum(0))

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import Dense, Factor, MeasuredOnce, accumulation_dtype
+from flash_clipping.factors.base import DenseGrad, MeasuredOnce, PerSampleGrad, accumulation_dtype
 from flash_clipping.ops.convolution import (
     Geometry,
     convolution_grads,
@@ -25,7 +25,7 @@ from flash_clipping.ops.runtime import cost
 from flash_clipping.ops.runtime.backend import full_precision, takes_tf32
 
 
-class Convolution(MeasuredOnce):
+class ConvolutionGrad(MeasuredOnce):
     """A convolution: ``g_b`` is an outer product of unfolded input patches and ``G``.
 
     The unfolded input is ``prod(kernel_size)`` times the input. On a GPU it is never formed
@@ -62,7 +62,7 @@ class Convolution(MeasuredOnce):
         self.x, self.G = laid_out(self.x, self.G, self.geometry, backend=backend)
         return convolution_sqnorms(self.x, self.G, self.geometry, tf32=self.tf32, backend=backend)
 
-    def in_tf32(self) -> Factor:
+    def in_tf32(self) -> PerSampleGrad:
         # Depthwise ones leave nothing for tensor cores to do.
         alone = self.geometry.is_depthwise(self.x)
         self.tf32 = takes_tf32(self.x) and takes_tf32(self.G) and not alone
@@ -71,17 +71,17 @@ class Convolution(MeasuredOnce):
     def doubt_of_any_product(self) -> Tensor:
         """What rounding may hide of squared norms, ``[B]``, whichever way products were formed."""
         with torch.no_grad(), full_precision(self.G.device):
-            return reference.doubt(self.x, self.G, self.geometry)
+            return reference.error_bound(self.x, self.G, self.geometry)
 
     def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         x, G = self.x, self.G
         like = x.dtype, G.dtype, G.device.type
         return fits(x.shape, G.shape, self.weight_shape, *like) and readers() > 0
 
-    def stored(self, backend: str) -> Dense:
+    def stored(self, backend: str) -> DenseGrad:
         """Form the per-sample gradients once, and let go of ``x`` and ``G``."""
         grads = convolution_grads(self.x, self.G, self.geometry, tf32=self.tf32, backend=backend)
-        return Dense(*grads)
+        return DenseGrad(*grads)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import Factor, MeasuredOnce, accumulation_dtype
-from flash_clipping.factors.linear import Outer
-from flash_clipping.ops import certificate
+from flash_clipping.factors.base import MeasuredOnce, PerSampleGrad, accumulation_dtype
+from flash_clipping.factors.linear import LinearGrad
+from flash_clipping.ops import error_bounds
 from flash_clipping.ops.embedding import embedding_clipped_sum, embedding_sqnorms, tied_cross_term
 from flash_clipping.ops.embedding.reference import sums_by_index
 from flash_clipping.ops.linear import linear_sqnorm_blocks
@@ -27,7 +27,7 @@ BLOCK = 1 << 22
 
 
 @dataclass(eq=False)
-class Lookup(Factor):
+class EmbeddingGrad(PerSampleGrad):
     """An embedding: row ``id_t`` of the gradient receives ``G_t``."""
 
     ids_BT: Tensor
@@ -52,8 +52,8 @@ class Lookup(Factor):
             backend=backend,
         )
 
-    def doubt(self, backend: str) -> Tensor | None:
-        return None if self.ids_BT.shape[1] == 1 else certificate.doubt(self.spread())
+    def error_bound(self, backend: str) -> Tensor | None:
+        return None if self.ids_BT.shape[1] == 1 else error_bounds.error_bound(self.spread())
 
     def spread(self) -> Tensor:
         """``Σ_t ‖G_t‖``, ``[B]``, over the ids that receive a gradient."""
@@ -88,7 +88,7 @@ class Lookup(Factor):
         return sums_by_index(G_BTd, self.ids_BT + samples_B1 * V, B * V).view(B, V, d)
 
     @classmethod
-    def concatenate(cls, factors: Sequence[Lookup]) -> Factor:
+    def concatenate(cls, factors: Sequence[EmbeddingGrad]) -> PerSampleGrad:
         first = factors[0]
         if any(factor.padding_idx != first.padding_idx for factor in factors):
             return super().concatenate(factors)
@@ -135,7 +135,7 @@ class Scattered(NamedTuple):
 
 
 @dataclass(eq=False)
-class Bag(MeasuredOnce):
+class EmbeddingBagGrad(MeasuredOnce):
     """An embedding bag: row ``id_n`` of sample ``bag_n`` receives ``weight_n G_bag``.
 
     All ids of one bag receive multiples of one vector, so that
@@ -161,7 +161,7 @@ class Bag(MeasuredOnce):
         norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=torch.float64)
         dtype = sq_weight_B.dtype
         sq_B = norm_B.square().mul_(sq_weight_B).to(dtype)
-        return sq_B.unsqueeze(1), certificate.doubt(norm_B.mul_(weight_B).to(dtype))
+        return sq_B.unsqueeze(1), error_bounds.error_bound(norm_B.mul_(weight_B).to(dtype))
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         G_Bd, weights_N = self.G_Bd, self.weights_N
@@ -181,11 +181,11 @@ class Bag(MeasuredOnce):
 
 
 @dataclass(eq=False)
-class TiedEmbedding(MeasuredOnce):
+class TiedEmbeddingGrad(MeasuredOnce):
     """One matrix read as an embedding and applied as a linear map (GPT-2's head)."""
 
-    lookup: Lookup
-    head: Outer
+    lookup: EmbeddingGrad
+    head: LinearGrad
 
     @property
     def batch_size(self) -> int:
@@ -204,9 +204,9 @@ class TiedEmbedding(MeasuredOnce):
         (block,) = linear_sqnorm_blocks([(A_BTd, [G_BTp])], backend=backend)
         (sq_1B, doubt_1B, spread_sq_1B) = block[1:]
         if spread_sq_1B is None:
-            spread_sq_1B = certificate.spread(A_BTd, G_BTp).square_().unsqueeze(0)
+            spread_sq_1B = error_bounds.spread(A_BTd, G_BTp).square_().unsqueeze(0)
         # The three terms may cancel; spreads add up. The head's own norm is in doubt as well.
-        doubt_B = certificate.doubt(spread_sq_1B[0].sqrt().add_(lookup.spread()))
+        doubt_B = error_bounds.error_bound(spread_sq_1B[0].sqrt().add_(lookup.spread()))
         if doubt_1B is not None:
             doubt_B.add_(doubt_1B[0])
         # The three rounded terms of a sum that cancels may come out below zero.
@@ -225,12 +225,13 @@ BUFFER = 1 << 25
 
 
 @dataclass(eq=False)
-class ScaledLookup(Factor):
+class ScaledEmbeddingGrad(PerSampleGrad):
     """Row ``ids[b, t, l]`` of the gradient of sample b receives ``scale[b, t, l] · X[b, t]``.
 
     An embedding's gradient, but for how it is kept: the rows that a
-    :class:`~flash_clipping.factors.Lookup` would hold are L times as large as X. They are formed a
-    few samples at a time, in fp32, for norms and again, the same numbers, for the clipped sum.
+    :class:`~flash_clipping.factors.EmbeddingGrad` would hold are L times as large as X. They are
+    formed a few samples at a time, in fp32, for norms and again, the same numbers, for the clipped
+    sum.
 
     Args:
         ids_BTL: int64, below E; negative for no row, of which nothing is read.
@@ -290,13 +291,13 @@ class ScaledLookup(Factor):
             )
         return sq_B
 
-    def doubt(self, backend: str) -> Tensor | None:
+    def error_bound(self, backend: str) -> Tensor | None:
         dtype = accumulation_dtype(self.X_BTd.dtype)
         scale_BT = self.scale_BTL.to(dtype).abs().masked_fill(self._none_BTL, 0).sum(2)
-        norm_BT = certificate.squared_rows(self.X_BTd, dtype).sqrt_()
+        norm_BT = error_bounds.squared_rows(self.X_BTd, dtype).sqrt_()
         # As above: a position without rows may hold anything.
         norm_BT = norm_BT.masked_fill(self._none_BTL.all(2), 0)
-        return certificate.doubt((scale_BT * norm_BT).sum(1))
+        return error_bounds.error_bound((scale_BT * norm_BT).sum(1))
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         E, d = self.num_embeddings, self.X_BTd.shape[2]
@@ -323,7 +324,7 @@ class ScaledLookup(Factor):
         return sums_by_index(rows_BLd, ids_BL, B * E).view(B, E, d)
 
     @classmethod
-    def concatenate(cls, factors: Sequence[ScaledLookup]) -> Factor:
+    def concatenate(cls, factors: Sequence[ScaledEmbeddingGrad]) -> PerSampleGrad:
         first = factors[0]
         if any(factor.ids_BTL.shape[2] != first.ids_BTL.shape[2] for factor in factors):
             return super().concatenate(factors)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flash_clipping.factors.base import (
-    Dense,
-    Factor,
+    DenseGrad,
     MeasuredOnce,
+    PerSampleGrad,
     accumulation_dtype,
     parts_of_sample,
 )
@@ -30,7 +30,7 @@ from flash_clipping.ops.segments import Rows, Segments, grouped_sums, segment_gr
 
 
 @dataclass(eq=False)
-class Outer(MeasuredOnce):
+class LinearGrad(MeasuredOnce):
     """``g_b = G_b^T A_b`` (``p x d``): a linear map with input ``A`` and output gradient ``G``."""
 
     A_BTd: Tensor
@@ -60,10 +60,10 @@ class Outer(MeasuredOnce):
     def dense(self) -> Tensor:
         return self.G_BTp.mT @ self.A_BTd
 
-    def fold(self, samples: int) -> Factor:
+    def fold(self, samples: int) -> PerSampleGrad:
         A, G = self.A_BTd, self.G_BTp
         T = parts_of_sample(len(A), samples) * A.shape[1]
-        return Outer(A.reshape(samples, T, A.shape[2]), G.reshape(samples, T, G.shape[2]))
+        return LinearGrad(A.reshape(samples, T, A.shape[2]), G.reshape(samples, T, G.shape[2]))
 
     def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         A, G = self.A_BTd, self.G_BTp
@@ -81,19 +81,19 @@ class Outer(MeasuredOnce):
         )
         return algorithm == "outer_store"
 
-    def stored(self, backend: str) -> Dense:
+    def stored(self, backend: str) -> DenseGrad:
         """Form the per-sample gradients once, and let go of ``A`` and ``G``."""
-        if self.G_BTp.is_cuda and self.A_BTd.shape[2] * self.G_BTp.shape[2] <= Dense.SMALL:
+        if self.G_BTp.is_cuda and self.A_BTd.shape[2] * self.G_BTp.shape[2] <= DenseGrad.SMALL:
             # Their norms are taken with those of all other small ones.
-            return Dense(outer_grads(self.A_BTd, self.G_BTp))
+            return DenseGrad(outer_grads(self.A_BTd, self.G_BTp))
         parts_Bn, grads_Bpd = outer_sqnorms(
             self.A_BTd, self.G_BTp, store=True, in_parts=True, backend=backend
         )
         assert grads_Bpd is not None
-        return Dense(grads_Bpd, parts_Bn)
+        return DenseGrad(grads_Bpd, parts_Bn)
 
     @classmethod
-    def concatenate(cls, factors: Sequence[Outer]) -> Factor:
+    def concatenate(cls, factors: Sequence[LinearGrad]) -> PerSampleGrad:
         return cls(
             torch.cat([factor.A_BTd for factor in factors], dim=1),
             torch.cat([factor.G_BTp for factor in factors], dim=1),
@@ -101,7 +101,7 @@ class Outer(MeasuredOnce):
 
 
 @dataclass(eq=False)
-class RowSum(Factor):
+class SumGrad(PerSampleGrad):
     """``g_b = sum_t rows_bt``: a bias, or a scale whose gradient came in few partial sums, or one.
 
     With ``normalized``, ``g_b = sum_t rows_bt xhat_bt``: a scale, from the output gradient itself.
@@ -121,10 +121,10 @@ class RowSum(Factor):
         return (self.rows_BTn,) if self.normalized is None else (self.rows_BTn, *self.normalized)
 
     def sqnorms(self, backend: str) -> Tensor:
-        return Dense(self._grads(backend)).sqnorms(backend)
+        return DenseGrad(self._grads(backend)).sqnorms(backend)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        return Dense(self._grads(backend)).clipped_sum(coef_B, backend)
+        return DenseGrad(self._grads(backend)).clipped_sum(coef_B, backend)
 
     def dense(self) -> Tensor:
         return self._grads("auto")
@@ -137,22 +137,22 @@ class RowSum(Factor):
             grads = rows_BTn.sum(1, dtype=accumulation_dtype(rows_BTn.dtype))
         return grads if self.shape is None else grads.view(-1, *self.shape)
 
-    def fold(self, samples: int) -> Factor:
+    def fold(self, samples: int) -> PerSampleGrad:
         if self.normalized is not None:
             return super().fold(samples)
         rows_BTn = self.rows_BTn
         B, T, n = rows_BTn.shape
-        return RowSum(rows_BTn.reshape(samples, parts_of_sample(B, samples) * T, n), self.shape)
+        return SumGrad(rows_BTn.reshape(samples, parts_of_sample(B, samples) * T, n), self.shape)
 
     @classmethod
-    def concatenate(cls, factors: Sequence[RowSum]) -> Factor:
+    def concatenate(cls, factors: Sequence[SumGrad]) -> PerSampleGrad:
         if any(factor.normalized is not None for factor in factors):
-            return Dense.sum_of(factors)
+            return DenseGrad.sum_of(factors)
         rows_BTn = torch.cat([factor.rows_BTn for factor in factors], dim=1)
         return cls(rows_BTn, factors[0].shape)
 
 
-class SegmentedOuter(MeasuredOnce):
+class SegmentedLinearGrad(MeasuredOnce):
     """``g_b[e] = Σ g_n a_nᵀ`` over the rows n of sample b in group e, ``[E, p, d]``.
 
     Args:
@@ -195,7 +195,7 @@ class SegmentedOuter(MeasuredOnce):
         return fits and readers() > 0
 
     @classmethod
-    def concatenate(cls, factors: Sequence[SegmentedOuter]) -> Factor:
+    def concatenate(cls, factors: Sequence[SegmentedLinearGrad]) -> PerSampleGrad:
         joined = factors[0]
         for factor in factors[1:]:
             segments, order_N = joined.segments.both(factor.segments)

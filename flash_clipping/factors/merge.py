@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import Dense, Factor
-from flash_clipping.factors.embedding import Lookup, TiedEmbedding
-from flash_clipping.factors.linear import Outer
+from flash_clipping.factors.base import DenseGrad, PerSampleGrad
+from flash_clipping.factors.embedding import EmbeddingGrad, TiedEmbeddingGrad
+from flash_clipping.factors.linear import LinearGrad
 
 
 @dataclass(eq=False)
-class Stacked(Factor):
+class StackedGrad(PerSampleGrad):
     """A parameter whose leading axis is made of parts, each with a gradient of its own.
 
     ``nn.MultiheadAttention`` keeps the projections of query, key and value in one matrix.
     """
 
-    parts: Sequence[Factor]
+    parts: Sequence[PerSampleGrad]
 
     @property
     def batch_size(self) -> int:
@@ -30,8 +30,8 @@ class Stacked(Factor):
     def sqnorms(self, backend: str) -> Tensor:
         return torch.stack([part.sqnorms(backend) for part in self.parts]).sum(0)
 
-    def doubt(self, backend: str) -> Tensor | None:
-        found = [part.doubt(backend) for part in self.parts]
+    def error_bound(self, backend: str) -> Tensor | None:
+        found = [part.error_bound(backend) for part in self.parts]
         doubts = [doubt_B for doubt_B in found if doubt_B is not None]
         return torch.stack(doubts).sum(0) if doubts else None
 
@@ -43,7 +43,7 @@ class Stacked(Factor):
 
 
 @dataclass(eq=False)
-class Rearranged(Factor):
+class RearrangedGrad(PerSampleGrad):
     """A gradient whose parameter has its elements elsewhere.
 
     Args:
@@ -52,7 +52,7 @@ class Rearranged(Factor):
             same object for every use.
     """
 
-    inner: Factor
+    inner: PerSampleGrad
     arrange: Callable[[Tensor], Tensor]
 
     @property
@@ -65,8 +65,8 @@ class Rearranged(Factor):
     def sqnorms(self, backend: str) -> Tensor:
         return self.inner.sqnorms(backend)
 
-    def doubt(self, backend: str) -> Tensor | None:
-        return self.inner.doubt(backend)
+    def error_bound(self, backend: str) -> Tensor | None:
+        return self.inner.error_bound(backend)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         return self.arrange(self.inner.clipped_sum(coef_B, backend)).contiguous()
@@ -77,22 +77,22 @@ class Rearranged(Factor):
     def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         return self.inner.is_worth_storing(readers)
 
-    def stored(self, backend: str) -> Dense:
-        return Dense(self.dense().contiguous())
+    def stored(self, backend: str) -> DenseGrad:
+        return DenseGrad(self.dense().contiguous())
 
     @classmethod
-    def concatenate(cls, factors: Sequence[Rearranged]) -> Factor:
+    def concatenate(cls, factors: Sequence[RearrangedGrad]) -> PerSampleGrad:
         first = factors[0]
         inner = [factor.inner for factor in factors]
         alike = {(type(factor.inner), factor.arrange) for factor in factors}
         if len(alike) > 1:
-            return Dense.sum_of(factors)
+            return DenseGrad.sum_of(factors)
         return cls(type(first.inner).concatenate(inner), first.arrange)
 
 
-def merge(factors: Sequence[Factor]) -> Factor:
+def merge(factors: Sequence[PerSampleGrad]) -> PerSampleGrad:
     """One factor for all uses of one parameter: uses of one kind are laid end to end along T."""
-    by_kind: dict[type[Factor], list[Factor]] = {}
+    by_kind: dict[type[PerSampleGrad], list[PerSampleGrad]] = {}
     for factor in factors:
         by_kind.setdefault(type(factor), []).append(factor)
     merged = [
@@ -101,6 +101,6 @@ def merge(factors: Sequence[Factor]) -> Factor:
     if len(merged) == 1:
         return merged[0]
     match sorted(merged, key=lambda factor: type(factor).__name__):
-        case [Lookup() as lookup, Outer() as head]:
-            return TiedEmbedding(lookup, head)
-    return Dense.sum_of(merged)
+        case [EmbeddingGrad() as lookup, LinearGrad() as head]:
+            return TiedEmbeddingGrad(lookup, head)
+    return DenseGrad.sum_of(merged)

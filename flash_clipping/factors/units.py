@@ -19,12 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping.factors.base import Dense, Factor, MeasuredOnce
-from flash_clipping.factors.convolution import Convolution
-from flash_clipping.factors.embedding import BLOCK, Bag, Lookup, Scattered, TiedEmbedding
-from flash_clipping.factors.linear import Outer, RowSum, SegmentedOuter
-from flash_clipping.factors.merge import Stacked, merge
-from flash_clipping.ops import certificate
+from flash_clipping.factors.base import DenseGrad, MeasuredOnce, PerSampleGrad
+from flash_clipping.factors.convolution import ConvolutionGrad
+from flash_clipping.factors.embedding import (
+    BLOCK,
+    EmbeddingBagGrad,
+    EmbeddingGrad,
+    Scattered,
+    TiedEmbeddingGrad,
+)
+from flash_clipping.factors.linear import LinearGrad, SegmentedLinearGrad, SumGrad
+from flash_clipping.factors.merge import StackedGrad, merge
+from flash_clipping.ops import error_bounds
 from flash_clipping.ops.embedding.reference import sums_by_index
 from flash_clipping.ops.runtime.backend import full_precision
 from flash_clipping.ops.segments import (
@@ -102,19 +108,19 @@ class UnitMap:
         return self.index_M.masked_fill(self.index_M < 0, self.count)
 
 
-def by_units(factor: Factor, units: UnitMap) -> Factor:
+def by_units(factor: PerSampleGrad, units: UnitMap) -> PerSampleGrad:
     """A factor whose "samples" are M rows, as that of the units which these rows belong to."""
-    if isinstance(factor, Stacked):
-        return Stacked([by_units(part, units) for part in factor.parts])
-    if isinstance(factor, OfUnits):
-        return OfUnits(factor.rows, factor.units.then(units))
-    if isinstance(factor, Dense | RowSum):
-        return Dense(_unit_sums(factor, units))
-    return OfUnits(factor, units)
+    if isinstance(factor, StackedGrad):
+        return StackedGrad([by_units(part, units) for part in factor.parts])
+    if isinstance(factor, UnitGrad):
+        return UnitGrad(factor.rows, factor.units.then(units))
+    if isinstance(factor, DenseGrad | SumGrad):
+        return DenseGrad(_unit_sums(factor, units))
+    return UnitGrad(factor, units)
 
 
 @dataclass(eq=False)
-class OfUnits(MeasuredOnce):
+class UnitGrad(MeasuredOnce):
     """``g_u = Σ g_m`` over the rows m of unit u.
 
     Args:
@@ -122,7 +128,7 @@ class OfUnits(MeasuredOnce):
         units: which unit each row belongs to.
     """
 
-    rows: Factor
+    rows: PerSampleGrad
     units: UnitMap
 
     @property
@@ -141,12 +147,12 @@ class OfUnits(MeasuredOnce):
             index_M = self.units.index_M
             coef_B = torch.ones(self.units.count, device=index_M.device)
         rows = self.rows
-        if isinstance(rows, Outer) and rows.A_BTd.shape[1] == 1:
+        if isinstance(rows, LinearGrad) and rows.A_BTd.shape[1] == 1:
             # A kernel that takes rows for samples would take a step for each of them.
             A, G, segments = _segmented(rows, self.units)
             return grouped_sums(A, G, segments, coef_B, backend=backend)[0]
-        if isinstance(rows, TiedEmbedding):
-            head = OfUnits(rows.head, self.units).clipped_sum(coef_B, backend)
+        if isinstance(rows, TiedEmbeddingGrad):
+            head = UnitGrad(rows.head, self.units).clipped_sum(coef_B, backend)
             return head + rows.lookup.clipped_sum(self.units.of_rows(coef_B), backend)
         return rows.clipped_sum(self.units.of_rows(coef_B), backend)
 
@@ -158,7 +164,7 @@ class OfUnits(MeasuredOnce):
         product then serves norms and sums. How many rows each unit has decides nothing: a plan
         must not depend on that."""
         rows = self.rows
-        if not isinstance(rows, Outer) or rows.A_BTd.dim() != 3 or rows.G_BTp.dim() != 3:
+        if not isinstance(rows, LinearGrad) or rows.A_BTd.dim() != 3 or rows.G_BTp.dim() != 3:
             return False
         N, d, p = rows.A_BTd.shape[:2].numel(), rows.A_BTd.shape[2], rows.G_BTp.shape[2]
         elements = self.units.count * d * p
@@ -167,14 +173,14 @@ class OfUnits(MeasuredOnce):
         shared = readers()  # who reads A as well keeps it as long
         return shared > 0 and elements <= N * (d / shared + p)
 
-    def stored(self, backend: str) -> Dense:
+    def stored(self, backend: str) -> DenseGrad:
         """The gradients of units, in the operands' dtype: what is measured is what is released."""
-        assert isinstance(self.rows, Outer)
+        assert isinstance(self.rows, LinearGrad)
         grads = segment_grads(*_segmented(self.rows, self.units), backend=backend)
-        return Dense(grads.squeeze(1))
+        return DenseGrad(grads.squeeze(1))
 
     @classmethod
-    def concatenate(cls, factors: Sequence[OfUnits]) -> Factor:
+    def concatenate(cls, factors: Sequence[UnitGrad]) -> PerSampleGrad:
         maps = {id(factor.units): factor.units for factor in factors}
         if len(maps) == 1:
             return cls(merge([factor.rows for factor in factors]), factors[0].units)
@@ -182,7 +188,7 @@ class OfUnits(MeasuredOnce):
         parts = [factor.rows for factor in factors]
         positions = [_positions(rows) for rows in parts]
         if not all(positions) or len({*map(type, parts)}) > 1:
-            return Dense.sum_of(factors)
+            return DenseGrad.sum_of(factors)
         index_N = [
             factor.units.index_M.repeat_interleave(T)
             for factor, T in zip(factors, positions, strict=True)
@@ -190,63 +196,63 @@ class OfUnits(MeasuredOnce):
         return cls(_end_to_end(parts), UnitMap(torch.cat(index_N), factors[0].units.count))
 
 
-def _positions(rows: Factor) -> int:
+def _positions(rows: PerSampleGrad) -> int:
     """Of a row of operands that :func:`_end_to_end` takes; 0 of others."""
-    if isinstance(rows, Outer):
+    if isinstance(rows, LinearGrad):
         return rows.A_BTd.shape[1]
-    return rows.ids_BT.shape[1] if isinstance(rows, Lookup) else 0
+    return rows.ids_BT.shape[1] if isinstance(rows, EmbeddingGrad) else 0
 
 
-def _end_to_end(parts: Sequence[Any]) -> Factor:
+def _end_to_end(parts: Sequence[Any]) -> PerSampleGrad:
     """Linear maps, or lookups, with every position as a row."""
     first = parts[0]
-    if isinstance(first, Outer):
+    if isinstance(first, LinearGrad):
         operands = ([part.A_BTd for part in parts], [part.G_BTp for part in parts])
         A_N1d, G_N1p = (torch.cat([x.flatten(0, 1) for x in xs]).unsqueeze(1) for xs in operands)
-        return Outer(A_N1d, G_N1p)
+        return LinearGrad(A_N1d, G_N1p)
     ids_N1 = torch.cat([part.ids_BT.flatten() for part in parts]).unsqueeze(1)
     G_N1d = torch.cat([part.G_BTd.flatten(0, 1) for part in parts]).unsqueeze(1)
-    return Lookup(ids_N1, G_N1d, first.num_embeddings, first.padding_idx)
+    return EmbeddingGrad(ids_N1, G_N1d, first.num_embeddings, first.padding_idx)
 
 
-def _measure(rows: Factor, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
     """Squared norms of units, ``[U]``, and what rounding may hide of them."""
-    if isinstance(rows, Outer):
+    if isinstance(rows, LinearGrad):
         return segment_sqnorms(*_segmented(rows, units), backend=backend)
-    if isinstance(rows, SegmentedOuter):
+    if isinstance(rows, SegmentedLinearGrad):
         return _segmented_sqnorms(rows, units, backend)
-    if isinstance(rows, Lookup | Bag):
+    if isinstance(rows, EmbeddingGrad | EmbeddingBagGrad):
         sq_U, spread_U = _scattered(rows, units).sqnorms()
-        return sq_U, certificate.doubt(spread_U)
-    if isinstance(rows, TiedEmbedding):
+        return sq_U, error_bounds.error_bound(spread_U)
+    if isinstance(rows, TiedEmbeddingGrad):
         return _tied_sqnorms(rows, units, backend)
-    sq_U = Dense(_unit_sums(rows, units)).sqnorms(backend)
+    sq_U = DenseGrad(_unit_sums(rows, units)).sqnorms(backend)
     # What rounding may hide grows with the square of the spread, and spreads add up. Of a row
     # that was measured as it is released, the spread over rows is its norm.
-    if isinstance(rows, Convolution):  # its rows were formed by another product
+    if isinstance(rows, ConvolutionGrad):  # its rows were formed by another product
         doubt_M: Tensor | None = rows.doubt_of_any_product()
     else:
-        doubt_M = rows.doubt(backend)
+        doubt_M = rows.error_bound(backend)
     if doubt_M is None:
-        doubt_M = certificate.doubt(rows.sqnorms(backend).sqrt())
+        doubt_M = error_bounds.error_bound(rows.sqnorms(backend).sqrt())
     return sq_U, units.sums(doubt_M.sqrt().unsqueeze(1)).squeeze(1).square_().to(sq_U.dtype)
 
 
-def _segmented(rows: Outer, units: UnitMap) -> tuple[Rows, Rows, Segments]:
+def _segmented(rows: LinearGrad, units: UnitMap) -> tuple[Rows, Rows, Segments]:
     """Operands of a linear map, by units."""
     segments = units.segments(rows.A_BTd.shape[1])
     A, G = (segments.rows(x.flatten(0, 1)) for x in (rows.A_BTd, rows.G_BTp))
     return A, G, segments
 
 
-def _unit_sums(rows: Factor, units: UnitMap) -> Tensor:
+def _unit_sums(rows: PerSampleGrad, units: UnitMap) -> Tensor:
     """The gradients of units, ``[U, *parameter]`` in fp32 (float64 for float64)."""
-    if isinstance(rows, RowSum) and rows.normalized is None:
+    if isinstance(rows, SumGrad) and rows.normalized is None:
         # As they are: every position of a row is one, and nothing is widened in between.
         shape = rows.rows_BTn.shape[2:] if rows.shape is None else rows.shape
         sums_Un = units.sums(rows.rows_BTn.flatten(0, 1), rows.rows_BTn.shape[1])
         return sums_Un.view(units.count, *shape)
-    if not isinstance(rows, Convolution):
+    if not isinstance(rows, ConvolutionGrad):
         return units.sums(rows.dense())
     # A chunk at a time: all rows' gradients at once would be the largest tensor of the step.
     total: Tensor | None = None
@@ -256,7 +262,9 @@ def _unit_sums(rows: Factor, units: UnitMap) -> Tensor:
     return units.sums(rows.dense()) if total is None else total
 
 
-def _segmented_sqnorms(rows: SegmentedOuter, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+def _segmented_sqnorms(
+    rows: SegmentedLinearGrad, units: UnitMap, backend: str
+) -> tuple[Tensor, Tensor]:
     """Rows that are sorted by their samples, sorted anew by the units of these."""
     sorted_ = rows.segments
     unit_N = torch.where(sorted_.inside_N, units.index_M[sorted_.sample_N], -1)
@@ -267,7 +275,7 @@ def _segmented_sqnorms(rows: SegmentedOuter, units: UnitMap, backend: str) -> tu
     return segments.by_sample(sq_S), segments.by_sample(doubt_S)
 
 
-def _tied_sqnorms(rows: TiedEmbedding, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+def _tied_sqnorms(rows: TiedEmbeddingGrad, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
     """``‖lookup‖² + ‖head‖² + 2 ⟨lookup, head⟩``, unit by unit.
 
     Of the cross term ``Σ Ghead[s, id_t] ⟨Gemb[t], Ahead[s]⟩`` all pairs of positions are computed,
@@ -295,14 +303,14 @@ def _tied_sqnorms(rows: TiedEmbedding, units: UnitMap, backend: str) -> tuple[Te
                 cross_P[here] += torch.where(one_unit, products * weights, 0).sum(1)
     cross_U = sums_by_index(cross_P.unsqueeze(1), unit_P, units.count + 1)[:-1, 0]
     # Spreads add up before they are squared.
-    doubt_U = (head_doubt_U.sqrt() + certificate.doubt(spread_U).sqrt()).square_()
+    doubt_U = (head_doubt_U.sqrt() + error_bounds.error_bound(spread_U).sqrt()).square_()
     return sq_U + head_sq_U + 2 * cross_U.to(sq_U.dtype), doubt_U
 
 
-def _scattered(rows: Lookup | Bag, units: UnitMap) -> Scattered:
+def _scattered(rows: EmbeddingGrad | EmbeddingBagGrad, units: UnitMap) -> Scattered:
     """What gets no gradient, as padding, is of no unit."""
     count, table = units.count, rows.num_embeddings
-    if isinstance(rows, Bag):
+    if isinstance(rows, EmbeddingBagGrad):
         G_Nd = rows.G_Bd[rows.bags_N] * rows.weights_N[:, None]
         return Scattered(rows.ids_N, G_Nd, units.bins_M[rows.bags_N], count, table)
     ids_N = rows.ids_BT.flatten()

@@ -23,8 +23,8 @@ from torch.autograd.graph import get_gradient_edge
 from flash_clipping._compat import will_run
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import (
-    Factor,
-    RowSum,
+    PerSampleGrad,
+    SumGrad,
     accumulation_dtype,
     merge,
 )
@@ -51,7 +51,7 @@ class BackwardPass:
         #: factors, one per parameter. Flat: what a step keeps alive brings the garbage collector.
         self.calls: list[str] = []
         self.used: list[Sequence[nn.Parameter]] = []
-        self.factors: list[Factor] = []
+        self.factors: list[PerSampleGrad] = []
         #: Parameters that a batch without samples would have used.
         self.without_samples: Sequence[nn.Parameter] = ()
         #: ``mode="two_pass"``: squared norms of factors that were dropped as they came, and what
@@ -99,7 +99,7 @@ class BackwardPass:
         self,
         path: str,
         params: Sequence[nn.Parameter],
-        factors: Sequence[Factor],
+        factors: Sequence[PerSampleGrad],
         readers: Readers | None = None,
     ) -> None:
         """Take the factors of one layer call, one for each of these parameters.
@@ -132,7 +132,7 @@ class BackwardPass:
         return self.session.uses()
 
     def _use_now(
-        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[Factor]
+        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[PerSampleGrad]
     ) -> None:
         """``mode="two_pass"``: take the norms of what comes, or its clipped sum."""
         for param, factor in zip(params, factors, strict=True):
@@ -150,7 +150,7 @@ class BackwardPass:
                 )
             if self.uses[key] == 1:
                 self.sqnorms_B[key] = factor.sqnorms(self.backend)
-                if (doubt_B := factor.doubt(self.backend)) is not None:
+                if (doubt_B := factor.error_bound(self.backend)) is not None:
                     self.doubts_B[key] = doubt_B
                 self.paths[key] = path
             else:
@@ -303,7 +303,7 @@ class BackwardPass:
                     self._check_batch_size(path, size)
                 self.paths[id(param)] = path
 
-    def merged(self, keys: Sequence[int]) -> dict[int, Factor]:
+    def merged(self, keys: Sequence[int]) -> dict[int, PerSampleGrad]:
         """One factor per parameter: all of its uses are in."""
         uses, self.factors = self.factors, []
         factors = dict(zip(keys, uses, strict=True))
@@ -311,7 +311,7 @@ class BackwardPass:
             return factors
         # Only parameters that were used several times have anything to merge.
         several = {key for key, count in Counter(keys).items() if count > 1}
-        by_key: dict[int, list[Factor]] = {key: [] for key in factors if key in several}
+        by_key: dict[int, list[PerSampleGrad]] = {key: [] for key in factors if key in several}
         for key, factor in zip(keys, uses, strict=True):
             if key in several:
                 by_key[key].append(factor)
@@ -411,14 +411,14 @@ def _one_by_one(rows_B: Mapping[int, Tensor]) -> Blocks:
 
 
 def stored_where_cheaper(
-    factors: Sequence[Factor], readers: Callable[[], int], backend: str
-) -> Sequence[Factor]:
+    factors: Sequence[PerSampleGrad], readers: Callable[[], int], backend: str
+) -> Sequence[PerSampleGrad]:
     """Form per-sample gradients now where that is cheapest and takes no more memory."""
     worth = [factor.is_worth_storing(readers) for factor in factors]
     if not any(worth):
         return factors
     # A bias alone would keep its rows to the end.
     return [
-        factor.stored(backend) if is_worth or isinstance(factor, RowSum) else factor
+        factor.stored(backend) if is_worth or isinstance(factor, SumGrad) else factor
         for factor, is_worth in zip(factors, worth, strict=True)
     ]

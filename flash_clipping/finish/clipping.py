@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.finish.plan import Plan
-from flash_clipping.ops.certificate import upper_bound
+from flash_clipping.ops.error_bounds import upper_bound
 from flash_clipping.ops.runtime.upload import to_device
 
 Clipping = Literal["flat", "per_layer", "automatic"]
@@ -41,7 +41,7 @@ def total_norm(norms_PB: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Doubts:
-    """What rounding may hide of squared norms (:mod:`flash_clipping.ops.certificate`).
+    """What rounding may hide of squared norms (:mod:`flash_clipping.ops.error_bounds`).
 
     Attributes:
         blocks: ids of parameters, and for each of them a row ``[B]``, in gradients as they arrived;
@@ -60,7 +60,7 @@ class Doubts:
         """What rounding may hide of squared norms over all parameters, ``[B]`` as ``like_B``."""
         if not self.blocks:
             return torch.zeros_like(like_B)
-        rows = [doubt.to(like_B, non_blocking=True) for _, doubt in self.blocks]
+        rows = [error_bound.to(like_B, non_blocking=True) for _, error_bound in self.blocks]
         doubt_B = (rows[0] if len(rows) == 1 else torch.cat(rows)).sum(0)
         return doubt_B.mul_(self.scale**2)
 
@@ -74,8 +74,8 @@ class Doubts:
         """Those of these parameters, ``[P, B]``, with dtype and device of ``like_PB``."""
         found = {
             key: row
-            for members, doubt in self.blocks
-            for key, row in zip(members, doubt.to(like_PB, non_blocking=True), strict=True)
+            for members, error_bound in self.blocks
+            for key, row in zip(members, error_bound.to(like_PB, non_blocking=True), strict=True)
         }
         none_B = torch.zeros_like(like_PB[0])
         return torch.stack([found.get(key, none_B) for key in keys])

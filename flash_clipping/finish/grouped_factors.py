@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flash_clipping.factors import Dense, Factor, accumulation_dtype
+from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.finish.clipping import Coefficients
 from flash_clipping.finish.plan import Plan
 from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn
@@ -75,8 +75,8 @@ class GroupedFactors:
         #: Linear maps that read one input, by their number in the plan.
         self.linear: dict[int, Group] = {}
         self.stacks: list[VectorStack] = []
-        self.stored: dict[int, Dense] = {}
-        self.others: dict[int, Factor] = {}
+        self.stored: dict[int, DenseGrad] = {}
+        self.others: dict[int, PerSampleGrad] = {}
         #: Once sums are asked for: operands of linear maps, and sums that come with others, until
         #: their turn.
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
@@ -146,7 +146,7 @@ class GroupedFactors:
         if self.stored or self.others:
             blocks += self._sqnorms_one_by_one()
         for key, factor in self.others.items():
-            if (doubt_B := factor.doubt(self.backend)) is not None:
+            if (doubt_B := factor.error_bound(self.backend)) is not None:
                 doubts += (([key], doubt_B.unsqueeze(0)),)
         return blocks, doubts
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import laid_out_like
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, Factor, Outer, RowSum
+from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad, SumGrad
 from flash_clipping.ops.rows import WIDE
-from flash_clipping.ops.runtime.shapes import ALIGNMENT, Memo
+from flash_clipping.ops.runtime.shapes import ALIGNMENT, LaunchCache
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Plan:
     products: dict[tuple[int, ...] | None, list[list[int]]] = field(default_factory=dict)
     stored_parts: dict[tuple[int, ...] | None, list[list[int]]] = field(default_factory=dict)
     in_shape: set[int] = field(default_factory=set)
-    memos: defaultdict[Hashable, Memo] = field(default_factory=lambda: defaultdict(dict))
+    memos: defaultdict[Hashable, LaunchCache] = field(default_factory=lambda: defaultdict(dict))
 
 
 class Layout(NamedTuple):
@@ -101,7 +101,7 @@ class Plans:
 
 def layout_of_step(
     keys: Sequence[int],
-    factors: Sequence[Factor],
+    factors: Sequence[PerSampleGrad],
     params: Sequence[nn.Parameter],
     *others: Hashable,
 ) -> Layout:
@@ -143,7 +143,7 @@ def layout_of_step(
 
 
 def plan_of(
-    factors: Mapping[int, Factor], params: Sequence[nn.Parameter], paths: Mapping[int, str]
+    factors: Mapping[int, PerSampleGrad], params: Sequence[nn.Parameter], paths: Mapping[int, str]
 ) -> Plan:
     """Put factors that can be handled in one go together.
 
@@ -159,17 +159,17 @@ def plan_of(
     sums: dict[Any, list[int]] = {}
     vectors: dict[Any, list[int]] = {}
     for key, factor in factors.items():
-        if isinstance(factor, Outer):
+        if isinstance(factor, LinearGrad):
             _check_operands(factor, paths[key])
             linear.setdefault(factor.shares_input_with(), []).append(key)
-        elif isinstance(factor, RowSum):
+        elif isinstance(factor, SumGrad):
             rows, x_hat = factor.rows_BTn, factor.normalized
             # Sums that have none go with those whose x̂ is of the rows' dtype, as it mostly is.
             x_dtype = rows.dtype if x_hat is None else x_hat.x_BTn.dtype
             wide = rows.shape[2] > WIDE
             kind = (rows.shape[:2], rows.dtype, rows.device, trainable[key].dtype, x_dtype, wide)
             sums.setdefault(kind, []).append(key)
-        elif not isinstance(factor, Dense):
+        elif not isinstance(factor, DenseGrad):
             plan.others.append(key)
         elif factor.sq_parts_Bn is None and factor.is_small:
             grads = factor.grads
@@ -197,11 +197,11 @@ def _check_trainable(trainable: Mapping[int, nn.Parameter], paths: Mapping[int, 
         )
 
 
-def _check_operands(factor: Outer, path: str) -> None:
+def _check_operands(factor: LinearGrad, path: str) -> None:
     A, G = factor.A_BTd, factor.G_BTp
     if A.dim() != 3 or G.dim() != 3 or G.shape[:2] != A.shape[:2] or A.device != G.device:
         raise FlashClippingError(
-            f"{path}: its rule returned an Outer of A_BTd {tuple(A.shape)} on {A.device} and "
+            f"{path}: its rule returned a LinearGrad of A_BTd {tuple(A.shape)} on {A.device} and "
             f"G_BTp {tuple(G.shape)} on {G.device}; expected [B, T, d] and [B, T, p] of the same "
             "B and T on one device. Flatten the axes between batch and features of both alike."
         )

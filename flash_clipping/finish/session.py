@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.factors import Factor, UnitMap
+from flash_clipping.factors import PerSampleGrad, UnitMap
 from flash_clipping.finish.clipping import ClipFunction as ClipFunction
 from flash_clipping.finish.plan import Plans
 
@@ -42,7 +42,7 @@ class Units(Protocol):
 
     def without_lost(self, norms_PB: Tensor) -> Tensor: ...
 
-    def of_units(self, path: str, factor: Factor, device: torch.device) -> Factor: ...
+    def of_units(self, path: str, factor: PerSampleGrad, device: torch.device) -> PerSampleGrad: ...
 
 
 class Session(Protocol):

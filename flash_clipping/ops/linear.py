@@ -10,11 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.certificate import doubt, spread
+from flash_clipping.ops.error_bounds import error_bound, spread
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.outer import outer_sqnorms, sum_parts
 from flash_clipping.ops.runtime import cost
-from flash_clipping.ops.runtime.shapes import Group, Memo, SqnormBlock, accumulator, checked_groups
+from flash_clipping.ops.runtime.shapes import (
+    Group,
+    LaunchCache,
+    SqnormBlock,
+    accumulator,
+    checked_groups,
+)
 
 
 def linear_sqnorms(
@@ -29,7 +35,7 @@ def linear_sqnorms(
 
     Returns:
         Squared norms ``[L, B]`` for each group and what rounding may hide of them
-        (:mod:`flash_clipping.ops.certificate`), fp32 (float64 for float64).
+        (:mod:`flash_clipping.ops.error_bounds`), fp32 (float64 for float64).
     """
     ready = checked_groups(groups)
     results = []
@@ -46,7 +52,7 @@ def linear_sqnorms(
 
 
 def linear_sqnorm_blocks(
-    ready: Sequence[Group], *, backend: str = "auto", memo: Memo | None = None
+    ready: Sequence[Group], *, backend: str = "auto", memo: LaunchCache | None = None
 ) -> list[SqnormBlock]:
     """:func:`linear_sqnorms` in whatever blocks the norms come out.
 
@@ -65,7 +71,7 @@ def linear_sqnorm_blocks(
     if outer := by_algorithm["outer"]:
         pairs = [(ready[group][0], ready[group][1][layer]) for group, layer in outer]
         parts = [outer_sqnorms(A, G, in_parts=True, backend=backend)[0] for A, G in pairs]
-        doubts = [doubt(spread(A, G)) for A, G in pairs]
+        doubts = [error_bound(spread(A, G)) for A, G in pairs]
         for members, sq_LB in sum_parts(parts):
             doubt_LB = torch.stack([doubts[i] for i in members])
             blocks.append(SqnormBlock([outer[i] for i in members], sq_LB, doubt_LB))

@@ -16,6 +16,8 @@ from flash_clipping.rules import (  # noqa: F401
     quantized,
 )
 from flash_clipping.rules.other_experts import is_list_of_experts
-from flash_clipping.rules.registry import Needs, Rule, find_rule, find_scope, register_rule
+from flash_clipping.rules.registry import GradRequest, Rule, find_rule, find_scope, register_rule
 
-__all__ = ["Needs", "Rule", "find_rule", "find_scope", "is_list_of_experts", "register_rule"]
+__all__ = ["GradRequest", "Rule", "find_rule", "find_scope", "is_list_of_experts", "register_rule"]
+
+Needs = GradRequest  # its earlier name, for this version

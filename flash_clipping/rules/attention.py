@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from flash_clipping.factors import Dense, Factor, Outer, RowSum, Stacked
+from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad, StackedGrad, SumGrad
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.registry import (
+    GradRequest,
     Grads,
-    Needs,
     Rule,
     UnsupportedLayer,
     autocast_operands,
@@ -119,27 +119,29 @@ class MultiheadAttentionRule(Rule):
             return tuple(layer.in_proj_weight.chunk(3))
         return layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
 
-    def backward(self, layer: Any, saved: Any, grad_output: Any, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Any, needs: GradRequest) -> Grads:
         inputs, weights = saved[:3], saved[3:]
-        factors: dict[str, Factor] = {}
+        factors: dict[str, PerSampleGrad] = {}
         grads = list(grad_output)
         for position, name in ((1, "bias_k"), (2, "bias_v")):
             if getattr(layer, name) is not None:
                 rows = grads[position]
                 grads[position] = rows[:, :-1]
                 if name in needs.params:
-                    factors[name] = Dense(rows[:, -1:].unsqueeze(1).clone())
-        outers = [Outer(x, G) for x, G in zip(inputs, grads, strict=True)]
+                    factors[name] = DenseGrad(rows[:, -1:].unsqueeze(1).clone())
+        outers = [LinearGrad(x, G) for x, G in zip(inputs, grads, strict=True)]
         if "in_proj_weight" in needs.params:
             read_one = len({outer.shares_input_with() for outer in outers}) == 1
-            whole = Outer(inputs[0], torch.cat(grads, dim=-1)) if read_one else Stacked(outers)
+            whole = (
+                LinearGrad(inputs[0], torch.cat(grads, dim=-1)) if read_one else StackedGrad(outers)
+            )
             factors["in_proj_weight"] = whole
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         for name, outer in zip(names, outers, strict=True):
             if name in needs.params:
                 factors[name] = outer
         if "in_proj_bias" in needs.params:
-            factors["in_proj_bias"] = Dense(torch.cat([RowSum(G).dense() for G in grads], 1))
+            factors["in_proj_bias"] = DenseGrad(torch.cat([SumGrad(G).dense() for G in grads], 1))
         grad_inputs = tuple(
             G @ weight if wanted else None
             for G, weight, wanted in zip(grads, weights, needs.inputs, strict=True)

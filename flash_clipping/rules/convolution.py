@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import padding_of
-from flash_clipping.factors import Convolution, Dense, Factor, RowSum
+from flash_clipping.factors import ConvolutionGrad, DenseGrad, PerSampleGrad, SumGrad
 from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.rules.registry import (
+    GradRequest,
     Grads,
-    Needs,
     Rule,
     UnsupportedLayer,
     autocast_operands,
@@ -46,7 +46,7 @@ class ConvolutionRule(Rule):
         )
         return output, (x, weight)
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, weight = saved
         read, padding = padded(layer, x)
         grad_input = None
@@ -57,13 +57,13 @@ class ConvolutionRule(Rule):
             )[0]
             if read is not x:
                 grad_input = _padding_backward(layer, x, grad_input)
-        factors: dict[str, Factor] = {}
+        factors: dict[str, PerSampleGrad] = {}
         if "weight" in needs.params:
-            factors["weight"] = Convolution(
+            factors["weight"] = ConvolutionGrad(
                 read, grad_output, weight, layer.stride, padding, layer.dilation, layer.groups
             )
         if "bias" in needs.params:
-            factors["bias"] = Dense(RowSum(grad_output.flatten(2).mT).dense())
+            factors["bias"] = DenseGrad(SumGrad(grad_output.flatten(2).mT).dense())
         return grad_input, factors
 
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping.factors import Bag, Lookup
+from flash_clipping.factors import EmbeddingBagGrad, EmbeddingGrad
 from flash_clipping.rules.registry import (
+    GradRequest,
     Grads,
-    Needs,
     Rule,
     UnsupportedLayer,
     as_BTd,
@@ -41,10 +41,10 @@ class EmbeddingRule(Rule):
         output = F.embedding(ids, layer.weight, layer.padding_idx, layer.max_norm, layer.norm_type)
         return output, (ids,)
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         (ids,) = saved
         ids_BT = ids.reshape(ids.shape[0], ids.shape[1:].numel())
-        lookup = Lookup(ids_BT, as_BTd(grad_output), layer.num_embeddings, layer.padding_idx)
+        lookup = EmbeddingGrad(ids_BT, as_BTd(grad_output), layer.num_embeddings, layer.padding_idx)
         return None, {"weight": lookup}
 
 
@@ -97,7 +97,7 @@ class EmbeddingBagRule(Rule):
         )
         return output, (ids, offsets, per_sample_weights)
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         ids, offsets, per_sample_weights = saved
         B = grad_output.shape[0]
         bags_N = self._bags(layer, ids, offsets)
@@ -110,7 +110,9 @@ class EmbeddingBagRule(Rule):
         if layer.mode == "mean":
             counts_B = weights_N.new_zeros(B).index_put((bags_N,), weights_N, accumulate=True)
             weights_N = weights_N / counts_B.clamp(min=1)[bags_N]
-        return None, {"weight": Bag(bags_N, ids_N, weights_N, grad_output, layer.num_embeddings)}
+        return None, {
+            "weight": EmbeddingBagGrad(bags_N, ids_N, weights_N, grad_output, layer.num_embeddings)
+        }
 
     @staticmethod
     def _bags(layer: Any, ids: Tensor, offsets: Tensor | None) -> Tensor:

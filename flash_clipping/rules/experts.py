@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import gate_of_experts
-from flash_clipping.factors import Dense, Factor, SegmentedOuter
+from flash_clipping.factors import DenseGrad, PerSampleGrad, SegmentedLinearGrad
 from flash_clipping.layers.exchange import Samples, are_parts
 from flash_clipping.layers.routed_rows import (
     Between,
@@ -32,7 +32,7 @@ from flash_clipping.layers.routed_rows import (
 )
 from flash_clipping.ops.segments import segment_sums
 from flash_clipping.rules.registry import (
-    Needs,
+    GradRequest,
     Rule,
     UnsupportedLayer,
     register_family,
@@ -105,7 +105,7 @@ def arithmetic_of(
     return RoutedRows(projection(0), projection(half), Between(between))
 
 
-class OfSeveralProcesses(Factor):
+class OfSeveralProcesses(PerSampleGrad):
     """A gradient of this process's experts, of the samples of all processes that sent it rows.
 
     No process knows a sample's gradient by itself: the backward pass of a sharded model adds norms
@@ -116,7 +116,7 @@ class OfSeveralProcesses(Factor):
         samples: which of them are this process's.
     """
 
-    def __init__(self, whole: Factor, samples: Samples):
+    def __init__(self, whole: PerSampleGrad, samples: Samples):
         self.whole, self.samples = whole, samples
 
     @property
@@ -142,16 +142,16 @@ class OfSeveralProcesses(Factor):
         raise NotImplementedError
 
 
-def factors_of(found: Gradients) -> dict[str, Factor]:
+def factors_of(found: Gradients) -> dict[str, PerSampleGrad]:
     """Factors of matrices ``[E, p, d]`` and of biases ``[E, p]``; of the samples of several
     processes, if experts lie in several."""
     segments = found.segments
-    factors: dict[str, Factor] = {
-        name: SegmentedOuter(A, G, segments) for name, (A, G) in found.operands.items()
+    factors: dict[str, PerSampleGrad] = {
+        name: SegmentedLinearGrad(A, G, segments) for name, (A, G) in found.operands.items()
     }
     for name, G_Np in found.rows.items():
         sums_BEp = segment_sums(G_Np, segments).unflatten(0, (segments.groups, segments.samples))
-        factors[name] = Dense(sums_BEp.transpose(0, 1))
+        factors[name] = DenseGrad(sums_BEp.transpose(0, 1))
     if (exchange := found.exchange) is not None:
         samples = exchange.samples
         return {name: OfSeveralProcesses(whole, samples) for name, whole in factors.items()}
@@ -188,7 +188,7 @@ class ExpertsRule(Rule):
         """What it computes with these for :meth:`tensors`."""
         return arithmetic_of(layer, params)
 
-    def factors(self, found: Gradients, beside: Any) -> dict[str, Factor]:
+    def factors(self, found: Gradients, beside: Any) -> dict[str, PerSampleGrad]:
         """By the names of parameters."""
         return factors_of(found)
 
@@ -241,8 +241,8 @@ class ExpertsRule(Rule):
         return output_BTd, (*saved, beside)
 
     def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: GradRequest
+    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, PerSampleGrad]]:
         *saved_rows, beside = saved
         hidden_wanted, *others_wanted = needs.inputs
         grad, grad_weight, found = gradients(

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_clipping.factors import Dense, Factor, Outer, RowSum, accumulation_dtype
+from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad, SumGrad, accumulation_dtype
 from flash_clipping.layers import HyperConnections
 from flash_clipping.layers.ops.hyper_connections import (
     hyper_connections,
     hyper_connections_backward,
 )
-from flash_clipping.rules.registry import Grads, Needs, Rule, register_rule
+from flash_clipping.rules.registry import GradRequest, Grads, Rule, register_rule
 
 
 @register_rule(HyperConnections)
@@ -38,7 +38,7 @@ class HyperConnectionsRule(Rule):
         saved = (x, *params, result.inv_BS, result.mix_BSm)
         return tuple(layer.like(x, output) for output in outputs), saved
 
-    def backward(self, layer: Any, saved: Any, grad_output: Any, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Any, needs: GradRequest) -> Grads:
         x, phi, alpha, bias, gamma, inv_BS, mix_BSm = saved
         x_BSnD = layer.positions(x)
         B, S, n, D = x_BSnD.shape
@@ -51,16 +51,16 @@ class HyperConnectionsRule(Rule):
             matrix_grad=not needs.params.isdisjoint(("phi", "gamma")),
             backend=needs.backend,
         )
-        factors: dict[str, Factor] = {
-            "alpha": RowSum(grads.alpha_BS3),
-            "bias": RowSum(grads.bias_BSm),
+        factors: dict[str, PerSampleGrad] = {
+            "alpha": SumGrad(grads.alpha_BS3),
+            "bias": SumGrad(grads.bias_BSm),
         }
         if grads.phi_BmK is not None and grads.gamma_BnD is not None:
-            factors["gamma"] = Dense(grads.gamma_BnD)
-            factors["phi"] = Dense(grads.phi_BmK)
+            factors["gamma"] = DenseGrad(grads.gamma_BnD)
+            factors["phi"] = DenseGrad(grads.phi_BmK)
             if "phi" in needs.params and grads.phi_BmK.shape[1] > S:
                 wide = accumulation_dtype(x.dtype)
                 scaled_BSnD = x_BSnD.to(wide) * gamma.to(wide)
-                factors["phi"] = Outer(scaled_BSnD.flatten(2), grads.mix_BSm)
+                factors["phi"] = LinearGrad(scaled_BSnD.flatten(2), grads.mix_BSm)
         dx = None if grads.x_BSnD is None else grads.x_BSnD.view_as(x)
         return dx, {name: factors[name] for name in needs.params}

@@ -7,12 +7,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping.factors import Dense, Outer, RowSum
+from flash_clipping.factors import DenseGrad, LinearGrad, SumGrad
 from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.ops.runtime.tables import on_16_bytes
 from flash_clipping.rules.registry import (
+    GradRequest,
     Grads,
-    Needs,
     Rule,
     as_BTd,
     autocast_operands,
@@ -54,19 +54,19 @@ class LinearRule(Rule):
         assert weight is not None
         return F.linear(x, weight.mT if self.transposed else weight, bias), (x, weight)
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, weight = saved
         grad_input, wanted = None, needs.params
         if needs.input:
             grad_input = grad_output @ (weight.mT if self.transposed else weight)
         if "weight" not in wanted:
-            return grad_input, {"bias": Dense(RowSum(as_BTd(grad_output)).dense())}
+            return grad_input, {"bias": DenseGrad(SumGrad(as_BTd(grad_output)).dense())}
         A_BTd, G_BTp = as_BTd(x), on_16_bytes(grad_output)
-        outer = Outer(G_BTp, A_BTd) if self.transposed else Outer(A_BTd, G_BTp)
+        outer = LinearGrad(G_BTp, A_BTd) if self.transposed else LinearGrad(A_BTd, G_BTp)
         if "bias" not in wanted:
             return grad_input, {"weight": outer}
         # The bias is added up later, as the weight's factor holds G anyway.
-        return grad_input, {"weight": outer, "bias": RowSum(G_BTp)}
+        return grad_input, {"weight": outer, "bias": SumGrad(G_BTp)}
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from flash_clipping.layers import MixtureOfExperts
 from flash_clipping.rules.experts import factors_of
-from flash_clipping.rules.registry import Grads, Needs, Rule, UnsupportedLayer, register_rule
+from flash_clipping.rules.registry import GradRequest, Grads, Rule, UnsupportedLayer, register_rule
 
 
 @register_rule(MixtureOfExperts)
@@ -34,7 +34,7 @@ class MixtureOfExpertsRule(Rule):
             raise UnsupportedLayer(str(error)) from error
         return output
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x_wanted, _, weights_wanted = needs.inputs
         grad_x, grad_weights, found = layer.gradients(
             saved, grad_output, needs.params, x_wanted, weights_wanted

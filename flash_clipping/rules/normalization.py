@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import lacks_batch_axis, rms_norm
-from flash_clipping.factors import Dense, Factor, RowSum, accumulation_dtype
+from flash_clipping.factors import DenseGrad, PerSampleGrad, SumGrad, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.rules.registry import (
+    GradRequest,
     Grads,
-    Needs,
     Rule,
     UnsupportedLayer,
     as_BTd,
@@ -46,7 +46,7 @@ class _RowNormRule(Rule):
     """A layer that normalizes along its last axes. It saves its input, the means (``None`` where
     none were subtracted), the reciprocal deviations, and what the result is multiplied with."""
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
         x, mean, rstd, weight = saved
         shape = layer.normalized_shape if weight is None else weight.shape
@@ -56,7 +56,7 @@ class _RowNormRule(Rule):
             x_flat, G_flat, rstd = (t.flatten(-axes) for t in (x, grad_output, rstd))
             mean = None if mean is None else mean.flatten(-axes)
             weight = None if weight is None else weight.flatten()
-        factors: dict[str, Factor] = {}
+        factors: dict[str, PerSampleGrad] = {}
         if mean is not None and 0 < x.numel() <= BOUND_BY_LAUNCHES:
             # PyTorch's own kernel for the input gradient, and vectors in one launch with those of
             # other layers: a launch through Triton takes the host several times as long as
@@ -70,9 +70,9 @@ class _RowNormRule(Rule):
             G_BTd = as_BTd(G_flat)
             if "weight" in needs.params:
                 x_hat = Normalized(as_BTd(x_flat), mean, rstd)
-                factors["weight"] = RowSum(G_BTd, of_several, x_hat)
+                factors["weight"] = SumGrad(G_BTd, of_several, x_hat)
             if "bias" in needs.params:
-                factors["bias"] = RowSum(G_BTd, of_several)
+                factors["bias"] = SumGrad(G_BTd, of_several)
         else:
             grad_input, weight_BnD, bias_BnD = norm_backward(
                 x_flat,
@@ -88,9 +88,9 @@ class _RowNormRule(Rule):
             )
             # To be added up with those of other layers.
             if weight_BnD is not None:
-                factors["weight"] = RowSum(weight_BnD, of_several)
+                factors["weight"] = SumGrad(weight_BnD, of_several)
             if bias_BnD is not None:
-                factors["bias"] = RowSum(bias_BnD, of_several)
+                factors["bias"] = SumGrad(bias_BnD, of_several)
         if grad_input is not None and grad_input.shape != x.shape:
             grad_input = grad_input.view_as(x)
         return grad_input, factors
@@ -272,7 +272,7 @@ class GroupNormRule(Rule):
         )
         return output, (x, mean, rstd, weight)
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, mean, rstd, weight = saved
         B, C = x.shape[:2]
         S = x.shape[2:].numel()
@@ -284,7 +284,7 @@ class GroupNormRule(Rule):
                 [True, False, False],
             )[0]
         weight_BC, bias_BC = group_norm_grads(x, grad_output, mean, rstd, backend=needs.backend)
-        factors = {"weight": Dense(weight_BC), "bias": Dense(bias_BC)}
+        factors = {"weight": DenseGrad(weight_BC), "bias": DenseGrad(bias_BC)}
         return grad_input, {name: factors[name] for name in needs.params}
 
 

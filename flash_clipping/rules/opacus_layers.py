@@ -20,9 +20,9 @@ from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, RNNLinear
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from flash_clipping.factors import Dense, Factor, Outer
+from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad
 from flash_clipping.rules.linear import LinearRule
-from flash_clipping.rules.registry import Grads, Needs, Rule, register_rule, register_scope
+from flash_clipping.rules.registry import GradRequest, Grads, Rule, register_rule, register_scope
 
 #: (samples in the batch, where sorted row i belongs, the packed rows) while a packed sequence is
 #: processed.
@@ -63,7 +63,7 @@ class RNNLinearRule(LinearRule):
         batch_size, order_B = packed[:2] if packed is not None else (x.shape[0], None)
         return output, (*saved, order_B, batch_size)
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         *saved_linear, order_B, batch_size = saved
         grad_input, factors = super().backward(layer, tuple(saved_linear), grad_output, needs)
         if order_B is None and batch_size == grad_output.shape[0]:
@@ -77,12 +77,12 @@ class RNNLinearRule(LinearRule):
                 full[order_B[: rows.shape[0]]] = rows
             return full
 
-        placed: dict[str, Factor] = {}
+        placed: dict[str, PerSampleGrad] = {}
         for name, factor in factors.items():
-            if isinstance(factor, Outer):
-                placed[name] = Outer(place(factor.A_BTd), place(factor.G_BTp))
+            if isinstance(factor, LinearGrad):
+                placed[name] = LinearGrad(place(factor.A_BTd), place(factor.G_BTp))
             else:
-                placed[name] = Dense(place(factor.dense()))
+                placed[name] = DenseGrad(place(factor.dense()))
         return grad_input, placed
 
 
@@ -96,5 +96,5 @@ class SequenceBiasRule(Rule):
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         return torch.cat([x, layer.bias.expand(x.shape[0], 1, -1)], dim=1), ()
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
-        return grad_output[:, :-1], {"bias": Dense(grad_output[:, -1].clone())}
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
+        return grad_output[:, :-1], {"bias": DenseGrad(grad_output[:, -1].clone())}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.factors import Factor
+from flash_clipping.factors import PerSampleGrad
 from flash_clipping.layers.routed_rows import (
     Gradients,
     Projection,
@@ -29,7 +29,7 @@ from flash_clipping.layers.routed_rows import (
 )
 from flash_clipping.rules.experts import ExpertsRule, factors_of
 from flash_clipping.rules.registry import (
-    Needs,
+    GradRequest,
     Rule,
     UnsupportedLayer,
     autocast_operands,
@@ -172,8 +172,8 @@ class JetMoeExpertsRule(Rule):
         return output, (rows, weight, segments, rows_BNd.dtype)
 
     def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: Needs
-    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, Factor]]:
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: GradRequest
+    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, PerSampleGrad]]:
         rows, weight, segments, dtype = saved
         found = Gradients(segments)
         x, g = segments.rows(rows), segments.rows(grad_output.flatten(0, 1))

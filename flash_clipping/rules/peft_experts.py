@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.factors import Factor, Rearranged
+from flash_clipping.factors import PerSampleGrad, RearrangedGrad
 from flash_clipping.layers.routed_rows import Gradients, LowRank, RoutedRows
 from flash_clipping.rules.experts import (
     ExpertsRule,
@@ -221,10 +221,10 @@ class PeftExpertsRule(ExpertsRule):
             low_ranks.setdefault(it.wrapper.parameter_name, []).append(low_rank)
         return arithmetic_of(experts, params[:base], prefix, low_ranks)
 
-    def factors(self, found: Gradients, beside: Sequence[_Adapter]) -> dict[str, Factor]:
+    def factors(self, found: Gradients, beside: Sequence[_Adapter]) -> dict[str, PerSampleGrad]:
         factors = factors_of(found)
         for it in beside:
             for name, arrange in ((it.A_name, _A_as_parameter), (it.B_name, _B_as_parameter)):
                 if name in factors:
-                    factors[name] = Rearranged(factors[name], arrange)
+                    factors[name] = RearrangedGrad(factors[name], arrange)
         return factors

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping.factors import Factor, ScaledLookup
+from flash_clipping.factors import PerSampleGrad, ScaledEmbeddingGrad
 from flash_clipping.factors.embedding import BUFFER
 from flash_clipping.layers.product_key_experts import ExpertTables
-from flash_clipping.rules.registry import Grads, Needs, Rule, as_BTd, register_rule
+from flash_clipping.rules.registry import GradRequest, Grads, Rule, as_BTd, register_rule
 
 
 @register_rule(ExpertTables)
@@ -43,7 +43,7 @@ class ExpertTablesRule(Rule):
         y = torch.cat(outputs).view(x.shape)
         return y, (x, chosen, none, weights, torch.cat(before), down_Ed, up_Ed)
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, chosen, none, weights, before_NL, down_Ed, up_Ed = saved
         x_Nd, grad_Nd, chosen_NL, none_NL, weights_NL = map(
             _rows, (x, grad_output, chosen, none, weights)
@@ -76,13 +76,13 @@ class ExpertTablesRule(Rule):
             grads[2] = of_weights_NL.to(weights.dtype).view(weights.shape)
         ids_BTL = as_BTd(chosen.masked_fill(none, -1))
         experts = len(down_Ed)
-        factors: dict[str, Factor] = {}
+        factors: dict[str, PerSampleGrad] = {}
         if "down" in needs.params:
             scale_BTL = grad_before_NL.view(ids_BTL.shape)
-            factors["down"] = ScaledLookup(ids_BTL, scale_BTL, as_BTd(x), experts)
+            factors["down"] = ScaledEmbeddingGrad(ids_BTL, scale_BTL, as_BTd(x), experts)
         if "up" in needs.params:
             scale_BTL = (act_NL * weights_NL).view(ids_BTL.shape)
-            factors["up"] = ScaledLookup(ids_BTL, scale_BTL, as_BTd(grad_output), experts)
+            factors["up"] = ScaledEmbeddingGrad(ids_BTL, scale_BTL, as_BTd(grad_output), experts)
         return tuple(grads), factors
 
 

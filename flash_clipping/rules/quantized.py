@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.factors import Dense, RowSum
+from flash_clipping.factors import DenseGrad, SumGrad
 from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.rules.linear import LinearRule, has_quantized_weight
 from flash_clipping.rules.registry import (
+    GradRequest,
     Grads,
-    Needs,
     Rule,
     as_BTd,
     autocast_operands,
@@ -33,10 +33,10 @@ class Float8LinearRule(LinearRule):
             (x,) = autocast_operands(x)  # type: ignore[assignment]
         return type(layer).forward(layer, x), (x, layer.weight)
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         from torchao.float8.float8_training_tensor import GemmInputRole
 
-        without_input = Needs((False,), needs.params, needs.backend)
+        without_input = GradRequest((False,), needs.params, needs.backend)
         _, factors = super().backward(layer, saved, grad_output, without_input)
         if not needs.input:
             return None, factors
@@ -95,5 +95,5 @@ class QuantizedLinearRule(Rule):
     def forward(self, layer: Any, y: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         return y.clone(), ()
 
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Needs) -> Grads:
-        return grad_output, {"bias": Dense(RowSum(as_BTd(grad_output)).dense())}
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
+        return grad_output, {"bias": DenseGrad(SumGrad(as_BTd(grad_output)).dense())}

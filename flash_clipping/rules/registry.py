@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flash_clipping.factors import Factor
+from flash_clipping.factors import PerSampleGrad
 from flash_clipping.ops.runtime.backend import autocast_operands as autocast_operands
 
 
@@ -31,7 +31,7 @@ class UnsupportedLayer(ValueError):
 
 
 @dataclass(frozen=True)
-class Needs:
+class GradRequest:
     """What a backward is asked for.
 
     Attributes:
@@ -52,7 +52,7 @@ class Needs:
 
 #: What a backward gives: the gradient of the first input (or ``None``), or a tuple of all inputs'
 #: gradients; and a factor for every trainable parameter, by its name.
-Grads: TypeAlias = tuple[Any, Mapping[str, Factor]]
+Grads: TypeAlias = tuple[Any, Mapping[str, PerSampleGrad]]
 
 
 class Rule(ABC):
@@ -60,8 +60,8 @@ class Rule(ABC):
 
     A rule is written like a ``torch.autograd.Function``, with one difference: where that returns
     the gradient of a parameter, summed over the batch, a rule returns the
-    :class:`~flash_clipping.factors.Factor` that this gradient is the sum of. Norms, clipping and
-    accumulation are not its business.
+    :class:`~flash_clipping.factors.PerSampleGrad` that this gradient is the sum of. Norms, clipping
+    and accumulation are not its business.
     """
 
     #: Whether layers with children are served too; the children keep their own taps.
@@ -133,7 +133,7 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def backward(self, layer: nn.Module, saved: Any, grad_output: Any, needs: Needs) -> Grads:
+    def backward(self, layer: nn.Module, saved: Any, grad_output: Any, needs: GradRequest) -> Grads:
         """Compute the gradient of the first input (or ``None``) and a factor per parameter name.
 
         A layer with several differentiable inputs returns a tuple of their gradients; one with

@@ -6,7 +6,7 @@ import re
 
 from benchmarks import walk
 from flash_clipping.factors import accumulation_dtype
-from flash_clipping.ops.certificate import upper_bound
+from flash_clipping.ops.error_bounds import upper_bound
 from tests.benchmarks.conftest import Run
 
 
@@ -47,8 +47,8 @@ def test_calls_of_other_libraries_do_not_count() -> None:
 
     found = walk.recorded(work)
     assert [(call.file, call.depth) for call in found.calls] == [
-        ("ops/certificate.py", 0),
-        ("ops/certificate.py", 0),
+        ("ops/error_bounds.py", 0),
+        ("ops/error_bounds.py", 0),
         ("factors/base.py", 0),
     ]
     assert (found.files, found.changes) == (2, 1)

@@ -310,7 +310,9 @@ def test_layer_on_parameters_alone() -> None:
     check_case(module, truth, 1.0, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["mixed", "bare_parameters", "conv1d", "embedding", "layer_norm"])
+@pytest.mark.parametrize(
+    "name", ["mixed", "parameter_proxies", "conv1d", "embedding", "layer_norm"]
+)
 def test_generic_rule_for_everything(name: str) -> None:
     """``force_functorch`` serves every layer by the generic rule."""
     case = CASES[name]

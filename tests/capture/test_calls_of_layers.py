@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import Dense, FlashClippingError, Rule, register_rule
+from flash_clipping import DenseGrad, FlashClippingError, Rule, register_rule
 from flash_clipping.rules import registry
 from tests.support.autograd import squares
 from tests.support.uses import IDS, D, Holder, T, attention_layer, exact, make_around, seeded_batch
@@ -93,7 +93,7 @@ class GainRule(Rule):
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Any) -> Any:
         x, gain = saved
-        return grad_output * gain, {"gain": Dense((grad_output * x).sum(1))}
+        return grad_output * gain, {"gain": DenseGrad((grad_output * x).sum(1))}
 
 
 @pytest.mark.parametrize(

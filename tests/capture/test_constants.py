@@ -99,7 +99,7 @@ def test_positions_are_never_samples(kind: str) -> None:
 
 def test_rows_of_a_table_cost_no_table_per_sample() -> None:
     """A position embedding is read as ``[1, T]`` and added: its factor is a lookup."""
-    from flash_clipping.factors import Lookup
+    from flash_clipping.factors import EmbeddingGrad
     from flash_clipping.finish.backward_pass import BackwardPass
 
     seen: list[Any] = []
@@ -114,7 +114,7 @@ def test_rows_of_a_table_cost_no_table_per_sample() -> None:
         flash = GradSampleModuleFlashClipping(model)
         flash._session.backward_pass_class = Watched
         squares(flash, (torch.randn(3, 5, 4),)).backward()
-        assert sum(isinstance(factor, Lookup) for factor in seen) == 1, kind
+        assert sum(isinstance(factor, EmbeddingGrad) for factor in seen) == 1, kind
         seen.clear()
 
 

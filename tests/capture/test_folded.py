@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
-from flash_clipping.factors import Bag
+from flash_clipping.factors import EmbeddingBagGrad
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import Attention, Case, floats
 from tests.support.oracle import per_sample_truth
@@ -50,7 +50,7 @@ def test_per_sample_tables_of_bags(samples: int) -> None:
     bags = torch.arange(samples).repeat_interleave(2)
     ids, weights = torch.tensor([1, 1, 3, 0])[: len(bags)], torch.ones(len(bags))
     G = torch.randn(samples, 3)
-    dense = Bag(bags, ids, weights, G, 5).dense()
+    dense = EmbeddingBagGrad(bags, ids, weights, G, 5).dense()
     assert dense.shape == (samples, 5, 3)
     if samples:
         truth = torch.zeros(2, 5, 3)

@@ -13,7 +13,7 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.models import CASES, Case
 from tests.support.oracle import assert_close, per_sample_truth
 
-INPUT_CASES = ["linear_3d", "conv1d", "bare_parameters", "generic", "layer_norm", "group_norm"]
+INPUT_CASES = ["linear_3d", "conv1d", "parameter_proxies", "generic", "layer_norm", "group_norm"]
 
 
 def make(case: Case) -> tuple[nn.Module, Tensor]:

@@ -232,7 +232,7 @@ def test_several_calls_of_one_map() -> None:
     check_units(network(), batch, loss)
 
 
-COMPILED = ["embedding", "conv2d_groups", "bare_parameters"]
+COMPILED = ["embedding", "conv2d_groups", "parameter_proxies"]
 
 
 @pytest.mark.parametrize("name", COMPILED)

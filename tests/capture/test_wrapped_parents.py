@@ -59,21 +59,33 @@ def changed_in_place(m: Any, x: Tensor) -> Tensor:
 
 
 LINEAR: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
-    "parents": (lambda m, x: F.linear(x, m.weight, m.bias) * m.gain, {"Outer", "RowSum"}),
-    "by_name": (lambda m, x: F.linear(input=x, weight=m.weight, bias=m.bias), {"Outer", "RowSum"}),
-    "falcon": (lambda m, x: x @ m.weight.T + m.bias, {"Outer", "Dense"}),
-    "transposed": (lambda m, x: torch.matmul(x, m.weight) - m.bias, {"Outer", "Dense"}),
-    "turned_twice": (lambda m, x: F.linear(x, m.weight.t().mT, -1.0 - m.bias), {"Outer", "Dense"}),
-    "scaled_weight": (lambda m, x: F.linear(x, 0.3 * m.weight / 2, 2 * m.bias), {"Outer", "Dense"}),
-    "shifted": (lambda m, x: x @ (1 - m.weight.double()), {"Outer"}),
-    "changed_in_place": (changed_in_place, {"Dense"}),
-    "standardised": (lambda m, x: F.linear(x, m.weight - m.weight.mean(1, True)), {"Dense"}),
-    "reshaped": (lambda m, x: x @ m.weight.reshape(-1)[[*range(D * D)]].view(D, D), {"Dense"}),
-    "permuted": (lambda m, x: x @ m.weight[[*reversed(range(D))]], {"Dense"}),
-    "scaled_by_itself": (lambda m, x: F.linear(x, m.weight) * m.weight.sum(), {"Outer", "Dense"}),
+    "parents": (lambda m, x: F.linear(x, m.weight, m.bias) * m.gain, {"LinearGrad", "SumGrad"}),
+    "by_name": (
+        lambda m, x: F.linear(input=x, weight=m.weight, bias=m.bias),
+        {"LinearGrad", "SumGrad"},
+    ),
+    "falcon": (lambda m, x: x @ m.weight.T + m.bias, {"LinearGrad", "DenseGrad"}),
+    "transposed": (lambda m, x: torch.matmul(x, m.weight) - m.bias, {"LinearGrad", "DenseGrad"}),
+    "turned_twice": (
+        lambda m, x: F.linear(x, m.weight.t().mT, -1.0 - m.bias),
+        {"LinearGrad", "DenseGrad"},
+    ),
+    "scaled_weight": (
+        lambda m, x: F.linear(x, 0.3 * m.weight / 2, 2 * m.bias),
+        {"LinearGrad", "DenseGrad"},
+    ),
+    "shifted": (lambda m, x: x @ (1 - m.weight.double()), {"LinearGrad"}),
+    "changed_in_place": (changed_in_place, {"DenseGrad"}),
+    "standardised": (lambda m, x: F.linear(x, m.weight - m.weight.mean(1, True)), {"DenseGrad"}),
+    "reshaped": (lambda m, x: x @ m.weight.reshape(-1)[[*range(D * D)]].view(D, D), {"DenseGrad"}),
+    "permuted": (lambda m, x: x @ m.weight[[*reversed(range(D))]], {"DenseGrad"}),
+    "scaled_by_itself": (
+        lambda m, x: F.linear(x, m.weight) * m.weight.sum(),
+        {"LinearGrad", "DenseGrad"},
+    ),
     "twice": (
         lambda m, x: F.linear(torch.tanh(x @ m.weight), m.weight, m.bias),
-        {"Outer", "RowSum"},
+        {"LinearGrad", "SumGrad"},
     ),
 }
 
@@ -109,7 +121,7 @@ def channels_first(m: Any, x: Tensor) -> Tensor:
     return (m.weight[:, None] * hat(m, x).mT + m.bias[:, None]).mT
 
 
-DENSE, ROWS = {"Dense"}, {"RowSum"}
+DENSE, ROWS = {"DenseGrad"}, {"SumGrad"}
 NORM: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
     "llama": (lambda m, x: m.weight * hat(m, x), DENSE),
     "gemma": (lambda m, x: hat(m, x) * (1.0 + m.weight.double()), DENSE),
@@ -127,7 +139,7 @@ NORM: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
 }
 
 
-class Convolution(nn.Conv1d):
+class ConvolutionGrad(nn.Conv1d):
     """A convolution that pads by itself, and one that standardises its weight."""
 
     def __init__(self, standardised: bool):
@@ -173,7 +185,7 @@ def around(layer: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     **{
-        f"embedding_{how}": (lambda how=how: SpeltEmbedding(how), {"Lookup"})
+        f"embedding_{how}": (lambda how=how: SpeltEmbedding(how), {"EmbeddingGrad"})
         for how in ("scaled", "by_buffer", "offset", "cast")
     },
     "embedding_normalized_rows": (lambda: SpeltEmbedding("normalized_rows"), DENSE),
@@ -182,8 +194,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         for name, (how, kinds) in LINEAR.items()
     },
     **{f"norm_{name}": (lambda how=how: Norm(how), kinds) for name, (how, kinds) in NORM.items()},
-    "convolution": (lambda: Convolution(False), {"Convolution", "Dense"}),
-    "convolution_standardised": (lambda: Convolution(True), DENSE),
+    "convolution": (lambda: ConvolutionGrad(False), {"ConvolutionGrad", "DenseGrad"}),
+    "convolution_standardised": (lambda: ConvolutionGrad(True), DENSE),
 }
 
 

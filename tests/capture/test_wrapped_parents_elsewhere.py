@@ -19,7 +19,7 @@ from tests.capture.test_declared_rows import Experts
 from tests.capture.test_packed import check
 from tests.capture.test_wrapped_parents import (
     LAYERS,
-    Convolution,
+    ConvolutionGrad,
     D,
     Norm,
     SpeltEmbedding,
@@ -73,7 +73,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
         lambda: Norm(lambda m, x: gated(m, x) + m.bias),
         r"between \(Norm\).*position by position",
     ),
-    "convolution": (lambda: Convolution(False), r"between \(Convolution\).*position by position"),
+    "convolution": (
+        lambda: ConvolutionGrad(False),
+        r"between \(Convolution\).*position by position",
+    ),
 }
 
 

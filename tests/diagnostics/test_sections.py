@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import Dense, register_rule
+from flash_clipping import DenseGrad, register_rule
 from flash_clipping.diagnostics import BadBatchError, check
 from flash_clipping.rules.linear import LinearRule
 from tests.support.diagnosed import QKV, Fused, of, statuses
@@ -86,7 +86,7 @@ def test_a_fault_in_one_section_is_found_there(own_rules: None) -> None:
             grad_input, factors = super().backward(layer, saved, grad_output, needs)
             bias = factors["bias"].dense().clone()
             bias[:, 4:8] *= 0.18
-            return grad_input, {**factors, "bias": Dense(bias)}
+            return grad_input, {**factors, "bias": DenseGrad(bias)}
 
     parts = {"qkv.weight": ("q", "k", "v"), "qkv.bias": ("q", "k", "v")}
     report = check(Fused(), torch.randn(5, 3, 4), sections=parts)

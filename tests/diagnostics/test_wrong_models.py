@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from flash_clipping import (
     FlashClippingError,
     GradSampleModuleFlashClipping,
-    Outer,
+    LinearGrad,
     register_rule,
 )
 from flash_clipping.diagnostics import BadBatchError, check
-from flash_clipping.factors import RowSum
+from flash_clipping.factors import SumGrad
 from flash_clipping.rules.linear import LinearRule
 from tests.support.diagnosed import QKV, Fused, Windows, of, statuses
 from tests.support.factors import Own
@@ -26,7 +26,7 @@ def test_a_rule_with_a_wrong_norm_fails(own_rules: None) -> None:
         def backward(self, layer, saved, grad_output, needs):
             grad_input, factors = super().backward(layer, saved, grad_output, needs)
             A, G = saved[0], grad_output
-            return grad_input, {**factors, "weight": Outer(A, G * 1.001)}
+            return grad_input, {**factors, "weight": LinearGrad(A, G * 1.001)}
 
     report = check(Fused(), torch.randn(5, 3, 4))
     assert not report.passed
@@ -44,14 +44,14 @@ def test_a_rule_with_operands_of_other_shapes_is_refused_by_name(
         def backward(self, layer, saved, grad_output, needs):
             grad_input, factors = super().backward(layer, saved, grad_output, needs)
             if flat:
-                outer = Outer(saved[0][:, 0], grad_output[:, 0])
+                outer = LinearGrad(saved[0][:, 0], grad_output[:, 0])
             else:
-                outer = Outer(saved[0], grad_output.unsqueeze(1))
+                outer = LinearGrad(saved[0], grad_output.unsqueeze(1))
             return grad_input, {**factors, "weight": outer}
 
     module = GradSampleModuleFlashClipping(Fused(), max_grad_norm=1.0)
     with pytest.raises(
-        FlashClippingError, match=r"qkv \(QKV\): its rule returned an Outer of A_BTd"
+        FlashClippingError, match=r"qkv \(QKV\): its rule returned a LinearGrad of A_BTd"
     ):
         module(torch.randn(5, 3, 4)).sum().backward()
 
@@ -61,7 +61,7 @@ def test_a_rule_may_give_a_shape_as_a_list(own_rules: None) -> None:
     class Listing(LinearRule):
         def backward(self, layer, saved, grad_output, needs):
             grad_input, factors = super().backward(layer, saved, grad_output, needs)
-            return grad_input, {**factors, "bias": RowSum(grad_output, list(layer.bias.shape))}
+            return grad_input, {**factors, "bias": SumGrad(grad_output, list(layer.bias.shape))}
 
     assert check(Fused(), torch.randn(5, 3, 4)).passed
 

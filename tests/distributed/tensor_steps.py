@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.distributed.backward_pass import TensorParallelBackwardPass
 from flash_clipping.distributed.tensor.local import local_of
-from flash_clipping.factors import Outer
+from flash_clipping.factors import LinearGrad
 from tests.distributed import decoders, steps
 from tests.distributed.decoders import around_loss, batch, cut, loss_of
 from tests.distributed.processes import C, all_of, device, error, expected_sums, freeze
@@ -152,7 +152,7 @@ def beside_same_operands(tensor: Any, kind: str) -> dict[str, float]:
     class Noted(TensorParallelBackwardPass):
         def record(self, path: str, params: Any, factors: Any, readers: Any = None) -> None:
             for param, factor in zip(params, factors, strict=True):
-                stored = factor.dense().double() if type(factor) is Outer else None
+                stored = factor.dense().double() if type(factor) is LinearGrad else None
                 exact = in_float64(factor).dense()
                 both = torch.stack([exact, exact if stored is None else stored])
                 own[id(param)] = both * factor.batch_size  # the loss is a mean

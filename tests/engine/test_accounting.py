@@ -18,8 +18,8 @@ from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     ZERO_OUT,
     DiscreteGaussianAccountant,
+    MechanismSpec,
     PldAccountant,
-    Process,
     relation_of,
 )
 from flash_clipping.randomness.mechanisms import (
@@ -35,7 +35,7 @@ stats = pytest.importorskip("scipy.stats")
 special = pytest.importorskip("scipy.special")
 
 
-def accountant(process: Process, *history: tuple[float, float, int]) -> PldAccountant:
+def accountant(process: MechanismSpec, *history: tuple[float, float, int]) -> PldAccountant:
     found = PldAccountant()
     found.follow(process)
     for noise, rate, steps in history:
@@ -45,7 +45,7 @@ def accountant(process: Process, *history: tuple[float, float, int]) -> PldAccou
 
 
 def test_ordinary_batches_cost_what_opacus_says() -> None:
-    ours = accountant(Process(), (1.2, 0.05, 60))
+    ours = accountant(MechanismSpec(), (1.2, 0.05, 60))
     theirs = PRVAccountant()
     theirs.history = [(1.2, 0.05, 60)]
     assert len(ours) == 60 and ours.history == theirs.history
@@ -79,7 +79,7 @@ def test_truncation_costs_at_least_what_it_tells(kept: int) -> None:
     at = np.linspace(-12, 12, 20001)
     with_it = densities([1.0, -1.0, -1.0, -1.0], rate, kept, sigma, at)
     without = densities([-1.0, -1.0, -1.0], rate, kept, sigma, at)
-    process = Process(samples=4, max_batch_size=kept)
+    process = MechanismSpec(samples=4, max_batch_size=kept)
     for epsilon in (0.5, 3.0):
         exact = max(
             np.trapezoid(np.maximum(p - math.exp(epsilon) * q, 0), at)
@@ -88,12 +88,16 @@ def test_truncation_costs_at_least_what_it_tells(kept: int) -> None:
         assert accountant(process, (sigma, rate, 1)).get_epsilon(exact) >= epsilon - 1e-3
     # An accountant that knows nothing of truncation promises too much.
     if kept == 1:
-        assert accountant(Process(), (sigma, rate, 1)).get_epsilon(exact) < epsilon
+        assert accountant(MechanismSpec(), (sigma, rate, 1)).get_epsilon(exact) < epsilon
 
 
 def test_a_batch_that_nothing_is_cut_off_costs_nothing_more() -> None:
-    roomy = accountant(Process(samples=100, max_batch_size=60), (1.0, 0.1, 5)).get_epsilon(1e-5)
-    assert roomy == pytest.approx(accountant(Process(), (1.0, 0.1, 5)).get_epsilon(1e-5), rel=1e-4)
+    roomy = accountant(MechanismSpec(samples=100, max_batch_size=60), (1.0, 0.1, 5)).get_epsilon(
+        1e-5
+    )
+    assert roomy == pytest.approx(
+        accountant(MechanismSpec(), (1.0, 0.1, 5)).get_epsilon(1e-5), rel=1e-4
+    )
 
 
 def gaussian(mu: float, delta: float = 1e-5) -> float:
@@ -127,7 +131,7 @@ INVERSE = np.eye(10) - 0.5 * np.eye(10, k=-1) - 0.125 * np.eye(10, k=-2)
 )
 def test_fixed_order_is_one_gaussian(noise: Any, matrix: np.ndarray) -> None:
     """Of the norm of those columns in whose steps a sample takes part: 0, 4 and 8."""
-    process = Process("fixed_order", noise, samples=40, cycle=4)
+    process = MechanismSpec("fixed_order", noise, samples=40, cycle=4)
     squared = float((matrix[:, [0, 4, 8]].sum(1) ** 2).sum())
     found = accountant(process, (2.0, 0.25, 10)).get_epsilon(1e-5)
     assert found == pytest.approx(gaussian(squared**0.5 / 2.0), rel=1e-6)
@@ -143,15 +147,15 @@ def test_fixed_order_is_one_gaussian(noise: Any, matrix: np.ndarray) -> None:
 
 def test_amplified_noise_is_a_composition_of_sampled_gaussians() -> None:
     noise = BandedNoise(4)
-    process = Process("cyclic_poisson", noise, samples=80, cycle=4)
+    process = MechanismSpec("cyclic_poisson", noise, samples=80, cycle=4)
     found = accountant(process, (1.5, 0.05, 10)).get_epsilon(1e-5)
     norm = float(np.linalg.norm(noise.coefficients))
-    expected = accountant(Process(), (1.5 / norm, 0.2, 3)).get_epsilon(1e-5)
+    expected = accountant(MechanismSpec(), (1.5 / norm, 0.2, 3)).get_epsilon(1e-5)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_no_noise_promises_nothing_and_no_steps_cost_nothing() -> None:
-    assert accountant(Process(), (0.0, 0.1, 1)).get_epsilon(1e-5) == math.inf
+    assert accountant(MechanismSpec(), (0.0, 0.1, 1)).get_epsilon(1e-5) == math.inf
     assert PldAccountant().get_epsilon(1e-5) == 0
 
 
@@ -178,11 +182,11 @@ def test_next_to_no_noise_costs_at_most_one_gaussian(sampled: releases.Release, 
 @pytest.mark.parametrize(
     "process",
     [
-        Process(samples=50, max_batch_size=10),
-        Process("fixed_order", OneStepNoise(0.4), samples=50, cycle=5),
+        MechanismSpec(samples=50, max_batch_size=10),
+        MechanismSpec("fixed_order", OneStepNoise(0.4), samples=50, cycle=5),
     ],
 )
-def test_the_noise_for_a_target(process: Process) -> None:
+def test_the_noise_for_a_target(process: MechanismSpec) -> None:
     planner = accountant(process)
     options = {"target_epsilon": 3.0, "target_delta": 1e-4, "sample_rate": 0.2}
     found = planner.noise_multiplier(**options, steps=20, epsilon_tolerance=0.1)
@@ -216,42 +220,46 @@ def test_the_noise_for_a_target(process: Process) -> None:
 )
 def test_what_does_not_match_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Process(samples=40, **arguments)
+        MechanismSpec(samples=40, **arguments)
 
 
 def test_one_engine_accounts_for_one_process() -> None:
-    found = accountant(Process(samples=40, max_batch_size=4), (1.0, 0.1, 2))
+    found = accountant(MechanismSpec(samples=40, max_batch_size=4), (1.0, 0.1, 2))
     with pytest.raises(ValueError, match="use a new engine"):
-        found.follow(Process())
-    other = accountant(Process("fixed_order", samples=40, cycle=4))
+        found.follow(MechanismSpec())
+    other = accountant(MechanismSpec("fixed_order", samples=40, cycle=4))
     with pytest.raises(ValueError, match="the checkpoint accounts for"):
         other.load_state_dict(found.state_dict())
 
 
 def test_a_checkpoint_of_another_process_is_refused_and_changes_nothing() -> None:
-    ordered = Process(sampling="fixed_order", noise=OneStepNoise(0.9), samples=64, cycle=8)
+    ordered = MechanismSpec(sampling="fixed_order", noise=OneStepNoise(0.9), samples=64, cycle=8)
     state = accountant(ordered, (2.0, 1 / 8, 8)).state_dict()
-    for other in (PldAccountant(), accountant(Process())):
+    for other in (PldAccountant(), accountant(MechanismSpec())):
         with pytest.raises(ValueError, match="the checkpoint accounts for"):
             other.load_state_dict(state)
         assert not len(other)
 
 
 def test_one_engine_makes_one_model_private_where_steps_are_not_alike() -> None:
-    ordered = Process(sampling="fixed_order", noise=OneStepNoise(0.9), samples=64, cycle=8)
-    for first, second in ((ordered, ordered), (ordered, Process()), (Process(), ordered)):
+    ordered = MechanismSpec(sampling="fixed_order", noise=OneStepNoise(0.9), samples=64, cycle=8)
+    for first, second in (
+        (ordered, ordered),
+        (ordered, MechanismSpec()),
+        (MechanismSpec(), ordered),
+    ):
         found = accountant(first)
         found.follow(first)  # a call that failed
         found.is_used = True
         with pytest.raises(ValueError, match="Use a new engine for each"):
             found.follow(second)
-    ordinary = accountant(Process())
+    ordinary = accountant(MechanismSpec())
     ordinary.is_used = True
-    ordinary.follow(Process())
+    ordinary.follow(MechanismSpec())
 
 
 def test_truncated_batches_are_accounted_for_both_neighbours() -> None:
-    found = Process(samples=50, max_batch_size=9, cycle=5).releases(1.0, 0.2, 3)
+    found = MechanismSpec(samples=50, max_batch_size=9, cycle=5).releases(1.0, 0.2, 3)
     assert [(r.samples, r.size, r.rate, r.times) for r in found] == [
         (50, 9, 0.2, 3),
         (51, 9, 0.2, 3),

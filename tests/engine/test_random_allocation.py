@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine import random_allocation
-from flash_clipping.engine.accounting import ADD_OR_REMOVE, PldAccountant, Process
+from flash_clipping.engine.accounting import ADD_OR_REMOVE, MechanismSpec, PldAccountant
 from flash_clipping.engine.random_allocation import allocation_losses, grid_step
 from flash_clipping.engine.releases import Release, epsilon_by_pld
 from flash_clipping.engine.sampling.samplers import AllocationSampler, ShuffledSampler
@@ -146,7 +146,7 @@ def test_any_grid_gives_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         fine = found
 
 
-def accountant(process: Process, *history: tuple[float, int]) -> PldAccountant:
+def accountant(process: MechanismSpec, *history: tuple[float, int]) -> PldAccountant:
     found = PldAccountant()
     found.follow(process)
     for noise, steps in history:
@@ -156,11 +156,11 @@ def accountant(process: Process, *history: tuple[float, int]) -> PldAccountant:
 
 
 def test_rounds_are_counted_in_full() -> None:
-    once = Process("random_allocation", cycle=20)
+    once = MechanismSpec("random_allocation", cycle=20)
     assert once.relation == ADD_OR_REMOVE
     for steps, rounds in ((1, 1), (20, 1), (21, 2), (60, 3)):
         assert once.releases(1.0, 0.05, steps) == [Release(1.0, rounds, "one_of", size=20)]
-    thrice = Process("random_allocation", cycle=20, participations=3)
+    thrice = MechanismSpec("random_allocation", cycle=20, participations=3)
     assert thrice.releases(1.0, 0.05, 61) == [Release(1.0, 6, "one_of", size=20)]
     # A run that goes on from a checkpoint begins a round of its own.
     resumed = accountant(once, (1.0, 10))
@@ -170,14 +170,14 @@ def test_rounds_are_counted_in_full() -> None:
 
 
 def test_next_to_no_noise_is_infinite_or_more_than_anything() -> None:
-    process = Process("random_allocation", cycle=20)
+    process = MechanismSpec("random_allocation", cycle=20)
     assert accountant(process, (0.001, 1)).get_epsilon(1e-5) > 1e5
     assert accountant(process, (0.0, 1)).get_epsilon(1e-5) == math.inf
 
 
 @pytest.mark.parametrize("sampling", ["random_allocation", "shuffled"])
 def test_noise_changes_between_rounds_only(sampling: str) -> None:
-    found = accountant(Process(sampling, cycle=4), (1.0, 4), (2.0, 6))
+    found = accountant(MechanismSpec(sampling, cycle=4), (1.0, 4), (2.0, 6))
     with pytest.raises(FlashClippingError, match="step 2 of a round of 4.*when a round ends"):
         found.step(noise_multiplier=1.0, sample_rate=0.25)
     assert found.history == [(1.0, 0.25, 4), (2.0, 0.25, 6)]
@@ -339,7 +339,7 @@ def test_a_step_that_is_refused_is_none() -> None:
 
 
 def test_a_target_finds_its_noise() -> None:
-    planner = accountant(Process("random_allocation", cycle=20))
+    planner = accountant(MechanismSpec("random_allocation", cycle=20))
     target = {"target_epsilon": 2.0, "target_delta": 1e-5}
     noise = planner.noise_multiplier(**target, sample_rate=0.05, steps=60, epsilon_tolerance=0.05)
     found = epsilon_by_pld([Release(noise, 3, "one_of", size=20)], 1e-5)

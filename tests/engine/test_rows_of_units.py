@@ -14,7 +14,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.engine import releases
-from flash_clipping.engine.accounting import ADD_OR_REMOVE, Process
+from flash_clipping.engine.accounting import ADD_OR_REMOVE, MechanismSpec
 from flash_clipping.engine.releases import Release, epsilon_by_pld
 from flash_clipping.engine.sampling.loaders import RowsOfUnitsSampler, UnitsOfRows
 from tests.support.users import BATCH, IDS, ROWS, SIZES, private, step
@@ -79,10 +79,12 @@ def test_rows_in_any_direction_tell_no_more(cosine: float) -> None:
 
 
 def test_one_row_of_each_unit_is_a_sample() -> None:
-    process = Process("poisson_rows", rows_per_unit=1, cycle=20)
+    process = MechanismSpec("poisson_rows", rows_per_unit=1, cycle=20)
     rows = epsilon_by_pld(process.releases(1.0, 0.05, 40), 1e-5)
-    assert rows == pytest.approx(epsilon_by_pld(Process().releases(1.0, 0.05, 40), 1e-5), rel=1e-6)
-    more = Process("poisson_rows", rows_per_unit=4, cycle=20)
+    assert rows == pytest.approx(
+        epsilon_by_pld(MechanismSpec().releases(1.0, 0.05, 40), 1e-5), rel=1e-6
+    )
+    more = MechanismSpec("poisson_rows", rows_per_unit=4, cycle=20)
     assert epsilon_by_pld(more.releases(1.0, 0.05, 40), 1e-5) > 1.5 * rows
     assert more.relation == "add or remove one unit, of 4 rows at most" != ADD_OR_REMOVE
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.factors import Convolution
+from flash_clipping.factors import ConvolutionGrad
 from flash_clipping.factors.units import UnitMap, by_units
-from flash_clipping.ops import certificate
+from flash_clipping.ops import error_bounds
 from flash_clipping.ops.convolution import reference
 from flash_clipping.ops.runtime.backend import is_interpreting
 from tests.support.cases import bound_between, check_case, make_case, step_case
@@ -33,7 +33,7 @@ layers = pytest.mark.parametrize("name", LAYERS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 
 
-def factor_and_truth(name: str, dtype: torch.dtype, B: int = 5) -> tuple[Convolution, Tensor]:
+def factor_and_truth(name: str, dtype: torch.dtype, B: int = 5) -> tuple[ConvolutionGrad, Tensor]:
     """The factor of random operands, and the gradients of one sample after the other, float64."""
     layer: Any = LAYERS[name][0]
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def factor_and_truth(name: str, dtype: torch.dtype, B: int = 5) -> tuple[Convolu
         )[0]
         for x_1, G_1 in zip(x, G, strict=True)
     ]
-    factor = Convolution(x, G, weight, options[0], options[1], *options[2:])
+    factor = ConvolutionGrad(x, G, weight, options[0], options[1], *options[2:])
     return factor, torch.stack(truth)
 
 
@@ -109,13 +109,13 @@ def test_gradients_are_kept_only_where_they_are_small(
     """What is kept instead of input and output gradient takes at most half as much again."""
     sizes = []
 
-    def stored(self: Convolution, backend: str) -> Any:
+    def stored(self: ConvolutionGrad, backend: str) -> Any:
         result = original(self, backend)
         sizes.append((result.dense().numel(), self.x.numel() + self.G.numel()))
         return result
 
-    original = Convolution.stored
-    monkeypatch.setattr(Convolution, "stored", stored)
+    original = ConvolutionGrad.stored
+    monkeypatch.setattr(ConvolutionGrad, "stored", stored)
     model = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.Flatten())
     module = GradSampleModuleFlashClipping(model)
     module(torch.randn(4, channels, size, size)).square().sum(1).mean().backward()
@@ -151,14 +151,14 @@ def test_units_doubt_their_rows_whatever_measured_these(monkeypatch: pytest.Monk
     """Kernels measure what they release of a row; of a unit another product is measured."""
     factor, truth = factor_and_truth("2d", torch.float32, B=4)
     units = UnitMap(torch.tensor([0, 1, 0, 1]), 2)
-    expected = by_units(factor, units).doubt("torch")
+    expected = by_units(factor, units).error_bound("torch")
     of_kernels, _ = factor_and_truth("2d", torch.float32, B=4)
-    monkeypatch.setattr(Convolution, "doubt", lambda self, backend: None)
-    found = by_units(of_kernels, units).doubt("torch")
+    monkeypatch.setattr(ConvolutionGrad, "error_bound", lambda self, backend: None)
+    found = by_units(of_kernels, units).error_bound("torch")
     assert expected is not None and found is not None
     assert error(found, expected.double()) <= 1e-6
     norm_U = units.sums(truth).flatten(1).norm(dim=1)
-    assert bool((found > certificate.doubt(norm_U)).all())  # by the spread, not by the norm
+    assert bool((found > error_bounds.error_bound(norm_U)).all())  # by the spread, not by the norm
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
@@ -168,13 +168,13 @@ def test_what_is_measured_in_tf32_is_what_is_released(
 ) -> None:
     """The sum over one sample that is clipped has the norm of the bound, of fp32's precision."""
     kept: list[bool] = []
-    worth = Convolution.is_worth_storing
+    worth = ConvolutionGrad.is_worth_storing
 
-    def is_worth_storing(self: Convolution, readers: Any) -> bool:
+    def is_worth_storing(self: ConvolutionGrad, readers: Any) -> bool:
         kept.append(worth(self, readers))
         return kept[-1]
 
-    monkeypatch.setattr(Convolution, "is_worth_storing", is_worth_storing)
+    monkeypatch.setattr(ConvolutionGrad, "is_worth_storing", is_worth_storing)
     monkeypatch.setattr("flash_clipping.factors.convolution.takes_tf32", torch.is_floating_point)
     x = torch.randn(1, 16, size, size, generator=torch.Generator().manual_seed(0))
     sums = {}

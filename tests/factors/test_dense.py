@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_clipping.factors import Dense
-from flash_clipping.ops.certificate import ROW
+from flash_clipping.factors import DenseGrad
+from flash_clipping.ops.error_bounds import ROW
 from flash_clipping.ops.outer import outer_sqnorms
 
 
@@ -14,7 +14,7 @@ from flash_clipping.ops.outer import outer_sqnorms
 def test_norms_of_rows_of_any_length(n: int) -> None:
     grads = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
     grads[1] = torch.nan
-    found = Dense(grads).sqnorms("torch").sqrt().double()
+    found = DenseGrad(grads).sqnorms("torch").sqrt().double()
     torch.testing.assert_close(found, grads.double().norm(dim=1), rtol=1e-6, atol=0, equal_nan=True)
 
 
@@ -25,7 +25,7 @@ def test_norms_of_a_vocabulary_are_exact() -> None:
     grads = torch.full((1, p, d), 1.5e-3)
     expected = 1.5e-3 * (p * d) ** 0.5
     for found in (
-        Dense(grads).sqnorms("torch"),
+        DenseGrad(grads).sqnorms("torch"),
         outer_sqnorms(torch.ones(1, 1, d), grads[..., :1].mT, store=True, backend="torch")[0],
     ):
         assert abs(found.sqrt().item() / expected - 1) <= 1e-5

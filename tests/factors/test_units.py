@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.factors import Dense, Outer, UnitMap
-from flash_clipping.factors.units import OfUnits
+from flash_clipping.factors import DenseGrad, LinearGrad, UnitMap
+from flash_clipping.factors.units import UnitGrad
 from tests.ops.cases import relative_error, worst_relative_error
 
 MAPS = {
@@ -41,8 +41,8 @@ def test_stored(name: str, T: int) -> None:
         if u < 0:
             A[row], G[row] = torch.inf, torch.nan  # of nobody
     expected = truth(A, G, index, count)
-    stored = OfUnits(Outer(A, G), UnitMap(torch.tensor(index), count)).stored("torch")
-    assert type(stored) is Dense and stored.doubt("torch") is None
+    stored = UnitGrad(LinearGrad(A, G), UnitMap(torch.tensor(index), count)).stored("torch")
+    assert type(stored) is DenseGrad and stored.error_bound("torch") is None
     assert relative_error(stored.dense(), expected) <= 1e-12
     sq_U = stored.sqnorms("torch")
     assert worst_relative_error(sq_U, expected.square().sum((1, 2))) <= 1e-12
@@ -51,7 +51,7 @@ def test_stored(name: str, T: int) -> None:
     assert relative_error(stored.clipped_sum(coef_U, "torch"), total) <= 1e-12
     lost = index[0]
     G[0] = torch.inf
-    stored = OfUnits(Outer(A, G), UnitMap(torch.tensor(index), count)).stored("torch")
+    stored = UnitGrad(LinearGrad(A, G), UnitMap(torch.tensor(index), count)).stored("torch")
     finite_U = torch.isfinite(stored.sqnorms("torch"))
     assert finite_U.tolist() == [u != lost for u in range(count)]
 
@@ -60,7 +60,7 @@ def test_what_is_measured_is_what_is_released() -> None:
     """In 16 bits: the norm is that of the rounded gradients."""
     index, count = MAPS["in order"]
     A, G = operands(4, torch.bfloat16)
-    stored = OfUnits(Outer(A, G), UnitMap(torch.tensor(index), count)).stored("torch")
+    stored = UnitGrad(LinearGrad(A, G), UnitMap(torch.tensor(index), count)).stored("torch")
     assert stored.grads.dtype == torch.bfloat16
     released = torch.stack(
         [stored.clipped_sum(one, "torch") for one in torch.eye(count, dtype=torch.float32)]
@@ -74,9 +74,9 @@ def test_shapes_alone_decide() -> None:
     for readers, most in ((1, 23), (3, 14)):
         for count, worth in ((most, True), (most + 1, False)):
             for index in (torch.zeros(7, dtype=torch.long), torch.arange(7)):
-                factor = OfUnits(Outer(A, G), UnitMap(index, count))
+                factor = UnitGrad(LinearGrad(A, G), UnitMap(index, count))
                 assert factor.is_worth_storing(lambda n=readers: n) is worth
-    factor = OfUnits(Outer(A, G), UnitMap(torch.zeros(7, dtype=torch.long), 1))
+    factor = UnitGrad(LinearGrad(A, G), UnitMap(torch.zeros(7, dtype=torch.long), 1))
     assert not factor.is_worth_storing(lambda: 0)
-    none = OfUnits(Outer(A, G), UnitMap(torch.full((7,), -1), 0))
+    none = UnitGrad(LinearGrad(A, G), UnitMap(torch.full((7,), -1), 0))
     assert not none.is_worth_storing(lambda: 1)

@@ -144,7 +144,7 @@ def test_interrupt_at_a_line(variant: str) -> None:
 
 
 CHANGES = [
-    ("one_pass", "bare_parameters"),
+    ("one_pass", "parameter_proxies"),
     pytest.param("generic", "bypass", marks=pytest.mark.slow),
 ]
 

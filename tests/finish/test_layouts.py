@@ -8,17 +8,17 @@ from itertools import permutations
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.factors import Factor, RowSum
+from flash_clipping.factors import PerSampleGrad, SumGrad
 from flash_clipping.finish.plan import Layout, Plan, Plans, layout_of_step
 from flash_clipping.ops.runtime.shapes import Normalized
 
 
-def of(factors: Sequence[Factor], params: Sequence[nn.Parameter] = ()) -> Layout:
+def of(factors: Sequence[PerSampleGrad], params: Sequence[nn.Parameter] = ()) -> Layout:
     return layout_of_step(range(len(factors)), factors, params)
 
 
 def of_rows(*rows: Tensor) -> Layout:
-    return of([*map(RowSum, rows)])
+    return of([*map(SumGrad, rows)])
 
 
 def are_one(first: Layout, second: Layout) -> bool:
@@ -89,8 +89,8 @@ def test_which_operands_are_whose_counts() -> None:
     rows = [torch.randn(2, 3, 1) for _ in range(2)]
     x_hat = Normalized(*[torch.randn(2, 3, 1) for _ in range(3)])
     ways = [
-        [RowSum(rows[0], None, x_hat), RowSum(rows[1])],
-        [RowSum(rows[0]), RowSum(rows[1], None, x_hat)],
+        [SumGrad(rows[0], None, x_hat), SumGrad(rows[1])],
+        [SumGrad(rows[0]), SumGrad(rows[1], None, x_hat)],
     ]
     assert are_apart([*map(of, ways)])
 
@@ -98,7 +98,7 @@ def test_which_operands_are_whose_counts() -> None:
 def test_statistics_count() -> None:
     rows, x, mean, rstd = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.zeros(6), torch.ones(6)
     ways = [(mean, rstd), (mean.double(), rstd), (mean, torch.ones(12)[::2]), (mean, mean)]
-    assert are_apart([of([RowSum(rows, None, Normalized(x, *each))]) for each in ways])
+    assert are_apart([of([SumGrad(rows, None, Normalized(x, *each))]) for each in ways])
 
 
 def test_dtypes_of_parameters_count() -> None:

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, factors
+from flash_clipping import (
+    FlashClippingError,
+    GradSampleModuleFlashClipping,
+    PerSampleGrad,
+    factors,
+)
 from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
 from tests.support.factors import Own
@@ -59,9 +64,25 @@ def test_a_factor_with_another_number_of_samples_is_refused(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Bag", "Convolution", "Dense", "Lookup", "Outer", "RowSum", "Stacked", "TiedEmbedding"]
+    "name",
+    [
+        "EmbeddingBagGrad",
+        "ConvolutionGrad",
+        "DenseGrad",
+        "EmbeddingGrad",
+        "LinearGrad",
+        "SumGrad",
+        "StackedGrad",
+        "TiedEmbeddingGrad",
+    ],
 )
 def test_nobody_derives_from_the_librarys_own(name: str) -> None:
     """Steps handle these many at a time, and would pass an heir's norms by."""
     with pytest.raises(TypeError, match=f"Heir is derived from {name}, which is final"):
         type("Heir", (getattr(factors, name),), {})
+
+
+def test_a_bound_by_its_earlier_name_is_refused() -> None:
+    """It would not be asked for, so that norms would be less than what is released."""
+    with pytest.raises(TypeError, match="found doubt; expected its new name, error_bound"):
+        type("Earlier", (PerSampleGrad,), {"doubt": lambda self, backend: None})

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.factors import RowSum
+from flash_clipping.factors import SumGrad
 from flash_clipping.finish import backward_pass
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.plan import plan_of
@@ -333,7 +333,7 @@ def test_very_wide_vectors_are_summed_apart() -> None:
     sizes = (8, WIDE + 1, 16, WIDE, 2 * WIDE)
     params = [nn.Parameter(torch.zeros(n)) for n in sizes]
     factors = {
-        id(param): RowSum(torch.zeros(2, 3, n)) for param, n in zip(params, sizes, strict=True)
+        id(param): SumGrad(torch.zeros(2, 3, n)) for param, n in zip(params, sizes, strict=True)
     }
     plan = plan_of(factors, params, dict.fromkeys(factors, "a layer"))
     assert plan.sums == [[id(params[i]) for i in members] for members in ((0, 2, 3), (1, 4))]

@@ -114,7 +114,7 @@ CASES = {
     "generic": Case(
         lambda: Scale(5), lambda: nn.Sequential(nn.SiLU(), Scale(5)), floats(BATCH, 3, 5)
     ),
-    "bare_parameters": Case(lambda: Tokens(6, 4), nn.Identity, floats(BATCH, 4, 3)),
+    "parameter_proxies": Case(lambda: Tokens(6, 4), nn.Identity, floats(BATCH, 4, 3)),
     "attention": Case(lambda: nn.Linear(4, 8), lambda: Attention(8, 2), floats(BATCH, 4, 4)),
     "mixed": Case(
         Images,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.certificate import cancellation, gram_doubt
+from flash_clipping.ops.error_bounds import cancellation, gram_doubt
 from flash_clipping.ops.runtime.backend import is_interpreting
 
 

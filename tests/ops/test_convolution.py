@@ -93,10 +93,10 @@ def check(x: Tensor, G: Tensor, of: Geometry, case: Case, keep: list[int] | None
     """All three against the truth; samples that are not in ``keep`` have coefficient 0."""
     expected = truth(x, G, of)
     keep = keep if keep is not None else list(range(len(x)))
-    parts, doubt = convolution_sqnorms(x, G, of, backend=case.backend)
+    parts, error_bound = convolution_sqnorms(x, G, of, backend=case.backend)
     squares = expected.flatten(1).square().sum(1)
     assert worst_relative_error(parts.sum(1)[keep], squares[keep]) <= case.tolerance
-    assert (doubt is None) == (case.backend == "triton")
+    assert (error_bound is None) == (case.backend == "triton")
     grads, grad_parts = convolution_grads(x, G, of, backend=case.backend)
     assert relative_error(grads[keep], expected[keep]) <= case.rounding
     if grad_parts is not None:  # what is measured is what is kept: the norm of rounded values
@@ -265,8 +265,8 @@ def test_what_is_released_is_what_was_measured(case: Case) -> None:
     half[..., [0, 4]], G_half[..., [0, 4]] = 0, 0  # so that windows of one half see none of another
     x, G = torch.cat([half, half], 3), torch.cat([G_half, -G_half], 3)
     assert truth(x, G, of).abs().max() <= 1e-12
-    parts, doubt = convolution_sqnorms(x, G, of, backend="triton")
-    assert doubt is None
+    parts, error_bound = convolution_sqnorms(x, G, of, backend="triton")
+    assert error_bound is None
     for sample in range(2):
         coef = torch.zeros(2, device=case.device)
         coef[sample] = 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_clipping.ops.certificate import gram_doubt, upper_bound
+from flash_clipping.ops.error_bounds import gram_doubt, upper_bound
 from flash_clipping.ops.gram import gram_blocks, gram_sqnorms, reference as gram_torch
 from tests.ops.cases import (
     Case,
@@ -53,14 +53,14 @@ def test_norms_match_the_oracle(case: Case, shape: tuple) -> None:
     B, T, d, ps = shape
     A = case.randn(B, T, d)
     Gs = [case.randn(B, T, p, seed=i + 1) for i, p in enumerate(ps)]
-    sq, doubt = gram_sqnorms(A, Gs, backend=case.backend)
+    sq, error_bound = gram_sqnorms(A, Gs, backend=case.backend)
     oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
     assert sq.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
     assert worst_relative_error(sq, oracle) <= case.tolerance
     oracle = torch.stack([doubt_of(case.backend, A, G, max(ps)) for G in Gs])
-    some = (oracle != 0).to(doubt.device)
-    assert worst_relative_error(doubt[some], oracle[oracle != 0]) <= 2 * case.tolerance
-    assert (doubt[~some] <= 1e-30).all()  # without features, or positions
+    some = (oracle != 0).to(error_bound.device)
+    assert worst_relative_error(error_bound[some], oracle[oracle != 0]) <= 2 * case.tolerance
+    assert (error_bound[~some] <= 1e-30).all()  # without features, or positions
 
 
 def two_that_cancel(features: int, small: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,9 +78,9 @@ def test_what_a_running_sum_loses_is_in_doubt(case: Case, features: int) -> None
     """Products that are each too small to count beside the first: the norm is theirs alone."""
     for small in (0.96875 * 2.0**-12, 1.375 * 2.0**-12, 1.375 * 2.0**-13):
         A, G = (x.to(case.device, case.dtype) for x in two_that_cancel(features, small))
-        (sq,), (doubt,) = gram_sqnorms(A, [G], backend=case.backend)
+        (sq,), (error_bound,) = gram_sqnorms(A, [G], backend=case.backend)
         norm = per_sample_gradients(A, G).norm()
-        assert upper_bound(sq.clamp(min=0).sqrt(), doubt).item() >= norm * (1 - 1e-4)
+        assert upper_bound(sq.clamp(min=0).sqrt(), error_bound).item() >= norm * (1 - 1e-4)
 
 
 def cut(x: torch.Tensor, bits: int, of: torch.Tensor) -> torch.Tensor:
@@ -309,10 +309,10 @@ def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
         pytest.skip("needs Hopper and a Triton that is known")
     (work,) = kernels.launches_of([(A, Gs)])
     assert work.kind.aligned
-    sq, doubt = gram_sqnorms(A, Gs, backend="triton")
+    sq, error_bound = gram_sqnorms(A, Gs, backend="triton")
     again = gram_sqnorms(A, Gs, backend="triton")
-    assert torch.equal(sq, again[0]) and torch.equal(doubt, again[1])
-    for sq_B, doubt_B, G in zip(sq, doubt, Gs, strict=True):
+    assert torch.equal(sq, again[0]) and torch.equal(error_bound, again[1])
+    for sq_B, doubt_B, G in zip(sq, error_bound, Gs, strict=True):
         gradients = torch.bmm(G.double().mT, A.double())
         assert worst_relative_error(sq_B, gradients.square().sum((1, 2))) <= 1e-5
         if G.shape[2] <= 4096:  # of slices the doubts add up to less

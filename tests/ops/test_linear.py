@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from flash_clipping.ops.certificate import cancellation, spread
+from flash_clipping.ops.error_bounds import cancellation, spread
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.runtime import cost
 from tests.ops.cases import (

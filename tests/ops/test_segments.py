@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.factors import SegmentedOuter
-from flash_clipping.ops import certificate
-from flash_clipping.ops.certificate import upper_bound
+from flash_clipping.factors import SegmentedLinearGrad
+from flash_clipping.ops import error_bounds
+from flash_clipping.ops.error_bounds import upper_bound
 from flash_clipping.ops.segments import (
     Rows,
     Segments,
@@ -169,7 +169,7 @@ def test_lengths_about_a_block(sizes: tuple[int, int], case: Case) -> None:
     spread_S = torch.zeros(16, dtype=torch.float64)
     lengths_N = A.cpu().double().norm(dim=1) * G.cpu().double().norm(dim=1)
     spread_S.index_add_(0, group_N * 4 + sample_N, lengths_N)
-    known_S = spread_S.square() * certificate.cancellation(case.device, sq_S.dtype)
+    known_S = spread_S.square() * error_bounds.cancellation(case.device, sq_S.dtype)
     if case.backend == "triton":  # by Gram matrices of tensor cores
         known_S *= 6
     assert relative_error(doubt_S, known_S) <= 1e-4
@@ -212,12 +212,12 @@ def test_rows_that_cancel_are_bounded() -> None:
         A = torch.cat([a, a + 1e-6 * torch.randn(1, 40), torch.randn(1, 40)])
         G = 1e3 * torch.cat([g, -g, 1e-9 * torch.randn(1, 40)])
         segments = Segments(torch.tensor([0, 0, 1]), 2)
-        factor = SegmentedOuter(A, G, segments)
+        factor = SegmentedLinearGrad(A, G, segments)
         released_B = torch.stack(
             [factor.clipped_sum(coef, "torch").double().norm() for coef in torch.eye(2)]
         )
         norms_B = factor.sqnorms("torch").clamp(min=0).sqrt()
-        doubt_B = factor.doubt("torch")
+        doubt_B = factor.error_bound("torch")
         assert (upper_bound(norms_B, doubt_B) >= released_B * (1 - 1e-4)).all()
         grads = torch.stack([G[i:j].double().mT @ A[i:j].double() for i, j in ((0, 2), (2, 3))])
         lengths = A.double().norm(dim=1) * G.double().norm(dim=1)

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from transformers.integrations.moe import use_experts_implementation
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.factors import SegmentedOuter
+from flash_clipping.factors import SegmentedLinearGrad
 from tests.support.autograd import Loss, check_by_autograd, squares, truth_by_autograd
 from tests.support.mixtures import FAMILIES, language_loss, mixture, tokens
 from tests.support.oracle import assert_close
@@ -228,10 +228,10 @@ def test_experts_that_are_used_twice() -> None:
 def test_the_operands_that_were_multiplied(dtype: torch.dtype) -> None:
     """In low precision against float64 on what the backward met: no more than rounding of sums."""
     torch.manual_seed(0)
-    met: list[SegmentedOuter] = []
-    measure = SegmentedOuter.measure
+    met: list[SegmentedLinearGrad] = []
+    measure = SegmentedLinearGrad.measure
 
-    def noted(self: SegmentedOuter, backend: str) -> tuple[Tensor, Tensor]:
+    def noted(self: SegmentedLinearGrad, backend: str) -> tuple[Tensor, Tensor]:
         met.append(self)
         return measure(self, backend)
 
@@ -240,11 +240,11 @@ def test_the_operands_that_were_multiplied(dtype: torch.dtype) -> None:
     batch = tuple(x.to(dtype) for x in inputs(4, 5))
     squares(flash, batch).backward()  # rehearsals measure norms as well
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SegmentedOuter, "measure", noted)
+        patch.setattr(SegmentedLinearGrad, "measure", noted)
         squares(flash, batch).backward()
     assert len(met) == 2
     for factor in met:
-        wide = SegmentedOuter(
+        wide = SegmentedLinearGrad(
             factor.A.sorted().double(), factor.G.sorted().double(), factor.segments
         )
         expected = wide.dense().flatten(1).square().sum(1)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.factors import Dense, Outer
+from flash_clipping.factors import DenseGrad, LinearGrad
 from flash_clipping.layers import HyperConnections
 from flash_clipping.ops.runtime.backend import is_interpreting
-from flash_clipping.rules import Needs, find_rule
+from flash_clipping.rules import GradRequest, find_rule
 from tests.support.autograd import float64s, squares, truth_by_autograd
 from tests.support.hyper_connections import NAMES, connect, mix, params_of, sections
 from tests.support.oracle import assert_close, per_sample_truth
@@ -158,7 +158,7 @@ def test_kernels_in_a_rule() -> None:
     found = []
     for backend in ("triton", "torch"):
         layer = scramble(HyperConnections(6, 2, iterations=3, backend=backend))
-        rule, needs = find_rule(layer), Needs((True,), frozenset(NAMES), backend)
+        rule, needs = find_rule(layer), GradRequest((True,), frozenset(NAMES), backend)
         assert rule is not None
         outputs, saved = rule.forward(layer, torch.linspace(-1, 1, 2 * 9 * 12).view(2, 9, 2, 6))
         dx, factors = rule.backward(layer, saved, tuple(map(torch.sin, outputs)), needs)
@@ -196,9 +196,9 @@ def test_a_sample_that_is_not_finite_adds_nothing() -> None:
 def test_which_form_the_gradient_of_phi_has() -> None:
     """The smaller one."""
     layer = HyperConnections(6, 2)
-    rule, needs = find_rule(layer), Needs((True,), frozenset(NAMES), "auto")
+    rule, needs = find_rule(layer), GradRequest((True,), frozenset(NAMES), "auto")
     assert rule is not None
-    for S, kind in ((7, Outer), (8, Dense)):
+    for S, kind in ((7, LinearGrad), (8, DenseGrad)):
         outputs, saved = rule.forward(layer, torch.randn(3, S, 2, 6))
         _, factors = rule.backward(layer, saved, tuple(map(torch.ones_like, outputs)), needs)
         assert type(factors["phi"]) is kind

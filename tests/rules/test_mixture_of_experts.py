@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.factors import Dense
+from flash_clipping.factors import DenseGrad
 from flash_clipping.layers import MixtureOfExperts
-from flash_clipping.rules import Needs, find_rule
+from flash_clipping.rules import GradRequest, find_rule
 from tests.support.oracle import assert_close
 
 F64 = torch.float64
@@ -135,13 +135,13 @@ def test_every_section(size: tuple[int, ...], route: Any) -> None:
         y, saved = rule.forward(layer, x, ids, w)
         scale = layer.lora_alpha / r if r else 0.0
         assert_close(y, plain(dict(layer.named_parameters()), scale, x, ids, w), 1e-12, "output")
-        needs = Needs((True, False, True), frozenset(expected), "auto")
+        needs = GradRequest((True, False, True), frozenset(expected), "auto")
         grads, factors = rule.backward(layer, saved, G, needs)
     assert_close(grads[0], grad_x, 1e-9, "tokens")
     assert_close(grads[2], grad_w, 1e-9, "weights")
     coef_B = torch.rand(B, dtype=F64)
     for name, truth in expected.items():
-        for factor in (factors[name], Dense(factors[name].dense())):
+        for factor in (factors[name], DenseGrad(factors[name].dense())):
             found = sections(name, factor.dense())
             for (section, grads_B), (_, truth_B) in zip(found, sections(name, truth), strict=True):
                 assert_close(grads_B, truth_B, 1e-9, section)
@@ -177,7 +177,7 @@ def test_float32(E: int, k: int, r: int) -> None:
     rule: Any = find_rule(layer)
     with torch.no_grad():
         _, saved = rule.forward(layer, x.float(), ids, w)
-        needs = Needs((True, False, True), frozenset(expected), "auto")
+        needs = GradRequest((True, False, True), frozenset(expected), "auto")
         grads, factors = rule.backward(layer, saved, G.float(), needs)
     assert_close(grads[0], grad_x, 1e-5, "tokens")
     assert_close(grads[2], grad_w, 1e-5, "weights")
@@ -215,7 +215,7 @@ def test_low_ranks_are_stored_and_experts_are_not() -> None:
     x, w, G = (x.float() for x in drawn(2, 16, 32, 2))
     with torch.no_grad():
         _, saved = rule.forward(layer, x, routed(2, 16, 4, 2), w)
-        needs = Needs((False, False, False), frozenset(layer._names), "auto")
+        needs = GradRequest((False, False, False), frozenset(layer._names), "auto")
         _, factors = rule.backward(layer, saved, G, needs)
     for name, factor in factors.items():
         assert factor.is_worth_storing(lambda: 1) == name.endswith(("_A", "_B")), name
@@ -246,10 +246,10 @@ def test_rows_that_cancel(T: int, r: int) -> None:
     ids, w = torch.zeros(2, T, 1, dtype=torch.int64), torch.ones(2, T, 1)
     with torch.no_grad():
         _, saved = rule.forward(layer, x, ids, w)
-        needs = Needs((False, False, False), frozenset(layer._names), "auto")
+        needs = GradRequest((False, False, False), frozenset(layer._names), "auto")
         _, factors = rule.backward(layer, saved, G, needs)
     for name, factor in factors.items():
-        doubt_B = factor.doubt("auto")
+        doubt_B = factor.error_bound("auto")
         bound_B = factor.sqnorms("auto") + (0 if doubt_B is None else doubt_B)
         for b in range(2):
             released = factor.clipped_sum(torch.eye(2)[b], "auto").double().square().sum()
@@ -270,7 +270,7 @@ def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = MixtureOfExperts(6, 5, 4, rank=2, device="meta")
     rule: Any = find_rule(layer)
     x, w, G = (t.float().to("meta") for t in drawn(3, 5, 6, 2))
-    needs = Needs((True, False, True), frozenset(layer._names), "auto")
+    needs = GradRequest((True, False, True), frozenset(layer._names), "auto")
     with torch.no_grad():
         y, saved = rule.forward(layer, x, torch.zeros(3, 5, 2, dtype=torch.int64, device="meta"), w)
         grads, factors = rule.backward(layer, saved, G, needs)

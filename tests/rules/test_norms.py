@@ -11,13 +11,13 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.factors import Dense
+from flash_clipping.factors import DenseGrad
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.rules import normalization, registry
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.normalization import LayerNormRule
-from flash_clipping.rules.registry import Needs, Rule
+from flash_clipping.rules.registry import GradRequest, Rule
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
 from tests.support.oracle import Truth, assert_close, per_sample_truth
@@ -135,7 +135,7 @@ def test_a_parameter_renamed_between_steps_is_refused() -> None:
 
 
 def test_unfrozen_after_wrapping() -> None:
-    case = CASES["bare_parameters"]
+    case = CASES["parameter_proxies"]
     model, batch = make_case(case, torch.float64)
     model.requires_grad_(False)
     model.head.requires_grad_(True)
@@ -279,7 +279,7 @@ def test_small_layer_norms_are_as_large_ones(
     G = torch.randn_like(x)
     output, saved = LayerNormRule().forward(layer, x)
     names = frozenset(name for name, _ in layer.named_parameters())
-    needs = Needs((True,), names, "torch")
+    needs = GradRequest((True,), names, "torch")
     small_dx, small = LayerNormRule().backward(layer, saved, G, needs)
     monkeypatch.setattr(normalization, "BOUND_BY_LAUNCHES", 0)
     dx, factors = LayerNormRule().backward(layer, saved, G, needs)
@@ -299,7 +299,7 @@ def test_small_layer_norms_of_16_bits_may_have_weights_in_fp32() -> None:
     layer, x = nn.LayerNorm(6), torch.randn(3, 4, 6).bfloat16().requires_grad_()
     G = torch.randn(3, 4, 6).bfloat16()
     output, saved = LayerNormRule().forward(layer, x.detach())
-    needs = Needs((True,), frozenset(("weight", "bias")), "torch")
+    needs = GradRequest((True,), frozenset(("weight", "bias")), "torch")
     dx, factors = LayerNormRule().backward(layer, saved, G, needs)
     layer(x).backward(G)
     assert torch.equal(dx, x.grad)
@@ -351,7 +351,7 @@ def test_an_axis_that_a_rule_was_given_counts_as_one_that_its_type_has() -> None
         def backward(self, layer, saved, grad_output, needs):
             x, gain = saved
             grads = (grad_output * x).flatten(1, -2).sum(1)
-            return grad_output * gain, {"gain": Dense(grads)}
+            return grad_output * gain, {"gain": DenseGrad(grads)}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_RULES", {**registry._RULES, Scale: ScaleRule()})

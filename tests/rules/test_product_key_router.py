@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import flash_clipping
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.factors import ScaledLookup, embedding
+from flash_clipping.factors import ScaledEmbeddingGrad, embedding
 from flash_clipping.layers import ProductKeyExperts, ProductKeyRouter
 from flash_clipping.layers.product_key_experts import ExpertTables
-from flash_clipping.ops import certificate
+from flash_clipping.ops import error_bounds
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.rules import product_key_experts as rule
 from tests.support.autograd import check_by_autograd, squares
@@ -288,7 +288,7 @@ def test_a_factor_of_anything() -> None:
     torch.manual_seed(0)
     ids, scale, X = torch.randint(-1, 6, (3, 5, 4)), torch.randn(3, 5, 4), torch.randn(3, 5, 8)
     ids[:, 2], X[:, 2], scale[ids < 0] = -1, NAN, NAN
-    factor = ScaledLookup(ids, scale, X, 6)
+    factor = ScaledEmbeddingGrad(ids, scale, X, 6)
     coef = torch.tensor([0.5, 0.0, 2.0])
     dense = torch.zeros(3, 6, 8, dtype=torch.float64)
     for b, t, j in (ids >= 0).nonzero().tolist():
@@ -299,10 +299,12 @@ def test_a_factor_of_anything() -> None:
         factor.clipped_sum(coef, "auto"), torch.einsum("b,bed->ed", coef.double(), dense), 1e-6
     )
     assert_close(factor.clipped_sum(None, "auto"), dense.sum(0), 1e-6)
-    doubt = factor.doubt("auto")
-    assert doubt is not None
+    error_bound = factor.error_bound("auto")
+    assert error_bound is not None
     terms = scale.abs().masked_fill(ids < 0, 0).sum(2) * X.nan_to_num(0.0).norm(dim=2)
-    assert_close(doubt, terms.sum(1).square() * certificate.cancellation("cpu", X.dtype), 1e-5)
+    assert_close(
+        error_bound, terms.sum(1).square() * error_bounds.cancellation("cpu", X.dtype), 1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -310,20 +312,20 @@ def test_the_operands_that_were_multiplied(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In low precision against float64 on what the backward met: no more than rounding of sums."""
-    met: list[ScaledLookup] = []
-    norms = ScaledLookup.sqnorms
+    met: list[ScaledEmbeddingGrad] = []
+    norms = ScaledEmbeddingGrad.sqnorms
 
-    def noted(self: ScaledLookup, backend: str) -> Tensor:
+    def noted(self: ScaledEmbeddingGrad, backend: str) -> Tensor:
         met.append(self)
         return norms(self, backend)
 
-    monkeypatch.setattr(ScaledLookup, "sqnorms", noted)
+    monkeypatch.setattr(ScaledEmbeddingGrad, "sqnorms", noted)
     flash = GradSampleModuleFlashClipping(Model(heads=2).to(dtype), max_grad_norm=1.0)
     squares(flash, inputs(4, 9, dtype=dtype)).backward()
     met = met[-2:]  # the others, of single samples that were compared
     for factor in met:
         wide = [x.double() for x in (factor.scale_BTL, factor.X_BTd)]
-        expected = ScaledLookup(factor.ids_BTL, *wide, factor.num_embeddings)
+        expected = ScaledEmbeddingGrad(factor.ids_BTL, *wide, factor.num_embeddings)
         expected = expected.dense().flatten(1).square().sum(1)
         assert_close(norms(factor, "auto"), expected, 1e-5, "norms")
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.factors import Factor, Outer, RowSum
+from flash_clipping.factors import LinearGrad, PerSampleGrad, SumGrad
 from flash_clipping.ops.runtime import backend, tables
 from flash_clipping.rules import linear
-from flash_clipping.rules.registry import Needs, find_rule
+from flash_clipping.rules.registry import GradRequest, find_rule
 from tests.support.cases import bound_between, check_case, step_case
 from tests.support.models import Case, ids
 from tests.support.oracle import per_sample_truth
@@ -51,11 +51,11 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return made
 
 
-def factors_of(layer: nn.Module, x: Tensor, G: Tensor, *params: str) -> Mapping[str, Factor]:
+def factors_of(layer: nn.Module, x: Tensor, G: Tensor, *params: str) -> Mapping[str, PerSampleGrad]:
     rule = find_rule(layer)
     assert rule is not None
     _, saved = rule.forward(layer, x)
-    return rule.backward(layer, saved, G, Needs((True,), frozenset(params), "auto"))[1]
+    return rule.backward(layer, saved, G, GradRequest((True,), frozenset(params), "auto"))[1]
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (3, 2, 5), (3,)], ids=str)
@@ -64,7 +64,7 @@ def test_weight_and_bias_read_one_copy(shape: tuple, copies: list[Tensor]) -> No
     x, G = torch.randn(*shape, 8).half(), torch.randn(*shape, 9).half()
     factors = factors_of(layer, x, G, "weight", "bias")
     weight, bias = factors["weight"], factors["bias"]
-    assert isinstance(weight, Outer) and isinstance(bias, RowSum) and len(copies) == 1
+    assert isinstance(weight, LinearGrad) and isinstance(bias, SumGrad) and len(copies) == 1
     assert weight.G_BTp.data_ptr() == bias.rows_BTn.data_ptr() == copies[0].data_ptr()
     assert torch.equal(weight.G_BTp, G.reshape(weight.G_BTp.shape))
     assert weight.G_BTp.stride(1) == 16
@@ -76,7 +76,7 @@ def test_a_weight_that_is_stored_transposed(copies: list[Tensor]) -> None:
     layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(9, 8)
     x, G = torch.randn(3, 5, 8), torch.randn(3, 5, 9)
     weight = factors_of(layer, x, G, "weight", "bias")["weight"]
-    assert isinstance(weight, Outer) and len(copies) == 1
+    assert isinstance(weight, LinearGrad) and len(copies) == 1
     assert torch.equal(weight.A_BTd, G) and weight.A_BTd.stride(1) == 12
 
 

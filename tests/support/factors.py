@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flash_clipping.factors import Factor
+from flash_clipping.factors import PerSampleGrad
 
 
-class Own(Factor):
+class Own(PerSampleGrad):
     """Per-sample gradients ``[B, *parameter]``, kept as they are."""
 
     def __init__(self, grads: Tensor):

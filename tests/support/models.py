@@ -320,7 +320,7 @@ CASES: dict[str, Case] = {
     ),
     "generic": Case(lambda: Wrapped(nn.Linear(4, 6), Scale(6), nn.Linear(6, 3)), floats(5, 7, 4)),
     "hyper_connections": Case(Connected, floats(5, 7, 4)),
-    "bare_parameters": Case(Tokens, floats(5, 4, 3)),
+    "parameter_proxies": Case(Tokens, floats(5, 4, 3)),
     "instance_norm1d": Case(
         lambda: Wrapped(
             nn.Conv1d(2, 4, 3, bias=False), nn.InstanceNorm1d(4, affine=True), nn.Conv1d(4, 2, 1)

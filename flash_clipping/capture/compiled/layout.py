@@ -19,7 +19,7 @@ from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, Factor, Outer
+from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad
 from flash_clipping.finish.session import Readers
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def kind_and_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hasha
     return tuple(kind), sizes
 
 
-Factors: TypeAlias = list[tuple[nn.Parameter, Factor]]
+Factors: TypeAlias = list[tuple[nn.Parameter, PerSampleGrad]]
 
 
 class Slot(NamedTuple):
@@ -129,7 +129,7 @@ class Slot(NamedTuple):
         grads = [None if place is None else wires[place] for place in self.places]
         if self.kind == "own":
             pairs = zip(self.params, grads, strict=True)
-            return [(param, Dense(grad)) for param, grad in pairs if grad is not None]
+            return [(param, DenseGrad(grad)) for param, grad in pairs if grad is not None]
         missing = [grad is None for grad in grads]
         if all(missing):
             return []
@@ -232,7 +232,7 @@ class Handed:
                 tap.record_on(backward_pass, params, of_params, of_tap)
         return (None,) * len(self.layout.params)
 
-    def _readers(self, of_layers: Sequence[Factor]) -> list[Readers | None]:
+    def _readers(self, of_layers: Sequence[PerSampleGrad]) -> list[Readers | None]:
         """For every layer, where it is looked up how many layers read its input."""
         call = self.call
         if call is None:
@@ -241,7 +241,7 @@ class Handed:
         readers: list[Readers | None] = []
         for factor in of_layers:
             place = len(call.readers)
-            if isinstance(factor, Outer):
+            if isinstance(factor, LinearGrad):
                 place = places.setdefault(factor.shares_input_with(), place)
             if place == len(call.readers):
                 call.readers.append(0)
@@ -314,7 +314,7 @@ def why_without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
             return "it uses its parameters itself, and rows are not samples there"
         if kinds == {"unused"} or (kinds <= {"own", "unused"} and kind_of(tap) == "own"):
             return None
-        if tap.path in tap.session.evidence.reads:
+        if tap.path in tap.session.batch_axes.reads:
             return "its own parameters meet what has no row for each sample"
         return UNPROVEN
     if tap.wiring is None:
@@ -325,7 +325,7 @@ def why_without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
         return "its settings are not supported there"
     if kinds == {"same for all"}:
         return None
-    if tap.path not in tap.session.evidence.proven:
+    if tap.path not in tap.session.batch_axes.proven:
         return UNPROVEN
     if None in kinds:
         return "it was called with something else than one tensor that has a batch axis"

@@ -282,7 +282,7 @@ class Region:
         return calls
 
     def _layout(self, key: Hashable, known: Calls) -> Layout:
-        proven = self.session.evidence.proven
+        proven = self.session.batch_axes.proven
         trainables = [tap.trainable() for tap in self.taps]
         states = [
             (

@@ -242,18 +242,18 @@ Calls: TypeAlias = list[list["Seen | None"]]
 def kind_of(tap: Any) -> Kind | None:
     """What was shown of what a layer reads; None where it was not, or where it has
     nothing to train."""
-    session, evidence = tap.session, tap.session.evidence
+    session, batch_axes = tap.session, tap.session.batch_axes
     if not tap.trainable()[1]:
         return None
     if tap.rule is None:
         if tap.generic or tap.borrows or tap.folded or session.batch_axis:
             return None
-        if tap.path in evidence.proven:
+        if tap.path in batch_axes.proven:
             return "own"
-        return "unused" if evidence.proven and tap.path not in evidence.reads else None
-    if tap.path in evidence.proven:
+        return "unused" if batch_axes.proven and tap.path not in batch_axes.reads else None
+    if tap.path in batch_axes.proven:
         return "samples"
-    if tap.path in evidence.constants and not (tap.folded or session.batch_axis):
+    if tap.path in batch_axes.constants and not (tap.folded or session.batch_axis):
         return "same for all"
     return None
 

@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping.factors import Convolution, Dense, Factor, RowSum, accumulation_dtype
+from flash_clipping.factors import (
+    ConvolutionGrad,
+    DenseGrad,
+    PerSampleGrad,
+    SumGrad,
+    accumulation_dtype,
+)
 from flash_clipping.rules.convolution import ConvolutionRule, kernel_padding, own_padding, padded
 from flash_clipping.rules.embedding import EmbeddingRule
 from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
@@ -28,13 +34,13 @@ from flash_clipping.rules.normalization import (
     ShiftedRMSNormRule,
     normalization_input,
 )
-from flash_clipping.rules.registry import Needs, Rule, autocast_operands
+from flash_clipping.rules.registry import GradRequest, Rule, autocast_operands
 
 #: Shape and dtype of a wire.
 Meta: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 #: A factor for every trainable parameter of a layer, by name.
-Factors: TypeAlias = Mapping[str, Factor]
+Factors: TypeAlias = Mapping[str, PerSampleGrad]
 
 #: The wires of one call of a layer, in the order of its wiring; None for what nobody needs.
 Wires: TypeAlias = Sequence[Tensor | None]
@@ -93,7 +99,7 @@ class Wiring(ABC):
         self, layer: Any, saved: tuple[Any, ...], G: Tensor, names: Sequence[str]
     ) -> Factors:
         """What the rule makes of what its forward would have saved, and the output gradient."""
-        needs = Needs((False,), frozenset(names), "auto")
+        needs = GradRequest((False,), frozenset(names), "auto")
         factors: Factors = self.rule.backward(layer, saved, G, needs)[1]
         return factors
 
@@ -189,7 +195,7 @@ class LinearWiring(Wiring):
     def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         x, G, vector_Bp = grads
         if x is None:
-            return {"bias": Dense(vector_Bp)}
+            return {"bias": DenseGrad(vector_Bp)}
         return self.factors_of_rule(layer, (x, None), G, names)
 
 
@@ -221,9 +227,11 @@ class ConvolutionWiring(Wiring):
 
     def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         x, G, vector_Bp = grads
-        found: dict[str, Factor] = {} if vector_Bp is None else {"bias": Dense(vector_Bp)}
+        found: dict[str, PerSampleGrad] = (
+            {} if vector_Bp is None else {"bias": DenseGrad(vector_Bp)}
+        )
         if x is not None:
-            found["weight"] = Convolution(
+            found["weight"] = ConvolutionGrad(
                 *(x, G, layer.weight, layer.stride, kernel_padding(layer)),
                 *(layer.dilation, layer.groups),
             )
@@ -304,12 +312,12 @@ class LayerNormWiring(Wiring):
         return y.to(x.dtype)
 
     def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
-        found: dict[str, Factor] = {}
+        found: dict[str, PerSampleGrad] = {}
         for name, grad in zip(("weight", "bias"), grads, strict=True):
             if grad is not None:
                 axes = None if grad.dim() == 2 else grad.shape[1:]
                 # As sums over one position: one launch takes the norms of all of a model's.
-                found[name] = RowSum(grad.flatten(1).unsqueeze(1), axes)
+                found[name] = SumGrad(grad.flatten(1).unsqueeze(1), axes)
         return found
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.forward_call import Evidence
+from flash_clipping.capture.forward_call import BatchAxes
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.reads import Note, Read, Reads
@@ -78,13 +78,13 @@ class Observed:
 
 
 def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
-    """Leave in ``session.evidence`` which reads are samples.
+    """Leave in ``session.batch_axes`` which reads are samples.
 
     Raises:
         FlashClippingError: by a tapped layer, whatever is taken for samples; or a read is samples
             and the same for all of them by turns.
     """
-    evidence, corrected = subject.session.evidence, set[Read]()
+    batch_axes, corrected = subject.session.batch_axes, set[Read]()
     by_generic_rule = {tap: tap.generic for tap in taps_of(subject.root)}
     while True:  # until no answer that was taken from sizes is wrong: each is corrected once
         try:
@@ -93,7 +93,7 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
             raise
         except MODELS_OWN:
             return Observed(subject)  # its own forward will raise it
-        wrong = _conclude(evidence, whole, other)
+        wrong = _conclude(batch_axes, whole, other)
         if not wrong:
             break
         if again := wrong & corrected:
@@ -108,9 +108,9 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
         for tap, generic in by_generic_rule.items():
             tap.generic = generic  # what did not serve may have been given a wrong answer
         # Layers behind them have read something else.
-        evidence.forget({*evidence.reads} - {path for path, *_ in corrected})
+        batch_axes.forget({*batch_axes.reads} - {path for path, *_ in corrected})
     if other is not None:
-        _sum_up(evidence, whole, other)
+        _sum_up(batch_axes, whole, other)
     refused = next((look.refused for look in (whole, other) if look and look.refused), None)
     if refused is not None:
         raise refused
@@ -210,7 +210,7 @@ def _answer(a: Note, whole: Look, b: Note | None, other: Look | None) -> bool:
     return a.rows != b.rows or not a.is_alike(b)
 
 
-def _conclude(evidence: Evidence, whole: Look, other: Look | None) -> set[Read]:
+def _conclude(batch_axes: BatchAxes, whole: Look, other: Look | None) -> set[Read]:
     """Note what two runs have shown, read by read; returns the first read of each layer that was
     given a wrong answer, of which nothing is known behind that."""
     answers: dict[str, list[list[bool]]] = {}
@@ -228,21 +228,21 @@ def _conclude(evidence: Evidence, whole: Look, other: Look | None) -> set[Read]:
             calls.append([])
         if place == len(calls[call]):  # what comes after a gap is not known
             calls[call].append(answer)
-    evidence.forget(answers)
-    evidence.reads.update(answers)
+    batch_axes.forget(answers)
+    batch_axes.reads.update(answers)
     return {*wrong.values()}
 
 
-def _sum_up(evidence: Evidence, whole: Look, other: Look) -> None:
+def _sum_up(batch_axes: BatchAxes, whole: Look, other: Look) -> None:
     """Note the layers all of whose reads are samples, and those that read constants alone."""
     uncertain = {read[0] for read in whole.reads.keys() ^ other.reads.keys()}
-    for path, calls in evidence.reads.items():
+    for path, calls in batch_axes.reads.items():
         if path in uncertain:
             continue
         if all(map(all, calls)):
-            evidence.proven.add(path)
+            batch_axes.proven.add(path)
         elif all(answers == [place > 0 for place in range(len(answers))] for answers in calls):
-            evidence.constants.add(path)
+            batch_axes.constants.add(path)
 
 
 def _findings(whole: Look, other: Look | None) -> list[Finding]:

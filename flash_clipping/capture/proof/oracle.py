@@ -410,8 +410,8 @@ class _Oracle:
                 gap = self._gap(whole, of_S + of_R, norms)
                 if why := self._complain("TOGETHER", gap > self.tolerance, gap):
                     return why
-        doubt = 0.0 if found.bounds is None else found.bounds[:, S[0]] - each[:, S[0]]
-        error = ((each[:, S[0]] - one).abs() - doubt).clamp(min=0)
+        error_bound = 0.0 if found.bounds is None else found.bounds[:, S[0]] - each[:, S[0]]
+        error = ((each[:, S[0]] - one).abs() - error_bound).clamp(min=0)
         of_one = self._gap(error[:, None], torch.zeros_like(error[:, None]), one)
         of_all = self._gap(found.projections, expected.projections, expected.norms)
         if bool((torch.maximum(of_one, of_all) > self.tolerance).any()):

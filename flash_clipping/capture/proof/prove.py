@@ -66,7 +66,7 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     session.folded = session.folded - session.found
     session.found, session.layouts, session.layouts_after, session.laid_out = set(), {}, {}, set()
     session.doubted = set()
-    session.evidence.forget([*session.evidence.reads])
+    session.batch_axes.forget([*session.batch_axes.reads])
     try:
         runs = Runs(subject, subject.samples().tensors)
         seed = sum(session.looked_for.values())
@@ -75,13 +75,13 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
             _note_parts(session, seen.parts)
             seen = observe(subject, runs, seed)
         subject = seen.subject
-        declared = (session.folded - session.folded_by_rule) & session.evidence.reads.keys()
+        declared = (session.folded - session.folded_by_rule) & session.batch_axes.reads.keys()
         if seen.findings or declared:
             _settle_findings(subject, seen.findings, declared)
         _merge(session, before)
     except BaseException:
         _restore(session, before)
-        session.evidence.forget([*session.evidence.reads])
+        session.batch_axes.forget([*session.batch_axes.reads])
         session.proven_with = -1  # the next forward looks again
         raise
     session.coverage.note(subject.root, subject.args, subject.kwargs)
@@ -161,7 +161,7 @@ def _check_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) 
         if path.startswith(whole):
             continue
         is_layer = tap is not None and (tap.rule is not None or tap.generic)
-        if is_layer and not subject.session.evidence.is_constant(name):
+        if is_layer and not subject.session.batch_axes.is_constant(name):
             is_shown = (path, call) in probed.calls
         else:
             is_shown = finding.read in probed.reads
@@ -180,7 +180,7 @@ def settle(
 ) -> None:
     """Tell the taps where the samples are; ``paths``: those of layers that read something else
     than a row for each sample, if not all are to be told."""
-    evidence = session.evidence
+    batch_axes = session.batch_axes
     for module_path, calls in probed.layouts.items():
         tap = tap_of(root.get_submodule(module_path))
         if tap is None or not module_path or not _can_lie_otherwise(tap, calls):
@@ -188,18 +188,18 @@ def settle(
         name = tap.path
         if paths is not None and name not in paths:
             continue
-        if (tap.rule is None and not tap.generic) or evidence.is_constant(name):
+        if (tap.rule is None and not tap.generic) or batch_axes.is_constant(name):
             continue  # operations tell of it
-        evidence.forget([name])
-        evidence.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
+        batch_axes.forget([name])
+        batch_axes.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
         if {*calls} == {CONSTANT}:
-            evidence.constants.add(name)
+            batch_axes.constants.add(name)
             continue
         regular = _layouts(calls)
         usual = Layout(session.batch_axis)
         plain = all(layout in (usual, TOGETHER) for layout in regular.values())
         if plain and all(layout.layout is not None for layout in calls):
-            evidence.proven.add(name)
+            batch_axes.proven.add(name)
         _note_layouts(session, name, name, regular, plain)
     for use, (name, before, after) in probed.operations.items():
         if paths is None or name in paths:
@@ -219,7 +219,7 @@ def _note_layouts(session: ClippingSession, name: str, key: str, found: Seen, pl
     is_layer = key == name
     if not plain:
         session.laid_out = session.laid_out | {name}
-        session.evidence.proven.discard(name)
+        session.batch_axes.proven.discard(name)
     has_parts = {*found} - {1} and all(layout.axis == 0 for layout in found.values())
     if has_parts and (is_layer or plain):
         _note_parts(session, {name})
@@ -237,7 +237,7 @@ def _saved(session: ClippingSession) -> dict[str, Any]:
     """What a proof changes of a session."""
     names = ("folded", "found", "layouts", "layouts_after", "laid_out")
     return {
-        "evidence": copy.deepcopy(vars(session.evidence)),
+        "evidence": copy.deepcopy(vars(session.batch_axes)),
         **{name: copy.copy(getattr(session, name)) for name in names},
     }
 
@@ -245,7 +245,7 @@ def _saved(session: ClippingSession) -> dict[str, Any]:
 def _restore(session: ClippingSession, saved: Mapping[str, Any]) -> None:
     for name, value in saved.items():
         if name == "evidence":
-            vars(session.evidence).update(copy.deepcopy(value))
+            vars(session.batch_axes).update(copy.deepcopy(value))
         else:
             setattr(session, name, copy.copy(value))
 
@@ -256,7 +256,7 @@ def _merge(session: ClippingSession, before: Mapping[str, Any]) -> None:
     Raises:
         FlashClippingError: samples lay otherwise there: later calls could be of either kind.
     """
-    read = {*session.evidence.reads} | session.layouts.keys()
+    read = {*session.batch_axes.reads} | session.layouts.keys()
     check_one_layout(session.plain, read, before["layouts"], session.layouts)
     session.plain = session.plain | {key for key in read if key not in session.layouts}
     for name in ("layouts", "layouts_after"):
@@ -265,13 +265,13 @@ def _merge(session: ClippingSession, before: Mapping[str, Any]) -> None:
         setattr(session, name, {k: merged(k, old.get(k, {}), new.get(k, {})) for k in keys})
     for name in ("found", "folded", "laid_out"):
         setattr(session, name, before[name] | getattr(session, name))
-    session.evidence.proven -= session.laid_out
+    session.batch_axes.proven -= session.laid_out
 
 
 def _check_guesses(session: ClippingSession, call: ForwardCall) -> None:
     """Refuse a forward in which something was taken for what it is not."""
     for read, answer in call.guesses.items():
-        known = session.evidence.known(read, any_call=False)
+        known = session.batch_axes.known(read, any_call=False)
         if known is None and read in call.ambiguous:
             raise FlashClippingError(_refusal_of_guess(read[0]))
         wrong = known is not None and known is not answer

@@ -27,8 +27,8 @@ def check_reached(
     Raises:
         FlashClippingError: some rows are booked to other samples.
     """
-    evidence, count = subject.session.evidence, subject.samples().count
-    reads = [read for read in call.guesses if evidence.known(read, any_call=False) is None]
+    batch_axes, count = subject.session.batch_axes, subject.samples().count
+    reads = [read for read in call.guesses if batch_axes.known(read, any_call=False) is None]
     if not reads or count < 2:
         return
     runs = Runs(subject, subject.samples().tensors)
@@ -52,7 +52,7 @@ def check_reached(
             )
     for read in sorted(reads):
         path, of_call, place = read
-        calls = evidence.reads.setdefault(path, [])
+        calls = batch_axes.reads.setdefault(path, [])
         calls += [[] for _ in range(of_call + 1 - len(calls))]
         if place == len(calls[of_call]):
             calls[of_call].append(call.guesses[read])

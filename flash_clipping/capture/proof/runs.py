@@ -31,7 +31,7 @@ from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
 from flash_clipping.finish.session import Session
-from flash_clipping.ops.certificate import squared_norms
+from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.runtime.backend import compiled_side_by_side
 
 #: Random projections of each gradient: a difference ``d`` is a random number of size ``|d|`` in

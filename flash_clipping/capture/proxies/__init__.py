@@ -20,14 +20,14 @@ from flash_clipping.capture.proxies.functions import to_samples
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     UnsupportedUse,
-    bare_parameters,
+    parameter_proxies,
     refuse_bypassed,
 )
 
 __all__ = [
     "ParameterProxy",
     "UnsupportedUse",
-    "bare_parameters",
+    "parameter_proxies",
     "refuse_bypassed",
     "to_samples",
 ]

@@ -377,7 +377,7 @@ def _carry_samples(tap: FactorSource, tensors: list[Tensor], axis: int) -> list[
         if x.dim() == 0:
             return is_sure
         beside = certain and not is_sure
-        return tap.session.reads_samples(tap.path, x, axis, sure=is_sure, beside=beside)
+        return tap.session.is_batched(tap.path, x, axis, sure=is_sure, beside=beside)
 
     return [belongs(x, is_sure) for x, is_sure in zip(tensors, sure, strict=True)]
 

@@ -26,14 +26,14 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     unflattened,
 )
 from flash_clipping.capture.row_layouts import TOGETHER
-from flash_clipping.factors import Dense, Factor, accumulation_dtype
+from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.rules.convolution import ConvolutionRule
 from flash_clipping.rules.embedding import EmbeddingRule
 from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
 from flash_clipping.rules.normalization import DEFAULT_EPS, LayerNormRule, RMSNormRule
-from flash_clipping.rules.registry import Needs, Rule
+from flash_clipping.rules.registry import GradRequest, Rule
 
-Factors: TypeAlias = list[tuple[nn.Parameter, Factor]]
+Factors: TypeAlias = list[tuple[nn.Parameter, PerSampleGrad]]
 
 #: The gradient of the one tensor that carries samples, and factors of parameters.
 Gradients: TypeAlias = tuple[Tensor | None, Factors]
@@ -45,7 +45,7 @@ def gradients(
     values: list[Tensor],
     needs: tuple[bool, ...],
     G: Tensor,
-) -> tuple[list[Tensor | None], Iterable[tuple[nn.Parameter, Factor]]]:
+) -> tuple[list[Tensor | None], Iterable[tuple[nn.Parameter, PerSampleGrad]]]:
     """Gradients of the tensors that carry samples, and factors of parameters.
 
     Args:
@@ -86,7 +86,7 @@ def _input_grads(
 
 def _table_factor(
     operation: ProxyOp, plain: list[Tensor], G: Tensor
-) -> tuple[nn.Parameter, Factor] | None:
+) -> tuple[nn.Parameter, PerSampleGrad] | None:
     """The gradient of a table of which single rows were added to something that has samples,
     without a table per sample."""
     bare, rows = operation.bares[0], operation.rows
@@ -103,7 +103,7 @@ def _table_factor(
 
 def _per_sample_factors(
     operation: ProxyOp, plain: list[Tensor], G: Tensor
-) -> Iterator[tuple[nn.Parameter, Factor]]:
+) -> Iterator[tuple[nn.Parameter, PerSampleGrad]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
     own_row = [
         operation.after is None and operation.row_by_row(bare, plain, G) for bare in operation.bares
@@ -128,7 +128,7 @@ def _per_sample_factors(
             found = _through_rows(bare, grads_B)
         else:
             found = through(origin, bare.leaves, grads_B)
-        yield from ((param, Dense(grads)) for param, grads in found)
+        yield from ((param, DenseGrad(grads)) for param, grads in found)
 
 
 def through(
@@ -314,7 +314,7 @@ def _by_rule(
 ) -> Gradients | None:
     """What the rule of a layer that computes the same has; ``operands``: its parameters."""
     trained = {name: x for name, x in operands.items() if x is not None and x.origin is not None}
-    needs = Needs((asked.input,), frozenset(trained), asked.backend)
+    needs = GradRequest((asked.input,), frozenset(trained), asked.backend)
     grad_input, by_name = rule.backward(layer, saved, asked.G, needs)
     factors: Factors = []
     for name, operand in trained.items():
@@ -354,8 +354,8 @@ def _pointwise(asked: _Asked, x: Any, y: Any, product: bool) -> Gradients | None
     grads_B = _reduce_to(G, (1, *shape[1:]) if by_row else shape)
     if other.origin is not None:
         param = bare.leaves[other.origin.leaf]
-        return grad_input, [(param, Dense(other.origin.grads(grads_B)))]
-    return grad_input, [(p, Dense(grads)) for p, grads in through(value, bare.leaves, grads_B)]
+        return grad_input, [(param, DenseGrad(other.origin.grads(grads_B)))]
+    return grad_input, [(p, DenseGrad(grads)) for p, grads in through(value, bare.leaves, grads_B)]
 
 
 def _linear(asked: _Asked, input: Any, weight: Any, bias: Any = None) -> Gradients | None:

@@ -24,12 +24,12 @@ from flash_clipping._compat import make_subclass, plain_functions, pytree, saved
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.factors import (
-    Convolution,
-    Dense,
-    Factor,
-    Lookup,
-    Outer,
-    RowSum,
+    ConvolutionGrad,
+    DenseGrad,
+    EmbeddingGrad,
+    LinearGrad,
+    PerSampleGrad,
+    SumGrad,
     accumulation_dtype,
 )
 from flash_clipping.ops.runtime.backend import full_precision
@@ -126,30 +126,30 @@ class AffineView:
         """That of the transpose."""
         return replace(self, transposed=not self.transposed)
 
-    def of_parameter(self, factor: Factor, value: Tensor) -> Factor | None:
+    def of_parameter(self, factor: PerSampleGrad, value: Tensor) -> PerSampleGrad | None:
         """A factor of the value as one of the parameter; it is nobody else's and may be changed.
 
         Returns: ``None`` where it has no such form.
         """
-        if isinstance(factor, Outer | Lookup | Convolution):
-            turned = self.transposed and not isinstance(factor, Outer)
+        if isinstance(factor, LinearGrad | EmbeddingGrad | ConvolutionGrad):
+            turned = self.transposed and not isinstance(factor, LinearGrad)
             if turned or not self.is_whole(value):
                 return None
-        if isinstance(factor, Outer):
+        if isinstance(factor, LinearGrad):
             A, G = self.matched(factor.A_BTd), self.scaled(factor.G_BTp)
-            return Outer(G, A) if self.transposed else Outer(A, G)
-        if isinstance(factor, Lookup):
+            return LinearGrad(G, A) if self.transposed else LinearGrad(A, G)
+        if isinstance(factor, EmbeddingGrad):
             factor.G_BTd = self.scaled(factor.G_BTd)
             return factor
-        if isinstance(factor, Convolution):
+        if isinstance(factor, ConvolutionGrad):
             factor.x, factor.G = self.matched(factor.x), self.scaled(factor.G)
             return factor
         as_it_is = not (self.is_scaled or self.transposed) and value.shape == self.leaf.shape
-        if isinstance(factor, RowSum) and as_it_is:
+        if isinstance(factor, SumGrad) and as_it_is:
             rows_BTn = self.matched(factor.rows_BTn)
             if rows_BTn is factor.rows_BTn or factor.normalized is None:
-                return RowSum(rows_BTn, factor.shape, factor.normalized)
-        return Dense(self.grads(factor.dense()))
+                return SumGrad(rows_BTn, factor.shape, factor.normalized)
+        return DenseGrad(self.grads(factor.dense()))
 
     def is_whole(self, value: Tensor) -> bool:
         """Whether the value has the parameter's axes, or these exchanged."""
@@ -249,7 +249,7 @@ class TableRows:
     padding_idx: int | None
     feature: int = -1
 
-    def factor(self, G: Tensor, axis: int) -> Factor:
+    def factor(self, G: Tensor, axis: int) -> PerSampleGrad:
         """The per-sample gradients of a sum of these rows and something that has samples along
         this axis; ``G`` is the gradient of the sum."""
         G = G.movedim(self.feature, -1)
@@ -267,8 +267,8 @@ class TableRows:
                 reads_TV &= ids_T != self.padding_idx
             with full_precision(G.device):
                 grads_BdV = G.reshape(-1, T, d).mT.to(dtype) @ reads_TV.to(dtype)
-            return Dense(grads_BdV.mT.contiguous())
-        return Lookup(ids.reshape(-1, T), G.reshape(-1, T, d), V, self.padding_idx)
+            return DenseGrad(grads_BdV.mT.contiguous())
+        return EmbeddingGrad(ids.reshape(-1, T), G.reshape(-1, T, d), V, self.padding_idx)
 
 
 class ParameterProxy(torch.Tensor):
@@ -425,7 +425,7 @@ def circumstances() -> Any:
 
 
 @contextlib.contextmanager
-def bare_parameters(tap: FactorSource, owners: list[nn.Module]) -> Iterator[None]:
+def parameter_proxies(tap: FactorSource, owners: list[nn.Module]) -> Iterator[None]:
     """Stand in for the trainable parameters of these modules while the body runs."""
     stood_in = tap.session.stood_in  # of all modules that are running, outermost first
     before = len(stood_in)

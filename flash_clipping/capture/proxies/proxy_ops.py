@@ -34,7 +34,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 )
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Dense, Factor, merge
+from flash_clipping.factors import DenseGrad, PerSampleGrad, merge
 from flash_clipping.finish.session import Readers
 from flash_clipping.rules.registry import own
 
@@ -162,7 +162,7 @@ class _Expansion(torch.autograd.Function):
             ((_, found_B),) = through(bare.value, {parent: parent}, grads_B)
             return None, found_B.reshape(G.shape)
         found = through(bare.value, bare.leaves, grads_B)
-        of_params = ((param, Dense(grads)) for param, grads in found)
+        of_params = ((param, DenseGrad(grads)) for param, grads in found)
         return None, *_recorded(bare.tap, ctx.parents, of_params, *ctx.given)
 
 
@@ -257,13 +257,13 @@ def refuse_second(tap: FactorSource) -> None:
 def _recorded(
     tap: FactorSource,
     params: Sequence[nn.Parameter],
-    factors: Iterable[tuple[nn.Parameter, Factor]],
+    factors: Iterable[tuple[nn.Parameter, PerSampleGrad]],
     recomputed: bool,
     readers: Readers | None,
     samples: int | None,
 ) -> list[Tensor | None]:
     """Record factors, of which some may be of one parameter; what backward returns for each."""
-    by_param: dict[nn.Parameter, Factor] = {}
+    by_param: dict[nn.Parameter, PerSampleGrad] = {}
     for param, factor in factors:
         by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
     if tap.session.enabled:

@@ -19,7 +19,7 @@ from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.proxies.parameter_proxy import ParameterProxy, circumstances
 from flash_clipping.capture.proxies.proxy_ops import of_samples, refuse_second
-from flash_clipping.factors import Outer
+from flash_clipping.factors import LinearGrad
 from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.ops.runtime.tables import on_16_bytes
 from flash_clipping.rules.registry import as_BTd, own
@@ -119,7 +119,7 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         refuse_second(ctx.tap)
-        factor = Outer(as_BTd(x), on_16_bytes(as_BTd(G)))
+        factor = LinearGrad(as_BTd(x), on_16_bytes(as_BTd(G)))
         grad = G @ weight if ctx.needs_input_grad[2] else None
         if ctx.tap.session.enabled:
             ctx.tap.record([ctx.weight], [factor], False, samples=ctx.samples)

@@ -18,7 +18,7 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Coefficients, Doubts
-from flash_clipping.ops.certificate import upper_bound
+from flash_clipping.ops.error_bounds import upper_bound
 from flash_clipping.ops.runtime.checks import check_on_device
 
 

@@ -23,8 +23,8 @@ from flash_clipping.distributed.tensor.layouts import SERVED, Shares, layout_of
 from flash_clipping.distributed.tensor.local import arrived, local_of
 from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce, marks_of
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import Factor
-from flash_clipping.rules.registry import Needs, Rule, UnsupportedLayer
+from flash_clipping.factors import PerSampleGrad
+from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 
 class LocalBoundary(Rule):
@@ -88,8 +88,8 @@ class LocalBoundary(Rule):
         return output, (local, *saved)
 
     def backward(
-        self, layer: nn.Module, saved: tuple[Any, ...], grad_output: Any, needs: Needs
-    ) -> tuple[Any, Mapping[str, Factor]]:
+        self, layer: nn.Module, saved: tuple[Any, ...], grad_output: Any, needs: GradRequest
+    ) -> tuple[Any, Mapping[str, PerSampleGrad]]:
         if not self.session.enabled:
             raise FlashClippingError(
                 f"{self.path}: hooks were enabled in forward and are disabled in backward, which "

@@ -26,7 +26,7 @@ from flash_clipping._compat import (
     memory_id,
     pytree,
 )
-from flash_clipping.capture.counts_of_samples import check_drawn
+from flash_clipping.capture.batch_size_checks import check_against_loader
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
@@ -282,7 +282,7 @@ class GraphedModel(GraphedStep):
         call = session.begin_forward(tensors)
         call.draw = draw
         call.counted_rows = session.padding.of_call(draw, False)
-        check_drawn(session, call)
+        check_against_loader(session, call)
         call.ended = True
         self.model.running_step.awaits_backward = True
         with torch.no_grad():

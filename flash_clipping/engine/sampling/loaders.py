@@ -36,7 +36,7 @@ from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.distributed import shared_in_group
-from flash_clipping.engine.accounting import Process
+from flash_clipping.engine.accounting import MechanismSpec
 from flash_clipping.engine.sampling.samplers import (
     AllocationSampler,
     BatchSizeNotifier,
@@ -141,7 +141,7 @@ class PoissonLoader(DPDataLoader):
         drop_last: bool = False,
         generator: Any = None,
         stream: SecretStream | None = None,
-        process: Process | None = None,
+        process: MechanismSpec | None = None,
         fills_up: bool = True,
         units: UnitsOfRows | None = None,
         distributed: bool = False,
@@ -163,7 +163,7 @@ class PoissonLoader(DPDataLoader):
         steps = round(1 / sample_rate)
         if stream is None:
             stream = stream_of(None, generator)
-        process = Process() if process is None else process
+        process = MechanismSpec() if process is None else process
         options: dict[str, Any] = {"steps": steps}
         is_shared = processes is not None or not process.is_plain
         if distributed:

@@ -16,7 +16,7 @@ from flash_clipping.ops.clipped_sum import reference
 from flash_clipping.ops.clipped_sum.table import Pair, parts_of
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import (
-    Memo,
+    LaunchCache,
     accumulator,
     busy_kinds,
     check_coefficients,
@@ -45,7 +45,7 @@ def clipped_sums_many(
     *,
     backend: str = "auto",
     checked: bool = False,
-    memo: Memo | None = None,
+    memo: LaunchCache | None = None,
 ) -> list[Tensor]:
     """:func:`clipped_sums` for many layers ``(A, G)`` at once: on a GPU one launch for those of one
     B, T and dtype.

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_clipping.ops.rows.reference import row_scale
-from flash_clipping.ops.runtime.shapes import Memo, accumulator
+from flash_clipping.ops.runtime.shapes import LaunchCache, accumulator
 
 CONVERTED = 1 << 22
 """Elements of 16-bit operands that are converted to fp32 at a time (one sample's at least)."""
 
 
 def clipped_sums_many(
-    pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, memo: Memo | None = None
+    pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, memo: LaunchCache | None = None
 ) -> list[Tensor]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
     sums: dict[int, Tensor] = {}

@@ -32,7 +32,7 @@ from flash_clipping.ops.clipped_sum.table import (
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.backend import full_precision
 from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
-from flash_clipping.ops.runtime.shapes import Memo
+from flash_clipping.ops.runtime.shapes import LaunchCache
 from flash_clipping.ops.runtime.tiles import load_tile, operand, row_of, tile_in_groups
 
 
@@ -117,7 +117,7 @@ def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
 
 
 def clipped_sums_many(
-    pairs: Sequence[Pair], coef_B: Tensor, memo: Memo | None = None
+    pairs: Sequence[Pair], coef_B: Tensor, memo: LaunchCache | None = None
 ) -> list[Tensor]:
     sums: dict[int, Tensor] = {}
     memo = {} if memo is None else memo

@@ -47,7 +47,7 @@ def convolution_sqnorms(
 
     Returns:
         Squared norms in parts ``[B, n]`` that are still to be added up, and what rounding may hide
-        of them, ``[B]`` (:mod:`flash_clipping.ops.certificate`); both in fp32 (float64 for
+        of them, ``[B]`` (:mod:`flash_clipping.ops.error_bounds`); both in fp32 (float64 for
         float64). None where :func:`convolution_sum` releases the very numbers that were measured.
 
     Raises:

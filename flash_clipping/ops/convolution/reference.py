@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping.ops import certificate
+from flash_clipping.ops import error_bounds
 from flash_clipping.ops.convolution.geometry import Geometry
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.rows.reference import row_scale
@@ -53,10 +53,10 @@ def convolution_sqnorms(
         ((sq_1N, _),) = linear_sqnorms([(A_NTd, [G_NTp])], backend="torch")
         found.append(sq_1N[0])
     sq_B = torch.cat(found).view(len(G), geometry.groups).sum(1)
-    return sq_B.unsqueeze(1), doubt(x, G, geometry)
+    return sq_B.unsqueeze(1), error_bound(x, G, geometry)
 
 
-def doubt(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
+def error_bound(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     """Error bounds of squared norms that are not those of the released product, ``[B]``."""
     dtype = accumulator(x, G)
     # ‖patch‖² of every position and group: a convolution of squares with ones.
@@ -66,9 +66,9 @@ def doubt(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     G = G.unflatten(1, (geometry.groups, -1))
     norms = torch.linalg.vector_norm(G, dim=2, dtype=dtype)
     per_group = x.shape[1] // geometry.groups
-    patch_sq += certificate.FLOOR * (per_group * geometry.offsets)
-    norms_sq = norms.square_().add_(certificate.FLOOR * G.shape[2])
-    return certificate.doubt(norms_sq.mul_(patch_sq).sqrt_().flatten(1).sum(1))
+    patch_sq += error_bounds.FLOOR * (per_group * geometry.offsets)
+    norms_sq = norms.square_().add_(error_bounds.FLOOR * G.shape[2])
+    return error_bounds.error_bound(norms_sq.mul_(patch_sq).sqrt_().flatten(1).sum(1))
 
 
 def convolution_grads(
@@ -78,7 +78,7 @@ def convolution_grads(
     x, G = _operands(x, G, tf32)
     way = by_groups if _groups_are_fast(x, G, geometry) else by_patches
     grads = way(x, G, geometry)
-    return grads, certificate.squared_norms(grads, accumulator(grads)).unsqueeze(1)
+    return grads, error_bounds.squared_norms(grads, accumulator(grads)).unsqueeze(1)
 
 
 def convolution_sum(

@@ -13,7 +13,7 @@ lies is computed on the way, from strides. What it does with a sample's tile is 
 
 The loop that forms the tile is the same in all modes, and so are its blocks (:func:`config_for`):
 the numbers that ``sum`` releases are those that ``norm`` has measured, to the last bit. That is why
-these norms are not in doubt (:mod:`flash_clipping.ops.certificate`).
+these norms are not in doubt (:mod:`flash_clipping.ops.error_bounds`).
 
 A model has many convolutions and few kernels: no number of a shape is compiled in. What a kernel
 gains by knowing of it are constants: which axis lies together in memory, and whether it can be read

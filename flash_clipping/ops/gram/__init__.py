@@ -14,7 +14,7 @@ from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import (
     Group,
     GroupSqnorms,
-    Memo,
+    LaunchCache,
     SqnormBlock,
     accumulator,
     busy_kinds,
@@ -36,7 +36,7 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") 
 
     Returns:
         ``[L, B]`` squared norms, and what rounding may hide of each
-        (:mod:`flash_clipping.ops.certificate`); fp32 (float64 for float64). A sum that cancels may
+        (:mod:`flash_clipping.ops.error_bounds`); fp32 (float64 for float64). A sum that cancels may
         come out below zero by up to the second; one that overflows is inf or NaN.
     """
     ((_, sq_LB, doubt_LB, _),) = gram_blocks(checked_groups([(A_BTd, Gs)]), backend=backend)
@@ -45,7 +45,7 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") 
 
 
 def gram_blocks(
-    ready: Sequence[Group], *, backend: str = "auto", memo: Memo | None = None
+    ready: Sequence[Group], *, backend: str = "auto", memo: LaunchCache | None = None
 ) -> list[SqnormBlock]:
     """:func:`gram_sqnorms` of many groups ``(A, [G, ...])``, on a GPU in one launch for each kind
     (B, T and dtypes), in whatever blocks the norms come out.

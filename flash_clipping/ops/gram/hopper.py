@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_clipping.ops.certificate import FLOOR
+from flash_clipping.ops.error_bounds import FLOOR
 from flash_clipping.ops.gram.tiles import RING, sample_of, tile_of
 from flash_clipping.ops.runtime.ring import (
     BLOCK,

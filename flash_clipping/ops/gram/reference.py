@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.certificate import FLOOR, doubt
-from flash_clipping.ops.runtime.shapes import Group, Memo, SqnormBlock, accumulator
+from flash_clipping.ops.error_bounds import FLOOR, error_bound
+from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock, accumulator
 
 TILE = 256
 """Side of a tile, and TILE² the most elements that any Gram temporary holds."""
@@ -40,10 +40,10 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> tuple[Tensor, Tensor, T
                         spread_LB[layer, chunk] += G_sq_bt.mul_(A_sq_bt).sqrt_().sum(1)
                     sq_LB[layer, chunk].add_(GG.mul_(AA).sum((1, 2)), alpha=twice)
     spread_LB = spread_LB.to(wanted)
-    return sq_LB.to(wanted), doubt(spread_LB), spread_LB.square_()
+    return sq_LB.to(wanted), error_bound(spread_LB), spread_LB.square_()
 
 
-def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
+def gram_blocks(groups: Sequence[Group], memo: LaunchCache | None = None) -> list[SqnormBlock]:
     """See :func:`flash_clipping.ops.gram.gram_blocks`: a block for every group."""
     return [
         SqnormBlock([(i, j) for j in range(len(Gs))], *gram_sqnorms(A_BTd, Gs))

@@ -5,10 +5,10 @@ B samples, T positions, d input features, p output features, L layers that read 
 A tile of ``A Aᵀ`` and the same tile of ``G Gᵀ`` are held in registers, multiplied and summed; only
 tiles on and below the diagonal are computed, and those on it read their rows once.
 
-Tensor cores truncate what they add up (:func:`flash_clipping.ops.certificate.gram_doubt`), so after
-every ``PROMOTE`` steps the accumulator is added to one that rounds, and starts again at zero. Each
-tile leaves four sums: of the squared norm, of the squares of both matrices' entries, and of the
-spread.
+Tensor cores truncate what they add up (:func:`flash_clipping.ops.error_bounds.gram_doubt`), so
+after every ``PROMOTE`` steps the accumulator is added to one that rounds, and starts again at zero.
+Each tile leaves four sums: of the squared norm, of the squares of both matrices' entries, and of
+the spread.
 
 Layers differ in their addresses and widths only, so a table in device memory names them and one
 persistent grid walks over the tiles of all: no partly filled last wave for each layer, and one
@@ -25,12 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.certificate import FLOOR, gram_doubt
+from flash_clipping.ops.error_bounds import FLOOR, gram_doubt
 from flash_clipping.ops.gram.table import Launch, launches_of
 from flash_clipping.ops.gram.tiles import RING, Config, sample_of, tile_of
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
-from flash_clipping.ops.runtime.shapes import Group, Memo, SqnormBlock
+from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock
 from flash_clipping.ops.runtime.tiles import sum_by_warp
 from flash_clipping.ops.runtime.upload import to_device
 
@@ -158,7 +158,7 @@ def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
     return Config() if tma else Config(block_f=32, promote=8, num_stages=3, tma=False)
 
 
-def gram_blocks(groups: Sequence[Group], memo: Memo | None = None) -> list[SqnormBlock]:
+def gram_blocks(groups: Sequence[Group], memo: LaunchCache | None = None) -> list[SqnormBlock]:
     """See :func:`flash_clipping.ops.gram.gram_blocks`: as they come, a block for every launch."""
     launches: list[Launch] | None = memo.get("launches") if memo is not None else None
     if launches is None:

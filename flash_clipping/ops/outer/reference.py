@@ -8,7 +8,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.certificate import squared_norms
+from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.runtime.shapes import accumulator
 
 BUFFER = 2**18

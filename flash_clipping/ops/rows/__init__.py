@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_clipping.ops.rows import reference
 from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.runtime.shapes import Memo, Normalized, check_coefficients
+from flash_clipping.ops.runtime.shapes import LaunchCache, Normalized, check_coefficients
 
 
 def finite_rows(
@@ -71,7 +71,7 @@ def row_sums(
     normalized: Sequence[Normalized | None] | None = None,
     *,
     backend: str = "auto",
-    memo: Memo | None = None,
+    memo: LaunchCache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``Σ_t rows_bt``, or ``Σ_t rows_bt · x̂_bt``, of many tensors: one launch on a GPU.
 

@@ -8,7 +8,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.runtime.shapes import Memo, Normalized
+from flash_clipping.ops.runtime.shapes import LaunchCache, Normalized
 
 
 def finite_rows(x: Tensor, lost_N: Tensor, in_place: bool) -> Tensor:
@@ -31,7 +31,7 @@ def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
 
 
 def row_sums(
-    rows: Sequence[Tensor], normalized: Sequence[Normalized | None], memo: Memo | None = None
+    rows: Sequence[Tensor], normalized: Sequence[Normalized | None], memo: LaunchCache | None = None
 ) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.rows.row_sums`."""
     first = rows[0]

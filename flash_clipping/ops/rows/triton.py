@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import jit, launch
-from flash_clipping.ops.runtime.shapes import Memo, Normalized
+from flash_clipping.ops.runtime.shapes import LaunchCache, Normalized
 from flash_clipping.ops.runtime.tables import Table, firsts_of
 from flash_clipping.ops.runtime.tiles import row_of
 
@@ -206,7 +206,7 @@ class _Sums(Table):
 
 
 def row_sums(
-    rows: Sequence[Tensor], normalized: Sequence[Normalized | None], memo: Memo | None = None
+    rows: Sequence[Tensor], normalized: Sequence[Normalized | None], memo: LaunchCache | None = None
 ) -> tuple[Tensor, Tensor]:
     first = rows[0]
     B, T, _ = first.shape

@@ -14,7 +14,7 @@ from torch import Tensor
 Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
 """One input ``[B, T, d]`` and the output gradients ``[B, T, p]`` of the layers that read it."""
 
-Memo: TypeAlias = dict[Any, Any]
+LaunchCache: TypeAlias = dict[Any, Any]
 """Kept by an operation for operands of one layout: tables without addresses, and which operands
 share a launch. A caller who passes the same memo again guarantees that all operands agree with
 those before in dtype, shape, device and :data:`ALIGNMENT`, in strides along axes of more than one
@@ -30,7 +30,7 @@ class SqnormBlock(NamedTuple):
     Attributes:
         order: which layer each row is of: its group, and its number there.
         sq_RB: squared norms ``[R, B]``.
-        doubt_RB: what rounding may hide of them (:mod:`flash_clipping.ops.certificate`), or None.
+        doubt_RB: what rounding may hide of them (:mod:`flash_clipping.ops.error_bounds`), or None.
         spread_sq_RB: squares of ``Σ_t ‖a_t‖ ‖g_t‖``, where Gram matrices gave the norms.
     """
 

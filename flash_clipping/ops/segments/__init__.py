@@ -141,7 +141,7 @@ def segment_sqnorms(
 
     Returns:
         ``[S]`` squared norms, and what rounding may hide of each
-        (:mod:`flash_clipping.ops.certificate`); fp32 (float64 for float64).
+        (:mod:`flash_clipping.ops.error_bounds`); fp32 (float64 for float64).
     """
     if not _has_rows(A, G, segments):
         nothing_S = A.X.new_zeros(len(segments.starts) - 1, dtype=accumulator(A.X, G.X))

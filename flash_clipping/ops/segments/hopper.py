@@ -8,7 +8,7 @@ zeros); how many of these there are is read on the device.
 Where segments are short, applying a coefficient to each one's product takes longer than the product
 itself. There rows come multiplied by their coefficients, as two bf16 numbers that add up to
 ``coef · g`` within 2⁻¹⁷ of it, which the certificate covers
-(:mod:`flash_clipping.ops.certificate`); both are multiplied, and a group is one long segment.
+(:mod:`flash_clipping.ops.error_bounds`); both are multiplied, and a group is one long segment.
 """
 
 # mypy: disable-error-code="name-defined"

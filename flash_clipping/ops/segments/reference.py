@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flash_clipping.ops import certificate
+from flash_clipping.ops import error_bounds
 from flash_clipping.ops.gram.reference import gram_sqnorms
 from flash_clipping.ops.outer.reference import outer_sqnorms
 from flash_clipping.ops.runtime.shapes import accumulator
@@ -49,7 +49,7 @@ def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
             sq_S[which], doubt_S[which] = sq_1b[0], doubt_1b[0]
         else:
             sq_S[which] = outer_sqnorms(a, g, False)[0].sum(1)
-            doubt_S[which] = certificate.doubt(certificate.spread(a, g))
+            doubt_S[which] = error_bounds.error_bound(error_bounds.spread(a, g))
     return sq_S, doubt_S
 
 

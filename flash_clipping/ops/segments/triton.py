@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping._compat import grouped_mm
-from flash_clipping.ops import certificate
-from flash_clipping.ops.certificate import FLOOR
+from flash_clipping.ops import error_bounds
+from flash_clipping.ops.error_bounds import FLOOR
 from flash_clipping.ops.gram.tiles import triangle
 from flash_clipping.ops.runtime import cost, tiles
 from flash_clipping.ops.runtime.launches import has_gluon, launch
@@ -30,7 +30,7 @@ PROMOTED = 1024
 GRAM_PROMOTE, IN_DOUBT = 2, 6
 """Steps after which an entry of a Gram matrix is added to a sum in fp32, and how much more of a
 squared spread is in doubt of norms from these than of others: ``2 ε`` of
-:func:`flash_clipping.ops.certificate.gram_doubt` is at most 1.8e-5 at 2048 features."""
+:func:`flash_clipping.ops.error_bounds.gram_doubt` is at most 1.8e-5 at 2048 features."""
 GATHERED_ONCE = 512
 """Rows of a segment, on average, from which on operands are put in order before norms are taken."""
 SPREAD_ROWS = 64
@@ -136,7 +136,7 @@ def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
     long_ones = min(S, rows // (longest + 1))
     if not long_ones:
         sq_S, spread_S = of_short_S2.unbind(1)
-        return sq_S.contiguous(), certificate.doubt(spread_S).mul_(IN_DOUBT)
+        return sq_S.contiguous(), error_bounds.error_bound(spread_S).mul_(IN_DOUBT)
     ranked_S, is_short_S = lists.longest_first_S, lists.lengths_S <= longest
     sq_of_rank = _long_ones(A, G, lists, long_ones, longest)
     rank_S = torch.empty_like(ranked_S)
@@ -144,7 +144,7 @@ def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
     long_S1 = _spread(A, G, lists, longest)
     sq_S = torch.where(is_short_S, of_short_S2[:, 0], sq_of_rank[rank_S.clamp(max=long_ones - 1)])
     spread_S = torch.where(is_short_S, of_short_S2[:, 1], long_S1[:, 0])
-    return sq_S, certificate.doubt(spread_S).mul_(IN_DOUBT)
+    return sq_S, error_bounds.error_bound(spread_S).mul_(IN_DOUBT)
 
 
 def _short_ones(A: Rows, G: Rows, lists: Lists, longest: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.runtime.shapes import Memo
+from flash_clipping.ops.runtime.shapes import LaunchCache
 
 
 class Rows(NamedTuple):
@@ -88,7 +88,7 @@ class Lists:
 
     def __init__(self, starts: Tensor, rows: int):
         self.starts, self.rows = starts.contiguous(), rows
-        self._made: Memo = {}
+        self._made: LaunchCache = {}
 
     def __len__(self) -> int:
         return self.starts.shape[0] - 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, register_rule
 from flash_clipping.capture.proof.oracle import WORDS
-from flash_clipping.factors import Factor
+from flash_clipping.factors import PerSampleGrad
 from flash_clipping.rules.linear import LinearRule
 from tests.capture.proof.mixers import RIGHT, WRONG, WRONG_AFTER, Around, B, K, T
 from tests.capture.proof.proving import (
@@ -73,7 +73,7 @@ def test_models_with_every_rule(name: str) -> None:
 # -- rules that are wrong --------------------------------------------------------------------------
 
 
-class _Wrong(Factor):
+class _Wrong(PerSampleGrad):
     """Per-sample gradients whose norms, or whose sum, are off."""
 
     def __init__(self, grads: Tensor, norm: float = 1.0, sum: float = 1.0) -> None:

@@ -86,7 +86,7 @@ def cancellation(device_type: str, dtype: torch.dtype) -> float:
     return 2.0**-21 if device_type == "cpu" else 2.0**-18  # tensor cores truncate
 
 
-def doubt(spread_B: Tensor) -> Tensor:
+def error_bound(spread_B: Tensor) -> Tensor:
     """The error bound of squared norms of samples with this spread, ``CANCELLATION · spread²``."""
     return spread_B.square().mul_(cancellation(spread_B.device.type, spread_B.dtype))
 
@@ -161,16 +161,16 @@ def gram_doubt(
     return torch.fmin(by_overlap_B, by_spread_B).mul_(1 + s).add_(sq_B, alpha=s - 2 * SLACK)
 
 
-def upper_bound(norm: Tensor, doubt: Tensor | None) -> Tensor:
+def upper_bound(norm: Tensor, error_bound: Tensor | None) -> Tensor:
     """At least the norm of what is released, up to :data:`SLACK`: what samples are clipped by.
 
     Args:
         norm: measured norms; NaN and inf for samples that are not finite, which stay so.
         doubt: what to add to their squares, of the same shape; None for nothing.
     """
-    if doubt is None:
+    if error_bound is None:
         return norm
-    raised = torch.addcmul(doubt, norm, norm).sqrt_()
+    raised = torch.addcmul(error_bound, norm, norm).sqrt_()
     if raised.dtype != torch.float64:
         raised.mul_(1 / (1 + SLACK))
     return torch.maximum(norm, raised)  # propagates NaN

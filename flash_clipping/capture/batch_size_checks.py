@@ -9,7 +9,7 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 
 
-def check_drawn(session: ClippingSession, forward: ForwardCall) -> None:
+def check_against_loader(session: ClippingSession, forward: ForwardCall) -> None:
     """Refuse a batch that is not what the loader drew."""
     drawn = session.drawn
     if drawn is None and forward.draw is not None and not session.draws.strict:
