@@ -10,6 +10,9 @@ one length, each of them a sample. Among them are canaries, random bytes that fa
 Printed are the perplexity of held-out passages before and after, and a lower bound on ε by the
 canaries (``flash_clipping.auditing``). ``--width``, ``--layers`` and ``--length`` make it larger;
 ``--model`` takes a pretrained causal model of bytes in the place of the small one.
+
+``--synthetic 2000`` samples as many passages from the trained model and judges them: how well a
+model of byte n-grams that sees them alone predicts held-out passages, and how much is copied.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import ast
 import math
 import sysconfig
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -72,6 +76,63 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
 def perplexity(model: nn.Module, rows: Tensor) -> float:
     """For each byte: 256 for a model that knows nothing."""
     return math.exp(-float(loss_scores(model, TensorDataset(rows), losses).mean()))
+
+
+def sampled(model: Any, first: Tensor, length: int) -> Tensor:
+    """Synthetic passages ``[M, length]``, drawn byte by byte behind first bytes ``[M, 1]``."""
+    device, found = next(model.parameters()).device, []
+    for prompt in first.to(device).split(100):
+        found.append(
+            model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=True,
+                top_k=0,
+                min_new_tokens=length - 1,
+                max_new_tokens=length - 1,
+                use_cache=True,
+                pad_token_id=0,
+            ).cpu()
+        )
+    return torch.cat(found)
+
+
+class NGrams:
+    """Bytes behind the ones before them: all orders mixed, by how often and how variously a context
+    goes on (Witten and Bell 1991)."""
+
+    def __init__(self, rows: Tensor, order: int = 6) -> None:
+        self.order = order
+        self.next: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
+        for row in map(bytes, rows.tolist()):
+            for place, byte in enumerate(row):
+                for n in range(min(order, place + 1)):
+                    self.next[row[place - n : place]][byte] += 1
+
+    def perplexity(self, rows: Tensor) -> float:
+        """Of a byte, 256 for a model that knows nothing."""
+        nats = [
+            -math.log(self._probability(row[:place], byte))
+            for row in map(bytes, rows.tolist())
+            for place, byte in enumerate(row)
+        ]
+        return math.exp(sum(nats) / len(nats))
+
+    def _probability(self, before: bytes, byte: int) -> float:
+        found = 1 / 256
+        for n in range(min(self.order, len(before) + 1)):
+            seen = self.next.get(before[len(before) - n :])
+            if seen is None:
+                break
+            found = (seen[byte] + len(seen) * found) / (seen.total() + len(seen))
+        return found
+
+
+def copied(rows: Tensor, of: Tensor, window: int = 20) -> float:
+    """The share of all windows of so many bytes that stand in the other passages as well."""
+    known = {tuple(x) for x in of.unfold(1, window, 1).reshape(-1, window).tolist()}
+    windows = rows.unfold(1, window, 1).reshape(-1, window).tolist()
+    return sum(tuple(x) in known for x in windows) / len(windows)
 
 
 class Rows(TensorDataset):
@@ -132,6 +193,9 @@ def main(given: Sequence[str] | None = None) -> tuple[float, float, Audit]:
     rows = passages([*topics.values()], options.length)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))]
     held_out, private = rows[: options.held_out], rows[options.held_out :]
+    public = passages(public_texts(), options.length)
+    first = public[torch.randint(len(public), (options.synthetic,)), :1]
+    of_base = sampled(model, first, options.length) if options.synthetic else None
     words = [*range(ord("a"), ord("z") + 1)]
     canaries = Canaries(TensorDataset(random_texts(options.canaries, options.length, words)))
     (canary_rows,) = canaries.samples[:]  # type: ignore[index]
@@ -171,7 +235,45 @@ def main(given: Sequence[str] | None = None) -> tuple[float, float, Audit]:
     )
     print(f"\n{len(data):,} passages of {options.length} bytes, {len(held_out)} held out")
     print(f"perplexity of a byte: {before:.2f} before, {after:.2f} after\n\n{found}")
+    if of_base is not None:
+        texts = sampled(trainer.model.eval(), first, options.length)
+        judge(texts, of_base, public, private, held_out, canary_rows[canaries.included_M])
     return before, after, found
+
+
+def judge(
+    texts: Tensor,
+    of_base: Tensor,
+    public: Tensor,
+    private: Tensor,
+    held_out: Tensor,
+    secret: Tensor,
+) -> None:
+    """Print what synthetic passages are worth, and whether they are copies."""
+    print(f"\n{len(texts):,} synthetic passages, three of them:")
+    for row in texts[:3].tolist():
+        print("   ", repr(bytes(row).decode(errors="replace")))
+    print("\nn-grams of passages: perplexity of a byte of held-out ones")
+    count, order = len(texts), torch.randperm(len(public))
+    read = {
+        "public": public[order[:count]],
+        "public, twice as many": public[order[: 2 * count]],
+        "public and synthetic": torch.cat([public[order[:count]], texts]),
+        "synthetic, before": of_base,
+        "synthetic": texts,
+        "private": private[:count],
+    }
+    for name, rows in read.items():
+        print(f"    {name:22}{NGrams(rows).perplexity(held_out):6.2f}")
+    print("\nwindows of 20 bytes that stand in so many other passages as well")
+    pairs = {
+        "synthetic in trained": (texts, private),
+        "synthetic in held-out": (texts, held_out),
+        "held-out in trained": (held_out, private),
+        "synthetic in canaries": (texts, secret),
+    }
+    for name, (rows, of) in pairs.items():
+        print(f"    {name:22}{copied(rows, of[: len(held_out)]):7.2%}")
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -194,6 +296,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bound", type=float, default=0.5, help="of a passage's gradient")
     parser.add_argument("--canaries", type=int, default=500)
     parser.add_argument("--held-out", type=int, default=400, help="passages")
+    parser.add_argument("--synthetic", type=int, default=0, help="passages to sample and judge")
     parser.add_argument("--output", default="private_text", help="the Trainer's folder")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)

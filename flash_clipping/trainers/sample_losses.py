@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_clipping.engine.token_losses import part_of, per_sample_loss
+from flash_clipping.ops.runtime.checks import check_on_device
 
 #: Labels with this value count nothing, in per_sample_loss as well.
 IGNORED = -100
@@ -83,7 +84,7 @@ def sample_losses(
             problem_type = "multi_label_classification"
         else:
             problem_type = "single_label_classification"
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = _wide(logits)
     is_single = problem_type == "single_label_classification"
     are_classes = logits.dim() in (2, 3) and logits.shape[:-1] == target.shape
     if is_single and are_classes and logits.shape[-1] > 1:
@@ -108,34 +109,120 @@ def sample_losses(
     )
 
 
+def losses_of_kind(
+    model: Any,
+    inputs: Mapping[str, Any],
+    outputs: Any,
+    labels: Mapping[str, Tensor],
+    units: tuple[Tensor, int] | None = None,
+) -> Tensor | None:
+    """The losses of models whose loss needs more than outputs and labels, ``[B]``, fp32: speech
+    (:func:`ctc_losses`) and masked images (:func:`masked_image_losses`); ``None`` for others.
+
+    Args:
+        model: of ``transformers``; ``inputs``, ``outputs``: what it was called with and returned.
+        labels: as of :func:`sample_losses`.
+        units: of every row, as there.
+    """
+    is_tuple = isinstance(outputs, tuple | list) and len(outputs)
+    logits = outputs[0] if is_tuple else part_of(outputs, "logits")
+    target = labels.get("labels")
+    if hasattr(model.config, "ctc_loss_reduction") and target is not None:
+        if logits.dim() == 3 and target.dim() == 2:
+            return _of_rows(ctc_losses(model, inputs, logits, target), units)
+    elif "pixel_values" in inputs:
+        losses = masked_image_losses(model, inputs, outputs, target)
+        return None if losses is None else _of_rows(losses, units)
+    return None
+
+
 def ctc_losses(model: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Tensor) -> Tensor:
     """Connectionist temporal classification for each sample, ``[B]``, fp32.
 
     ``model``: a ``...ForCTC`` of ``transformers``, whose config says how losses are reduced;
     ``inputs``: what it was called with, the signal first; ``logits``: ``[B, T, K]``; ``labels``:
-    ``[B, L]``, characters, and negative numbers behind the last.
+    ``[B, L]``, characters, and negative numbers or blanks behind the last.
     """
     signal, mask = inputs[model.main_input_name], inputs.get("attention_mask")
     if mask is None:
         mask = torch.ones(signal.shape[:2], dtype=torch.long, device=signal.device)
     lengths_B = mask.sum(-1).long()
-    frames_of = getattr(model, "_get_feat_extract_output_lengths", None)
-    if frames_of is not None:
-        lengths_B = frames_of(lengths_B).long()
-    counted_B = (labels >= 0).sum(-1)
+    for name in ("_get_feat_extract_output_lengths", "_get_subsampling_output_length"):
+        if (frames_of := getattr(model, name, None)) is not None:
+            lengths_B = frames_of(lengths_B).long()
+    blank = model.config.pad_token_id
+    counted_B = ((labels >= 0) & (labels != blank)).sum(-1)
     with torch.backends.cudnn.flags(enabled=False):
         losses_B = F.ctc_loss(
             F.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1),
             labels.clamp(min=0),
             lengths_B,
             counted_B,
-            blank=model.config.pad_token_id,
+            blank=blank,
             reduction="none",
             zero_infinity=model.config.ctc_zero_infinity,
         )
     if model.config.ctc_loss_reduction == "mean":
         losses_B = losses_B / counted_B.clamp(min=1)
     return losses_B
+
+
+def masked_image_losses(
+    model: Any, inputs: Mapping[str, Any], outputs: Any, labels: Tensor | None
+) -> Tensor | None:
+    """The loss of every image of which patches are hidden, ``[B]``, fp32.
+
+    * ViTMAE: squared errors of the patches that the model itself hides, averaged over them.
+    * SimMIM (ViT, DeiT, Swin, Swin 2, FocalNet): absolute errors of pixels under
+      ``bool_masked_pos`` ``[B, L]``, averaged over them.
+    * BEiT: cross-entropy of the hidden patches' visual tokens, ``labels`` ``[M]``: those of all
+      images, one behind the other.
+
+    Args:
+        model, inputs, outputs: a model of ``transformers``, with ``pixel_values`` ``[B, C, H, W]``.
+
+    Returns:
+        ``None`` for a model that is none of these.
+
+    Raises:
+        FlashClippingError: BEiT's labels are not one for each hidden patch.
+    """
+    pixels, hidden = inputs["pixel_values"], inputs.get("bool_masked_pos")
+    logits, rebuilt = part_of(outputs, "logits"), part_of(outputs, "reconstruction")
+    removed = part_of(outputs, "mask")
+    if labels is not None:
+        if hidden is None or labels.dim() != 1 or logits is None or logits.dim() != 3:
+            return None
+        hidden = hidden.to(torch.bool)
+        check_on_device(
+            hidden.sum() == len(labels),
+            "sample_losses: found more or fewer labels than patches that bool_masked_pos hides; "
+            "expected one for each of them, image by image:\n"
+            "    labels = tokens[bool_masked_pos]",
+        )
+        target = torch.full(hidden.shape, IGNORED, dtype=labels.dtype, device=labels.device)
+        return per_sample_loss(logits, target.masked_scatter(hidden, labels))
+    if rebuilt is not None and hidden is not None:
+        size = model.config.patch_size
+        side = pixels.shape[-1] // size
+        hidden = hidden.to(torch.bool).reshape(len(pixels), -1, side)
+        weights = hidden.repeat_interleave(size, 1).repeat_interleave(size, 2)
+        errors = (_wide(pixels) - _wide(rebuilt)).abs().mean(1)
+    elif removed is not None and hasattr(model, "patchify"):
+        other_size = inputs.get("interpolate_pos_encoding", False)
+        target = _wide(model.patchify(pixels, interpolate_pos_encoding=other_size))
+        if model.config.norm_pix_loss:
+            deviation = (target.var(-1, keepdim=True) + 1e-6).sqrt()
+            target = (target - target.mean(-1, keepdim=True)) / deviation
+        errors, weights = (_wide(logits) - target).square().mean(-1), removed
+    else:
+        return None
+    weights = weights.flatten(1).to(errors.dtype)
+    return (errors.flatten(1) * weights).sum(1) / weights.sum(1).clamp(min=1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _cross_entropy(

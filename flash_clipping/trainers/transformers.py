@@ -28,7 +28,13 @@ from flash_clipping.errors import missing_extra
 try:
     import accelerate as accelerate  # which Trainer needs later
     from accelerate.optimizer import AcceleratedOptimizer
-    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from transformers import (
+        Seq2SeqTrainer,
+        Trainer,
+        TrainerCallback,
+        TrainerState,
+        TrainingArguments,
+    )
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
     from transformers.trainer import TRAINER_STATE_NAME
 except ImportError as error:
@@ -42,9 +48,9 @@ from flash_clipping.trainers.model_loss import asking, compare, shifts_labels
 from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
 from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
 from flash_clipping.trainers.refused import refuse_arguments, refuse_loader, refuse_trainer
-from flash_clipping.trainers.sample_losses import ctc_losses, sample_losses
+from flash_clipping.trainers.sample_losses import losses_of_kind, sample_losses
 
-__all__ = ["PrivacyArguments", "PrivateTrainer"]
+__all__ = ["PrivacyArguments", "PrivateSeq2SeqTrainer", "PrivateTrainer"]
 
 #: In a checkpoint's folder: accountant and settings.
 STATE_NAME = "privacy.pt"
@@ -322,15 +328,16 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 model(**inputs), target, num_items_in_batch=None
             )
             return losses
-        labels = {name: inputs.pop(name) for name in self.label_names if name in inputs}
+        # Scripts for masked images name these as labels, so that evaluation has a loss.
+        names = [n for n in self.label_names if n not in ("pixel_values", "bool_masked_pos")]
+        labels = {name: inputs.pop(name) for name in names if name in inputs}
         called = inputs
         if labels.keys() == {"labels"} and labels["labels"].dim() > 1:
             called = self._with_decoder_inputs(plain, inputs, labels["labels"])
         outputs = model(**called)
-        if labels.keys() == {"labels"} and hasattr(plain.config, "ctc_loss_reduction"):
-            logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-            if logits.dim() == 3 and labels["labels"].dim() == 2:
-                return ctc_losses(plain, inputs, logits, labels["labels"])
+        of_kind = losses_of_kind(plain, inputs, outputs, labels, units)
+        if of_kind is not None:
+            return of_kind
         return sample_losses(
             outputs,
             labels,
@@ -427,6 +434,18 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             )
         self.run.load_state_dict(state)
         self._trainings = state["trainings"]
+
+
+class PrivateSeq2SeqTrainer(PrivateTrainer, Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` with differential privacy for every sample of
+    ``train_dataset``.
+
+    Evaluation and ``predict`` generate texts with ``predict_with_generate``, as there.
+
+    Args:
+        *arguments, **kwargs: as in ``Seq2SeqTrainer``; ``args`` are ``Seq2SeqTrainingArguments``.
+        privacy: how private the run is.
+    """
 
 
 class _Watch(TrainerCallback):

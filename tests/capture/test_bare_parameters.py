@@ -161,6 +161,30 @@ def test_writing_in_place_falls_back_to_the_generic_rule(use: Forward) -> None:
         check_case(module, truth, 1.0, 1e-10)
 
 
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_rows_under_a_mask_are_written_without_the_generic_rule(axes: int, mode: str) -> None:
+    """Frames of Wav2Vec2: ``x[mask] = parameter``, of positions or of whole samples."""
+
+    def masked(m: Uses, x: Tensor) -> Tensor:
+        x = x * 1.0
+        mask = x.detach()[..., 0] > 0 if axes == 2 else x.detach()[:, 0, 0] > 0
+        x[mask] = m.vector.to(x.dtype)
+        return x
+
+    case = case_of(masked)
+    model, batch = make_case(case, torch.float64)
+    assert 0 < int((torch.tanh(model.first(*batch))[:, 0, 0] > 0).sum()) < B
+    truth = truth_by_autograd(model, batch, lambda m, b: case.loss(m, b).mean())
+    model.zero_grad(set_to_none=True)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode, strict=False)
+    model.calls = 0
+    step_case(module, case, batch, "mean")
+    assert model.calls == 1
+    check_case(module, truth, bound, 1e-10)
+
+
 def test_dropout_is_the_one_that_was_applied() -> None:
     """The stand-in never runs the forward again, so random numbers are drawn once."""
     case = case_of(lambda m, x: F.dropout(x * m.vector, 0.5) + F.dropout(m.vector, 0.5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from tests.support.autograd import (
     TOLERANCE,
     Loss,
     check_by_autograd,
+    check_with_dropout,
     id_batch,
     mean_squares,
     truth_by_autograd,
@@ -91,3 +93,30 @@ def test_padded_batches_of_models_that_fold(kind: str, side: str) -> None:
         return mean_squares(logits)
 
     check_by_autograd(model, batch, loss, tolerance=1e-7)
+
+
+@pytest.mark.filterwarnings("error:.*vmap cannot run this module")
+@pytest.mark.parametrize("mode", MODES)
+def test_masks_of_frames(mode: str) -> None:
+    """SpecAugment in wav2vec 2.0: NumPy draws frames by the length of each sound, an embedding is
+    written into them, features are set to 0; and dropout is drawn."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    layers = dict(conv_dim=(8,), conv_kernel=(4,), conv_stride=(4,), num_feat_extract_layers=1)
+    masks = dict(mask_time_prob=0.4, mask_time_length=2, mask_time_min_masks=1)
+    masks |= dict(mask_feature_prob=0.2, mask_feature_length=2)
+    positions = dict(num_conv_pos_embeddings=2, num_conv_pos_embedding_groups=2)
+    config = transformers.Wav2Vec2Config(vocab_size=5, **sizes, **layers, **masks, **positions)
+    model = transformers.Wav2Vec2ForCTC(config).double().train()
+    lengths = torch.tensor([80, 60, 44, 72])
+    mask = (torch.arange(80) < lengths[:, None]).long()
+
+    def losses(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        np.random.seed(3)
+        logits = model(input_values=batch[0], attention_mask=batch[1]).logits
+        return logits.square().flatten(1).mean(1)
+
+    embedding = model.wav2vec2.masked_spec_embed
+    losses(model, (torch.randn(4, 80).double(), mask)).sum().backward()
+    assert float(embedding.grad.norm()) > 1e-4  # frames are masked
+    check_with_dropout(model, (torch.randn(4, 80).double(), mask), losses, mode=mode)

@@ -19,16 +19,15 @@ import flash_clipping
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, Rule
 from flash_clipping.diagnostics import check
 from tests.support.models import Wrapped
+from tests.support.pages import ROOT, block
 from tests.support.uses import Scaling
 
 # -- a rule of one's own, as docs/layers.md shows it ----------------------------------------------
 
 
 def test_the_rule_in_the_documentation_works(own_rules: None) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text()
-    block = page.split("<!-- tested: a rule of one's own -->")[1].split("```")[1]
     namespace: dict[str, object] = {}
-    exec(block.removeprefix("python\n"), namespace)  # noqa: S102
+    exec(block("tested: a rule of one's own", "docs/layers.md"), namespace)  # noqa: S102
     layer_type, rule_type = namespace["LowRankLinear"], namespace["LowRankLinearRule"]
     assert issubclass(rule_type, Rule)
     model = Wrapped(nn.Linear(5, 8), layer_type(8, 6, rank=2), nn.Linear(6, 3))
@@ -41,7 +40,6 @@ def test_the_rule_in_the_documentation_works(own_rules: None) -> None:
 # -- the documentation ----------------------------------------------------------------------------
 
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flash_clipping"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 

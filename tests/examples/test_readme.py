@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,17 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import flash_clipping
 from flash_clipping import FlashPrivacyEngine
 from tests.support.hugging_face import gpt2
+from tests.support.pages import ROOT, block, sides
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def block(marker: str, page: str = "README.md") -> str:
-    """The code after ``<!-- marker -->``."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    found = re.search(rf"<!-- {re.escape(marker)} -->\n```\w+\n(.*?)```", text, re.DOTALL)
-    assert found, f"{page} has no block marked {marker!r}"
-    return found[1]
 
 
 MIGRATING = "docs/migrating-from-opacus.md"
@@ -172,10 +163,10 @@ assert model.get_norm_sample().shape == (2,)
 @pytest.mark.usefixtures("randomness_of_opacus")
 def test_a_migrated_script_trains_the_same_model():
     trained, spent = [], []
-    for marker in ("tested: opacus", "tested: migrated"):
+    for script in sides("tested: diff of Opacus", MIGRATING):
         names = training_objects()
         torch.manual_seed(1)
-        exec(block(marker, MIGRATING), names)
+        exec(script, names)
         plain = names["model"].to_standard_module()
         trained.append(torch.cat([p.detach().flatten() for p in plain.parameters()]))
         spent.append(names["epsilon"])
@@ -185,7 +176,7 @@ def test_a_migrated_script_trains_the_same_model():
 
 def test_physical_batches():
     names = training_objects()
-    exec(block("tested: migrated", MIGRATING), names)
+    exec(sides("tested: diff of Opacus", MIGRATING)[1], names)
     before = [p.detach().clone() for p in names["model"].parameters()]
     steps = names["engine"].accountant.history[0][2]
     exec(block("tested: physical batches", MIGRATING), names)
@@ -196,7 +187,7 @@ def test_physical_batches():
 
 def test_micro_batches():
     names = training_objects()
-    exec(block("tested: migrated", MIGRATING), names)
+    exec(sides("tested: diff of Opacus", MIGRATING)[1], names)
     before = [p.detach().clone() for p in names["model"].parameters()]
     steps = names["engine"].accountant.history[0][2]
     exec(block("tested: micro-batches", MIGRATING), names)

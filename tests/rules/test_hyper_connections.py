@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from flash_clipping.rules import Needs, find_rule
 from tests.support.autograd import float64s, squares, truth_by_autograd
 from tests.support.hyper_connections import NAMES, connect, mix, params_of, sections
 from tests.support.oracle import assert_close, per_sample_truth
+from tests.support.pages import block
 from tests.support.wrapping import MODES, WRAPPERS
 
 
@@ -205,9 +205,7 @@ def test_which_form_the_gradient_of_phi_has() -> None:
 
 
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "hyper-connections.md").read_text()
-    block = page.split("<!-- tested: hyper-connections -->")[1].split("```")[1]
-    exec(block.removeprefix("python\n"), {})  # noqa: S102
+    exec(block("tested: hyper-connections", "docs/hyper-connections.md"), {})  # noqa: S102
     assert "tensor([" in capsys.readouterr().out
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     TrainerCallback,
     TrainingArguments,
 )
@@ -33,6 +37,34 @@ def bert(dtype: torch.dtype = torch.float32, **config: Any) -> BertForSequenceCl
     )
     torch.manual_seed(0)
     return BertForSequenceClassification(BertConfig(**(settings | config))).to(dtype)
+
+
+WORDS = ["[PAD]", "[UNK]", "[END]", *"abcdefgh"]
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(WORDS),
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            pad_token_id=0,
+            eos_token_id=2,
+        )
+    )
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: number for number, word in enumerate(WORDS)}
+    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", eos_token="[END]"
+    )
 
 
 class Texts(Dataset):

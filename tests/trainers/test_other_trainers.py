@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 import peft
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+from transformers import Trainer
 
 from flash_clipping import per_sample_loss
 from flash_clipping.trainers.transformers import PrivateTrainer
-from tests.support.trainers import Texts, arguments, bert, privacy
+from tests.support.trainers import Texts, arguments, bert, llama, privacy, tokenizer
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -25,33 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
     pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
 ]
-
-WORDS = ["[PAD]", "[UNK]", "[END]", *"abcdefgh"]
-
-
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(WORDS),
-            hidden_size=8,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            pad_token_id=0,
-            eos_token_id=2,
-        )
-    )
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {word: number for number, word in enumerate(WORDS)}
-    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", eos_token="[END]"
-    )
 
 
 class WithReference(Trainer):

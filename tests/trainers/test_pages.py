@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 import transformers
@@ -14,22 +17,28 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertModel, BertTokenizer
+from transformers import (
+    BertModel,
+    BertTokenizer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    default_data_collator,
+)
 
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.trainers.transformers import PrivateTrainer
-from tests.support.trainers import Texts, arguments, bert, privacy
+from tests.support.pages import ROOT, block, sides
+from tests.support.trainers import Texts, arguments, bert, llama, privacy, tokenizer
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
     pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
 ]
 
 
-def block(marker: str, page: str = "trainers.md") -> str:
-    page = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return page.split(f"<!-- tested: {marker} -->")[1].split("```")[1].removeprefix("python\n")
+PAGE = "docs/trainers.md"
 
 
 def test_hugging_faces_trainer(tmp_path: Path) -> None:
@@ -39,7 +48,7 @@ def test_hugging_faces_trainer(tmp_path: Path) -> None:
         "dataset": Texts(12),
         "evaluation": Texts(3),
     }
-    code = block("transformers")
+    code = block("tested: transformers", PAGE)
     quicker = code.replace("target_delta=1e-5", "target_delta=1e-5, accountant='gdp'")
     assert quicker != code
     exec(quicker, names)  # noqa: S102
@@ -73,12 +82,117 @@ def test_qlora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "args": arguments(tmp_path, num_train_epochs=1),
         "privacy": privacy(),
     }
-    exec(block("qlora", "peft.md"), names)  # noqa: S102
+    exec(block("tested: qlora", "docs/peft.md"), names)  # noqa: S102
     adapters = [p for p in names["model"].parameters() if p.requires_grad]
     before = [p.clone() for p in adapters]
     names["trainer"].train()
     assert names["trainer"].run.steps == 2
     assert not any(map(torch.equal, before, adapters))
+
+
+def _trainer(folder: Path) -> dict[str, Any]:
+    return {"model": bert(), "args": arguments(folder, max_steps=2), "dataset": Texts(12)}
+
+
+def _own_trainer(folder: Path) -> dict[str, Any]:
+    names = {"weights": torch.tensor([1.0, 3.0, 0.5]), "privacy": privacy(), "Trainer": Trainer}
+    return _trainer(folder) | names | {"F": nn.functional}
+
+
+def _seq2seq(folder: Path) -> dict[str, Any]:
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=31,
+            d_model=8,
+            d_kv=4,
+            d_ff=8,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
+    )
+    texts = [{"input_ids": [n % 29 + 1, 5, 1], "labels": [n % 7 + 1, 1]} for n in range(12)]
+    args = Seq2SeqTrainingArguments(
+        predict_with_generate=True,
+        generation_max_length=4,
+        **{**arguments(folder, max_steps=2).to_dict(), "output_dir": str(folder)},
+    )
+    return {
+        "model": model,
+        "args": args,
+        "dataset": texts,
+        "evaluation": texts[:3],
+        "collate": default_data_collator,
+    }
+
+
+def _trl(folder: Path) -> dict[str, Any]:
+    pytest.importorskip("trl")
+    datasets, peft = pytest.importorskip("datasets"), pytest.importorskip("peft")
+    words = {"prompt": ["a b"] * 12, "chosen": ["c d"] * 12, "rejected": ["e"] * 12}
+    for part in (llama(), tokenizer()):
+        part.save_pretrained(folder / "llama")
+    return {
+        "model": str(folder / "llama"),
+        "dataset": datasets.Dataset.from_dict({"text": ["a b c", "d e"] * 6}),
+        "pairs": datasets.Dataset.from_dict(words),
+        "lora": peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    }
+
+
+def _lightning(folder: Path) -> dict[str, Any]:
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(3, 2)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = TensorDataset(torch.randn(8, 3), torch.randint(0, 2, (8,)))
+    names = {"lightning": lightning, "module": Module(), "loader": DataLoader(data, batch_size=4)}
+    return names | {
+        name: getattr(importlib.import_module("flash_clipping.trainers.lightning"), name)
+        for name in ("PrivacyArguments", "PrivateTraining")
+    }
+
+
+DIFFS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "Trainer": _trainer,
+    "a trainer": _own_trainer,
+    "Seq2SeqTrainer": _seq2seq,
+    "SFTTrainer": _trl,
+    "DPOTrainer": _trl,
+    "Lightning": _lightning,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:lightning")
+@pytest.mark.parametrize("name", DIFFS)
+def test_diffs_run_on_both_sides(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page's lines as they are, but for the accountant, which is the quickest."""
+    monkeypatch.chdir(tmp_path)
+    for script, is_private in zip(
+        sides(f"tested: diff of {name}", PAGE), (False, True), strict=True
+    ):
+        script = script.replace(
+            "folder", f"{str(tmp_path)!r}, max_steps=2, use_cpu=True, bf16=False"
+        )
+        script = re.sub("(target_delta=[^,)]+)", r"\1, accountant='gdp'", script)
+        names = DIFFS[name](tmp_path)
+        exec(script, names)  # noqa: S102
+        trainer = names["trainer"]
+        steps = trainer.global_step if name == "Lightning" else trainer.state.global_step
+        assert steps >= 2
+        if name == "Lightning":
+            trainer = trainer.callbacks[0]
+        assert hasattr(trainer, "epsilon") == is_private
+        assert not is_private or 0 < trainer.epsilon < 100
 
 
 def test_accelerate() -> None:
@@ -93,9 +207,7 @@ def test_accelerate() -> None:
         "optimizer": torch.optim.SGD(plain.parameters(), lr=0.1),
         "loader": DataLoader(data, batch_size=4),
     }
-    lines = block("accelerate").removeprefix("diff\n").splitlines()
-    assert not any(line.startswith("-") for line in lines)
-    exec("\n".join(line[1:] for line in lines), names)  # noqa: S102
+    exec(sides("tested: accelerate", PAGE)[1], names)  # noqa: S102
     for x, y in names["loader"]:
         names["accelerator"].backward(nn.functional.cross_entropy(names["model"](x), y))
         names["optimizer"].step()
@@ -118,7 +230,7 @@ def test_a_line_while_training(capsys: pytest.CaptureFixture[str]) -> None:
         max_grad_norm=1.0,
     )
     names = {n: v for n, v in locals().items() if n not in ("plain", "capsys")}
-    exec(block("dashboard"), names)  # noqa: S102
+    exec(block("tested: dashboard", PAGE), names)  # noqa: S102
     printed = capsys.readouterr().out
     assert printed.startswith("step 2   ε = ") and "samples/s" in printed
 

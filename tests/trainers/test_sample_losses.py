@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,18 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
+    BeitConfig,
+    BeitForMaskedImageModeling,
     BertConfig,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    ParakeetCTCConfig,
+    ParakeetForCTC,
+    SwinConfig,
+    SwinForMaskedImageModeling,
+    ViTConfig,
+    ViTForMaskedImageModeling,
+    ViTMAEConfig,
+    ViTMAEForPreTraining,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
 from transformers.trainer_pt_utils import LabelSmoother
 
-from flash_clipping.trainers.sample_losses import ctc_losses, sample_losses
+from flash_clipping import FlashClippingError
+from flash_clipping.trainers.sample_losses import losses_of_kind, sample_losses
 
 B, T, VOCABULARY = 4, 6, 13
 TOKENS = torch.randint(1, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(0))
@@ -137,11 +149,80 @@ def test_ctc_is_that_of_the_model() -> None:
         model.config.ctc_loss_reduction = reduction
         inputs = {"input_values": signals, "attention_mask": mask}
         with torch.no_grad():
-            losses = ctc_losses(model, inputs, model(**inputs).logits, PADDED[:3])
+            losses = losses_of_kind(model, inputs, model(**inputs), {"labels": PADDED[:3]})
+            assert losses is not None
             for row in range(3):
                 one = {name: value[row : row + 1] for name, value in inputs.items()}
                 own = model(**one, labels=PADDED[row : row + 1]).loss
                 torch.testing.assert_close(losses[row], own, rtol=1e-5, atol=1e-5)
+
+
+def test_ctc_of_labels_with_blanks_behind_them_is_that_of_the_model() -> None:
+    """Parakeet: labels end in blanks, and its encoder makes fewer frames by a rule of its own."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = ParakeetCTCConfig(
+        vocab_size=VOCABULARY, pad_token_id=0, encoder_config=sizes, ctc_loss_reduction="sum"
+    )
+    model = ParakeetForCTC(config).eval()
+    mask = (torch.arange(80) < torch.tensor([80, 60, 48])[:, None]).long()
+    inputs = {"input_features": torch.randn(3, 80, 80), "attention_mask": mask}
+    labels = torch.tensor([[1, 2, 3], [4, 3, 0], [3, 0, 0]])
+    with torch.no_grad():
+        losses = losses_of_kind(model, inputs, model(**inputs), {"labels": labels})
+        assert losses is not None
+        for row in range(3):
+            one = {name: value[row : row + 1] for name, value in inputs.items()}
+            own = model(**one, labels=labels[row : row + 1]).loss
+            torch.testing.assert_close(losses[row], own, rtol=1e-5, atol=1e-5)
+
+
+IMAGE: dict[str, Any] = dict(image_size=8, patch_size=2, num_channels=3, hidden_size=16)
+IMAGE |= dict(num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+DECODER = dict(decoder_hidden_size=16, decoder_intermediate_size=16)
+DECODER |= dict(decoder_num_hidden_layers=1, decoder_num_attention_heads=2)
+SWIN: dict[str, Any] = dict(image_size=8, patch_size=2, encoder_stride=4, embed_dim=8)
+SWIN |= dict(depths=[1, 1], num_heads=[2, 2], window_size=2)
+MASKED: dict[str, Callable[[], Any]] = {
+    "ViT": lambda: ViTForMaskedImageModeling(ViTConfig(encoder_stride=2, **IMAGE)),
+    "Swin": lambda: SwinForMaskedImageModeling(SwinConfig(**SWIN)),
+    "BEiT": lambda: BeitForMaskedImageModeling(
+        BeitConfig(use_mask_token=True, vocab_size=VOCABULARY, **IMAGE)
+    ),
+    "ViTMAE": lambda: ViTMAEForPreTraining(ViTMAEConfig(**IMAGE, **DECODER)),
+    "ViTMAE, normalized": lambda: ViTMAEForPreTraining(
+        ViTMAEConfig(norm_pix_loss=True, **IMAGE, **DECODER)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_images_are_those_of_the_model(name: str) -> None:
+    """Of images with different numbers of hidden patches, one at a time."""
+    torch.manual_seed(0)
+    model = MASKED[name]().double().eval()
+    pixels = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    inputs = {
+        "pixel_values": pixels,
+        "bool_masked_pos": torch.arange(16) % 5 < torch.arange(1, 4)[:, None],
+    }
+    hidden, labels = inputs["bool_masked_pos"], {}
+    if "MAE" in name:
+        inputs = {"pixel_values": pixels, "noise": torch.rand(3, 16)}
+    tokens = torch.randint(0, VOCABULARY, (3, 16))
+    if name == "BEiT":
+        labels = {"labels": tokens[hidden]}
+    with torch.no_grad():
+        losses = losses_of_kind(model, inputs, model(**inputs), labels)
+        assert losses is not None and losses.dtype == torch.float64
+        for row in range(3):
+            one = {key: value[row : row + 1] for key, value in inputs.items()}
+            if labels:
+                one["labels"] = tokens[row][hidden[row]]
+            torch.testing.assert_close(losses[row], model(**one).loss, rtol=1e-5, atol=1e-7)
+    if labels:
+        with pytest.raises(FlashClippingError, match=r"labels = tokens\[bool_masked_pos\]"):
+            losses_of_kind(model, inputs, model(**inputs), {"labels": tokens[hidden][1:]})
 
 
 def test_replaced_tokens_are_those_of_the_model() -> None:

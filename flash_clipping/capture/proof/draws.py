@@ -2,12 +2,14 @@
 
 Random numbers stay in (a model that only mixes samples while it drops would look right without),
 but both runs of a comparison draw the same ones. *Calm* runs draw none: they compare batches of
-different sizes, and models whose values decide how much is drawn.
+different sizes, and models whose values decide how much is drawn. Generators of Python and NumPy
+begin each draw of a calm run anew, so that no sample gets what is left by those before it.
 """
 
 from __future__ import annotations
 
 import functools
+import numbers
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -30,6 +32,9 @@ from flash_clipping.ops.runtime.backend import without_tf32
 
 #: Entries of a parameter that tell how far they are spread.
 ENTRIES = 4096
+
+#: Draws of a calm run that begin anew.
+DRAWS_ALIKE = 10_000
 
 
 def calm_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,6 +160,48 @@ def _outside_torch() -> Hashable:
     return random.getstate(), kind, words.tobytes(), *rest
 
 
+@contextmanager
+def _draws_outside(drawn: list[Hashable], calm: bool) -> Iterator[None]:
+    """Functions of ``random`` and ``numpy.random`` note what they draw: name, sizes of arguments.
+
+    Masks of frames (SpecAugment) are drawn by the length of each sample, so that others' lengths
+    decide where in the stream a sample's draws begin. ``calm`` draws begin anew each time: they are
+    the same wherever they are in a run. After :data:`DRAWS_ALIKE` of them generators go on as
+    usual: a loop may wait for a number.
+    """
+    numpy = sys.modules.get("numpy")
+    generators = random.Random if numpy is None else (random.Random, numpy.random.RandomState)
+    left = [DRAWS_ALIKE if calm else 0]
+
+    def draw(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        drawn.append((name, *map(_size, args), *map(_size, kwargs.values())))
+        left[0] -= 1
+        if left[0] >= 0:
+            function.__self__.seed(0)  # type: ignore[attr-defined]
+        return function(*args, **kwargs)
+
+    functions = [
+        (module, name, function)
+        for module in ([random] if numpy is None else [random, numpy.random])
+        for name, function in vars(module).items()
+        if isinstance(getattr(function, "__self__", None), generators)
+        and not any(word in name for word in ("seed", "state"))
+    ]
+    try:
+        for module, name, function in functions:
+            setattr(module, name, functools.partial(draw, name, function))
+        yield
+    finally:
+        for module, name, function in functions:
+            setattr(module, name, function)
+
+
+def _size(arg: Any) -> Hashable:
+    if hasattr(arg, "__len__"):
+        return getattr(arg, "shape", None) or len(arg)
+    return hash(arg) if isinstance(arg, numbers.Real) else type(arg).__name__
+
+
 class Repeatable:
     """The random draws of a run of :func:`repeatable`."""
 
@@ -163,7 +210,7 @@ class Repeatable:
         self._before = _outside_torch()
 
     def end_forward(self) -> list[Hashable]:
-        """All draws so far, in order; Python's and NumPy's draws count as one.
+        """All draws so far, in order; of Python's and NumPy's generators whether they moved.
 
         Operators of backward are watched only where checkpoints might draw there what was changed
         in forward.
@@ -199,6 +246,7 @@ def repeatable(
             without_tf32(),
             random_state(list(devices), seed),
             checkpoints_replaced(PlainCheckpoint),
+            _draws_outside(draws.drawn, calm),
             ExitStack() as until,
         ):
             until.enter_context(draws)

@@ -88,6 +88,11 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             tap,
             "backward() of something that no tensor with the batch as its first axis took part in",
         )
+    if name == "__setitem__" and _is_masked_write(*args):
+        x, mask, value = args
+        mask = mask.view(*mask.shape, *[1] * (x.dim() - mask.dim()))
+        x.masked_fill_(mask, 0).add_(_run(torch.mul, (mask.to(x.dtype), value), {}))
+        return None
     writes = kwargs.get("out") is not None
     may_write = not torch.is_grad_enabled() and is_plain(kwargs.get("out"))
     if name.startswith("__set") or (writes and not may_write):
@@ -162,6 +167,20 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 ParameterProxy.run = staticmethod(_run)
+
+
+def _is_masked_write(x: Any, index: Any, value: Any) -> bool:
+    """Whether a tensor gets one value, made of parameters, in some of its rows (Wav2Vec2 masks
+    frames): ``x[mask] = value``."""
+    return (
+        is_plain(x)
+        and is_plain(index)
+        and isinstance(value, ParameterProxy)
+        and index.dtype == torch.bool
+        and index.shape == x.shape[: index.dim()]
+        and value.dim() <= x.dim() - index.dim()
+        and value.dtype == x.dtype
+    )
 
 
 def _stays_whole(

@@ -69,6 +69,12 @@ def shuffled_by_own(m: Any, n: int) -> list[int]:
     return order
 
 
+def shuffled_after_values(m: Any, h: Tensor) -> Tensor:
+    """Values decide how much NumPy draws before it mixes."""
+    np.random.rand(int((h.detach() > 0).sum()))
+    return mixup(lambda m, n: np.random.permutation(n))(m, h)
+
+
 def features_swapped(m: Any, h: Tensor) -> Tensor:
     h = m.layer(h)
     mask = torch.rand(h.shape[-1]) < 0.5
@@ -265,6 +271,7 @@ WRONG: dict[str, Inner] = {
     "mixup": mixup(lambda m, n: torch.randperm(n)),
     "mixup, detached": mixup(lambda m, n: torch.randperm(n), detach=True),
     "mixup, numpy": mixup(lambda m, n: np.random.permutation(n)),
+    "mixup, numpy, after values": shuffled_after_values,
     "mixup, python": mixup(shuffled),
     "mixup, own generator": mixup(lambda m, n: torch.randperm(n, generator=m.own)),
     "mixup, own numpy": mixup(lambda m, n: m.of_numpy.permutation(n)),
@@ -341,6 +348,22 @@ def dropped_where_large(m: Any, h: Tensor) -> Tensor:
     h = m.layer(h)
     large = h.detach().sum(-1) > 0
     return h.index_put(large.nonzero(as_tuple=True), F.dropout(h[large], 0.3))
+
+
+def frames_masked(m: Any, h: Tensor) -> Tensor:
+    """As SpecAugment: NumPy draws by the length of each sample in turn."""
+    h = m.layer(h)
+    kept = torch.ones(h.shape[:2], dtype=torch.bool)
+    for b, length in enumerate((h.detach().sum(-1) > 0).sum(1).tolist()):
+        kept[b, np.random.choice(length, min(2, length), replace=False)] = False
+    return h * kept[..., None]
+
+
+def waited(m: Any, h: Tensor) -> Tensor:
+    """Draws until it likes what it gets."""
+    while random.random() > 0.5:
+        pass
+    return m.layer(h)
 
 
 def dropped_path(m: Any, h: Tensor) -> Tensor:
@@ -460,7 +483,9 @@ RIGHT: dict[str, Inner] = {
     "dropout of channels": lambda m, h: F.dropout1d(m.layer(h), 0.3),
     "alpha dropout": lambda m, h: F.alpha_dropout(m.layer(h), 0.3),
     "dropout where large": dropped_where_large,
+    "frames masked, numpy": frames_masked,
     "path dropped": dropped_path,
+    "waits for a number": waited,
     "layer dropped, torch": dropped_layer(lambda m: torch.rand(()).item()),
     "layer dropped, numpy": dropped_layer(lambda m: np.random.rand()),
     "layer dropped, python": dropped_layer(lambda m: random.random()),

@@ -24,6 +24,7 @@ def every_state(flash: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": str(np.random.get_state()),
+        "draws": (random.random, random.choice, np.random.rand, np.random.choice),
         "torch": _bits(torch.get_rng_state()),
     }
     for name, param in model.named_parameters():
