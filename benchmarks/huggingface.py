@@ -72,26 +72,53 @@ LANGUAGE_MODELS = {
     "Llama": "LlamaForCausalLM",
     "Mixtral": "MixtralForCausalLM",
     "GPT2": "GPT2LMHeadModel",
+    "Qwen3": "Qwen3ForCausalLM",
     "Qwen3Moe": "Qwen3MoeForCausalLM",
 }
 
 
 def qwen3_moe(
-    name: str, *, batch: int = 4, seq: int = 2048, layers: int = 4, checkpointing: bool = False
+    name: str,
+    *,
+    batch: int = 4,
+    seq: int = 2048,
+    layers: int = 4,
+    checkpointing: bool = False,
+    vocab: int = 151_936,
+    width: int = 2048,
+    experts: int = 128,
+    heads: int = 32,
 ) -> Workload:
-    """Qwen3-30B-A3B with fewer layers: 128 experts, 8 for each token."""
+    """Qwen3-30B-A3B, by default with fewer layers: 128 experts, 8 for each token."""
     config = {
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
+        "vocab_size": vocab,
+        "hidden_size": width,
         "moe_intermediate_size": 768,
-        "num_experts": 128,
+        "num_experts": experts,
         "num_experts_per_tok": 8,
         "num_hidden_layers": layers,
-        "num_attention_heads": 32,
+        "num_attention_heads": heads,
         "num_key_value_heads": 4,
         "head_dim": 128,
     }
     return causal_lm(name, "Qwen3Moe", config, batch=batch, seq=seq, checkpointing=checkpointing)
+
+
+def qwen3(
+    name: str, *, batch: int = 8, seq: int = 1024, layers: int = 28, checkpointing: bool = False
+) -> Workload:
+    """Qwen3-0.6B: queries and keys are normalised, its embedding is tied to the head."""
+    config = {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    }
+    return causal_lm(name, "Qwen3", config, batch=batch, seq=seq, checkpointing=checkpointing)
 
 
 def llama_3_2(

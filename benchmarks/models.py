@@ -352,7 +352,12 @@ _HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta-large": ("roberta_large", {}),
     "vit-large": ("vit_large", {}),
     "mixtral-small": ("mixtral_small", {}),
+    "qwen3-0.6b": ("qwen3", {}),
     "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-small": (
+        "qwen3_moe",
+        dict(batch=8, seq=512, layers=8, vocab=32_000, width=1024, experts=32, heads=8),
+    ),
 }
 
 #: Layers of experts (:mod:`benchmarks.experts`) by B and T: of transformers, and (mixture-) ours.

@@ -113,6 +113,11 @@ def _described(x: Tensor) -> tuple[Any, ...]:
 plain_functions: Callable[[], Any] = _needed("_C.DisableTorchFunctionSubclass")
 
 
+#: Contexts: functions, and operators, of plain tensors are seen by no mode. Without: they are.
+unseen_functions: Callable[[], Any] = _find(torch, "_C.DisableTorchFunction") or nullcontext
+unseen_operators: Callable[[], Any] = _find(torch, "_C._DisableTorchDispatch") or nullcontext
+
+
 #: A tensor of a subclass, of the same memory. Without: an error.
 make_subclass: Callable[[Any, Tensor, bool], Any] = _needed("Tensor._make_subclass")
 
@@ -378,6 +383,15 @@ hooks_of_module: Callable[[nn.Module], Sequence[Any]] = (
     attrgetter(*_HOOKS)
     if all(hasattr(nn.Module(), name) for name in _HOOKS)
     else lambda _: [[object()]]
+)
+
+_GLOBAL_HOOKS = [f"_global{name}" for name in _HOOKS]
+
+#: The hooks of all modules alike, kind by kind. Without: others at every look, likewise.
+global_hooks: Callable[[], Sequence[Any]] = (
+    partial(attrgetter(*_GLOBAL_HOOKS), nn.modules.module)
+    if all(hasattr(nn.modules.module, name) for name in _GLOBAL_HOOKS)
+    else lambda: [[object()]]
 )
 
 #: A parameter's hooks, or ``None``. Without: others at every look, so that no graph is replayed.

@@ -34,7 +34,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
         r"_saved_tensors_default_hooks",
     ),
     "has_lasting_node": (["metadata"], "same"),
-    "memory_id": (["_cdata"], "same"),
+    "memory_id": (["_cdata"], r"UntypedStorage\._cdata"),
     "references_to": (["_storage_Use_Count"], "same"),
     "is_alias_of": (["_is_alias_of"], r"torch\._C\._is_alias_of"),
     "laid_out_like": (["TensorGuards"], "same"),
@@ -60,6 +60,9 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "compiles": (["OptimizeContext"], "same"),
     "call_of": (["_call_impl"], "same"),
     "hooks_of_module": (["_forward_hooks"], "same"),
+    "unseen_functions": (["DisableTorchFunction"], "same"),
+    "unseen_operators": (["_DisableTorchDispatch"], "same"),
+    "global_hooks": (["_global_forward_hooks"], "same"),
     "hooks_of_parameter": (["_backward_hooks"], "same"),
     "BATCH_NORMS": (["_BatchNorm"], "same"),
     "around_modules": (["register_module_forward_pre_hook"], r"register_module_forward_pre_hook"),
@@ -371,6 +374,9 @@ ALLOWED = {
     "_prepare_inputs": "of transformers' Trainer, which subclasses override",
     "_get_feat_extract_output_lengths": "of speech models of transformers; losses are compared",
     "_replace": "of named tuples",
+    "_fields": "of named tuples",
+    "_hf_hook": "of Accelerate, on modules that device_map spreads; absent means none",
+    "_reinterpret": "of Gluon's buffers; the versions that are used are known",
     "_getframe": "of sys",
 }
 LIBRARIES = ("torch", "opacus", "triton")

@@ -188,8 +188,11 @@ class _Uses(TorchFunctionMode):
         if torch.is_grad_enabled():
             name = name_of(func)
             uses = name not in _DESCRIBING and (not name.startswith("__get__") or name in _DERIVED)
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if not isinstance(leaf, Tensor) or id(leaf) not in self.owners:
+            given = [*args, *kwargs.values()]
+            if any(isinstance(each, list | tuple | dict) for each in given):
+                given = pytree.tree_leaves(given)
+            for leaf in given:
+                if id(leaf) not in self.owners:
                     continue
                 # A layer with a rule computes with what it reads unseen.
                 running, owning = self.running[-1], self.owners[id(leaf)]

@@ -32,9 +32,9 @@ class FactorSource:
             session.folded.add(path)
         #: Whether what its parameters meet is the same for all samples.
         self.reads_constants = False
-        #: In which epoch ``F.linear`` of a parameter of it was called with samples, in which dtype,
-        #: and how many axes these had.
-        self.linear_when: Any = None
+        #: Functions that were called with a parameter of it and samples, of which the next may go a
+        #: short way: in which epoch, in which dtype, and how many axes these had.
+        self.served: dict[Any, tuple[int, Any, int]] = {}
         #: Under which circumstances the module's forward, if it is running, was entered.
         self.entered: Any = None
 

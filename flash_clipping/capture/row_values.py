@@ -8,6 +8,8 @@ import random
 import torch
 from torch import Tensor
 
+from flash_clipping._compat import unseen_functions, unseen_operators
+
 #: Relative difference from which on two rows are not the same sample's; the second where values
 #: have a few digits only (TF32, bf16, fp16, autocast).
 DIFFERENT, DIFFERENT_LOW = 1e-3, 5e-2
@@ -31,6 +33,13 @@ def is_low(x: Tensor) -> bool:
 
 def digest_of(x: Tensor, axis: int) -> Tensor | None:
     """A few numbers for every row, which tell it from others; the last is how large it is."""
+    if type(x) is Tensor:  # modes that watch the model take longer to see an operation than it does
+        with unseen_functions(), unseen_operators():
+            return _digest_of(x, axis)
+    return _digest_of(x, axis)
+
+
+def _digest_of(x: Tensor, axis: int) -> Tensor | None:
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         rows = x.detach().transpose(0, axis)
         rows = rows.reshape(rows.shape[0], rows.shape[1:].numel())

@@ -477,18 +477,18 @@ class ClippingSession:
         is_doubted = call.reads is not None and path in self.doubted
         return fits and not is_doubted and not storages & self.model_storages()
 
-    def knows_samples(self, call: ForwardCall, path: str) -> bool:
-        """Whether the next read of this layer, which counts as read then, is known to be samples;
-        its shape is that of a read before it."""
+    def knows_samples(self, call: ForwardCall, path: str, reads: int = 1) -> bool:
+        """Whether the next reads of this layer, which count as read then, are known to be samples;
+        their shapes are those of reads before them."""
         if self.positions is not None or path not in call.turns:
             return False
         if path in self.evidence.proven:
             return True
         of_call, place = call.turns[path]
         known = self.evidence.reads.get(path, ())
-        if of_call >= len(known) or known[of_call][place : place + 1] != [True]:
+        if of_call >= len(known) or known[of_call][place : place + reads] != [True] * reads:
             return False
-        call.turns[path][1] += 1
+        call.turns[path][1] += reads
         return True
 
     def doubt(self, path: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.certificate import squared_norms
 from flash_clipping.ops.outer import weighted_sum
 
 
@@ -163,12 +164,8 @@ class Dense(Factor):
 
     def sqnorm_parts(self, backend: str) -> Tensor:
         if self.sq_parts_Bn is None:
-            flat = self.grads.reshape(self.batch_size, self.grads.shape[1:].numel())
-            # vector_norm reduces in the wider dtype without writing a converted copy.
-            norm_B = torch.linalg.vector_norm(
-                flat, dim=1, dtype=accumulation_dtype(self.grads.dtype)
-            )
-            self.sq_parts_Bn = norm_B.square().unsqueeze(1)
+            dtype = accumulation_dtype(self.grads.dtype)
+            self.sq_parts_Bn = squared_norms(self.grads, dtype).unsqueeze(1)
         return self.sq_parts_Bn
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.capture.proxies import proxy_ops
 from flash_clipping.capture.proxies.parameter_proxy import TableRows
 from tests.support.autograd import check_truth, check_with_dropout, truth_of_one_forward
 from tests.support.wrapping import MODES
@@ -219,15 +221,16 @@ class Scores(nn.Module):
     Args:
         rows: of the table; with few of them, each is read at many pairs.
         mask: how what a sample may not attend to is left out: of the biases, before they are added
-            (``"causal"``, the same for all samples, ``"where"``, ``"added"``, each sample's own),
-            or not at all.
+            (``"causal"`` and ``"filled"``, the same for all samples, ``"where"``, ``"added"``,
+            each sample's own), or not at all.
+        fused: attention is one function, which gets the biases as its mask.
     """
 
-    def __init__(self, rows: int, mask: str = "", layers: int = 3) -> None:
+    def __init__(self, rows: int, mask: str = "", layers: int = 3, fused: bool = False) -> None:
         super().__init__()
         self.table = nn.Embedding(rows, HEADS, padding_idx=1)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
-        self.mask = mask
+        self.mask, self.fused = mask, fused
 
     def forward(self, x: Tensor) -> Tensor:
         apart = (torch.arange(T)[:, None] - torch.arange(T)).abs() % self.table.num_embeddings
@@ -235,24 +238,30 @@ class Scores(nn.Module):
         hidden = (x.detach()[..., 0] < -1)[:, None, None, :]
         for layer in self.layers:
             q = layer(x).unflatten(-1, (HEADS, 2)).transpose(1, 2)
-            scores, mask = q @ q.mT, bias
+            mask, seen = bias, torch.ones(T, T).tril().bool().view(1, 1, T, T)
             if self.mask == "causal":
-                mask = torch.where(torch.ones(T, T).tril().bool().view(1, 1, T, T), bias, -1e4)
+                mask = torch.where(seen, bias, -0.5)  # which the table must not get
+            elif self.mask == "filled":
+                mask = bias.masked_fill(~seen, -0.5)
             elif self.mask == "where":
                 mask = torch.where(hidden, -1e4, bias)
             elif self.mask == "added":
                 mask = bias + hidden.to(x.dtype) * -1e4
-            x = x + (torch.softmax(scores + mask, -1) @ q).transpose(1, 2).flatten(2)
+            if self.fused:
+                out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, scale=1.0)
+            else:
+                out = torch.softmax(q @ q.mT + mask, -1) @ q
+            x = x + out.transpose(1, 2).flatten(2)
         return x
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mask", ["", "causal", "where", "added"])
-@pytest.mark.parametrize("rows", [2, 5, 100])
-def test_a_table_that_layers_share(rows: int, mask: str, mode: str) -> None:
+@pytest.mark.parametrize("mask", ["", "causal", "filled", "where", "added"])
+@pytest.mark.parametrize("rows, fused", [(2, False), (5, True), (100, False)])
+def test_a_table_that_layers_share(rows: int, fused: bool, mask: str, mode: str) -> None:
     """Its gradient is one factor for all of them, taken through the lookup once."""
     torch.manual_seed(0)
-    model = Scores(rows, mask).double()
+    model = Scores(rows, mask, fused=fused).double()
     x = torch.randn(B, T, 4).double()
     truth = truth_of_one_forward(model(x).square().sum((1, 2)), model)
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, mode=mode)
@@ -264,6 +273,51 @@ def test_a_table_that_layers_share(rows: int, mask: str, mode: str) -> None:
             flash(x).square().sum((1, 2)).mean().backward()
         check_truth(flash, model, truth, 1.0, 1e-9)
     assert spy.call_count == 1 + (mode == "two_pass")
+
+
+def test_attention_takes_the_short_way_until_something_changes() -> None:
+    torch.manual_seed(0)
+    model = Scores(5, "causal", fused=True).double()
+    plain = copy.deepcopy(model)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    x = torch.randn(B, T, 4).double()
+
+    def short() -> int:
+        """Calls of attention that a step spares the general way."""
+        flash.zero_grad()
+        with mock.patch.object(proxy_ops, "_attention", side_effect=proxy_ops._attention) as spy:
+            flash(x).square().sum((1, 2)).mean().backward()
+        truth = truth_of_one_forward(plain(x).square().sum((1, 2)), plain)
+        check_truth(flash, model, truth, 1.0, 1e-9)
+        return len(model.layers) - spy.call_count
+
+    short()
+    assert short() == 3
+    for each in (model, plain):
+        each.layers.requires_grad_(False)
+        each.zero_grad()
+    assert short() == 2  # the first one's queries need no gradient
+
+
+def test_a_mask_of_shared_biases_that_is_changed_before_backward() -> None:
+    """As autograd has it: an error, not a gradient of other positions."""
+
+    class Masked(Scores):
+        def forward(self, x: Tensor) -> Tensor:
+            bias = self.table(torch.arange(T).expand(T, T)).permute(2, 0, 1).unsqueeze(0)
+            seen = torch.ones(T, T, dtype=torch.bool).tril().view(1, 1, T, T)
+            q = self.layers[0](x).unflatten(-1, (HEADS, 2)).transpose(1, 2)
+            mask = torch.where(seen, bias, -1e4)
+            out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+            self.seen = seen
+            return out.transpose(1, 2).flatten(2)
+
+    model = Masked(T, layers=1)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    loss = flash(torch.randn(B, T, 4)).square().mean()
+    model.seen.fill_(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_a_table_that_changes_between_layers() -> None:

@@ -170,6 +170,29 @@ def test_given_up_where_others_hook_in() -> None:
     assert seen
 
 
+def test_given_up_where_hooks_are_of_all_modules() -> None:
+    graphed, _ = warmed()
+    seen: list[Any] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: seen.append(1))
+    try:
+        with pytest.warns(UserWarning, match="hooks"):
+            graphed.results(batches(1)[0])
+    finally:
+        handle.remove()
+    assert seen
+
+
+@pytest.mark.parametrize("of_the_model", [True, False])
+def test_another_forward_is_never_replayed(of_the_model: bool) -> None:
+    graphed, eager = warmed()
+    for training in (graphed, eager):
+        module = training.plain if of_the_model else training.plain[2]
+        module.forward = lambda x, before=module.forward: before(x) * 2
+    for x in batches(3):
+        assert_same_tensors(graphed.results(x), eager.results(x))
+    assert graphed.replays == 2  # as before; played by hand, others would run the new forward
+
+
 @pytest.mark.parametrize("wrap", [True, False])
 def test_make_private_takes_it(wrap: bool) -> None:
     data = TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))

@@ -96,6 +96,15 @@ def a_hook(training: GraphedTraining) -> None:
     training.plain[2].register_forward_hook(lambda layer, args, output: output * 2)
 
 
+def another_forward(training: GraphedTraining) -> None:
+    training.plain[2].forward = lambda x: x * 2
+
+
+def another_forward_of_the_model(training: GraphedTraining) -> None:
+    forward = training.plain.forward
+    training.plain.forward = lambda x: forward(x) * 2
+
+
 def transposed_memory(training: GraphedTraining) -> None:
     weight = training.plain[3].weight
     weight.data = weight.data.flip(0).t().contiguous().t()
@@ -123,6 +132,8 @@ def other_parameter(training: GraphedTraining) -> None:
         other_parameter,
         other_setting,
         a_hook,
+        another_forward,
+        another_forward_of_the_model,
     ],
 )
 def test_what_python_decides_is_looked_at_in_every_call(
@@ -136,6 +147,29 @@ def test_what_python_decides_is_looked_at_in_every_call(
         assert_same_tensors(results(graphed, x), results(eager, x))
     # The first, and after three calls under what holds now; a new parameter is first hooked to.
     assert graphed.step.replays == (2 if change is other_parameter else 3)
+
+
+def test_a_forward_of_all_layers_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphed, eager = warmed()
+    monkeypatch.setattr(type(graphed.plain[2]), "forward", lambda self, x: x * 2)
+    x = batches(1)[0]
+    assert_same_tensors(graphed.results(x), eager.results(x))
+    assert graphed.step.replays == 1
+
+
+def test_hooks_of_all_modules() -> None:
+    graphed, eager = warmed()
+    ran: list[Any] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: ran.append(args))
+    try:
+        x = batches(1)[0]
+        graphed.results(x)
+    finally:
+        handle.remove()
+    assert ran
+    eager.results(x)
+    assert_same_tensors(graphed.results(x), eager.results(x))
+    assert graphed.step.replays == 2
 
 
 def gradients_of(training: GraphedTraining, x: Tensor) -> list[Tensor]:

@@ -140,14 +140,17 @@ class AlikeDraws(DispatchMode):
 def _own_generators(root: nn.Module) -> list[tuple[Any, str, Any]]:
     """Generators of NumPy's and Python's that modules hold: object, attribute or method, state."""
     found: list[tuple[Any, str, Any]] = []
-    numpy = sys.modules.get("numpy")
+    kinds: tuple[Any, ...] = (random.Random,)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds += numpy.random.Generator, numpy.random.RandomState
     for module in root.modules():
-        for value in vars(module).values():
+        held: list[Any] = [value for value in vars(module).values() if isinstance(value, kinds)]
+        for value in held:
             if isinstance(value, random.Random):
                 found.append((value, "", value.getstate()))
-            elif numpy is not None and isinstance(value, numpy.random.Generator):
+            elif hasattr(value, "bit_generator"):
                 found.append((value.bit_generator, "state", value.bit_generator.state))
-            elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            else:
                 found.append((value, "set_state", value.get_state()))
     return found
 

@@ -31,6 +31,7 @@ from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
 from flash_clipping.finish.session import Session
+from flash_clipping.ops.certificate import squared_norms
 
 #: Random projections of each gradient: a difference ``d`` is a random number of size ``|d|`` in
 #: each, so that a difference a thousand times the tolerance is missed once in a billion times.
@@ -435,7 +436,7 @@ class Runs:
         g = _dense(g)
         g = g.reshape(-1, g.shape[-1]) if g.dim() else g.view(1, 1)
         g = g if g.dtype == torch.float64 else g.float()
-        norm = torch.linalg.vector_norm(g)
+        norm = squared_norms(g[None])[0].sqrt()
         if not sums:
             return torch.cat([norm.new_zeros(PROJECTIONS), norm[None]]).double()
         down, along = (self._signs_of(n, g)[number % 7 :][:PROJECTIONS] for n in g.shape)

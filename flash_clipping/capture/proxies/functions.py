@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
@@ -30,7 +29,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     unflattened,
 )
 from flash_clipping.capture.proxies.proxy_ops import mixed, note_recomputation, of_samples
-from flash_clipping.capture.proxies.routers import linear_again, note_linear
+from flash_clipping.capture.proxies.short_ways import SHORT_WAYS, note_served
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
 
@@ -66,7 +65,8 @@ _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that got at least one bare parameter."""
-    if func is F.linear and (again := linear_again(args, kwargs)) is not None:
+    short = SHORT_WAYS.get(func)
+    if short is not None and (again := short(args, kwargs)) is not None:
         return again
     name = name_of(func)
     if name in _ASKING and isinstance(args[0], ParameterProxy):
@@ -121,8 +121,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if by_sample and _stays_whole(name, bares, leaves, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
             return called(func, leaves, spec, lambda _: expanded)
-        if by_sample and func is F.linear:
-            note_linear(bares[0], leaves, spec)
+        if by_sample and short is not None:
+            note_served(func, bares[0], others[0])
         return mixed(func, leaves, spec, batched, axis, layout, count, use)
     if in_place and not isinstance(leaves[0], ParameterProxy):
         # Only its result would be known to come from parameters, not the tensor itself.
@@ -144,18 +144,18 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if len(bares) == 1 and (known := bares[0].kept_origin) is not None and not in_place:
             source = origin_of(name, leaves, bool(kwargs), bares[0].value, known, result)
 
-    parent = None
+    parent = kept = None
     if lookup is source is rows is None and len(bares) == 1 and not in_place:
         bare = bares[0]
         if bare.kept_lookup and isinstance(result, Tensor) and result.shape == bare.shape:
-            parent = bare
+            parent, kept = bare, _kept_of(name, leaves)
 
     def derived(value: Tensor, row: Tensor | None) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             return value
         if not value.requires_grad and torch.is_grad_enabled():
             return value
-        return ParameterProxy.wrap(value, origin, tap, row, lookup, source, parent)
+        return ParameterProxy.wrap(value, origin, tap, row, lookup, source, parent, kept)
 
     if isinstance(result, Tensor):
         return derived(result, rows)
@@ -181,6 +181,17 @@ def _is_masked_write(x: Any, index: Any, value: Any) -> bool:
         and value.dim() <= x.dim() - index.dim()
         and value.dtype == x.dtype
     )
+
+
+def _kept_of(name: str, leaves: list[Any]) -> Tensor | None:
+    """Where the result of a function is the one stand-in among its arguments, element by element;
+    ``None`` of functions that do more than choose."""
+    if name not in _BY_ELEMENT or len(leaves) != 3:
+        return None
+    chosen = leaves[0] if name == "where" else leaves[1]
+    if not (is_plain(chosen) and chosen.dtype == torch.bool):
+        return None
+    return chosen if name == "where" and isinstance(leaves[1], ParameterProxy) else ~chosen
 
 
 def _stays_whole(

@@ -283,6 +283,7 @@ class ParameterProxy(torch.Tensor):
             :attr:`kept_origin`.
         version: of ``value`` as it was made.
         parent: rows of a table that it was computed from, by a function without a name here.
+        kept: where it is its parent, element by element, if it is constant elsewhere.
         tap: the module's tap.
 
     What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
@@ -297,6 +298,7 @@ class ParameterProxy(torch.Tensor):
     origin: AffineView | None
     version: int
     parent: ParameterProxy | None
+    kept: Tensor | None
     tap: FactorSource
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -310,12 +312,13 @@ class ParameterProxy(torch.Tensor):
         lookup: TableRows | None = None,
         origin: AffineView | None = None,
         parent: ParameterProxy | None = None,
+        kept: Tensor | None = None,
     ) -> ParameterProxy:
         # It requires grad so that a gradient which got past these functions is noticed.
         bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
-        bare.parent = parent
+        bare.parent, bare.kept = parent, kept
         if value.requires_grad:
             with plain_functions():
                 bare.register_hook(Bypassed(tap))

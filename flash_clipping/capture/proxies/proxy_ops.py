@@ -139,6 +139,8 @@ class _Expansion(torch.autograd.Function):
         bare, count, rank, samples, recomputed = given
         ctx.bare, ctx.parents, ctx.rows = bare, parents, bare.kept_lookup
         ctx.given = recomputed, None, samples
+        if bare.kept is not None:
+            ctx.save_for_backward(bare.kept)
         value = bare.value.detach()
         shape = value.shape[1:] if value.dim() == rank else value.shape
         return own(value.expand(count, *[1] * (rank - 1 - len(shape)), *shape))
@@ -150,8 +152,12 @@ class _Expansion(torch.autograd.Function):
         if rows is not None and G.dim() > -rows.feature:
             factors = [(bare.leaves[rows.table], rows.factor(G, 0))]
             return None, *_recorded(bare.tap, ctx.parents, factors, *ctx.given)
+        from_parent = not isinstance(ctx.parents[0], nn.Parameter)
+        if from_parent and bare.kept is not None:
+            (kept,) = ctx.saved_tensors
+            return None, torch.where(kept, G, 0)
         grads_B = G.reshape(len(G), *bare.shape)
-        if not isinstance(ctx.parents[0], nn.Parameter):
+        if from_parent:
             parent: Any = bare.parent.value
             ((_, found_B),) = through(bare.value, {parent: parent}, grads_B)
             return None, found_B.reshape(G.shape)

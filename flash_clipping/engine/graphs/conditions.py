@@ -15,7 +15,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import hooks_of_module, hooks_of_parameter, memory_id, pytree
+from flash_clipping._compat import (
+    global_hooks,
+    hooks_of_module,
+    hooks_of_parameter,
+    memory_id,
+    pytree,
+)
+from flash_clipping.capture.tap import Tap
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.runtime.backend import matmul_settings
@@ -53,6 +60,7 @@ def _circumstances(
     convolutions: Any = torch.backends.cudnn
     # The newer settings: once these are used, PyTorch refuses to tell the older.
     precise = [place.fp32_precision for place in (*matmul_settings(), convolutions.conv)]
+    kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
     for wrapped in models:
         bound, session = wrapped.max_grad_norm, wrapped._session
         bounds += [tuple(bound) if isinstance(bound, Sequence) else bound, wrapped.clipping]
@@ -63,7 +71,9 @@ def _circumstances(
         *precise,
         torch.are_deterministic_algorithms_enabled(),
         *bounds,
+        *chain.from_iterable(global_hooks()),
         *map(id, modules),
+        *[_Same(kind.forward) for kind in kinds],
         *[_settings(module) for module in modules],
         *[
             (id(param), param.requires_grad, _place(param), *(hooks_of_parameter(param) or ()))
@@ -80,14 +90,29 @@ def _circumstances(
     )
 
 
+class _Same:
+    """A key that is equal where the object is the same one. It holds it, so that no other comes in
+    its place."""
+
+    def __init__(self, held: Any):
+        self.held = held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.held is self.held
+
+
 def _place(tensor: Tensor) -> Hashable:
     """The memory of a tensor of the model, and how it is read."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """A module's plain attributes (``training``, ``p``, ``eps``), lists and dicts of such, and its
-    hooks, by the numbers that PyTorch gives them: what its forward may decide by."""
+    """What a module's forward may decide by: its plain attributes (``training``, ``p``, ``eps``),
+    lists and dicts of such, hooks, by the numbers that PyTorch gives them; or a forward of its own.
+    """
     hooks = tuple(chain.from_iterable(hooks_of_module(module)))
     if isinstance(module, GradSampleHooksFlashClipping):
         return hooks  # it counts backward passes; what it decides by is told one by one
@@ -96,6 +121,10 @@ def _settings(module: nn.Module) -> Hashable:
         kind = type(value)
         if kind in SETTINGS:
             found.append((name, value))
+        elif name == "forward":
+            # A tap has several ways, of which each leaves the same.
+            tap = getattr(value, "__self__", value)
+            found.append((name, _Same(tap if isinstance(tap, Tap) else value)))
         elif kind in (list, tuple, dict) and value and name not in _EVERY_MODULE:
             inside = _plain(value.items() if kind is dict else value)  # adapters keep theirs so
             found.append((name, inside))

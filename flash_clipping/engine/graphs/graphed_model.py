@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import (
     call_of,
+    global_hooks,
     has_lasting_node,
     hooks_of_module,
     hooks_of_parameter,
@@ -179,6 +180,7 @@ class GraphedModel(GraphedStep):
         modules = list(self._module().modules())
         params = [p for m in modules for p in m._parameters.values() if p is not None]
         return [
+            *map(tuple, global_hooks()),
             *[tuple(map(tuple, hooks_of_module(module))) for module in modules],
             *[tuple(hooks_of_parameter(param) or ()) for param in params],
         ]

@@ -5,6 +5,9 @@ B samples, O output channels, C input channels of one group.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
 from flash_clipping.ops.convolution import reference
@@ -76,15 +79,19 @@ def convolution_sum(
 
 def _checked(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """Operands of one dtype that fit together: a kernel reads where these shapes say."""
-    out_sizes = geometry.out_sizes(x.shape)
-    groups = geometry.groups
-    if G.shape != (*x.shape[:1], *G.shape[1:2], *out_sizes) or x.shape[1] % groups:
-        raise ValueError(
-            f"G has shape {tuple(G.shape)} and x has shape {tuple(x.shape)}; expected "
-            f"[B, O, {', '.join(map(str, out_sizes))}] for this convolution: {geometry}."
-        )
-    if G.shape[1] % groups:
-        raise ValueError(f"G has {G.shape[1]} channels; expected a multiple of {groups} groups.")
+    _check_shapes(x.shape, G.shape, geometry)
     if x.get_device() != G.get_device():
         raise ValueError(f"x is on {x.device} and G is on {G.device}.")
     return in_one_dtype(x, G)
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_shapes(x: torch.Size, G: torch.Size, geometry: Geometry) -> None:
+    out_sizes, groups = geometry.out_sizes(x), geometry.groups
+    if (*x[:1], *G[1:2], *out_sizes) != G or x[1] % groups:
+        raise ValueError(
+            f"G has shape {tuple(G)} and x has shape {tuple(x)}; expected "
+            f"[B, O, {', '.join(map(str, out_sizes))}] for this convolution: {geometry}."
+        )
+    if G[1] % groups:
+        raise ValueError(f"G has {G[1]} channels; expected a multiple of {groups} groups.")

@@ -50,7 +50,8 @@ class Geometry(NamedTuple):
     def in_order_of_weight(self, grads_BON: Tensor) -> Tensor:
         """A view ``[B, O, C, *kernel]`` of elements in the order ``(k, c)``, as kernels leave them:
         for each sample it lies as a weight in ``channels_last`` does."""
-        grads = grads_BON.unflatten(2, (*self.kernel, -1))
+        B, O, N = grads_BON.shape  # noqa: E741
+        grads = grads_BON.view(B, O, *self.kernel, N // max(1, self.offsets))
         return grads.movedim(-1, 2)
 
     def out_sizes(self, shape: torch.Size) -> tuple[int, ...]:

@@ -62,8 +62,7 @@ def convolution_grads(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor,
     """See :func:`flash_clipping.ops.convolution.convolution_grads`."""
     way = by_groups if _groups_are_fast(x, G, geometry) else by_patches
     grads = way(x, G, geometry)
-    norm_B = torch.linalg.vector_norm(grads.flatten(1), dim=1, dtype=accumulator(grads))
-    return grads, norm_B.square_().unsqueeze(1)
+    return grads, certificate.squared_norms(grads, accumulator(grads)).unsqueeze(1)
 
 
 def convolution_sum(x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry) -> Tensor:

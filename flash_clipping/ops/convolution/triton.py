@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -243,42 +244,67 @@ def launch_convolution(
         ``[B, O, K·C]`` in G's dtype, or sums over some samples each, ``[chunks, O, K·C]`` in fp32.
     """
     G = G.flatten(2)  # a view in every memory format
-    B, T = G.shape[0], G.shape[2]
-    three = in_three(geometry, x)
-    C, O, K = x.shape[1] // geometry.groups, G.shape[1] // geometry.groups, geometry.offsets  # noqa: E741
-    config = config or config_for(x.dtype, T, C, O, K)
-    tiles_o, tiles_n = tiles.cdiv(O, config.block_o), tiles.cdiv(K * C, config.block_n)
-    count = geometry.groups * tiles_o * tiles_n
-    wanted = tiles.cdiv(config.programs * tiles.sm_count(x.device), count)
-    each = tiles.cdiv(B, min(B, wanted))
-    chunks = tiles.cdiv(B, each)
-    parts = x.new_empty((0 if mode == "sum" else B, count * config.num_warps), dtype=torch.float32)
+    like = mode, geometry, in_three(geometry, x), x.shape[1], G.shape, G.stride(), config
+    programs, size_of_parts, size_of_out, numbers, constants = _planned(*like, x.dtype, x.device)
+    parts = x.new_empty(size_of_parts, dtype=torch.float32)
     out: Tensor | None = None
-    if mode == "store":
-        out = G.new_empty((B, G.shape[1], K * C))
-    elif mode == "sum":
-        out = x.new_empty((chunks, G.shape[1], K * C), dtype=torch.float32)
+    if size_of_out is not None:
+        out = G.new_empty(size_of_out, dtype=G.dtype if mode == "store" else torch.float32)
     launch(
-        _convolution_kernel, count * chunks,
+        _convolution_kernel, programs,
         x, G, parts if coef_B is None else coef_B.contiguous(), parts if out is None else out,
-        parts, B, T, C, O, K,
-        *three.x_strides, *G.stride(), *three.x_sizes, *three.out_sizes[1:], *three.kernel[1:],
-        *three.stride, *three.padding, *three.dilation,
-        each, tiles_o, tiles_n, geometry.groups,
-        MODE=mode, ONE_OFFSET=C % config.block_n == 0, DEPTH=len(geometry.kernel) == 3,
-        FLAT=three.is_flat, X_CHANNELS_LAST=three.channels_last,
-        G_CHANNELS_LAST=G.stride(1) == 1 and T > 1, WIDE=_is_wide(three, G),
-        BLOCK_O=config.block_o, BLOCK_N=config.block_n, BLOCK_T=config.block_t,
-        PROMOTE=config.promote, PARTS=config.num_warps, PRECISION=tiles.dot_precision(x.dtype),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        parts, *numbers,
+        **constants,
     )  # fmt: skip
     return parts, out
 
 
-def _is_wide(three: InThree, G_BOT: Tensor) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    mode: str,
+    geometry: Geometry,
+    three: InThree,
+    channels: int,
+    G_shape: torch.Size,
+    G_strides: tuple[int, ...],
+    config: Config | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[int, tuple[int, int], tuple[int, ...] | None, tuple[int, ...], dict[str, Any]]:
+    """A launch's programs, the sizes of what it writes, and its arguments but for addresses."""
+    B, _, T = G_shape
+    C, O, K = channels // geometry.groups, G_shape[1] // geometry.groups, geometry.offsets  # noqa: E741
+    config = config or config_for(dtype, T, C, O, K)
+    tiles_o, tiles_n = tiles.cdiv(O, config.block_o), tiles.cdiv(K * C, config.block_n)
+    count = geometry.groups * tiles_o * tiles_n
+    wanted = tiles.cdiv(config.programs * tiles.sm_count(device), count)
+    each = tiles.cdiv(B, min(B, wanted))
+    chunks = tiles.cdiv(B, each)
+    size_of_parts = 0 if mode == "sum" else B, count * config.num_warps
+    size_of_out = None
+    if mode != "norm":
+        size_of_out = B if mode == "store" else chunks, G_shape[1], K * C
+    numbers = (
+        B, T, C, O, K,
+        *three.x_strides, *G_strides, *three.x_sizes, *three.out_sizes[1:], *three.kernel[1:],
+        *three.stride, *three.padding, *three.dilation,
+        each, tiles_o, tiles_n, geometry.groups,
+    )  # fmt: skip
+    constants = dict(
+        MODE=mode, ONE_OFFSET=C % config.block_n == 0, DEPTH=len(geometry.kernel) == 3,
+        FLAT=three.is_flat, X_CHANNELS_LAST=three.channels_last,
+        G_CHANNELS_LAST=G_strides[1] == 1 and T > 1, WIDE=_is_wide(three, G_shape, G_strides),
+        BLOCK_O=config.block_o, BLOCK_N=config.block_n, BLOCK_T=config.block_t,
+        PROMOTE=config.promote, PARTS=config.num_warps, PRECISION=tiles.dot_precision(dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return count * chunks, size_of_parts, size_of_out, numbers, constants
+
+
+def _is_wide(three: InThree, shape_BOT: torch.Size, strides: tuple[int, ...]) -> bool:
     """Whether a sample of x or of G spans more elements than 32 bits count."""
-    _, O, T = G_BOT.shape  # noqa: E741
-    return three.is_wide or (O - 1) * G_BOT.stride(1) + (T - 1) * G_BOT.stride(2) >= 1 << 31
+    _, O, T = shape_BOT  # noqa: E741
+    return three.is_wide or (O - 1) * strides[1] + (T - 1) * strides[2] >= 1 << 31
 
 
 # Where the positions of a channel lie together, those that a window sees begin on any address, and
@@ -401,8 +427,8 @@ def depthwise_grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
         *three.x_strides, *G.stride(), *three.x_sizes, *three.out_sizes[1:], *three.kernel[1:],
         *three.stride, *three.padding, *three.dilation,
         blocks_o, blocks_k,
-        CHANNELS_LAST=channels_last, WIDE=_is_wide(three, G), BLOCK_O=block_o, BLOCK_K=block_k,
-        BLOCK_T=block_t,
+        CHANNELS_LAST=channels_last, WIDE=_is_wide(three, G.shape, G.stride()),
+        BLOCK_O=block_o, BLOCK_K=block_k, BLOCK_T=block_t,
         num_warps=4,
     )  # fmt: skip
     return grads

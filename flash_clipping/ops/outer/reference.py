@@ -8,6 +8,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.certificate import squared_norms
 from flash_clipping.ops.runtime.shapes import accumulator
 
 BUFFER = 2**18
@@ -21,7 +22,7 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
     dtype = accumulator(A_BTd, G_BTp)
     if store and dtype == A_BTd.dtype == G_BTp.dtype:  # what is kept needs no buffer
         kept_Bpd = torch.bmm(G_BTp.mT, A_BTd)
-        return _sqnorms(kept_Bpd).unsqueeze(1), kept_Bpd
+        return squared_norms(kept_Bpd).unsqueeze(1), kept_Bpd
     sq_B = A_BTd.new_zeros(B, dtype=dtype)
     grads_Bpd = A_BTd.new_empty((B, p, d), dtype=G_BTp.dtype) if store else None
     samples = max(1, BUFFER // max(1, p * d))
@@ -34,12 +35,8 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
             tile = torch.bmm(G_rows, A)
             if grads_Bpd is not None:  # what is measured is what was rounded and kept
                 tile = grads_Bpd[chunk, i : i + rows].copy_(tile).to(dtype)
-            sq_B[chunk] += _sqnorms(tile)
+            sq_B[chunk] += squared_norms(tile)
     return sq_B.unsqueeze(1), grads_Bpd
-
-
-def _sqnorms(grads_Bpd: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(grads_Bpd, dim=(1, 2)).square_()
 
 
 def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:

@@ -228,9 +228,11 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
     """Products and convolutions of fp32 operands in fp32, but for autocast."""
-    # Read before any is set: some of them follow others.
-    before = [(setting, setting.fp32_precision) for setting in _SETTINGS]
-    rounded = [(setting, wanted) for setting, wanted in before if wanted not in ("none", "ieee")]
+    rounded: list[tuple[Any, str]] = []
+    for setting in _SETTINGS:  # read before any is set: some of them follow others
+        wanted = setting.fp32_precision
+        if wanted not in ("none", "ieee"):
+            rounded.append((setting, wanted))
     with contextlib.ExitStack() as stack:  # which restores all of them, wherever it is interrupted
         for setting, wanted in rounded:
             stack.callback(setattr, setting, "fp32_precision", wanted)

@@ -67,7 +67,7 @@ class Segments:
         self.starts = torch.searchsorted(self._key_N, edges, out_int32=True)
 
     def __len__(self) -> int:
-        return len(self.order_N)
+        return self.order_N.shape[0]
 
     def rows(self, X_Nf: Tensor) -> Rows:
         """The layer's own rows, sorted."""

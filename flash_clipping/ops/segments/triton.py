@@ -347,13 +347,12 @@ def launch_sums(
     """Sums on any GPU. ``turned``: results lie as ``[turned, E / turned]`` in place of ``[E]``."""
     (E, p, d), B = out.shape, len(coef_B)
     blocks = lists.blocks(config.step)
-    place_M = torch.arange(len(blocks.of_M), device=out.device, dtype=torch.int32)
-    place_M -= blocks.firsts[blocks.of_M.clamp(max=E * B - 1)]
     each = PROMOTED // config.step
     launch(
         grouped_sums_kernel, E * tiles.cdiv(p, config.block) * tiles.cdiv(d, config.block_d),
         *tensors(A, G), lists.joined(B).longest_first_S, blocks.firsts, blocks.begin_M,
-        blocks.end_M, coef_B[blocks.of_M % B], blocks.last_M | (place_M % each == each - 1), out, B,
+        blocks.end_M, coef_B[blocks.of_M % B],
+        blocks.last_M | (blocks.place_M % each == each - 1), out, B,
         turned, E // turned, *sizes(A, G),
         BLOCK_P=config.block, BLOCK_D=config.block_d, BLOCK_T=config.step, GROUP=8,
         PRECISION=tiles.dot_precision(A.X.dtype),

@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     @property
     def size(self) -> int:
         """N."""
-        return len(self.X if self.places_N is None else self.places_N)
+        return (self.X if self.places_N is None else self.places_N).shape[0]
 
     @property
     def features(self) -> int:
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     @property
     def stride(self) -> int:
         """Elements from one row of X to the next."""
-        return self.X.stride(0) if len(self.X) > 1 else self.features
+        return self.X.stride(0) if self.X.shape[0] > 1 else self.features
 
     def between(self, i: int, j: int) -> Tensor:
         """Sorted rows from i to j."""
@@ -71,11 +71,11 @@ class Work(NamedTuple):
 
 def work_list(entries_S: Tensor, most: int) -> Work:
     """A list from how many entries each segment has; ``most``: at least how many that can be."""
-    S = len(entries_S)
-    firsts = torch.zeros(S + 1, dtype=torch.int32, device=entries_S.device)
-    torch.cumsum(entries_S, 0, dtype=torch.int32, out=firsts[1:])
+    firsts = torch.zeros(entries_S.shape[0] + 1, dtype=torch.int32, device=entries_S.device)
+    ends_S = firsts[1:]
+    torch.cumsum(entries_S, 0, dtype=torch.int32, out=ends_S)
     entries = torch.arange(most, dtype=torch.int32, device=entries_S.device)
-    return Work(torch.searchsorted(firsts[1:], entries, right=True, out_int32=True), firsts)
+    return Work(torch.searchsorted(ends_S, entries, right=True, out_int32=True), firsts)
 
 
 class Lists:
@@ -91,7 +91,7 @@ class Lists:
         self._made: Memo = {}
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return self.starts.shape[0] - 1
 
     @functools.cached_property
     def lengths_S(self) -> Tensor:
@@ -137,17 +137,15 @@ class Lists:
         entries_S = (self.lengths_S + (size - 1)) // size
         if above >= 0:
             entries_S = entries_S * (self.lengths_S > above)
-        S = len(entries_S)
         # Every segment may have one block that is not full.
-        of_M, firsts = work_list(entries_S, self.rows // size + min(S, self.rows))
-        of_some_M = of_M.clamp(max=max(0, S - 1))
-        place_M = torch.arange(len(of_M), dtype=torch.int32, device=of_M.device)
-        begin_M = self.starts[of_some_M] + (place_M - firsts[of_some_M]) * size
-        stop_M = self.starts[of_some_M + 1]
+        of_M, firsts = work_list(entries_S, self.rows // size + min(len(self), self.rows))
+        place_M = torch.arange(of_M.shape[0], dtype=torch.int32, device=of_M.device)
+        place_M -= firsts[of_M]
+        # Blocks that are not used are of one more segment, which begins and ends where all end.
+        begin_M = torch.add(self.starts[of_M], place_M, alpha=size)
+        stop_M = torch.cat([self.starts[1:], self.starts[-1:]])[of_M]
         end_M = torch.minimum(begin_M + size, stop_M)
-        used_M = of_M < S
-        begin_M, end_M = begin_M * used_M, end_M * used_M
-        return Blocks(begin_M.int(), end_M.int(), of_M, firsts, (end_M == stop_M).int())
+        return Blocks(begin_M, end_M, of_M, firsts, place_M, end_M == stop_M)
 
     def _pairs(self, size: int, longest: int) -> Work:
         blocks_S = (self.lengths_S + (size - 1)) // size
@@ -159,17 +157,20 @@ class Lists:
 
 
 class Blocks(NamedTuple):
-    """Segments cut into blocks of rows; all int32.
+    """Segments cut into blocks of rows; int32.
 
     Attributes:
-        begin_M, end_M: the rows of every block; none of those that are not used.
+        begin_M, end_M: the rows of every block; those that are not used begin no sooner than they
+            end.
         of_M: the segment of every block; S for those that are not used.
         firsts: ``[S + 1]``: the first block of every segment.
-        last_M: whether it is the last block of its segment.
+        place_M: its number among the blocks of its segment.
+        last_M: whether it is the last of these (a bool).
     """
 
     begin_M: Tensor
     end_M: Tensor
     of_M: Tensor
     firsts: Tensor
+    place_M: Tensor
     last_M: Tensor
