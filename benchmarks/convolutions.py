@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -38,7 +36,7 @@ from flash_clipping.ops.convolution import (
     reference,
 )
 from flash_clipping.ops.outer import weighted_sum
-from flash_clipping.ops.runtime.backend import full_precision
+from flash_clipping.ops.runtime.backend import compiled_side_by_side, full_precision
 
 #: Model -> its layers: B, C, O, H, k, s, groups.
 LAYERS: dict[str, list[tuple[int, int, int, int, int, int, int]]] = {
@@ -79,8 +77,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["wrn", "resnet"])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["nchw", "nhwc"])
     parser.add_argument("--sweep", action="store_true", help="other tiles as well; Triton only")
-    parser.add_argument("--processes", type=int, default=0, help="that compile before, for --sweep")
-    parser.add_argument("--compile-only", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5, help="samples of each")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
     parser.add_argument("--revision", help="git revision to record where there is no git directory")
@@ -101,14 +97,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     name = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     shapes = [shape for model in options.layers for shape in LAYERS[model]]
     works = [(shape, form) for shape in shapes for form in options.formats]
-    if options.compile_only:  # "part/parts"
-        part, parts = map(int, options.compile_only.split("/"))
-        for shape, form in works[part::parts]:
-            for _, call in sweep(Work(shape, form, device, DTYPES[name], samples=8)):
+    with compiled_side_by_side():  # what will be timed, of a few samples
+        for shape, form in works:
+            work = Work(shape, form, device, DTYPES[name], samples=2)
+            for _, call in work.candidates() + [*(sweep(work) if options.sweep else ())]:
                 call()
-        return 0
-    if options.sweep and options.processes:
-        compile_before(options, name)
     results: list[Result] = []
     for shape, form in track(works, "layers", console=console, disable=not console.is_terminal):
         work = Work(shape, form, device, DTYPES[name])
@@ -233,7 +226,7 @@ def sweep(work: Work) -> Iterator[Candidate] | list[Candidate]:
         mode: partial(launch_convolution, mode, x, G, geometry, work.coef_B * (mode == "sum"))
         for mode in ("norm", "sum")
     }
-    chosen = config_for(x.dtype, G.shape[2:].numel(), C, O, geometry.offsets)
+    chosen = config_for(x.dtype, G.shape[2:].numel(), C, O)
     tiles = [(64, 64, 4, 6), (64, 128, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4), (64, 64, 4, 16)]
     for (block_o, block_n, warps, programs), mode in itertools.product(tiles, settings):
         if x.dtype == torch.float32 and block_n * block_o > 64 * 128:
@@ -245,18 +238,6 @@ def sweep(work: Work) -> Iterator[Candidate] | list[Candidate]:
         result = Result(work.name, label, "weight gradient", work.flop)
         found.append((result, partial(settings[mode], config=config)))
     return found
-
-
-def compile_before(options: argparse.Namespace, name: str) -> None:
-    """Let several processes compile what will be timed; they share Triton's cache."""
-    count = options.processes
-    command = [sys.executable, "-m", "benchmarks", "convolutions", "--device", options.device]
-    command += ["--dtype", name, "--layers", *options.layers, "--formats", *options.formats]
-    parts = [
-        subprocess.Popen([*command, "--compile-only", f"{part}/{count}"]) for part in range(count)
-    ]
-    for part in parts:
-        part.wait()
 
 
 def table(results: list[Result], name: str) -> Table:

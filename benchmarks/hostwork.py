@@ -8,6 +8,9 @@ of the library that makes them (as cProfile counts: Python functions and built-i
 callers; calls that ``ops/`` makes are not counted).
 
 Results of such a step are wrong, as nothing is computed; its gradients are never used.
+
+``--kernels`` counts the kernels that a first step asks Triton for on a Hopper GPU: what is compiled
+on a machine that has compiled nothing. Nothing is compiled, and references do the work.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import flash_clipping
+from benchmarks import models
 from benchmarks.environment import describe
+from benchmarks.options import DTYPES, UsageError
 from flash_clipping import GradSampleModuleFlashClipping
 
 #: Calls that these make are counted.
@@ -118,6 +123,40 @@ def _wrn() -> Model:
     return _WideResNet(), {"x": torch.randn(4, 3, 8, 8)}
 
 
+class _Depth(nn.Module):
+    """A dense prediction transformer: attention, then convolutions up to the image's size."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        import transformers as tr
+
+        neck = [width // 4, width // 2, width, width]
+        config = tr.DPTConfig(
+            hidden_size=width, num_attention_heads=width // 64, intermediate_size=4 * width,
+            image_size=size, num_hidden_layers=4, backbone_out_indices=[0, 1, 2, 3],
+            neck_hidden_sizes=neck, fusion_hidden_size=width // 4, is_hybrid=False,
+            backbone_config=None,
+        )  # fmt: skip
+        self.model = tr.DPTForDepthEstimation(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(pixel_values=x).predicted_depth
+
+
+def _dpt() -> Model:
+    return _Depth(512, 112), {"x": torch.randn(2, 3, 112, 112)}
+
+
+def _named(name: str) -> Model:
+    """A model of :mod:`benchmarks.models` in its own widths, with two layers where it can say."""
+    try:
+        workload = models.workload(name, batch=4, layers=2)
+    except (TypeError, ValueError):
+        workload = models.workload(name, batch=4)
+    inputs, _ = workload.draw(torch.Generator().manual_seed(0))
+    return workload.build(), {"x": inputs}
+
+
 #: Small models with as many layers as those that they are named after, or half of them.
 MODELS: dict[str, Callable[[], Model]] = {
     "bert": _bert,
@@ -126,6 +165,9 @@ MODELS: dict[str, Callable[[], Model]] = {
     "qwen3-moe": _qwen3_moe,
     "wrn": _wrn,
 }
+
+#: Models whose kernels are counted, beside those of :mod:`benchmarks.models`.
+WIDE: dict[str, Callable[[], Model]] = {"dpt": _dpt}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -136,6 +178,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "layer, on a CPU with stubbed kernels.",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        choices=(*WIDE, *models.NAMES),
+        metavar="MODEL",
+        help="count the kernels of these models instead: "
+        f"{', '.join(WIDE)}, or what `step --model` takes",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of --kernels")
     parser.add_argument("--steps", type=int, default=60, help="steps of each that are timed")
     parser.add_argument("--calls", type=int, default=0, metavar="N", help="list the N most called")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
@@ -201,18 +252,18 @@ def measure(name: str, steps: int) -> tuple[dict[str, Any], Counter[str]]:
     plain, batch = MODELS[name]()
     torch.manual_seed(0)
     wrapped = GradSampleModuleFlashClipping(MODELS[name]()[0])
-    models = {"plain": plain, "private": wrapped}
-    params = {key: list(model.parameters()) for key, model in models.items()}
+    both = {"plain": plain, "private": wrapped}
+    params = {key: list(model.parameters()) for key, model in both.items()}
     _step(plain, batch, params["plain"])
     with_kernels: list[float] = []  # of the first step, in which all is proven, and later ones
     for _ in range(6):
         start = time.process_time()
         _step(wrapped, batch, params["private"])
         with_kernels.append(time.process_time() - start)
-    times: dict[str, list[float]] = {key: [] for key in models}
+    times: dict[str, list[float]] = {key: [] for key in both}
     with no_kernels():
         for number in range(steps + 4):
-            for key, model in models.items():
+            for key, model in both.items():
                 start = time.process_time()
                 _step(model, batch, params[key])
                 if number >= 4:  # plans are made
@@ -250,6 +301,92 @@ def measure(name: str, steps: int) -> tuple[dict[str, Any], Counter[str]]:
     return row, Counter({where: round(count / layers, 1) for where, count in by_function.items()})  # type: ignore[misc]
 
 
+class _Hopper:
+    """What Triton asks its driver for a kernel to compile."""
+
+    def get_current_target(self) -> Any:
+        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def asked_for() -> Iterator[set[tuple[str, str]]]:
+    """The kernels that operations on a CPU ask Triton for inside, as those on a Hopper GPU would:
+    names, and what else decides about the binary."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    from flash_clipping.ops.runtime import backend, cost, tiles
+
+    found: set[tuple[str, str]] = set()
+
+    def note(*, key: str, fn: Any, **_: Any) -> bool:
+        found.add((fn.name.rpartition(".")[2], key))
+        return True  # it is not to be compiled
+
+    def resolved(wanted: str, tensor: Tensor) -> str:
+        return "torch" if wanted == "torch" or tensor.dtype == torch.float64 else "triton"
+
+    def on_gpu(choose: Callable[..., str]) -> Callable[..., str]:
+        return lambda _, *args, **kwargs: choose("cuda", *args, **kwargs)
+
+    facts: dict[str, Any] = {
+        "sm_count": lambda _: 132,
+        "generation": lambda _: 9,
+        "is_hopper": lambda _: True,
+        "starts_early": lambda _: True,
+    }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(driver, "_active", _Hopper()))
+        stack.enter_context(mock.patch.object(knobs.runtime, "jit_cache_hook", note))
+        stack.enter_context(mock.patch.multiple(tiles, **facts))
+        stack.enter_context(mock.patch.multiple(backend, compilation=found, resolve=resolved))
+        for name in ("choose_on", "choose_for_convolution"):
+            stack.enter_context(mock.patch.object(cost, name, on_gpu(getattr(cost, name))))
+        yield found
+
+
+def kernels_of(name: str, dtype: torch.dtype) -> Counter[str]:
+    """How many kernels of each name the first step of a model asks for, without the optimizer's.
+
+    Raises:
+        UsageError: Triton's kernels are interpreted in this process.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise UsageError("TRITON_INTERPRET is 1: nothing is compiled. Unset it to count kernels.")
+    torch.manual_seed(0)
+    model, batch = WIDE[name]() if name in WIDE else _named(name)
+    inputs = [x.to(dtype) if x.is_floating_point() else x for x in batch.values()]
+    wrapped = GradSampleModuleFlashClipping(model.to(dtype))
+    with asked_for() as found:
+        _loss(wrapped(*inputs)).backward()
+    return Counter(kernel for kernel, _ in found)
+
+
+def _count_kernels(options: argparse.Namespace, console: Console) -> int:
+    table = Table("model", "kernels", "of these")
+    rows = []
+    for name in options.kernels:
+        count = kernels_of(name, DTYPES[options.dtype])
+        rows.append({"model": name, "dtype": options.dtype, "kernels": dict(sorted(count.items()))})
+        each = ", ".join(f"{kernel} {n}" for kernel, n in sorted(count.items()))
+        table.add_row(name, str(count.total()), each)
+    console.print(table)
+    _write(options, rows)
+    return 0
+
+
+def _write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    if options.json:
+        found = {"command": options.command, **describe(torch.device("cpu")), "rows": rows}
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+
+
 def _part_of(file: str) -> str | None:
     path = Path(file)
     if not path.is_relative_to(LIBRARY):
@@ -259,6 +396,8 @@ def _part_of(file: str) -> str | None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    if options.kernels:
+        return _count_kernels(options, console)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = []
@@ -278,7 +417,5 @@ def run(options: argparse.Namespace, console: Console) -> int:
         figures += [f"{row[key]:.0f}" for key in ("first_over_later", "calls_per_layer")]
         table.add_row(row["model"], str(row["layers"]), *figures, parts)
     console.print(table)
-    if options.json:
-        found = {"command": options.command, **describe(torch.device("cpu")), "rows": rows}
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    _write(options, rows)
     return 0

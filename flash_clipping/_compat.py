@@ -634,6 +634,15 @@ def compiled_kernel() -> Any:
     return found if hasattr(found, "__getitem__") else None
 
 
+@cache
+def compilation_by_executor() -> tuple[Any, Any] | None:
+    """Mode in which Triton hands kernels to an executor to compile, and the variable that says
+    which mode is on. Without: ``None``, and kernels are compiled one after the other."""
+    module = _load("triton.runtime._async_compile")
+    mode, active = _find(module, "AsyncCompileMode"), _find(module, "active_mode")
+    return None if mode is None or active is None else (mode, active)
+
+
 def early_start() -> tuple[Any, Any]:
     """Functions that let the next kernel begin, and wait for the one before. Without: ``None``, and
     kernels begin one after the other."""

@@ -96,6 +96,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "check_engine": (["_prepare_criterion"], r"PrivacyEngine\._prepare_criterion"),
     "without_validator": (["VALIDATORS"], "MultiheadAttention"),
     "compiled_kernel": (["triton.compiler"], "same"),
+    "compilation_by_executor": (["AsyncCompileMode"], "same"),
     "early_start": (["gdc_wait"], "same"),
     "has_gluon_modules": (["triton.experimental.gluon.language"], "same"),
 }

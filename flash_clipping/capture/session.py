@@ -64,6 +64,7 @@ class ClippingSession:
         batch_first: whether samples are axis 0 of every tapped layer's input, or axis 1.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
         sum_dtype: ``"float32"`` or ``"parameter"``: of clipped sums in ``p.grad``.
+        fp32_precision: ``"ieee"`` or ``"tf32"``: of products of fp32 operands.
         sample_of: which argument of the root's forward says what a sample is, if not a row.
     """
 
@@ -78,6 +79,7 @@ class ClippingSession:
         batch_first: bool,
         backend: str,
         sum_dtype: str,
+        fp32_precision: str = "ieee",
         sample_of: str | Offsets | None = None,
     ):
         self.key = next(_keys)
@@ -94,6 +96,7 @@ class ClippingSession:
         self.batch_axis = 0 if batch_first else 1
         self.backend = backend
         self.sum_dtype = sum_dtype
+        self.fp32_precision = fp32_precision
         #: Who is told which privacy units rows belong to.
         self.units_of_calls = UnitsOfCalls(sample_of, batch_first)
         #: The batches that the loader has given.

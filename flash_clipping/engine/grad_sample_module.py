@@ -39,6 +39,7 @@ from flash_clipping.engine.model_watch import ModelWatch
 from flash_clipping.engine.module_proxy import ModuleProxy
 from flash_clipping.engine.options import (
     Backend,
+    Fp32Precision,
     Mode,
     Reduction,
     SumDtype,
@@ -91,6 +92,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             before the noise, which saves memory and weakens privacy: with bfloat16 parameters, one
             of ``k`` samples with aligned gradients changes the sum by up to ``k / 128`` times
             ``max_grad_norm``, where the noise is for one.
+        fp32_precision: how per-sample gradients of convolutions are computed of fp32 operands on a
+            GPU by NVIDIA. ``"ieee"``: in fp32, by three products on tensor cores. ``"tf32"``: by
+            one, of operands that are cut to TF32, as PyTorch's own convolutions are by default
+            (``torch.backends.cudnn.conv.fp32_precision``). The guarantees are the same, as what is
+            measured is what is released; a gradient then differs from fp32's by up to 2⁻⁹ of what
+            there would be if no position cancelled another.
         sample_of: the name of an argument of the forward that says what a sample is, where that is
             no row: an integer tensor with the user, patient or document of every row ``[R]`` or
             position ``[R, T]``, 0 to ``U - 1``, or -1 for none; or
@@ -125,9 +132,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         clipping: str = "flat",
         folded_modules: Sequence[str] = (),
         sum_dtype: SumDtype = "float32",
+        fp32_precision: Fp32Precision = "ieee",
         sample_of: str | Offsets | None = None,
     ):
-        check_options(loss_reduction, mode, backend, sum_dtype, clipping)
+        check_options(loss_reduction, mode, backend, sum_dtype, fp32_precision, clipping)
         refuse_unsupported(m)
         self._rounds_by_scale = rounds_by_scale(m)
         self.strict = strict
@@ -160,6 +168,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             batch_first=batch_first,
             backend=backend,
             sum_dtype=sum_dtype,
+            fp32_precision=fp32_precision,
             sample_of=sample_of,
         )
         #: What a model has besides that ``fully_shard`` was applied to.

@@ -32,6 +32,8 @@ Backend = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
 #: The dtype of clipped sums: fp32, or the parameter's own.
 SumDtype = Literal["float32", "parameter"]
+#: How weights' gradients of convolutions multiply fp32 operands.
+Fp32Precision = Literal["ieee", "tf32"]
 #: Whether a wrapped model's calls are replayed as CUDA graphs wherever that is exact.
 CudaGraphs = Literal["off", "auto"]
 Sampling = Literal[
@@ -54,6 +56,7 @@ class ModelOptions(TypedDict, total=False):
     mode: Mode
     folded_modules: Sequence[str]
     sum_dtype: SumDtype
+    fp32_precision: Fp32Precision
     sample_of: str | Offsets | None
 
 
@@ -109,7 +112,12 @@ class EpsilonOptions(PrivateOptions, total=False):
 
 
 def check_options(
-    loss_reduction: str, mode: str, backend: str, sum_dtype: str, clipping: str
+    loss_reduction: str,
+    mode: str,
+    backend: str,
+    sum_dtype: str,
+    fp32_precision: str,
+    clipping: str,
 ) -> None:
     """Raise ``ValueError`` for a value that is unknown."""
     if loss_reduction not in ("mean", "sum"):
@@ -117,6 +125,7 @@ def check_options(
     check_one_of("mode", mode, get_args(Mode))
     check_one_of("backend", backend, BACKENDS)
     check_one_of("sum_dtype", sum_dtype, get_args(SumDtype))
+    check_one_of("fp32_precision", fp32_precision, get_args(Fp32Precision))
     check_clipping(clipping)
 
 

@@ -36,6 +36,7 @@ from flash_clipping.engine.options import (
     Backend,
     CudaGraphs,
     EpsilonOptions,
+    Fp32Precision,
     Mode,
     PrivateOptions,
     Reduction,
@@ -109,8 +110,8 @@ class _Asked:
     @property
     def model_options(self) -> dict[str, Any]:
         """Arguments of the wrapped model that Opacus' engine does not hand on."""
-        names = ("backend", "mode", "folded_modules", "sum_dtype", "strict", "sample_of")
-        options = {name: self.given[name] for name in names}
+        names = "backend mode folded_modules sum_dtype fp32_precision strict sample_of"
+        options = {name: self.given[name] for name in names.split()}
         clipping = self.given["clipping"]
         return options | {"clipping": "flat" if clipping == "adaptive" else clipping}
 
@@ -234,6 +235,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
         sum_dtype: SumDtype = "float32",
+        fp32_precision: Fp32Precision = "ieee",
         cuda_graphs: CudaGraphs = "off",
         strict: bool = True,
         distributed: bool | None = None,
@@ -269,8 +271,8 @@ class FlashPrivacyEngine(PrivacyEngine):
                 ``PrivacyEngineAdaptiveClipping``.
             backend: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             mode: ``"one_pass"`` or ``"two_pass"``; flash only.
-            folded_modules, sum_dtype: see :class:`~flash_clipping.GradSampleHooksFlashClipping`;
-                flash only.
+            folded_modules, sum_dtype, fp32_precision: see
+                :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as
                 CUDA graphs wherever that gives the same, after three steps with batches of one
                 shape; one warning says why not

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import Dense, MeasuredOnce, accumulation_dtype
+from flash_clipping.factors.base import Dense, Factor, MeasuredOnce, accumulation_dtype
 from flash_clipping.ops.convolution import (
     Geometry,
     convolution_grads,
@@ -22,7 +22,7 @@ from flash_clipping.ops.convolution import (
     reference,
 )
 from flash_clipping.ops.runtime import cost
-from flash_clipping.ops.runtime.backend import full_precision
+from flash_clipping.ops.runtime.backend import full_precision, takes_tf32
 
 
 class Convolution(MeasuredOnce):
@@ -51,6 +51,7 @@ class Convolution(MeasuredOnce):
         self.geometry = Geometry(
             tuple(weight.shape[2:]), tuple(stride), tuple(padding), tuple(dilation), groups
         )
+        self.tf32 = False
 
     @property
     def batch_size(self) -> int:
@@ -59,7 +60,13 @@ class Convolution(MeasuredOnce):
     def measure(self, backend: str) -> tuple[Tensor, Tensor | None]:
         # The clipped sum will want them so as well.
         self.x, self.G = laid_out(self.x, self.G, self.geometry, backend=backend)
-        return convolution_sqnorms(self.x, self.G, self.geometry, backend=backend)
+        return convolution_sqnorms(self.x, self.G, self.geometry, tf32=self.tf32, backend=backend)
+
+    def in_tf32(self) -> Factor:
+        # Depthwise ones leave nothing for tensor cores to do.
+        alone = self.geometry.is_depthwise(self.x)
+        self.tf32 = takes_tf32(self.x) and takes_tf32(self.G) and not alone
+        return self
 
     def doubt_of_any_product(self) -> Tensor:
         """What rounding may hide of squared norms, ``[B]``, whichever way products were formed."""
@@ -73,12 +80,15 @@ class Convolution(MeasuredOnce):
 
     def stored(self, backend: str) -> Dense:
         """Form the per-sample gradients once, and let go of ``x`` and ``G``."""
-        return Dense(*convolution_grads(self.x, self.G, self.geometry, backend=backend))
+        grads = convolution_grads(self.x, self.G, self.geometry, tf32=self.tf32, backend=backend)
+        return Dense(*grads)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:
             return reference.weight_grad(self.x, self.G, self.geometry)
-        return convolution_sum(self.x, self.G, coef_B, self.geometry, backend=backend)
+        return convolution_sum(
+            self.x, self.G, coef_B, self.geometry, tf32=self.tf32, backend=backend
+        )
 
     def dense(self) -> Tensor:
         A_NTd, G_NTp = reference.unfolded(self.x, self.G, self.geometry)

@@ -113,6 +113,8 @@ class BackwardPass:
                 units.of_units(path, factor, param.device)
                 for param, factor in zip(params, factors, strict=True)
             ]
+        if self.session.fp32_precision == "tf32":
+            factors = [factor.in_tf32() for factor in factors]
         if self.coef is not None or self.norms_only:  # they are used as they come
             self._use_now(path, params, factors)
             return

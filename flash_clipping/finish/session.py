@@ -56,6 +56,7 @@ class Session(Protocol):
     batch_first: bool
     backend: str
     sum_dtype: str
+    fp32_precision: str
     recomputed: dict[str, Callable[[], AbstractContextManager[None]]]
     plans: Plans
 

@@ -17,6 +17,7 @@ from flash_clipping.ops.runtime.backend import is_interpreting
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import Case, floats
 from tests.support.oracle import per_sample_truth
+from tests.support.private import Private
 
 LAYERS = {
     "1d": (nn.Conv1d(8, 16, 5, stride=2, padding=3), (40,)),
@@ -158,3 +159,42 @@ def test_units_doubt_their_rows_whatever_measured_these(monkeypatch: pytest.Monk
     assert error(found, expected.double()) <= 1e-6
     norm_U = units.sums(truth).flatten(1).norm(dim=1)
     assert bool((found > certificate.doubt(norm_U)).all())  # by the spread, not by the norm
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("size", [4, 24], ids=["measured", "kept"])
+def test_what_is_measured_in_tf32_is_what_is_released(
+    mode: Any, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum over one sample that is clipped has the norm of the bound, of fp32's precision."""
+    kept: list[bool] = []
+    worth = Convolution.is_worth_storing
+
+    def is_worth_storing(self: Convolution, readers: Any) -> bool:
+        kept.append(worth(self, readers))
+        return kept[-1]
+
+    monkeypatch.setattr(Convolution, "is_worth_storing", is_worth_storing)
+    monkeypatch.setattr("flash_clipping.factors.convolution.takes_tf32", torch.is_floating_point)
+    x = torch.randn(1, 16, size, size, generator=torch.Generator().manual_seed(0))
+    sums = {}
+    for precision in ("ieee", "tf32"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(16, 32, 3, bias=False), nn.Tanh())
+        flash = GradSampleModuleFlashClipping(
+            model, max_grad_norm=0.01, mode=mode, fp32_precision=precision
+        )
+        flash(x).square().sum().backward()
+        assert model[0].weight.grad is not None
+        sums[precision] = model[0].weight.grad.double()
+        assert sums[precision].norm().item() == pytest.approx(0.01, rel=1e-5)
+    assert 1e-4 < error(sums["tf32"], sums["ieee"]) < 2**-9
+    if mode == "one_pass":
+        assert all(kept) if size == 24 else not any(kept)
+
+
+def test_the_precision_is_read_or_refused() -> None:
+    with pytest.raises(ValueError, match="fp32_precision='high' is unknown; expected one of ieee"):
+        GradSampleModuleFlashClipping(nn.Conv2d(1, 1, 1), fp32_precision="high")  # type: ignore[arg-type]
+    private = Private(nn.Sequential(nn.Linear(6, 3)), fp32_precision="tf32")
+    assert private.model._session.fp32_precision == "tf32"

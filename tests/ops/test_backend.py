@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextvars
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
 import pytest
@@ -173,3 +176,76 @@ def test_the_environment_is_read_once_in_a_backward_pass(monkeypatch: pytest.Mon
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "nonsense")
     with pytest.raises(ValueError, match="nonsense"):
         row_scale(x.detach()[:, None], torch.ones(3))
+
+
+class Mode:
+    """What Triton's mode of compilation by an executor is to its callers."""
+
+    def __init__(self, executor: futures.Executor, *, ignore_errors: bool) -> None:
+        self.executor, self.raw_futures = executor, []  # type: ignore[var-annotated]
+
+
+class Compiles:
+    """A kernel that is never started."""
+
+    arg_names = ("x_ptr", "coef_ptr", "out_ptr", "size", "BLOCK")
+
+    def __init__(self, mode: contextvars.ContextVar[Any]) -> None:
+        self.mode, self.done = mode, 0
+        self.takes = 0.0
+
+    def warmup(self, *args: object, grid: tuple[int, ...], **constants: object) -> None:
+        mode = self.mode.get()
+        mode.raw_futures.append(mode.executor.submit(self.compile))
+
+    def compile(self) -> None:
+        time.sleep(self.takes)
+        self.done += 1
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Compiles:
+    """That of ``row_scale``, in a process where kernels are compiled."""
+    kernels = pytest.importorskip("flash_clipping.ops.rows.triton")
+    mode: contextvars.ContextVar[Any] = contextvars.ContextVar("mode", default=None)
+    found = Compiles(mode)
+    monkeypatch.setattr(kernels, "_row_scale_kernel", found)
+    monkeypatch.setattr(backend, "resolve", lambda wanted, tensor: "triton")
+    monkeypatch.setattr(backend, "is_interpreting", lambda: False)
+    monkeypatch.setattr(backend, "is_triton_available", lambda: True)
+    monkeypatch.setattr(backend, "compilation_by_executor", lambda: (Mode, mode))
+    return found
+
+
+def test_references_work_while_kernels_are_compiled(
+    kernel: Compiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, coef = torch.randn(2, 3), torch.tensor([0.5, 2.0])
+    with backend.compiled_side_by_side():
+        scaled = row_scale(x, coef)
+        # Autograd has threads of its own.
+        with futures.ThreadPoolExecutor(1) as thread:
+            again = thread.submit(row_scale, x, coef).result()
+    assert torch.equal(scaled, x * coef.unsqueeze(1)) and torch.equal(again, scaled)
+    assert kernel.done == 2 and kernel.mode.get() is None and backend.compilation is None
+    assert not caplog.records
+
+
+def test_one_line_says_that_kernels_are_compiled(
+    kernel: Compiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "QUIET", 0.01)
+    kernel.takes = 0.2
+    with backend.compiled_side_by_side():
+        row_scale(torch.randn(2, 3), torch.ones(2))
+    (record,) = caplog.records
+    assert "compiling 1 kernels" in record.getMessage()
+    assert kernel.done == 1, "what is launched next would wait for it"
+
+
+def test_a_kernel_that_nobody_can_ask_for_falls_back(kernel: Compiles) -> None:
+    del kernel.mode  # an error of Python's where the kernel is asked for
+    x, coef = torch.randn(2, 3), torch.tensor([0.5, 2.0])
+    with backend.compiled_side_by_side(), pytest.warns(TritonFallbackWarning, match="mode"):
+        assert torch.equal(row_scale(x, coef), x * coef.unsqueeze(1))
+    assert backend.compilation is None

@@ -17,6 +17,7 @@ from flash_clipping.ops.convolution import (
     geometry,
     laid_out,
 )
+from flash_clipping.ops.convolution.reference import cut
 from tests.ops.cases import Case, every_case, relative_error, worst_relative_error
 
 # What it is, input channels and sides, output channels, and how channels lie in x and in G.
@@ -33,9 +34,19 @@ SHAPES: dict[str, tuple[Geometry, tuple[int, ...], int, bool, bool]] = {
     "1 x 1, strided": (Geometry((1, 1), (2, 1), (0, 0), (1, 1), 1), (4, 5, 4), 5, PLAIN, LAST),
     "1d": (Geometry((5,), (2,), (3,), (1,), 1), (4, 40), 6, PLAIN, PLAIN),
     "3d": (Geometry((2, 3, 1), (1, 2, 1), (1, 0, 1), (2, 1, 1), 1), (5, 4, 7, 3), 17, PLAIN, LAST),
+    "whole": (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1), (64, 4, 4), 128, PLAIN, PLAIN),
+    "whole, last": (Geometry((1, 2), (1, 1), (0, 1), (1, 1), 1), (16, 4, 3), 24, LAST, LAST),
+    "1 x 1, whole": (Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1), (8, 4, 4), 16, PLAIN, PLAIN),
     "one position": (Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1), (4, 3, 3), 5, LAST, LAST),
-    "depthwise": (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 6), (6, 7, 9), 6, PLAIN, PLAIN),
-    "depthwise, last": (Geometry((3, 5), (1, 2), (1, 2), (2, 1), 5), (5, 9, 8), 10, LAST, LAST),
+    "depthwise": (Geometry((3, 3), (1, 1), (1, 1), (1, 1), 6), (6, 4, 4), 6, PLAIN, PLAIN),
+    "depthwise, last": (Geometry((3, 5), (1, 2), (1, 2), (2, 1), 5), (5, 4, 19), 10, LAST, LAST),
+    "depthwise, whole": (
+        Geometry((5, 4), (2, 1), (2, 1), (1, 1), 16),
+        (16, 5, 4),
+        16,
+        PLAIN,
+        LAST,
+    ),
     "depthwise, 3d": (
         Geometry((2, 1, 2), (1, 1, 2), (1, 0, 0), (1, 1, 1), 3),
         (3, 3, 4, 5),
@@ -98,6 +109,41 @@ def check(x: Tensor, G: Tensor, of: Geometry, case: Case, keep: list[int] | None
     assert relative_error(total, wanted) <= case.tolerance
     for result in (parts, total):
         assert result.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+
+
+@every_case
+@pytest.mark.parametrize("name", ["same", "strided", "1 x 1, whole", "groups"])
+def test_operands_in_tf32(case: Case, name: str) -> None:
+    """Norms, gradients and sums are of the cut operands, whoever cuts them: a kernel that falls
+    back to PyTorch in between goes on with the same numbers."""
+    if case.dtype != torch.float32 or (case.backend == "triton" and case.device == "cpu"):
+        pytest.skip("nothing is cut: of fp32 alone, and not in the interpreter")
+    x, G, of = operands(name, case)
+    expected = truth(cut(x), cut(G), of)
+    whole = truth(x, G, of)
+    assert relative_error(expected, whole) > 1e-4, "TF32 would not be noticed"
+    options: dict[str, Any] = dict(tf32=True, backend=case.backend)
+    parts, _ = convolution_sqnorms(x, G, of, **options)
+    squares = expected.flatten(1).square().sum(1)
+    assert worst_relative_error(parts.sum(1), squares) <= case.tolerance
+    grads, _ = convolution_grads(x, G, of, **options)
+    assert relative_error(grads, expected) <= case.tolerance
+    coef = torch.tensor([0.0, 0.5, 2.0], device=x.device)
+    total = convolution_sum(x, G, coef, of, **options)
+    wanted = torch.einsum("b...,b->...", expected, coef.cpu().double())
+    assert relative_error(total, wanted) <= case.tolerance
+
+
+def test_what_is_cut() -> None:
+    """Less than 2^-10 of a number, of each sign; what is not finite stays so."""
+    x = torch.randn(10_000, dtype=torch.float32) * 10.0 ** torch.randint(-30, 30, (10_000,))
+    lost = (x.double() - cut(x).double()).abs() / x.double().abs()
+    assert 5e-4 < lost.max() < 2**-10
+    assert torch.equal(cut(cut(x)), cut(x)) and torch.equal(cut(-x), -cut(x))
+    not_finite = [0x7F800000, 0x7F800001, 0x7FFFFFFF, 0x7FC00000]
+    bits = torch.tensor(not_finite, dtype=torch.int64).to(torch.int32)
+    for x in (bits.view(torch.float32), -bits.view(torch.float32)):
+        assert not x.isfinite().any() and not cut(x).isfinite().any()
 
 
 @every_case

@@ -201,6 +201,8 @@ class _Oracle:
     def tolerance(self) -> float:
         """Known once the model has run: what it casts floats to counts."""
         low = [TOLERANCE[kind] for kind in self.runs.dtypes if kind in TOLERANCE]
+        if self.runs.session.fp32_precision == "tf32":
+            low.append(TOLERANCE[torch.float16])  # which has as many digits
         return max(low, default=TOLERANCE_WIDE)
 
     def table(self) -> Table:
@@ -271,6 +273,7 @@ class _Oracle:
             seed=seed,
             calm=calm,
             sums=3 if adds_up else 1,
+            compiles=not self.audit,
         )
         self.returned, self.axes = set(taps.outputs), taps.axes
         of_S = [_finite(taps.outputs[n][S]).norm() for n in self._fit(taps)]

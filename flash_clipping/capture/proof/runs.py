@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
 from flash_clipping.finish.session import Session
 from flash_clipping.ops.certificate import squared_norms
+from flash_clipping.ops.runtime.backend import compiled_side_by_side
 
 #: Random projections of each gradient: a difference ``d`` is a random number of size ``|d|`` in
 #: each, so that a difference a thousand times the tolerance is missed once in a billion times.
@@ -206,6 +207,7 @@ class Runs:
         before: Callable[[], None] = lambda: None,
         sums: int = 1,
         probing: Any = None,
+        compiles: bool = False,
     ) -> Run:
         """The model on a batch.
 
@@ -221,6 +223,8 @@ class Runs:
             sums: of so many backward passes, the first ones, sums over samples are wanted; of the
                 others norms alone.
             probing: told of operations between bare parameters and samples, which run as they are.
+            compiles: whether kernels are compiled in the first of several backward passes
+                (:func:`~flash_clipping.ops.runtime.backend.compiled_side_by_side`).
 
         Raises:
             whatever the model raises.
@@ -273,9 +277,11 @@ class Runs:
                 for number, scale in enumerate(scales):
                     before()
                     also = () if probing is None else probing.watched
-                    gradients.append(
-                        self._backward(outputs, places, scale, taps, number < sums, also)
-                    )
+                    ahead = compiles and not number and len(scales) > 1
+                    with compiled_side_by_side() if ahead else nullcontext():
+                        gradients.append(
+                            self._backward(outputs, places, scale, taps, number < sums, also)
+                        )
             values = {n: x.detach() for n, x in outputs.items()}
             return Run(values, axes, drawn, gradients, of_loss)
         finally:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -32,12 +31,12 @@ from flash_clipping.ops.clipped_sum.table import (
 )
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.backend import full_precision
-from flash_clipping.ops.runtime.launches import has_gluon, launch
+from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
 from flash_clipping.ops.runtime.shapes import Memo
 from flash_clipping.ops.runtime.tiles import load_tile, operand, row_of, tile_in_groups
 
 
-@triton.jit
+@jit
 def _clipped_sums_kernel(
     table_ptr, coef_ptr,
     layers, count, B, T,

@@ -1,6 +1,11 @@
 """Convolutions: norms of per-sample weight gradients, these gradients, and their clipped sum.
 
 B samples, O output channels, C input channels of one group.
+
+``tf32=True``: fp32 operands are cut to TF32 (10 of 23 bits of the mantissa), so that tensor cores
+need one product where fp32 takes three. Each number loses less than 2⁻¹⁰ of itself. Norms, kept
+gradients and sums are of the same cut operands: what is measured is what is released, as for 16-bit
+operands.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ def laid_out(
 
 
 def convolution_sqnorms(
-    x: Tensor, G: Tensor, geometry: Geometry, *, backend: str = "auto"
+    x: Tensor, G: Tensor, geometry: Geometry, *, tf32: bool = False, backend: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
     """Squared norms of the per-sample gradients of a convolution's weight.
 
@@ -37,6 +42,7 @@ def convolution_sqnorms(
         x: the layer's input, ``[B, groups·C, *in]``, in any memory format.
         G: its output gradient, ``[B, O, *out]``.
         geometry: of the convolution.
+        tf32: see above.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:
@@ -48,11 +54,11 @@ def convolution_sqnorms(
         ValueError: shapes that do not fit.
     """
     x, G = _checked(x, G, geometry)
-    return backends.run(reference.convolution_sqnorms, backend, G, x, G, geometry)
+    return backends.run(reference.convolution_sqnorms, backend, G, x, G, geometry, tf32)
 
 
 def convolution_grads(
-    x: Tensor, G: Tensor, geometry: Geometry, *, backend: str = "auto"
+    x: Tensor, G: Tensor, geometry: Geometry, *, tf32: bool = False, backend: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
     """The per-sample gradients themselves.
 
@@ -62,11 +68,17 @@ def convolution_grads(
         rounded value that is kept, so that what is measured is what is released.
     """
     x, G = _checked(x, G, geometry)
-    return backends.run(reference.convolution_grads, backend, G, x, G, geometry)
+    return backends.run(reference.convolution_grads, backend, G, x, G, geometry, tf32)
 
 
 def convolution_sum(
-    x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry, *, backend: str = "auto"
+    x: Tensor,
+    G: Tensor,
+    coef_B: Tensor,
+    geometry: Geometry,
+    *,
+    tf32: bool = False,
+    backend: str = "auto",
 ) -> Tensor:
     """``Σ_b coef_b · g_b``, ``[O, C, *kernel]`` in fp32 (float64 for float64).
 
@@ -74,7 +86,7 @@ def convolution_sum(
     """
     x, G = _checked(x, G, geometry)
     check_coefficients(coef_B, G, "G")
-    return backends.run(reference.convolution_sum, backend, G, x, G, coef_B, geometry)
+    return backends.run(reference.convolution_sum, backend, G, x, G, coef_B, geometry, tf32)
 
 
 def _checked(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:

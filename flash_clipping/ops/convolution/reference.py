@@ -30,10 +30,23 @@ def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     return x, G
 
 
-def convolution_sqnorms(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+def cut(x: Tensor) -> Tensor:
+    """fp32 numbers without the 13 bits that TF32 does not have, as tensor cores read them. What is
+    not finite stays so."""
+    return x.view(torch.int32).bitwise_and(-(1 << 13)).view(torch.float32)
+
+
+def _operands(x: Tensor, G: Tensor, tf32: bool) -> tuple[Tensor, Tensor]:
+    return (cut(x), cut(G)) if tf32 and x.dtype == torch.float32 else (x, G)
+
+
+def convolution_sqnorms(
+    x: Tensor, G: Tensor, geometry: Geometry, tf32: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """See :func:`flash_clipping.ops.convolution.convolution_sqnorms`."""
     if not len(G):
         return G.new_zeros((0, 1), dtype=accumulator(G)), None
+    x, G = _operands(x, G, tf32)
     found = []
     for rows in chunks(x, G, geometry):
         A_NTd, G_NTp = unfolded(x[rows], G[rows], geometry)
@@ -58,15 +71,21 @@ def doubt(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     return certificate.doubt(norms_sq.mul_(patch_sq).sqrt_().flatten(1).sum(1))
 
 
-def convolution_grads(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+def convolution_grads(
+    x: Tensor, G: Tensor, geometry: Geometry, tf32: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """See :func:`flash_clipping.ops.convolution.convolution_grads`."""
+    x, G = _operands(x, G, tf32)
     way = by_groups if _groups_are_fast(x, G, geometry) else by_patches
     grads = way(x, G, geometry)
     return grads, certificate.squared_norms(grads, accumulator(grads)).unsqueeze(1)
 
 
-def convolution_sum(x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry) -> Tensor:
+def convolution_sum(
+    x: Tensor, G: Tensor, coef_B: Tensor, geometry: Geometry, tf32: bool = False
+) -> Tensor:
     """See :func:`flash_clipping.ops.convolution.convolution_sum`."""
+    x, G = _operands(x, G, tf32)
     G = row_scale(G, coef_B)
     x = x.to(G.dtype)
     # The input is not scaled, so 0 * inf must be kept out of it as well. Only the CPU may look

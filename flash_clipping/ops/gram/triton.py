@@ -29,7 +29,7 @@ from flash_clipping.ops.certificate import FLOOR, gram_doubt
 from flash_clipping.ops.gram.table import Launch, launches_of
 from flash_clipping.ops.gram.tiles import RING, Config, sample_of, tile_of
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import has_gluon, launch
+from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
 from flash_clipping.ops.runtime.shapes import Group, Memo, SqnormBlock
 from flash_clipping.ops.runtime.tiles import sum_by_warp
 from flash_clipping.ops.runtime.upload import to_device
@@ -116,7 +116,7 @@ def _group_tile(
             tl.store(out + 3 * plane, tl.zeros((PARTS,), tl.float32))
 
 
-@triton.jit
+@jit
 def _gram_kernel(
     inputs_ptr, layers_ptr, sums_ptr,
     groups, B, T, rows, plane,

@@ -8,14 +8,13 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.norm_layer import reference
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import launch
-from flash_clipping.ops.runtime.tiles import load_rows, store_rows
+from flash_clipping.ops.runtime.launches import jit, launch
+from flash_clipping.ops.runtime.tiles import load_rows, multiple_of, store_rows
 
 MAX_WIDTH = 16384
 """The widest row that a program holds in registers."""
@@ -28,15 +27,19 @@ STAGES = 3
 """Loads run two steps ahead."""
 
 
-@triton.jit
+@jit
 def _norm_kernel(
     x_ptr, G_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, vectors_ptr,
     T, d, x_stride_b, x_stride_t, G_stride_b, G_stride_t, rows_per_chunk, chunks,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
+    BIAS_GRAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk of rows of one sample; sums over rows stay in registers until its end. Pointers of
     what the layer does not have, or nobody wants, are None."""
+    if WHOLE:
+        d = multiple_of(d, 8)
+        x_stride_b, x_stride_t = multiple_of(x_stride_b, 8), multiple_of(x_stride_t, 8)
+        G_stride_b, G_stride_t = multiple_of(G_stride_b, 8), multiple_of(G_stride_t, 8)
     HAS_MEAN: tl.constexpr = mean_ptr is not None
     HAS_WEIGHT: tl.constexpr = weight_ptr is not None
     INPUT_GRAD: tl.constexpr = dx_ptr is not None
@@ -112,6 +115,7 @@ def norm_backward(
         x_BTd, G_BTd, None if mean is None else mean.contiguous(), rstd.contiguous(),
         None if weight_d is None else weight_d.contiguous(), dx_BTd, vectors_PBnd, T, d,
         *x_BTd.stride()[:2], *G_BTd.stride()[:2], rows_per_chunk, chunks,
+        WHOLE=tiles.in_eights(d, *x_BTd.stride()[:2], *G_BTd.stride()[:2]),
         ROWS=rows, WIDTH=width, WEIGHT_GRAD=weight_grad, BIAS_GRAD=bias_grad, STAGES=STAGES,
         num_warps=warps,
     )  # fmt: skip
@@ -130,13 +134,35 @@ def _split(B: int, T: int, d: int, device: torch.device) -> tuple[int, int, int,
     return width, rows, rows_per_chunk, tiles.cdiv(T, rows_per_chunk), warps
 
 
-@triton.jit
+CHANNELS = POSITIONS = 64
+"""Of a group norm's tile: 128 bytes of 16-bit numbers along either axis."""
+
+
+@jit
 def _group_norm_kernel(
     x_ptr, G_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr,
     C, S, x_stride_b, x_stride_c, x_stride_s, G_stride_b, G_stride_c, G_stride_s, groups,
     channel_blocks,
-    CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
+    X_TOGETHER: tl.constexpr, G_TOGETHER: tl.constexpr, CHANNELS: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):  # fmt: skip
+    """``..._TOGETHER``: the axis along which numbers lie in eights, "C" or "S", or ""."""
+    if X_TOGETHER == "C" or G_TOGETHER == "C":
+        C = multiple_of(C, 8)
+    if X_TOGETHER == "S" or G_TOGETHER == "S":
+        S = multiple_of(S, 8)
+    if X_TOGETHER == "C":
+        x_stride_b, x_stride_c = multiple_of(x_stride_b, 8), 1
+        x_stride_s = multiple_of(x_stride_s, 8)
+    elif X_TOGETHER == "S":
+        x_stride_b, x_stride_s = multiple_of(x_stride_b, 8), 1
+        x_stride_c = multiple_of(x_stride_c, 8)
+    if G_TOGETHER == "C":
+        G_stride_b, G_stride_c = multiple_of(G_stride_b, 8), 1
+        G_stride_s = multiple_of(G_stride_s, 8)
+    elif G_TOGETHER == "S":
+        G_stride_b, G_stride_s = multiple_of(G_stride_b, 8), 1
+        G_stride_c = multiple_of(G_stride_c, 8)
     pid = tl.program_id(0)
     b = (pid // channel_blocks).to(tl.int64)
     c = (pid % channel_blocks) * CHANNELS + tl.arange(0, CHANNELS)
@@ -144,38 +170,45 @@ def _group_norm_kernel(
     group = b * groups + c // (C // groups)
     mean = tl.load(mean_ptr + group, mask=in_channels, other=0.0).to(tl.float32)
     rstd = tl.load(rstd_ptr + group, mask=in_channels, other=0.0).to(tl.float32)
-    w_sum = tl.zeros((CHANNELS,), tl.float32)
-    b_sum = tl.zeros((CHANNELS,), tl.float32)
+    w_sum = tl.zeros((CHANNELS, POSITIONS), tl.float32)
+    b_sum = tl.zeros((CHANNELS, POSITIONS), tl.float32)
     wide_c = c.to(tl.int64)[:, None]
     for first in range(0, S, POSITIONS):
         s = first + tl.arange(0, POSITIONS)
         inside = in_channels[:, None] & (s < S)[None, :]
         wide_s = s.to(tl.int64)[None, :]
-        x_at = x_ptr + b * x_stride_b + wide_c * x_stride_c + wide_s * x_stride_s
+        x_at = x_ptr + b * x_stride_b + (wide_c * x_stride_c + wide_s * x_stride_s)
         x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-        G_at = G_ptr + b * G_stride_b + wide_c * G_stride_c + wide_s * G_stride_s
+        G_at = G_ptr + b * G_stride_b + (wide_c * G_stride_c + wide_s * G_stride_s)
         G = tl.load(G_at, mask=inside, other=0.0).to(tl.float32)
-        w_sum += tl.sum(G * ((x - mean[:, None]) * rstd[:, None]), 1)
-        b_sum += tl.sum(G, 1)
-    tl.store(w_ptr + b * C + c, w_sum, mask=in_channels)
-    tl.store(b_ptr + b * C + c, b_sum, mask=in_channels)
+        w_sum += G * ((x - mean[:, None]) * rstd[:, None])
+        b_sum += G
+    tl.store(w_ptr + b * C + c, tl.sum(w_sum, 1), mask=in_channels)
+    tl.store(b_ptr + b * C + c, tl.sum(b_sum, 1), mask=in_channels)
 
 
 def group_norm_grads(
     x_BCS: Tensor, G_BCS: Tensor, mean_Bg: Tensor, rstd_Bg: Tensor
 ) -> tuple[Tensor, Tensor]:
     B, C, S = x_BCS.shape
-    channels_last = x_BCS.stride(1) == 1 and S > 1
-    channels = min(64, tiles.next_power_of_2(C)) if channels_last else 4
-    positions = min(4096 // channels, tiles.next_power_of_2(S))
-    channel_blocks = tiles.cdiv(C, channels)
+    channel_blocks = tiles.cdiv(C, CHANNELS)
     w_BC = torch.empty((B, C), dtype=torch.float32, device=x_BCS.device)
     b_BC = torch.empty_like(w_BC)
     launch(
         _group_norm_kernel, B * channel_blocks,
         x_BCS, G_BCS, mean_Bg.contiguous(), rstd_Bg.contiguous(), w_BC, b_BC, C, S, *x_BCS.stride(),
         *G_BCS.stride(), mean_Bg.shape[1], channel_blocks,
-        CHANNELS=channels, POSITIONS=positions,
+        X_TOGETHER=_together(x_BCS.shape, x_BCS.stride()),
+        G_TOGETHER=_together(G_BCS.shape, G_BCS.stride()), CHANNELS=CHANNELS, POSITIONS=POSITIONS,
         num_warps=4,
     )  # fmt: skip
     return w_BC, b_BC
+
+
+@functools.lru_cache(maxsize=1024)
+def _together(shape: torch.Size, strides: tuple[int, int, int]) -> str:
+    """The axis of ``[B, C, S]`` along which eight numbers lie together wherever a kernel looks."""
+    b, c, s = strides
+    if c == 1 and shape[2] > 1 and tiles.in_eights(b, s, shape[1]):
+        return "C"
+    return "S" if s == 1 and tiles.in_eights(b, c, shape[2]) else ""

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import has_gluon, launch
+from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
 from flash_clipping.ops.runtime.tables import Table, firsts_of
 from flash_clipping.ops.runtime.tiles import load_tile, sum_by_warp, tile_in_groups
 
@@ -24,7 +24,7 @@ GROUP = 4
 """Tile rows walked together, so that the operands of a wave stay in the L2 cache."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "T", "tiles_p", "tiles_d"])
 def _outer_kernel(
     A_ptr, G_ptr, out_ptr, partial_ptr,
     B, T, d, p, A_stride_b, A_stride_t, G_stride_b, G_stride_t, tiles_p, tiles_d,
@@ -183,12 +183,14 @@ def _weighted_block(grads_ptr, coef_ptr, stride_b, columns, B, N, UNROLL: tl.con
     return total
 
 
-@triton.jit
+@jit
 def _weighted_sum_kernel(
     grads_ptr, coef_ptr, out_ptr,
     B, N, stride_b, K, C,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    if WHOLE:
+        N, stride_b = tiles.multiple_of(N, 8), tiles.multiple_of(stride_b, 8)
     columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = _weighted_block(grads_ptr, coef_ptr, stride_b, columns, B, N, UNROLL)
     tl.store(out_ptr + _in_order_of_weight(columns, K, C), total, mask=columns < N)
@@ -214,13 +216,13 @@ def weighted_sum(grads: Tensor, coef_B: Tensor) -> Tensor:
     launch(
         _weighted_sum_kernel, tiles.cdiv(N, WEIGHTED_BLOCK),
         grads, coef_B.contiguous(), out, grads.shape[0], N, grads.stride(0), K, C,
-        BLOCK=WEIGHTED_BLOCK, UNROLL=WEIGHTED_UNROLL,
+        WHOLE=tiles.in_eights(N, grads.stride(0)), BLOCK=WEIGHTED_BLOCK, UNROLL=WEIGHTED_UNROLL,
         num_warps=4,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@jit
 def _weighted_sums_kernel(
     table_ptr, coef_ptr,
     tensors, B,

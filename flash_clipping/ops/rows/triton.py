@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
-from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.launches import jit, launch
 from flash_clipping.ops.runtime.shapes import Memo, Normalized
 from flash_clipping.ops.runtime.tables import Table, firsts_of
 from flash_clipping.ops.runtime.tiles import row_of
@@ -107,6 +107,8 @@ def row_scale(x: Tensor, coef_B: Tensor) -> Tensor:
 
 BLOCK = 128
 ROWS = 32
+FEWEST = 64
+"""Tensors, and blocks of one, that a kernel is compiled for at least: many tables, few kernels."""
 # Of the table: address and strides of the rows, then of x, then mean and rstd; elements, where
 # they begin in the output, and the first of the blocks.
 _COLUMNS = 11
@@ -140,7 +142,7 @@ def _block_sum(
     return total
 
 
-@triton.jit
+@jit
 def _row_sums_kernel(
     table_ptr, sums_ptr, squares_ptr,
     tensors, T, N, blocks, widest,
@@ -158,13 +160,10 @@ def _row_sums_kernel(
     part = block - tl.load(row + 10).to(tl.int32)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n
-    if X_DTYPE is None:
+    if tl.load(row + 3) == 0:
         total = _block_sum(row, b, T, columns, inside, DTYPE, None, ROWS)
     else:
-        if tl.load(row + 3) == 0:
-            total = _block_sum(row, b, T, columns, inside, DTYPE, None, ROWS)
-        else:
-            total = _block_sum(row, b, T, columns, inside, DTYPE, X_DTYPE, ROWS)
+        total = _block_sum(row, b, T, columns, inside, DTYPE, X_DTYPE, ROWS)
     tl.store(sums_ptr + b * N + tl.load(row + 9) + columns, total, mask=inside)
     squares = squares_ptr + (b * tensors + tensor) * widest
     tl.store(squares + part, tl.sum(total * total, 0))
@@ -224,8 +223,9 @@ def row_sums(
         _row_sums_kernel, B * blocks,
         table.on(device), sums_BN, squares_BPw, tensors, T, N, blocks, widest,
         DTYPE=tiles.TL_DTYPE[first.dtype],
-        X_DTYPE=None if table.x_dtype is None else tiles.TL_DTYPE[table.x_dtype],
-        TENSORS=tiles.next_power_of_2(tensors), WIDEST=tiles.next_power_of_2(widest),
+        X_DTYPE=tiles.TL_DTYPE[table.x_dtype or first.dtype],
+        TENSORS=max(FEWEST, tiles.next_power_of_2(tensors)),
+        WIDEST=max(FEWEST, tiles.next_power_of_2(widest)),
         COLUMNS=_COLUMNS, BLOCK=BLOCK, ROWS=ROWS,
         num_warps=4,
     )  # fmt: skip

@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from flash_clipping._compat import graph_task, is_autocasting
+from flash_clipping._compat import compilation_by_executor, graph_task, is_autocasting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,8 +60,20 @@ class _Backward(threading.local):
 
 
 _backward = _Backward()
+compilation: Any = None
+"""Inside of :func:`compiled_side_by_side`, Triton's mode that compiles by an executor."""
+
 _broken: set[tuple[str, torch.dtype]] = set()
 _warned: set[str] = set()
+
+
+logger = logging.getLogger("flash_clipping")
+
+QUIET = 1.0
+"""Seconds of compilation of which nothing is said."""
+
+MOST_THREADS = 16
+"""That compile at one time."""
 
 
 class TritonFallbackWarning(UserWarning):
@@ -146,6 +160,10 @@ def run(
     if reason is None:
         try:
             kernel: Callable[P, R] = getattr(_kernels_beside(reference.__module__), name)
+            if compilation is not None:
+                with torch.no_grad(), torch.cuda.device_of(tensor):
+                    kernel(*args, **kwargs)  # starts nothing: what it returns was never written
+                return _run_reference(reference, tensor, args, kwargs)
             if torch.is_grad_enabled() or not _is_on_current_device(tensor):
                 with torch.no_grad(), torch.cuda.device_of(tensor):
                     return kernel(*args, **kwargs)
@@ -157,6 +175,48 @@ def run(
     _warn_once(name, reason, failure)
     _broken.add((name, tensor.dtype))
     return _run_reference(reference, tensor, args, kwargs)
+
+
+@contextlib.contextmanager
+def compiled_side_by_side() -> Iterator[None]:
+    """Inside, the kernels that operations want are compiled side by side, in threads, while
+    references do the operations' work. At the end all are there.
+
+    A model meets its kernels one after the other: compiled when they are first launched, they would
+    be waited for one after the other. One line says what is going on if it takes a while. A kernel
+    that does not compile is met again where it is launched. Without Triton, in its interpreter, and
+    in versions of Triton that cannot do it, nothing is other than outside.
+    """
+    global compilation
+    way = None if is_interpreting() or not is_triton_available() else compilation_by_executor()
+    if way is None or compilation is not None:
+        yield
+        return
+    with futures.ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        mode = compilation = way[0](threads, ignore_errors=True)
+        try:
+            yield
+        finally:
+            compilation = None
+            jobs = [*mode.raw_futures]
+            if futures.wait(jobs, QUIET).not_done:
+                logger.warning(
+                    "flash_clipping: compiling %d kernels for this model, which takes some "
+                    "seconds; Triton keeps them for the next time.",
+                    len(jobs),
+                )
+
+
+def hand_over(compile: Callable[[], object]) -> None:
+    """Let threads compile the kernel that this asks Triton for; only where there is a
+    :data:`compilation`."""
+    way = compilation_by_executor()
+    assert way is not None
+    before = way[1].set(compilation)  # of this thread: autograd has its own
+    try:
+        compile()
+    finally:
+        way[1].reset(before)
 
 
 @functools.cache
@@ -197,6 +257,11 @@ def is_always_precise(tensor: Tensor) -> bool:
     setting of fp32 is for those of 16 bits, and no autocast is on that would cast them."""
     is_half = tensor.dtype in (torch.bfloat16, torch.float16)
     return is_half and (tensor.is_cuda or tensor.is_cpu) and not is_autocasting()
+
+
+def takes_tf32(tensor: Tensor) -> bool:
+    """Whether its device multiplies numbers of this dtype in TF32."""
+    return tensor.is_cuda and tensor.dtype == torch.float32 and torch.version.hip is None
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import re
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -18,6 +19,7 @@ import triton
 from torch import Tensor
 
 from flash_clipping._compat import compiled_kernel, has_gluon_modules
+from flash_clipping.ops.runtime import backend
 
 #: Kernels found last: shapes are part of what they are found by, so they could become many.
 _MOST = 4096
@@ -41,6 +43,22 @@ _remembers = torch.version.hip is None and _CompiledKernel is not None
 _found: dict[Hashable, tuple[Any, Any, tuple[Any, ...]]] = {}
 
 
+def jit(function: Callable[..., Any]) -> Any:
+    """``triton.jit`` for a kernel that is compiled once for all numbers.
+
+    Triton compiles anew where an integer is 1, or becomes a multiple of 16: many kernels for one
+    model. Here sizes and strides are integers that the kernel knows nothing of, and what it is to
+    know of them is a constant of its own. Of addresses (``..._ptr``) it knows whether they are
+    multiples of 16.
+    """
+    numbers = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if "constexpr" not in str(parameter.annotation) and not name.endswith("_ptr")
+    ]
+    return triton.jit(function, do_not_specialize=numbers)
+
+
 def launch(
     kernel: Any, programs: int, *args: Any, workspace: bool = False, **constants: Any
 ) -> None:
@@ -55,6 +73,9 @@ def launch(
         workspace: whether the kernel makes descriptors on the device, which takes memory there.
         constants: all constants of the kernel, and Triton's own options.
     """
+    if backend.compilation is not None:
+        backend.hand_over(lambda: kernel.warmup(*args, grid=(programs,), **constants))
+        return
     if workspace:
         # Descriptors made by the host would cost it 10 µs each. Triton asks an allocator of the
         # current context for the memory; ours, in a copy of the context, leaves the caller's alone.

@@ -85,6 +85,17 @@ def with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def in_eights(*sizes: int) -> bool:
+    """Whether all of these are multiples of 8: of 16 bytes, in every dtype that kernels read."""
+    return not any([size % 8 for size in sizes])
+
+
+@triton.jit
+def multiple_of(n, EACH: tl.constexpr):
+    """``n``, of which the compiler is to know that it is a multiple of ``EACH``."""
+    return n // EACH * EACH
+
+
 @triton.jit
 def row_of(table_ptr, rows, program, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """The row of a table (:mod:`flash_clipping.ops.runtime.tables`) that a program is for; the last

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ import torch
 from hypothesis import given
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.proof import runs
 from flash_clipping.capture.proof.gate import FIRST_AUDIT, Gate
+from flash_clipping.capture.proof.runs import Runs
 from tests.capture.proof.mixers import RIGHT, WRONG, WRONG_AFTER, Around, B, K, T
 from tests.capture.proof.test_oracle import LATER
 from tests.support.models import CASES
@@ -63,6 +67,33 @@ def test_evaluation_is_looked_at_by_itself() -> None:
     flash.eval()
     with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
         flash(torch.randn(B, T, K)).square().sum().backward()
+
+
+def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of the backward passes that are compared: the others run what was compiled."""
+    backwards: list[str] = []
+
+    @contextmanager
+    def side_by_side() -> Iterator[None]:
+        backwards.append("begins")
+        yield
+        backwards.append("ends")
+
+    measured = Runs._backward
+
+    def backward(self: Runs, *args: Any) -> Any:
+        backwards.append("through taps" if args[3] else "plain")
+        return measured(self, *args)
+
+    monkeypatch.setattr(runs, "compiled_side_by_side", side_by_side)
+    monkeypatch.setattr(Runs, "_backward", backward)
+    flash = first_step(Around(RIGHT["plain"]))
+    assert backwards[:4] == ["begins", "through taps", "ends", "through taps"]
+    assert backwards.count("begins") == 1
+    for _ in range(FIRST_AUDIT):
+        flash(torch.randn(B, T, K)).square().sum().backward()
+    assert backwards.count("through taps") > 2, "there was no audit"
+    assert backwards.count("begins") == 1
 
 
 def test_audits_are_seldom() -> None:
