@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class FlashClippingError(RuntimeError):
@@ -14,6 +15,16 @@ class FlashClippingError(RuntimeError):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.add_note("docs/troubleshooting.md has an entry for this error, by its text.")
+
+    def __reduce__(self) -> Any:
+        # Whatever a subclass is made of (modules, other errors), to another process goes its text.
+        return _with_text, (type(self), self.args, self.__notes__)
+
+
+def _with_text(kind: type[FlashClippingError], args: tuple[Any, ...], notes: list[str]) -> Any:
+    error = kind.__new__(kind, *args)
+    error.__notes__ = notes
+    return error
 
 
 #: A note for ``torch.OutOfMemoryError`` in a loop that cannot go back to the batch.

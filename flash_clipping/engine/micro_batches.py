@@ -60,7 +60,7 @@ class StepInParts:
         self.optimizer, self.most, self.halves = optimizer, most, halves
 
     def begin(self) -> None:
-        """A logical batch begins; parts of one that failed are let go of."""
+        """A logical batch begins, or has failed: parts of one are let go of."""
         self.optimizer.discard_step()
         self.optimizer._step_skip_queue.clear()
         self.optimizer.zero_grad()
@@ -79,16 +79,25 @@ class StepInParts:
         """
         self.begin()
         results: list[_T] = []
-        while (place := len(results)) < len(batch.parts):
-            if self.most is not None and batch.sizes[place] > self.most:
-                batch.split(place, self.most)
-            size = batch.sizes[place]
-            if not self._run(work, batch.parts[place], size, results):
-                self.most = -(-size // 2)
-                self._let_go()
-            elif len(results) < len(batch.parts):
-                self.keep_sums()
+        try:
+            while len(results) < len(batch.parts):
+                self._advance(batch, work, results)
+        except BaseException:
+            self.begin()  # a step without parts, on whatever comes next, would take the sums
+            raise
         return results
+
+    def _advance(self, batch: Parts, work: Callable[[Any, int], _T], results: list[_T]) -> None:
+        """Run the next part, or halve it."""
+        place = len(results)
+        if self.most is not None and batch.sizes[place] > self.most:
+            batch.split(place, self.most)
+        size = batch.sizes[place]
+        if not self._run(work, batch.parts[place], size, results):
+            self.most = -(-size // 2)
+            self._let_go()
+        elif len(results) < len(batch.parts):
+            self.keep_sums()
 
     def _run(self, work: Callable[[Any, int], _T], part: Any, size: int, results: list[_T]) -> bool:
         """Whether there was memory for it. (The error holds all frames it came through, and these

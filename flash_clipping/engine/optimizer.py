@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -442,6 +442,21 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
         """The dtype of noisy gradients: the parameter's, as optimizers want them."""
         return p.dtype
+
+    def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
+        """As in Opacus: called when noise was added, to account for the step. If it raises, the
+        noisy gradients are let go of: nobody has accounted for them."""
+
+        def account(optimizer: Any) -> None:
+            try:
+                fn(optimizer)
+            except BaseException:
+                for p in self.params:
+                    p.grad = None
+                self.discard_step()
+                raise
+
+        super().attach_step_hook(account)
 
     def scale_grad(self) -> None:
         """Nothing: :meth:`add_noise` divides in the same pass."""

@@ -221,8 +221,8 @@ class Scores(nn.Module):
     Args:
         rows: of the table; with few of them, each is read at many pairs.
         mask: how what a sample may not attend to is left out: of the biases, before they are added
-            (``"causal"`` and ``"filled"``, the same for all samples, ``"where"``, ``"added"``,
-            each sample's own), or not at all.
+            (``"causal"``, ``"filled"`` and ``"named"``, the same for all samples, ``"where"``,
+            ``"added"``, each sample's own), or not at all.
         fused: attention is one function, which gets the biases as its mask.
     """
 
@@ -243,6 +243,8 @@ class Scores(nn.Module):
                 mask = torch.where(seen, bias, -0.5)  # which the table must not get
             elif self.mask == "filled":
                 mask = bias.masked_fill(~seen, -0.5)
+            elif self.mask == "named":
+                mask = torch.where(~seen, other=bias, input=bias.new_tensor(-0.5))
             elif self.mask == "where":
                 mask = torch.where(hidden, -1e4, bias)
             elif self.mask == "added":
@@ -256,7 +258,7 @@ class Scores(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mask", ["", "causal", "filled", "where", "added"])
+@pytest.mark.parametrize("mask", ["", "causal", "filled", "named", "where", "added"])
 @pytest.mark.parametrize("rows, fused", [(2, False), (5, True), (100, False)])
 def test_a_table_that_layers_share(rows: int, fused: bool, mask: str, mode: str) -> None:
     """Its gradient is one factor for all of them, taken through the lookup once."""

@@ -50,6 +50,15 @@ def test_errors_name_their_page_once() -> None:
     assert (Path(__file__).parents[2] / page).is_file()
 
 
+def test_errors_reach_another_process() -> None:
+    module = wrapped(nn.EmbeddingBag(5, 3, mode="max"))
+    with pytest.raises(FlashClippingError, match="has no per-sample") as caught:
+        module(torch.zeros(3, 4).long())
+    there = pickle.loads(pickle.dumps(caught.value))
+    assert type(there) is type(caught.value)
+    assert (str(there), there.__notes__) == (str(caught.value), caught.value.__notes__)
+
+
 class FoldedWindows(nn.Module):
     """Windows folded into the batch axis: all first windows, then all second ones."""
 

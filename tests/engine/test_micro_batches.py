@@ -202,6 +202,28 @@ def test_what_fails_otherwise_is_begun_anew() -> None:
     training.check(expected)
 
 
+def test_what_failed_is_in_no_later_step() -> None:
+    """Also of a step without parts, and of samples that no loader knows."""
+    training = Training()
+    x, y = (part[:8].clone() for part in data().tensors)
+    micro_batches = MicroBatches(training.optimizer, max_physical_batch_size=4)
+
+    def failing(x: Tensor, y: Tensor, calls: list[int] = []) -> None:  # noqa: B006
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("mine")
+        training.backward(x.double(), y)
+
+    with pytest.raises(ValueError, match="mine"):
+        micro_batches(failing, x, y)
+    training.optimizer.zero_grad()
+    training.backward(x.double(), y)
+    once = [param.grad.clone() for param in training.plain.parameters()]
+    training.optimizer.accumulate()
+    for param, grad in zip(training.plain.parameters(), once, strict=True):
+        assert torch.equal(param.summed_grad, grad)
+
+
 def test_results_of_parts() -> None:
     training = Training(Small(4))
     x, y = data().tensors[0][:13].double(), data().tensors[1][:13]

@@ -184,6 +184,27 @@ def test_a_step_whose_noise_fails(
     assert released.releases[-1][0] <= 0.1 * parts * SLACK
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_that_is_not_accounted_for_leaves_nothing(
+    parts: int, released: Released, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = Private()
+
+    def step() -> None:
+        for part in range(parts):
+            private.optimizer.signal_skip_step(part + 1 < parts)
+            private.backward(start=part)
+            private.optimizer.step()
+
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(private.engine.accountant, "step", lambda **_: 1 / 0)
+        step()
+    assert all(param.grad is None for param in private.plain.parameters())
+    step()  # without zero_grad()
+    assert len(private.engine.accountant) == 1
+    assert released.releases[-1][0] <= 0.1 * parts * SLACK
+
+
 # -- two optimizers, copies -----------------------------------------------------------------------
 
 

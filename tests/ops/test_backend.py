@@ -231,6 +231,22 @@ def test_references_work_while_kernels_are_compiled(
     assert not caplog.records
 
 
+def test_an_operation_that_was_under_way_is_started(kernel: Compiles) -> None:
+    """One of another thread, which another model trains in, say: nothing else does its work."""
+    launches = pytest.importorskip("flash_clipping.ops.runtime.launches")
+    started: list[tuple[int, ...]] = []
+
+    class Starts(Compiles):
+        arg_names = ("x_ptr", "BLOCK")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **constants: started.append(grid)
+
+    with backend.compiled_side_by_side():
+        launches.launch(Starts(kernel.mode), 2, torch.zeros(3), BLOCK=1)
+    assert started == [(2,)]
+
+
 def test_one_line_says_that_kernels_are_compiled(
     kernel: Compiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,7 +148,9 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if lookup is source is rows is None and len(bares) == 1 and not in_place:
         bare = bares[0]
         if bare.kept_lookup and isinstance(result, Tensor) and result.shape == bare.shape:
-            parent, kept = bare, _kept_of(name, leaves)
+            parent = bare
+            if not kwargs:  # whose order says nothing
+                kept = _kept_of(name, leaves)
 
     def derived(value: Tensor, row: Tensor | None) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):

@@ -50,10 +50,12 @@ _NOT_OURS = torch.OutOfMemoryError, torch.AcceleratorError
 class _Backward(threading.local):
     """The backward pass that this thread was in last: its number, the implementations chosen in it,
     by backend and kind of tensor, and, at its end, the device type on which products are precise
-    already."""
+    already. And whether this thread's launches compile and start nothing: another thread's, of an
+    operation that was under way before, do."""
 
     task = -1
     precise_on = ""
+    only_compiles = False
 
     def __init__(self) -> None:
         self.chosen: dict[tuple[str, torch.dtype, bool], str] = {}
@@ -161,8 +163,12 @@ def run(
         try:
             kernel: Callable[P, R] = getattr(_kernels_beside(reference.__module__), name)
             if compilation is not None:
-                with torch.no_grad(), torch.cuda.device_of(tensor):
-                    kernel(*args, **kwargs)  # starts nothing: what it returns was never written
+                before, _backward.only_compiles = _backward.only_compiles, True
+                try:
+                    with torch.no_grad(), torch.cuda.device_of(tensor):
+                        kernel(*args, **kwargs)  # what it returns was never written
+                finally:
+                    _backward.only_compiles = before
                 return _run_reference(reference, tensor, args, kwargs)
             if torch.is_grad_enabled() or not _is_on_current_device(tensor):
                 with torch.no_grad(), torch.cuda.device_of(tensor):
@@ -205,6 +211,11 @@ def compiled_side_by_side() -> Iterator[None]:
                     "seconds; Triton keeps them for the next time.",
                     len(jobs),
                 )
+
+
+def only_compiles() -> bool:
+    """Whether a launch of this thread is for :func:`hand_over`."""
+    return _backward.only_compiles
 
 
 def hand_over(compile: Callable[[], object]) -> None:

@@ -73,7 +73,7 @@ def launch(
         workspace: whether the kernel makes descriptors on the device, which takes memory there.
         constants: all constants of the kernel, and Triton's own options.
     """
-    if backend.compilation is not None:
+    if backend.only_compiles():
         backend.hand_over(lambda: kernel.warmup(*args, grid=(programs,), **constants))
         return
     if workspace:
