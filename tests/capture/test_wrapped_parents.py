@@ -139,7 +139,7 @@ NORM: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
 }
 
 
-class ConvolutionGrad(nn.Conv1d):
+class Convolution(nn.Conv1d):
     """A convolution that pads by itself, and one that standardises its weight."""
 
     def __init__(self, standardised: bool):
@@ -194,8 +194,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         for name, (how, kinds) in LINEAR.items()
     },
     **{f"norm_{name}": (lambda how=how: Norm(how), kinds) for name, (how, kinds) in NORM.items()},
-    "convolution": (lambda: ConvolutionGrad(False), {"ConvolutionGrad", "DenseGrad"}),
-    "convolution_standardised": (lambda: ConvolutionGrad(True), DENSE),
+    "convolution": (lambda: Convolution(False), {"ConvolutionGrad", "DenseGrad"}),
+    "convolution_standardised": (lambda: Convolution(True), DENSE),
 }
 
 

@@ -19,7 +19,7 @@ from tests.capture.test_declared_rows import Experts
 from tests.capture.test_packed import check
 from tests.capture.test_wrapped_parents import (
     LAYERS,
-    ConvolutionGrad,
+    Convolution,
     D,
     Norm,
     SpeltEmbedding,
@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         r"between \(Norm\).*position by position",
     ),
     "convolution": (
-        lambda: ConvolutionGrad(False),
+        lambda: Convolution(False),
         r"between \(Convolution\).*position by position",
     ),
 }

@@ -367,7 +367,8 @@ def documents_in_rows(rank: int, **options: Any) -> dict[str, Any]:
         flash.zero_grad(set_to_none=True)
         mine = slice(cut) if rank == 0 else slice(cut, None)
         ids, places, numbers = packed.packed([[*enumerate(every[mine])]])
-        # Of a map on a GPU nobody asks how many documents there are.
+        # fully_shard takes the map to the GPU, where nobody asks how many documents there are.
+        flash.expect_samples(len(every[mine]))
         output = flash(ids.to(device()), places.to(device()), numbers)
         packed.losses(output).sum().backward()
         errors.append(error(flash.get_norm_sample(), truth.norms[mine]))

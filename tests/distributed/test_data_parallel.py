@@ -87,7 +87,7 @@ def test_fsdp_that_accelerate_does_not_start_is_refused(found: list[dict[str, An
 def test_parts_of_shards_are_not_halved(found: list[dict[str, Any]], kind: str) -> None:
     """With whole models a process that runs out of memory has more parts than the others."""
     said = "auto_find_batch_size=True, and shards" if kind == "fsdp" else "not refused"
-    assert all(said in run["halved"] for run in found)
+    assert all(said in run["halved"] for run in found), [run["halved"] for run in found]
 
 
 @pytest.mark.skipif(processes.BACKEND == "nccl", reason="the trainer is given CPUs")

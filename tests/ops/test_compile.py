@@ -31,6 +31,7 @@ compiled = set()
 def compile_only(self, *args, grid, warmup, **kwargs):
     kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
     assert kernel.asm, self.fn.__name__
+    assert not tma or kernel.metadata.shared <= 227 * 1024, self.fn.__name__  # Hopper's
     compiled.add(self.fn.__name__)
 
 jit.JITFunction.run = compile_only
@@ -69,6 +70,7 @@ for dtype in (torch.bfloat16, torch.float32):
     for work in gram_triton.launches_of([(A, [G])]):  # where Gluon is not used
         gram_triton.launch_gram(work, gram_triton.config_for(dtype, tma))
     gram_triton.gram_blocks([(A[..., 1:], [G[..., 1:]])])
+    gram_triton.gram_blocks([(A, [G.float()])])
     odd = G[..., :257]  # rows on 16 bytes, which are no multiple of them
     for work in gram_triton.launches_of([(A, [odd])]):
         gram_triton.launch_gram(work)

@@ -185,7 +185,8 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
     B, T, A_dtype, G_dtype, aligned, whole, device = work.kind
     tma = aligned and tiles.has_tma(device)
     ring = tma and A_dtype == G_dtype != torch.float32 and tiles.is_hopper(device)
-    config = config or config_for(A_dtype, tma, ring and has_gluon())
+    wider = torch.promote_types(A_dtype, G_dtype)
+    config = config or config_for(wider, tma, ring and has_gluon())
     table = to_device(work.table, device, torch.int64, repeats=True)
     groups, layers = len(work.inputs), len(work.layers)
     rows = tiles.cdiv(T, config.block)
@@ -219,6 +220,6 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
     doubt_RB = gram_doubt(
         sq_RB, spread_sq_RB, AA_sq_RB, GG_sq_RB,
         T=T, promoted=promoted, sums=tiles.cdiv(work.widest, promoted),
-        dtype=torch.promote_types(A_dtype, G_dtype),
+        dtype=wider,
     )  # fmt: skip
     return sq_RB, doubt_RB, spread_sq_RB
