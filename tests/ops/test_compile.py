@@ -120,7 +120,9 @@ for dtype in (torch.bfloat16, torch.float32):
     kind = kind._replace(small=False)
     work = clipped_sum_triton.Products(pairs)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef)
-    portable = clipped_sum_triton.Config(promote=2 if dtype == torch.float32 else 16, tma=tma)
+    portable = clipped_sum_triton.Config(tma=tma)
+    if dtype == torch.float32:
+        portable = clipped_sum_triton.Config(32, promote=2, num_stages=3, tma=tma)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef, portable)
     work = clipped_sum_triton.Products([(A, odd), (odd, A)])
     clipped_sum_triton.launch_clipped_sums(work, kind, coef)
