@@ -53,7 +53,9 @@ class EmbeddingGrad(PerSampleGrad):
         )
 
     def error_bound(self, backend: str) -> Tensor | None:
-        return None if self.ids_BT.shape[1] == 1 else error_bounds.error_bound(self.spread())
+        if self.ids_BT.shape[1] == 1:
+            return None
+        return error_bounds.error_bound(self.spread(), self.G_BTd.shape[-1])
 
     def spread(self) -> Tensor:
         """``Σ_t ‖G_t‖``, ``[B]``, over the ids that receive a gradient."""
@@ -206,7 +208,8 @@ class TiedEmbeddingGrad(MeasuredOnce):
         if spread_sq_1B is None:
             spread_sq_1B = error_bounds.spread(A_BTd, G_BTp).square_().unsqueeze(0)
         # The three terms may cancel; spreads add up. The head's own norm is in doubt as well.
-        doubt_B = error_bounds.error_bound(spread_sq_1B[0].sqrt().add_(lookup.spread()))
+        spread_B = spread_sq_1B[0].sqrt().add_(lookup.spread())
+        doubt_B = error_bounds.error_bound(spread_B, A_BTd.shape[-1])
         if doubt_1B is not None:
             doubt_B.add_(doubt_1B[0])
         # The three rounded terms of a sum that cancels may come out below zero.

@@ -86,9 +86,17 @@ def cancellation(device_type: str, dtype: torch.dtype) -> float:
     return 2.0**-21 if device_type == "cpu" else 2.0**-18  # tensor cores truncate
 
 
-def error_bound(spread_B: Tensor) -> Tensor:
-    """The error bound of squared norms of samples with this spread, ``CANCELLATION · spread²``."""
-    return spread_B.square().mul_(cancellation(spread_B.device.type, spread_B.dtype))
+def error_bound(spread_B: Tensor, features: int = 0) -> Tensor:
+    """The error bound of squared norms of samples with this spread, ``CANCELLATION · spread²``.
+
+    ``features``: of products of rows that the norms are made of, where there are any (embeddings).
+    Tensor cores add up 128 products of bf16 or 64 of fp32 by themselves, and err by at most so much
+    of the rows' norms (see :func:`gram_doubt`).
+    """
+    share = cancellation(spread_B.device.type, spread_B.dtype)
+    if spread_B.device.type != "cpu" and spread_B.dtype != torch.float64:
+        share += min(features, 1) * 64 * LOST_OF_SINGLES + features / 32 * 2.0**-24
+    return spread_B.square().mul_(share)
 
 
 LOST_OF_HALVES = 1.5 * 2.0**-25
@@ -166,7 +174,7 @@ def upper_bound(norm: Tensor, error_bound: Tensor | None) -> Tensor:
 
     Args:
         norm: measured norms; NaN and inf for samples that are not finite, which stay so.
-        doubt: what to add to their squares, of the same shape; None for nothing.
+        error_bound: what to add to their squares, of the same shape; None for nothing.
     """
     if error_bound is None:
         return norm
