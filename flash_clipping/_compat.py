@@ -78,11 +78,12 @@ def _needed(path: str) -> Any:
 # -- tensors: memory, subclasses, operators, containers --------------------------------------------
 
 
-def memory_id(storage: torch.UntypedStorage) -> int:
-    """What tells one storage from another. Without: an error."""
-    number: int = _attribute(storage, "_cdata")
-    return number
-
+#: What tells one storage from another. Without: an error.
+memory_id: Callable[[torch.UntypedStorage], int] = (
+    attrgetter("_cdata")
+    if hasattr(torch.UntypedStorage, "_cdata")
+    else _needed("UntypedStorage._cdata")
+)
 
 #: References to a storage, which is given by its ``memory_id``. Without: an error.
 references_to: Callable[[int], int] = _needed("_C._storage_Use_Count")
