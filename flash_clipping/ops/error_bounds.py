@@ -79,26 +79,6 @@ def squared_norms(grads: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return parts.square_().sum(1).add_(rest.square_())
 
 
-def cancellation(device_type: str, dtype: torch.dtype) -> float:
-    """Share of the squared spread by which squared norms of this dtype are raised."""
-    if dtype == torch.float64:
-        return 2.0**-47
-    return 2.0**-21 if device_type == "cpu" else 2.0**-18  # tensor cores truncate
-
-
-def error_bound(spread_B: Tensor, features: int = 0) -> Tensor:
-    """The error bound of squared norms of samples with this spread, ``CANCELLATION · spread²``.
-
-    ``features``: of products of rows that the norms are made of, where there are any (embeddings).
-    Tensor cores add up 128 products of bf16 or 64 of fp32 by themselves, and err by at most so much
-    of the rows' norms (see :func:`gram_doubt`).
-    """
-    share = cancellation(spread_B.device.type, spread_B.dtype)
-    if spread_B.device.type != "cpu" and spread_B.dtype != torch.float64:
-        share += min(features, 1) * 64 * LOST_OF_SINGLES + features / 32 * 2.0**-24
-    return spread_B.square().mul_(share)
-
-
 LOST_OF_HALVES = 1.5 * 2.0**-25
 """What tensor cores lose for each product that they add up, of the greatest number in the sum.
 
@@ -110,6 +90,35 @@ tensor cores", 2021, found the same of GPUs before it.)"""
 LOST_OF_SINGLES = 4.5 * 2.0**-25
 """The same of fp32 operands: a product is three in TF32, and an instruction adds 8. Three times
 12 · 2⁻²⁵ for 8 products."""
+
+
+ALONE = 64
+"""Products of fp32 that tensor cores add up by themselves, outside of :func:`gram_doubt`; of 16-bit
+operands twice as many, which lose less."""
+
+
+def cancellation(device_type: str, dtype: torch.dtype, *features: int) -> float:
+    """Share of the squared spread by which squared norms of this dtype are raised.
+
+    Args:
+        features: widths of the matrices whose rows were multiplied with each other, if norms are
+            made of such products (embeddings, segments). Tensor cores err by at most so much of the
+            norms of two rows, whatever these hold, and so do all products together of the squared
+            spread (see :func:`gram_doubt`).
+    """
+    if dtype == torch.float64:
+        return 2.0**-47
+    matrices = 1 + 2.5 * len(features)
+    if device_type == "cpu":
+        return 2.0**-21 * matrices
+    # ALONE · LOST_OF_SINGLES is 2.25 · 2**-18. Sums of so many products are added up in fp32.
+    return 2.0**-18 * matrices + sum(features) / ALONE * 2.0**-24
+
+
+def error_bound(spread_B: Tensor, *features: int) -> Tensor:
+    """The error bound of squared norms of samples with this spread, ``CANCELLATION · spread²``."""
+    share = cancellation(spread_B.device.type, spread_B.dtype, *features)
+    return spread_B.square().mul_(share)
 
 
 def gram_doubt(

@@ -17,7 +17,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.ops.error_bounds import LOST_OF_HALVES, LOST_OF_SINGLES, error_bound
+from flash_clipping.ops.error_bounds import LOST_OF_HALVES, LOST_OF_SINGLES, cancellation
 from tests.certificate.attacks import LONG, NON_FINITE, SHORT, Attack, attacks, draw
 from tests.certificate.search import (
     DTYPES,
@@ -387,15 +387,12 @@ def test_the_search_can_fail() -> None:
         holds(replace(finding, own=1.001))
 
 
-@pytest.mark.parametrize("promoted, lost", [(64, LOST_OF_SINGLES), (128, LOST_OF_HALVES)])
-@pytest.mark.parametrize("features", [64, 768, 8192])
-def test_products_of_rows_of_embeddings_on_a_gpu(
-    promoted: int, lost: float, features: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What tensor cores may lose of a squared norm is in the bound, besides what it was."""
-    spread_B = torch.ones(1, device="meta")
-    shares: list[float] = []
-    monkeypatch.setattr(torch.Tensor, "mul_", lambda _, share: shares.append(share))
-    error_bound(spread_B, features)
-    error_bound(spread_B)
-    assert shares[0] - shares[1] >= promoted * lost + features / promoted * 2**-24
+@pytest.mark.parametrize("alone, lost", [(64, LOST_OF_SINGLES), (128, LOST_OF_HALVES)])
+@pytest.mark.parametrize("features", [64, 768, 14_336])
+def test_products_of_rows_on_a_gpu(alone: int, lost: float, features: int) -> None:
+    """What tensor cores may lose of one is in the bound, beside what sums are granted."""
+    granted = cancellation("cuda", torch.float32)
+    share = cancellation("cuda", torch.float32, features) - granted
+    assert share >= alone * lost + features / alone * 2**-24
+    both = cancellation("cuda", torch.float32, features, features) - granted
+    assert both == pytest.approx(2 * share)

@@ -27,10 +27,8 @@ from flash_clipping.ops.segments.work import Blocks, Lists, Rows
 
 PROMOTED = 1024
 """Rows after which a product is added to a sum in fp32: tensor cores truncate."""
-GRAM_PROMOTE, IN_DOUBT = 2, 6
-"""Steps after which an entry of a Gram matrix is added to a sum in fp32, and how much more of a
-squared spread is in doubt of norms from these than of others: ``2 ε`` of
-:func:`flash_clipping.ops.error_bounds.gram_doubt` is at most 1.8e-5 at 2048 features."""
+GRAM_PROMOTE = 2
+"""Steps after which an entry of a Gram matrix is added to a sum in fp32: 64 features of fp32."""
 GATHERED_ONCE = 512
 """Rows of a segment, on average, from which on operands are put in order before norms are taken."""
 SPREAD_ROWS = 64
@@ -136,7 +134,7 @@ def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
     long_ones = min(S, rows // (longest + 1))
     if not long_ones:
         sq_S, spread_S = of_short_S2.unbind(1)
-        return sq_S.contiguous(), error_bounds.error_bound(spread_S).mul_(IN_DOUBT)
+        return sq_S.contiguous(), error_bounds.error_bound(spread_S, A.features, G.features)
     ranked_S, is_short_S = lists.longest_first_S, lists.lengths_S <= longest
     sq_of_rank = _long_ones(A, G, lists, long_ones, longest)
     rank_S = torch.empty_like(ranked_S)
@@ -144,7 +142,7 @@ def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
     long_S1 = _spread(A, G, lists, longest)
     sq_S = torch.where(is_short_S, of_short_S2[:, 0], sq_of_rank[rank_S.clamp(max=long_ones - 1)])
     spread_S = torch.where(is_short_S, of_short_S2[:, 1], long_S1[:, 0])
-    return sq_S, error_bounds.error_bound(spread_S).mul_(IN_DOUBT)
+    return sq_S, error_bounds.error_bound(spread_S, A.features, G.features)
 
 
 def _short_ones(A: Rows, G: Rows, lists: Lists, longest: int) -> Tensor:
