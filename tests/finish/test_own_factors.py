@@ -86,3 +86,13 @@ def test_a_bound_by_its_earlier_name_is_refused() -> None:
     """It would not be asked for, so that norms would be less than what is released."""
     with pytest.raises(TypeError, match="found doubt; expected its new name, error_bound"):
         type("Earlier", (PerSampleGrad,), {"doubt": lambda self, backend: None})
+
+
+def test_earlier_names_can_be_imported() -> None:
+    import flash_clipping
+
+    pairs = {"Factor": "PerSampleGrad", "Outer": "LinearGrad", "Lookup": "EmbeddingGrad"}
+    pairs |= {"Dense": "DenseGrad", "Convolution": "ConvolutionGrad", "Needs": "GradRequest"}
+    for earlier, name in pairs.items():
+        assert getattr(flash_clipping, earlier) is getattr(flash_clipping, name)
+    assert factors.RowSum is factors.SumGrad

@@ -237,14 +237,14 @@ def _saved(session: ClippingSession) -> dict[str, Any]:
     """What a proof changes of a session."""
     names = ("folded", "found", "layouts", "layouts_after", "laid_out")
     return {
-        "evidence": copy.deepcopy(vars(session.batch_axes)),
+        "batch_axes": copy.deepcopy(vars(session.batch_axes)),
         **{name: copy.copy(getattr(session, name)) for name in names},
     }
 
 
 def _restore(session: ClippingSession, saved: Mapping[str, Any]) -> None:
     for name, value in saved.items():
-        if name == "evidence":
+        if name == "batch_axes":
             vars(session.batch_axes).update(copy.deepcopy(value))
         else:
             setattr(session, name, copy.copy(value))

@@ -22,8 +22,6 @@ result; first of the layer's tiles."""
 
 BLOCK = 128
 """Side of a tile of the result."""
-WIDE = 256
-"""Columns of a tile of :mod:`flash_clipping.ops.clipped_sum.hopper`."""
 
 SMALL_FLOP = 10e9
 """A product of fewer FLOP takes the host longer to launch than the device to compute."""

@@ -23,7 +23,6 @@ from flash_clipping.ops.clipped_sum import reference
 from flash_clipping.ops.clipped_sum.table import (
     BLOCK,
     COLUMNS,
-    WIDE,
     Kind,
     Pair,
     Products,
@@ -160,7 +159,7 @@ def launch_clipped_sums(
     work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
     most = max(FEWEST, tiles.next_power_of_2(layers))
-    count = work.cut(WIDE if config.ring else BLOCK)
+    count = work.cut(tiles.RING_TILE[1] if config.ring else BLOCK)
     arguments = (work.on(device), coef_B.contiguous(), layers, count, kind.B, kind.T)
     # The tiles of small layers take no longer than a program takes to start.
     each = kind.small and not config.ring

@@ -27,11 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.tiles import tile_in_groups
 
 load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # to 3.7
 
-BLOCK = gl.constexpr(128)
+BLOCK = gl.constexpr(tiles.RING_TILE[0])
 """Side of a tile."""
 HALF = gl.constexpr(64)
 """Rows of a tile that one group of warps multiplies."""
@@ -78,7 +79,7 @@ def release(step, empty, STAGES: gl.constexpr):
 # What bounds it is shared memory: what tensor cores read, what loads write and, for each product,
 # half of the sum. So it is slower the shorter the products are.
 
-WIDE = gl.constexpr(256)
+WIDE = gl.constexpr(tiles.RING_TILE[1])
 """Columns of a tile of sums."""
 AHEAD = gl.constexpr(2)
 """Steps by which the first half of the rows is ahead of the second."""

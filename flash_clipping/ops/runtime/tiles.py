@@ -19,6 +19,9 @@ gdc_launch_dependents, gdc_wait = early_start()
 
 TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
+RING_TILE = 128, 256
+"""Rows and columns of a tile of :mod:`flash_clipping.ops.runtime.ring`, which needs Gluon."""
+
 INTERPRETED_PROGRAMS = 4  # a small persistent grid, so that the interpreter tests its loop
 
 
