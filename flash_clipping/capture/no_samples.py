@@ -21,8 +21,8 @@ from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.inputs import DEPTH, batched_inputs, map_tensors
-from flash_clipping.capture.max_norm import NoRenormalisation
 from flash_clipping.capture.no_trace import MODELS_OWN, random_state, untouched
+from flash_clipping.capture.refused_forwards import NoRenormalisation
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
