@@ -61,21 +61,12 @@ class FactorSource:
             samples: how many there are in the call of the root that they are of, where ``readers``
                 does not tell.
         """
-        if rows is not None:
-            backward_pass = self.running_backward_pass(recomputed)
-            of_samples = [rows.of_samples(factor) for factor in factors]
-            backward_pass.record(self.path, params, of_samples)
-            return
-        self.record_on(self.running_backward_pass(recomputed), params, factors, readers, samples)
+        backward_pass = self.running_backward_pass(recomputed)
+        self.record_on(backward_pass, params, factors, readers, rows, samples)
 
     def running_backward_pass(self, recomputed: bool) -> BackwardPass:
-        """The running backward pass; a new one if this is the first layer that it reached.
-
-        ``recomputed``: the layer ran in backward itself (activation checkpointing).
-
-        Raises:
-            FlashClippingError: no backward pass of the model's outputs is running.
-        """
+        """The running backward pass; a new one if this is the first layer that it reached, which
+        only the model's outputs may lead to where that is needed."""
         backward_pass = self.session.backward_pass
         if backward_pass is None:
             if recomputed:
@@ -102,21 +93,22 @@ class FactorSource:
         params: Sequence[nn.Parameter],
         factors: Sequence[PerSampleGrad],
         readers: Readers | None = None,
+        rows: DeclaredRows | None = None,
         samples: int | None = None,
     ) -> None:
         """Hand factors, one for each of these parameters, to this backward pass."""
-        if self.folded:
+        if rows is not None:
+            factors, readers = [rows.of_samples(factor) for factor in factors], None
+        elif self.folded and self.session.positions is None:  # positions become units
             if readers is not None:
                 samples = readers[0].batch_size
+            if samples is None:
+                samples = self.session.samples()
             factors = [f if f.batch_size == samples else self._fold(f, samples) for f in factors]
         backward_pass.record(self.path, params, factors, readers)
 
     def _fold(self, factor: PerSampleGrad, samples: int | None) -> PerSampleGrad:
-        """Rows that the user declared to be parts of samples, as samples; ``samples``: how many
-        there are in the call of the root that they are of, if that is known."""
-        if self.session.positions is not None:
-            return factor  # of positions, which become units
-        samples = self.session.samples() if samples is None else samples
+        """Rows that are parts of samples, as samples."""
         if samples is None or factor.batch_size % max(samples, 1):
             raise FlashClippingError(
                 f"{self.path}: its rows are parts of samples (declared in folded_modules, or found "
@@ -124,4 +116,4 @@ class FactorSource:
                 f"batch ({samples}) that the model was called with. Every sample must be folded "
                 "into the same number of rows, which lie together."
             )
-        return factor if factor.batch_size == samples else factor.fold(samples)
+        return factor.fold(samples)
