@@ -5,7 +5,8 @@ a layer that is never called, a head that takes the table of an embedding by its
 uses such a parameter stands in for it as for its own (:mod:`flash_clipping.capture.proxies`).
 
 Nothing is believed that is not seen: a use that this run did not come by is refused in backward,
-by the guard of the parameter.
+by the guard of the parameter. The first look tells whether there is any such use
+(:func:`until_borrowed`), so that other models are not run once more for it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,38 @@ _DESCRIBING |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like
 Borrowed = dict[nn.Module, list[nn.Module]]
 
 
+class UsesOthers(Exception):
+    """A module uses a trainable parameter of another one: this run tells nothing."""
+
+
+def until_borrowed(
+    root: nn.Module, forward: Callable[..., Any], serves: Callable[[nn.Module], bool]
+) -> Callable[..., Any]:
+    """``forward``, whose first run ends where a module uses a trainable parameter of another one.
+
+    Args:
+        root: the model.
+        forward: runs ``root``.
+        serves: whether a module's rule takes care of what is below the module.
+
+    Raises:
+        UsesOthers: by what is returned, before anything was computed from that parameter.
+    """
+    is_known = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_known
+        if is_known:
+            return forward(*args, **kwargs)
+        uses = _Uses(root, serves, stops=True)
+        with uses.watched(), uses:
+            output = forward(*args, **kwargs)
+        is_known = True  # a run that was refused in its midst has not shown it
+        return output
+
+    return run
+
+
 def find_borrowed(
     root: nn.Module,
     forward: Callable[..., Any],
@@ -53,6 +86,9 @@ def find_borrowed(
     Args:
         forward: runs ``root``.
         serves: whether a module's rule takes care of what is below the module.
+
+    Raises:
+        FlashClippingError: the forward would renormalise rows of a weight.
     """
     uses = _Uses(root, serves)
     tensors = [*batched_inputs(args, dict(kwargs)), *session.state()]
@@ -89,15 +125,17 @@ class _Fetches(dict[str, Any]):
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which running modules use parameters of others.
+    """Notes which running modules use parameters of others, or ``stops`` at the first one.
 
     A module that fetches a parameter may hand it to modules below it. It is the one that uses it:
     only there can a stand-in be fetched in its place.
     """
 
-    def __init__(self, root: nn.Module, serves: Callable[[nn.Module], bool]):
+    def __init__(
+        self, root: nn.Module, serves: Callable[[nn.Module], bool], *, stops: bool = False
+    ):
         super().__init__()
-        self.serves = serves
+        self.serves, self.stops = serves, stops
         self.modules = set(root.modules())
         self.running = [root]  # its forward is called, not the root itself
         self.found: dict[nn.Module, dict[nn.Module, None]] = {}
@@ -169,4 +207,6 @@ class _Uses(TorchFunctionMode):
         own = owners(user)
         if any(module in own for module in owning) or self.serves(user):
             return
+        if self.stops:
+            raise UsesOthers
         self.found.setdefault(user, {}).update(dict.fromkeys(owning))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from flash_clipping.capture.borrowed import UsesOthers
 from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
@@ -96,6 +97,13 @@ class SynchronizedProbe:
             self._most_urgent(_RUNS)
             try:
                 return forward(*args, **kwargs)
+            except UsesOthers:
+                self._failure = FlashClippingError(
+                    "the model: a module uses a trainable parameter that another module owns "
+                    "(F.linear(x, self.embed.weight)). That is not built for sharded models: call "
+                    "the layer that owns it, or give both modules the parameter (tied weights)."
+                )
+                raise self._failure from None
             except BaseException as error:
                 self._failure = error
                 raise

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import pytree
-from flash_clipping.capture.borrowed import find_borrowed
+from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.proof.coverage import is_plain
 from flash_clipping.capture.proof.gate import Gate
@@ -37,7 +37,6 @@ from flash_clipping.engine.unsupported import (
     refuse_in_pipeline,
     refuse_since,
 )
-from flash_clipping.errors import FlashClippingError
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.model import ShardedModel
@@ -218,16 +217,16 @@ class ModelWatch:
         session.has_oracle = self.sharded is None and positions is None
         subject = Subject(module, forward, session, args, kwargs)
         if call is None and positions is None and not self.taps.regions.any_compiled:
-            run = forward if self.sharded is None else self.sharded.together.one_run(forward)
-            borrowed = find_borrowed(module, run, session, args, kwargs, self.taps.serves)
-            if borrowed and self.sharded is not None:
-                raise FlashClippingError(
-                    "the model: a module uses a trainable parameter that another module owns "
-                    "(F.linear(x, self.embed.weight)). That is not built for sharded models: call "
-                    "the layer that owns it, or give both modules the parameter (tied weights)."
-                )
-            self.taps.lend(module, borrowed)
-        subject = self._prove(subject, call, positions)
+            serves = self.taps.serves
+            try:
+                own = until_borrowed(module, forward, serves)
+                subject = self._prove(replace(subject, forward=own))
+            except UsesOthers:
+                borrowed = find_borrowed(module, forward, session, args, kwargs, serves)
+                self.taps.lend(module, borrowed)
+                subject = self._prove(subject)
+        else:
+            subject = self._prove(subject, call, positions)
         if positions is None:
             self._audit(replace(subject, forward=forward))
 
