@@ -121,8 +121,7 @@ class ClippingSession:
         #: ``mode="two_pass"``: what a walk needs around it.
         self.around_walk: Callable[[], AbstractContextManager[None]] = nullcontext
         self.enabled = False
-        #: The call of the root whose forward runs, where layers that are proven may take the short
-        #: way (:meth:`flash_clipping.capture.tap.Tap.proven`); otherwise None.
+        #: The call of the root that runs, where layers may take the short way (``Tap.proven``).
         self.proven_call: ForwardCall | None = None
         #: How often the samples' rows were looked for anew: earlier proofs do not count.
         self.epoch = 0
@@ -130,8 +129,7 @@ class ClippingSession:
         self.bypassed = False
         #: While a layer runs uncompiled in the midst of a compiled region.
         self.by_itself = False
-        #: While a compiled region learns what its layers see
-        #: (:mod:`flash_clipping.capture.compiled`): what each tap, by ``id``, has seen.
+        #: While a compiled region learns what its layers see: what each tap, by ``id``, has seen.
         self.seen: dict[int, list[Any]] | None = None
         #: The taps of the region that ran last, which go by their numbers.
         self.numbered: Sequence[Any] = ()
@@ -140,7 +138,7 @@ class ClippingSession:
         self.found: set[str] = set()
         self.folded_by_rule: set[str] = set()
         #: Where samples lie in what layers, and parameters that are used by themselves, meet, if
-        #: not along the first axis (:mod:`flash_clipping.capture.row_layouts`).
+        #: not along the first axis.
         self.layouts: dict[str, Seen] = {}
         #: The same, of what comes of such a use.
         self.layouts_after: dict[str, Seen] = {}
@@ -148,15 +146,14 @@ class ClippingSession:
         self.plain: set[str] = set()
         #: Paths of layers in which samples lie otherwise than as rows, or parts that lie together.
         self.laid_out: set[str] = set()
-        #: Layers that do not run where what is no input of the model is taken for samples by its
-        #: size.
+        #: Layers that fail where what is no input of the model is taken for samples by its size.
         self.doubted: set[str] = set()
         #: While gradients of single samples are compared with autograd's: nothing runs compiled.
         self.comparing = False
         #: While it is looked at where samples lie: told of operations between bare parameters and
         #: samples, which run as they are.
         self.probing: Any = None
-        #: Which reads of layers are samples (:mod:`flash_clipping.capture.proof.observe`).
+        #: Which reads of layers are samples.
         self.batch_axes = BatchAxes()
         #: How many parameters were watched at the last proof; new ones ask for another.
         self.proven_with = 0
@@ -164,7 +161,7 @@ class ClippingSession:
         self.looked_for: dict[frozenset[str], int] = {}
         #: Calls for which it was shown which rows are samples.
         self.coverage = Coverage(self.batch_axis)
-        #: Whether the oracle can be asked about calls (:mod:`flash_clipping.capture.proof.oracle`).
+        #: Whether the oracle can be asked about calls.
         self.has_oracle = True
         #: How many samples the loader drew for the next forward, where that is known.
         self.drawn: int | None = None
@@ -187,8 +184,8 @@ class ClippingSession:
         self._current_forward: weakref.ref[ForwardCall] | None = None
         #: The call of the root whose forward runs: afterwards its outputs hold it, and only then.
         self.returning: ForwardCall | None = None
-        # The thread that runs the root's forward, under the one key that is ever used: setting a
-        # default is one step for all threads.
+        # The thread that runs the root's forward, under one key: setting a default is one step for
+        # all threads.
         self._running: dict[str, int] = {}
         self._backward_pass: weakref.ref[BackwardPass] | None = None
 
@@ -281,10 +278,10 @@ class ClippingSession:
         draw: DrawnBatch | None = None,
         made_up: bool = False,
     ) -> Units | None:
-        """The units of a call of the root with these tensors; ``given`` is the map, if it got one,
-        ``draw`` the loader's batch; ``made_up``: nobody's rows. A call that is recorded must have a
-        map that fits."""
-        if not self.units_of_calls.are_known or not torch.is_grad_enabled() or in_backward():
+        """The units, where these are no rows, of a call of the root with these tensors; ``given``
+        is the map, if it got one, ``draw`` the loader's batch; ``made_up``: nobody's rows. A call
+        that is recorded must have a map that fits."""
+        if not torch.is_grad_enabled() or in_backward():
             return None
         if made_up:
             nobody = torch.empty(0, dtype=torch.int64)
@@ -469,13 +466,9 @@ class ClippingSession:
         call.turns[path][1] += reads
         return True
 
-    def error_bound(self, path: str) -> None:
-        """Let a look of the proof, which compares two batches, begin anew if this layer, which has
-        failed, took something for samples by its size: it may be chance.
-
-        Raises:
-            Doubted: it did.
-        """
+    def doubt(self, path: str) -> None:
+        """Let a look of the proof, which compares two batches, begin anew (``Doubted``) if this
+        layer, which has failed, took something for samples by its size: it may be chance."""
         call = self.current_forward
         if call is None or call.reads is None or path in self.doubted or not self.has_oracle:
             return

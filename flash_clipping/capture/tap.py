@@ -459,7 +459,7 @@ class Tap(FactorSource):
             below = isinstance(place, Tap) and any(m is place.layer for m in self.layer.modules())
             if not below:
                 raise
-        session.error_bound(self.path)
+        session.doubt(self.path)
         self.generic = True  # from now on
         session.forget(self.path)  # drops what the stand-ins noted
         return self(*args, **kwargs)

@@ -33,10 +33,9 @@ class TappedLayer(torch.autograd.Function):
 
     What its backward has to know is kept on the context itself, as an object for it would be one
     more for every layer that Python's garbage collector counts: the tap, its trainable parameters
-    and their names as of forward, the call of the root that it belongs to (``call``, if any) and
-    the place of its input among that call's readers, whether this is checkpointing's second forward
-    (``recomputed``), which samples its rows are of where that was declared (``rows``), and saved
-    values that are no tensors, in their places (``others``).
+    as of forward, the call of the root and the place of its input among that call's readers,
+    whether this is checkpointing's second forward (``recomputed``), which samples its rows were
+    declared to be of (``rows``), and saved values that are no tensors (``others``).
     """
 
     @staticmethod
