@@ -210,8 +210,11 @@ class _PaddingStays(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        served = {F.embedding: self._embedding, torch.embedding: self._aten_embedding}
-        return served.get(func, func)(*args, **(kwargs or {}))
+        if func is F.embedding:
+            func = self._embedding
+        elif func is torch.embedding:
+            func = self._aten_embedding
+        return func(*args, **(kwargs or {}))
 
     def _embedding(
         self,

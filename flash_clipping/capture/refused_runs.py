@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from flash_clipping.errors import FlashClippingError
-
-if TYPE_CHECKING:
-    from flash_clipping.capture.forward_call import ForwardCall
-    from flash_clipping.capture.session import ClippingSession
 
 
 def refuse_compiled_autograd() -> NoReturn:
@@ -44,60 +39,3 @@ def refuse_threads(found: str, running: str) -> NoReturn:
         "be mixed up. Use the model in one thread at a time: hold a lock from forward to the end "
         "of backward, or give each thread a copy of the model."
     )
-
-
-def check_against_loader(session: ClippingSession, forward: ForwardCall) -> None:
-    """Refuse a batch that is not what the loader drew."""
-    drawn = session.drawn
-    if drawn is None and forward.draw is not None and not session.draws.strict:
-        drawn = forward.draw.rows
-    if (
-        drawn is None
-        or not forward.recorded
-        or (forward.made_up and not drawn)
-        or drawn in forward.batch_sizes
-    ):
-        return
-    if forward.units is not None:
-        return  # what was drawn are units, and the map was compared with their number
-    sizes = " or ".join(map(str, forward.batch_sizes)) or "unknown size"
-    raise FlashClippingError(
-        f"the model: the loader drew {drawn} samples, but the model is called with a "
-        f"batch of {sizes} (the size of axis {session.batch_axis} of its inputs). Samples that "
-        "are packed end to end into one row, or flattened into their tokens, are not "
-        "recognised: give the model one row per sample, padded to one length. If samples lie "
-        f"along axis {1 - session.batch_axis}, wrap the model with "
-        f"batch_first={not session.batch_first}."
-    )
-
-
-def check_losses(session: ClippingSession, losses: Tensor) -> None:
-    """Refuse per-sample losses that are not as many as the samples of the last forward."""
-    call = session.current_forward
-    samples = None if call is None else call.batch_size
-    if call is not None and call.made_up:
-        samples = 0
-    if not session.enabled or samples is None or not losses.dim():
-        return
-    counts = losses.shape[:1] if session.batch_first else losses.shape[:2]
-    if call is not None and call.units is not None:
-        # All are added up, whoever they belong to. Of a row with several units there is no loss:
-        # a mean over its positions would be shared by all of these.
-        counts_known = call.units.count, len(call.units.map)
-        if counts[0] in counts_known:
-            return
-        if call.units.by_position:
-            raise FlashClippingError(
-                f"the criterion: found {counts[0]} losses; expected one for each of the "
-                f"{counts_known[1]} positions, or of the {counts_known[0]} units, which are parts "
-                "of rows. A mean over a row would be shared by all units in it: call the criterion "
-                "on logits.flatten(0, 1) and labels.flatten(), without shape=."
-            )
-    if samples not in counts:
-        raise FlashClippingError(
-            f"the criterion: found {counts[0]} losses, but the model was called with a batch "
-            f"of {samples} samples (the size of axis {session.batch_axis} of its input). One of "
-            "the two does not count samples: give the model inputs whose axis "
-            f"{session.batch_axis} is the batch (batch_first={session.batch_first}), and the "
-            "criterion one row per sample."
-        )

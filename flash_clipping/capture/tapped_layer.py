@@ -10,8 +10,8 @@ from torch import Tensor, is_grad_enabled, nn
 
 from flash_clipping._compat import apply_of, is_alias_of
 from flash_clipping.capture.declared_rows import DeclaredRows
+from flash_clipping.capture.factor_source import Trainable
 from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.capture.own_parameters import Trainable
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad
@@ -64,10 +64,7 @@ class TappedLayer(torch.autograd.Function):
             if value is not None and not isinstance(value, Tensor)
         }
         if others:
-            tensors = list(saved)
-            for i in others:
-                tensors[i] = None
-            saved = tuple(tensors)
+            saved = [None if i in others else value for i, value in enumerate(saved)]
         ctx.others = others
         tap.is_simple = not others and isinstance(output, Tensor)
         ctx.save_for_backward(*saved)

@@ -26,9 +26,9 @@ from flash_clipping._compat import (
     memory_id,
     pytree,
 )
+from flash_clipping.capture.batch_size_checks import check_against_loader
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
-from flash_clipping.capture.refused_runs import check_against_loader
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.graphs.conditions import PLAIN, are_odd, key, rehearse
 from flash_clipping.engine.graphs.graphed_step import (
