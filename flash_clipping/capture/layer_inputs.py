@@ -22,11 +22,8 @@ _signature_of = functools.lru_cache(maxsize=1024)(inspect.signature)
 def positional(
     layer: nn.Module, path: str, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """All that a layer was called with, in the order in which its rule takes it.
-
-    Raises:
-        FlashClippingError: the rule does not take some of it, or could not give its gradient.
-    """
+    """All that a layer was called with, in the order in which its rule takes it; refused, where the
+    rule does not take some of it, or could not give its gradient."""
     if kwargs:
         signature = _signature_of(type(layer).forward)
         bound = signature.bind(layer, *args, **kwargs)

@@ -45,8 +45,6 @@ from flash_clipping.capture.row_layouts import TOGETHER, layout_of
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import Proven, apply_proven_layer, apply_tapped_layer
 from flash_clipping.errors import FlashClippingError, module_at, to_freeze
-from flash_clipping.factors import PerSampleGrad
-from flash_clipping.finish.backward_pass import stored_where_cheaper
 from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 #: In the place of an argument that was not given.
@@ -221,16 +219,6 @@ class Tap(FactorSource):
         params = proven[1]
         call.used.append(params)
         return apply_proven_layer(self, proven, call, session.anchor, x, *params)
-
-    def stored_where_cheaper(
-        self, factors: Sequence[PerSampleGrad], shape: torch.Size
-    ) -> Sequence[PerSampleGrad]:
-        """Per-sample gradients, formed now, where that is cheapest; whether it ever is for this
-        shape of the output's gradient is in ``worth_storing`` then."""
-        found = stored_where_cheaper(factors, lambda: self.shared, self.session.backend)
-        if shape not in self.worth_storing:
-            self.worth_storing[shape] = found is not factors
-        return found
 
     def _is_ordinary(self, args: tuple[Any, ...], axis: int, rows: DeclaredRows | None) -> bool:
         """Whether a call of these arguments needed nothing but its rule."""

@@ -15,6 +15,7 @@ from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad
+from flash_clipping.finish.backward_pass import stored_where_cheaper
 from flash_clipping.rules.registry import GradRequest, own
 
 #: Names and trainable parameters of a layer that takes the short way, and what its backward is
@@ -159,7 +160,7 @@ class ProvenLayer(torch.autograd.Function):
         names, params, needs_without, needs_with = ctx.proven
         needs = needs_with if ctx.needs_input_grad[4] else needs_without
         grad, by_name = tap.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
-        factors = [*map(by_name.__getitem__, names)]
+        factors: Sequence[PerSampleGrad] = [*map(by_name.__getitem__, names)]
         if not session.enabled:
             return None, None, None, None, grad, *_ordinary(factors, params, session)
         running = session._backward_pass
@@ -169,7 +170,10 @@ class ProvenLayer(torch.autograd.Function):
         if running.coef is None and not running.norms_only:
             shape = grad_output.shape
             if tap.worth_storing.get(shape) is not False:
-                factors = tap.stored_where_cheaper(factors, shape)
+                # Per-sample gradients, formed now, where that is cheapest.
+                found = stored_where_cheaper(factors, lambda: tap.shared, session.backend)
+                tap.worth_storing.setdefault(shape, found is not factors)
+                factors = found
         running.record(tap.path, params, factors)
         return None, None, None, None, grad, *(None,) * len(params)
 
