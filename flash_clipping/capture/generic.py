@@ -76,7 +76,7 @@ def generic_forward(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     B = 0 if call is None else call.batch_size or 0
     # Heads or windows of each sample, one behind the other, beside other samples' plain rows.
     parts = [1] * len(leaves)
-    if B in sizes and _is_compared(session, axis) and not any(n % B for n in sizes):
+    if B and B in sizes and _is_compared(session, axis) and not any(n % B for n in sizes):
         for n, is_mapped in enumerate(mapped):
             if is_mapped and (size := len(leaves[n])) != B:
                 parts[n] = size // B
@@ -88,8 +88,11 @@ def generic_forward(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"{', '.join(map(str, sorted(sizes)))}. Give all of them one row per sample."
         )
     batch_size = sizes.pop()
-    named = {name: param for name, param in layer.named_parameters() if param.requires_grad}
-    views = {f"module.{name}": PerSampleView.apply(tap, p, batch_size) for name, p in named.items()}
+    views = {
+        f"module.{name}": PerSampleView.apply(tap, param, batch_size)
+        for name, param in layer.named_parameters()
+        if param.requires_grad
+    }
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             _refuse_hidden(tap, leaf, "is called with", axis, batch_size)
@@ -109,15 +112,6 @@ def generic_forward(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     folds: list[bool] = []
     with session.bypass(), _PaddingStays(tap):
-        if batch_size == 0:
-            # Nothing to map over. The empty views keep the output in the graph.
-            output = torch.func.functional_call(
-                shim, {f"module.{n}": p.detach() for n, p in named.items()}, args, kwargs
-            )
-            empty = sum(view.sum() for view in views.values())
-            return pytree.tree_map_only(
-                Tensor, lambda leaf: leaf + empty if leaf.is_floating_point() else leaf, output
-            )
         outputs, failed = None, ""
         if not tap.loops:
             in_dims = 0, *(axis if is_mapped else None for is_mapped in mapped)
