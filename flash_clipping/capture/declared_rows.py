@@ -87,14 +87,9 @@ class LostRows(DeclaredRows):
 
 _declared: ContextVar[DeclaredRows | None] = ContextVar("declared_rows", default=None)
 
-#: An entry for each ``with samples(...)`` that runs, in whatever thread: layers that take the short
-#: way need not ask for more while it is empty.
-DECLARATIONS: list[None] = []
 
-
-def declared_rows() -> DeclaredRows | None:
-    """What holds for layers that are called now."""
-    return _declared.get()
+#: What holds for layers that are called now.
+declared_rows = _declared.get
 
 
 class _PickedRows(TorchFunctionMode):
@@ -124,11 +119,9 @@ class _PickedRows(TorchFunctionMode):
 def declared(rows: DeclaredRows | None) -> Iterator[None]:
     """Layers that are called inside read these rows."""
     before = _declared.set(rows)
-    DECLARATIONS.append(None)
     try:
         yield
     finally:
-        DECLARATIONS.pop()
         _declared.reset(before)
 
 

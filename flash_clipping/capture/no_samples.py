@@ -152,14 +152,12 @@ class EmptyBatchForward(RootForward):
     returns. The caller gets that structure without samples, and 0 for a scalar that requires grad
     (a loss that the model takes itself). Its backward leaves empty norms and clipped sums of 0, so
     that the step adds noise only.
-
-    ``has_bags``: some layer makes samples of what it reads (``nn.EmbeddingBag``), so that a batch
-    may hold samples although its first input has no rows.
     """
 
-    def __init__(self, root: nn.Module, session: ClippingSession, has_bags: bool):
+    def __init__(self, root: nn.Module, session: ClippingSession):
         super().__init__(root, session)
-        self.has_bags = has_bags
+        # A bag makes samples of what it reads: there may be some where the first input has no rows.
+        self.has_bags = any(isinstance(module, nn.EmbeddingBag) for module in root.modules())
         self.watched = False  # whether a forward was: functions that write into weights are refused
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

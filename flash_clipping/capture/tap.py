@@ -19,7 +19,6 @@ from flash_clipping._compat import pytree, transforms_are_active
 from flash_clipping.capture.compiled.tracing import ACTIVE, by_itself, noted_call, traced_call
 from flash_clipping.capture.compiled.wirings import wiring_of
 from flash_clipping.capture.declared_rows import (
-    DECLARATIONS,
     DeclaredRows,
     LostRows,
     declared_rows,
@@ -199,11 +198,11 @@ class Tap(FactorSource):
             or rest
             or named
             or x.__class__ is not Tensor
-            or DECLARATIONS
             or ACTIVE
             or not is_grad_enabled()
             or transforms_are_active()
             or is_dynamo_compiling()
+            or declared_rows() is not None
         ):
             return self(*(() if x is _MISSING else (x,)), *rest, **named)
         layer = self.layer

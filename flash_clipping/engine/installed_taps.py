@@ -50,8 +50,7 @@ class InstalledTaps:
         for tap in self.all:
             tap.install()
         self.regions = Regions(root, session, self.all)
-        has_bags = any(isinstance(tap.layer, nn.EmbeddingBag) for tap in self.all)
-        self.of_root = EmptyBatchForward(root, session, has_bags)
+        self.of_root = EmptyBatchForward(root, session)
         self._add(self.of_root)
         self.find_compiled()
         if mode == "two_pass":
