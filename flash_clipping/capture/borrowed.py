@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flash_clipping._compat import around_modules, pytree
+from flash_clipping.capture.factor_source import owners
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
-from flash_clipping.capture.max_norm import NoRenormalisation
 from flash_clipping.capture.no_trace import MODELS_OWN, without_activations
-from flash_clipping.capture.own_parameters import owners
 from flash_clipping.capture.proof.draws import repeatable
 from flash_clipping.capture.proxies.operation import name_of
+from flash_clipping.capture.refused_forwards import NoRenormalisation
 from flash_clipping.capture.session import ClippingSession
 
 #: Properties of a parameter that a gradient comes through.
@@ -48,16 +48,9 @@ class UsesOthers(Exception):
 def until_borrowed(
     root: nn.Module, forward: Callable[..., Any], serves: Callable[[nn.Module], bool]
 ) -> Callable[..., Any]:
-    """``forward``, whose first run ends where a module uses a trainable parameter of another one.
-
-    Args:
-        root: the model.
-        forward: runs ``root``.
-        serves: whether a module's rule takes care of what is below the module.
-
-    Raises:
-        UsesOthers: by what is returned, before anything was computed from that parameter.
-    """
+    """``forward``, which runs ``root``; its first run ends (``UsesOthers``) where a module uses a
+    trainable parameter of another one, before anything was computed from that parameter.
+    ``serves``: whether a module's rule takes care of what is below the module."""
     is_known = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -81,15 +74,8 @@ def find_borrowed(
     kwargs: Mapping[str, Any],
     serves: Callable[[nn.Module], bool],
 ) -> Borrowed:
-    """Run the model once, as it is, and see which modules use trainable parameters of others.
-
-    Args:
-        forward: runs ``root``.
-        serves: whether a module's rule takes care of what is below the module.
-
-    Raises:
-        FlashClippingError: the forward would renormalise rows of a weight.
-    """
+    """Run the model once, as it is, and see which modules use trainable parameters of others;
+    arguments as of :func:`until_borrowed`."""
     uses = _Uses(root, serves)
     tensors = [*batched_inputs(args, dict(kwargs)), *session.state()]
     devices = {x.device for x in tensors if x.is_cuda}

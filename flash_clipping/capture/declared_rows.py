@@ -30,12 +30,8 @@ class DeclaredRows:
         self._map = UnitMap(index_M, count)
 
     def check(self, path: str, args: Sequence[Any], axis: int, batch: int | None) -> None:
-        """Refuse what these rows cannot be.
-
-        Raises:
-            FlashClippingError: it is not as many rows, or not on this device; or there are not as
-                many samples as in the batch.
-        """
+        """Refuse inputs that are not as many rows, or not on this device, and a batch of another
+        number of samples."""
         where = f"{path}: called inside flash_clipping.samples(index, count={self.count})"
         if axis:
             raise FlashClippingError(
@@ -92,14 +88,8 @@ class LostRows(DeclaredRows):
 _declared: ContextVar[DeclaredRows | None] = ContextVar("declared_rows", default=None)
 
 
-#: An entry for each ``with samples(...)`` that runs, in whatever thread: layers that take the short
-#: way need not ask for more while it is empty.
-DECLARATIONS: list[None] = []
-
-
-def declared_rows() -> DeclaredRows | None:
-    """What holds for layers that are called now."""
-    return _declared.get()
+#: What holds for layers that are called now.
+declared_rows = _declared.get
 
 
 class _PickedRows(TorchFunctionMode):
@@ -129,11 +119,9 @@ class _PickedRows(TorchFunctionMode):
 def declared(rows: DeclaredRows | None) -> Iterator[None]:
     """Layers that are called inside read these rows."""
     before = _declared.set(rows)
-    DECLARATIONS.append(None)
     try:
         yield
     finally:
-        DECLARATIONS.pop()
         _declared.reset(before)
 
 

@@ -1,11 +1,11 @@
-"""What hands factors to the running backward pass."""
+"""A module that owns parameters: which these are, and how their factors are recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from flash_clipping.capture.declared_rows import DeclaredRows
 from flash_clipping.capture.session import ClippingSession
@@ -13,6 +13,51 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.session import Readers
+
+#: Names and parameters that are a layer's own and trainable.
+Trainable: TypeAlias = tuple[list[str], list[nn.Parameter]]
+
+#: Modules that hold parameters for their parent and are never called.
+PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+
+
+def owners(module: nn.Module) -> list[nn.Module]:
+    """The module and the containers below it whose parameters its forward uses."""
+    found = [module]
+    for child in module.children():
+        if isinstance(child, PARAMETER_CONTAINERS):
+            found += owners(child)
+    return found
+
+
+def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that the module's own forward uses directly."""
+    return [p for owner in owners(module) for p in owner.parameters(recurse=False)]
+
+
+class Guard(dict[None, None]):
+    """Refuses gradients that went past a parameter's tap; ``__getitem__`` is the parameter's hook.
+
+    Autograd calls the hook in every backward, with ``None`` where the tap has consumed the
+    gradient. This entry is there, so that Python code runs for other gradients only.
+
+    Args:
+        name: of the parameter, for the message.
+        why: the consequence, and what to do instead.
+        session: knows whether backward passes are recorded.
+    """
+
+    def __init__(self, name: str, why: str, session: Any):
+        super().__init__({None: None})
+        self.name, self.why, self.session = name, why, session
+
+    def __missing__(self, grad: Tensor) -> None:
+        # Gradients of a probe are autograd's own.
+        if self.session.enabled and self.session.probing is None:
+            raise FlashClippingError(
+                f"{self.name}: this parameter received a gradient from outside the module that "
+                f"owns it; it would be {self.why}"
+            )
 
 
 class FactorSource:
@@ -61,21 +106,12 @@ class FactorSource:
             samples: how many there are in the call of the root that they are of, where ``readers``
                 does not tell.
         """
-        if rows is not None:
-            backward_pass = self.running_backward_pass(recomputed)
-            of_samples = [rows.of_samples(factor) for factor in factors]
-            backward_pass.record(self.path, params, of_samples)
-            return
-        self.record_on(self.running_backward_pass(recomputed), params, factors, readers, samples)
+        backward_pass = self.running_backward_pass(recomputed)
+        self.record_on(backward_pass, params, factors, readers, rows, samples)
 
     def running_backward_pass(self, recomputed: bool) -> BackwardPass:
-        """The running backward pass; a new one if this is the first layer that it reached.
-
-        ``recomputed``: the layer ran in backward itself (activation checkpointing).
-
-        Raises:
-            FlashClippingError: no backward pass of the model's outputs is running.
-        """
+        """The running backward pass; a new one if this is the first layer that it reached, which
+        only the model's outputs may lead to where that is needed."""
         backward_pass = self.session.backward_pass
         if backward_pass is None:
             if recomputed:
@@ -102,21 +138,22 @@ class FactorSource:
         params: Sequence[nn.Parameter],
         factors: Sequence[PerSampleGrad],
         readers: Readers | None = None,
+        rows: DeclaredRows | None = None,
         samples: int | None = None,
     ) -> None:
         """Hand factors, one for each of these parameters, to this backward pass."""
-        if self.folded:
+        if rows is not None:
+            factors, readers = [rows.of_samples(factor) for factor in factors], None
+        elif self.folded and self.session.positions is None:  # positions become units
             if readers is not None:
                 samples = readers[0].batch_size
+            if samples is None:
+                samples = self.session.samples()
             factors = [f if f.batch_size == samples else self._fold(f, samples) for f in factors]
         backward_pass.record(self.path, params, factors, readers)
 
     def _fold(self, factor: PerSampleGrad, samples: int | None) -> PerSampleGrad:
-        """Rows that the user declared to be parts of samples, as samples; ``samples``: how many
-        there are in the call of the root that they are of, if that is known."""
-        if self.session.positions is not None:
-            return factor  # of positions, which become units
-        samples = self.session.samples() if samples is None else samples
+        """Rows that are parts of samples, as samples."""
         if samples is None or factor.batch_size % max(samples, 1):
             raise FlashClippingError(
                 f"{self.path}: its rows are parts of samples (declared in folded_modules, or found "
@@ -124,4 +161,4 @@ class FactorSource:
                 f"batch ({samples}) that the model was called with. Every sample must be folded "
                 "into the same number of rows, which lie together."
             )
-        return factor if factor.batch_size == samples else factor.fold(samples)
+        return factor.fold(samples)

@@ -86,9 +86,8 @@ class ForwardCall:
     #: How many tapped layers in a row read one input, input by input, and the last of these.
     readers: list[int] = field(default_factory=list)
     last_input: weakref.ref[Tensor] | None = None
-    #: What stands in for parameters, expanded over samples (``proxy_ops.of_samples``), until the
-    #: root returns. A stand-in that held its own would be freed by garbage collection alone, and
-    #: autograd's graph with it.
+    #: Stand-ins for parameters, expanded over samples (``proxy_ops.of_samples``), until the root
+    #: returns: one that held its own would be freed by garbage collection alone, with its graph.
     expansions: dict[Any, Tensor] = field(default_factory=dict)
     #: Whether the root has returned.
     ended: bool = False
@@ -148,11 +147,8 @@ class ForwardCall:
         return self.answers.get((path, x.shape, x.dtype))
 
     def note_reader(self, x: Tensor) -> int:
-        """Count one more reader of this input; layers that share one are called in a row.
-
-        Returns:
-            Its place in ``readers``.
-        """
+        """Count one more reader of this input; layers that share one are called in a row. Returns
+        its place in ``readers``."""
         if self.last_input is None or self.last_input() is not x:
             self.last_input = weakref.ref(x)
             self.readers.append(0)

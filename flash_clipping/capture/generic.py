@@ -1,6 +1,5 @@
 """Modules without a rule, under ``vmap``: one view of every parameter per sample, so that autograd
-itself delivers their per-sample gradients.
-"""
+itself delivers their per-sample gradients."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ def generic_forward(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     B = 0 if call is None else call.batch_size or 0
     # Heads or windows of each sample, one behind the other, beside other samples' plain rows.
     parts = [1] * len(leaves)
-    if B in sizes and _is_compared(session, axis) and not any(n % B for n in sizes):
+    if B and B in sizes and _is_compared(session, axis) and not any(n % B for n in sizes):
         for n, is_mapped in enumerate(mapped):
             if is_mapped and (size := len(leaves[n])) != B:
                 parts[n] = size // B
@@ -89,8 +88,11 @@ def generic_forward(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"{', '.join(map(str, sorted(sizes)))}. Give all of them one row per sample."
         )
     batch_size = sizes.pop()
-    named = {name: param for name, param in layer.named_parameters() if param.requires_grad}
-    views = {f"module.{name}": PerSampleView.apply(tap, p, batch_size) for name, p in named.items()}
+    views = {
+        f"module.{name}": PerSampleView.apply(tap, param, batch_size)
+        for name, param in layer.named_parameters()
+        if param.requires_grad
+    }
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             _refuse_hidden(tap, leaf, "is called with", axis, batch_size)
@@ -110,15 +112,6 @@ def generic_forward(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     folds: list[bool] = []
     with session.bypass(), _PaddingStays(tap):
-        if batch_size == 0:
-            # Nothing to map over. The empty views keep the output in the graph.
-            output = torch.func.functional_call(
-                shim, {f"module.{n}": p.detach() for n, p in named.items()}, args, kwargs
-            )
-            empty = sum(view.sum() for view in views.values())
-            return pytree.tree_map_only(
-                Tensor, lambda leaf: leaf + empty if leaf.is_floating_point() else leaf, output
-            )
         outputs, failed = None, ""
         if not tap.loops:
             in_dims = 0, *(axis if is_mapped else None for is_mapped in mapped)
@@ -141,20 +134,17 @@ def generic_forward(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "makes it fast.",
             stacklevel=2,
         )
-    return _folded_back(outputs, folds)
+    if not any(folds):
+        return outputs
+    leaves, spec = pytree.tree_flatten(outputs)  # [B, rows, ...] of those that fold
+    found = [leaf.flatten(0, 1) if fold else leaf for leaf, fold in zip(leaves, folds, strict=True)]
+    return pytree.tree_unflatten(found, spec)
 
 
 def _folds(tap: Any, alone: Any, together: Any, axis: int, B: int) -> list[bool]:
     """Which outputs hold several rows of each sample along the batch axis (heads, windows), one
-    sample's behind the other's. The oracle compares afterwards whether they lie so.
-
-    Args:
-        alone: what the module returns for one sample.
-        together: what its own forward returns for all ``B``.
-
-    Raises:
-        FlashClippingError: there is one, and the oracle is not asked, or it lies otherwise.
-    """
+    sample's behind the other's: the module was run ``alone`` on one sample, and ``together`` on all
+    ``B``. The oracle compares afterwards whether they lie so; without it they are refused."""
     found = []
     for one, own in zip(pytree.tree_leaves(alone), pytree.tree_leaves(together), strict=False):
         found.append(False)
@@ -179,15 +169,6 @@ def _folds(tap: Any, alone: Any, together: Any, axis: int, B: int) -> list[bool]
 def _is_compared(session: ClippingSession, axis: int) -> bool:
     """Whether the oracle will have seen that rows lie as they are taken to."""
     return not axis and session.has_oracle
-
-
-def _folded_back(outputs: Any, folds: list[bool]) -> Any:
-    """Outputs ``[B, rows, ...]`` of those that fold as ``[B * rows, ...]``."""
-    if not any(folds):
-        return outputs
-    leaves, spec = pytree.tree_flatten(outputs)
-    found = [leaf.flatten(0, 1) if fold else leaf for leaf, fold in zip(leaves, folds, strict=True)]
-    return pytree.tree_unflatten(found, spec)
 
 
 #: What vmap's own errors speak of: itself, what it lacks for an operator, tensors of its that have
@@ -223,11 +204,11 @@ class _PaddingStays(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        served: dict[Any, Callable[..., Any]] = {
-            F.embedding: self._embedding,
-            torch.embedding: self._aten_embedding,
-        }
-        return served.get(func, func)(*args, **(kwargs or {}))
+        if func is F.embedding:
+            func = self._embedding
+        elif func is torch.embedding:
+            func = self._aten_embedding
+        return func(*args, **(kwargs or {}))
 
     def _embedding(
         self,
@@ -311,11 +292,8 @@ def _sample_by_sample(
 
 
 def _mapped(tap: Any, leaves: list[Any], axis: int) -> list[bool]:
-    """Which of a module's arguments have a row per sample; the others every sample sees as a whole.
-
-    Raises:
-        FlashClippingError: there is no tensor that could have.
-    """
+    """Which of a module's arguments have a row per sample (one must be a tensor that could); the
+    others every sample sees as a whole."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > axis]
     if not tensors:
         raise FlashClippingError(
@@ -326,10 +304,8 @@ def _mapped(tap: Any, leaves: list[Any], axis: int) -> list[bool]:
     session = tap.session
     call = session.current_forward
     if call is None or call.batch_size is None:
-        sizes = [tensor.shape[axis] for tensor in tensors]
-        return [
-            isinstance(x, Tensor) and x.dim() > axis and x.shape[axis] == sizes[0] for x in leaves
-        ]
+        size = tensors[0].shape[axis]
+        return [isinstance(x, Tensor) and x.dim() > axis and x.shape[axis] == size for x in leaves]
     # One of them must be the samples: what was computed from them, if anything was.
     fitting = (x for x in tensors if x.shape[axis] == call.batch_size)
     first = next((x for x in tensors if x.requires_grad), next(fitting, tensors[0]))

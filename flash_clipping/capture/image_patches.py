@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.declared_rows import DeclaredRows, check_on_device, declared
-from flash_clipping.capture.own_parameters import owned_parameters
+from flash_clipping.capture.factor_source import owned_parameters
 from flash_clipping.rules.registry import Scope
 
 #: Arguments with patches ``[N, d]`` and with grids ``[I, 3]``, and the token's configuration.

@@ -31,14 +31,7 @@ def batched_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
             samples = int(leaf.batch_sizes[0])  # on the CPU by definition
             tensors[:0] = [torch.empty(samples, samples, device="meta")]
             tensors.append(leaf.data)
-    if not tensors:
-
-        def note(tensor: Tensor) -> Tensor:
-            tensors.append(tensor)
-            return tensor
-
-        map_tensors(note, leaves)
-    return tensors
+    return tensors or _held(leaves, packed=False)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -46,16 +39,23 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
+        if isinstance(leaf, Tensor):  # nearly all: nothing is put together again for them
+            found.append(leaf)
+        elif leaf is not None:
+            found += _held(leaf, packed=True)
+    return found
+
+
+def _held(value: Any, packed: bool) -> list[Tensor]:
+    """The tensors that :func:`map_tensors` finds."""
+    found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
-        if isinstance(leaf, Tensor):  # nearly all: nothing is put together again for them
-            found.append(leaf)
-        elif leaf is not None:
-            map_tensors(note, leaf, packed=True)
+    map_tensors(note, value, packed=packed)
     return found
 
 

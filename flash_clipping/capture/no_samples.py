@@ -1,8 +1,8 @@
 """Batches without samples: Poisson sampling draws one about once in ``e^batch`` steps.
 
 Many models cannot run on one (``reshape(batch, -1)`` of nothing is ambiguous), and many collate
-functions cannot make one. What either would give for no samples follows from what it gives for two
-and for three: every size that depends on the batch is extended down to 0.
+functions cannot make one. What either would give for none follows from what it gives for two
+samples and for three: every size that depends on the batch is extended down to 0.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.inputs import DEPTH, batched_inputs, map_tensors
-from flash_clipping.capture.max_norm import NoRenormalisation
 from flash_clipping.capture.no_trace import MODELS_OWN, random_state, untouched
+from flash_clipping.capture.refused_forwards import NoRenormalisation
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError
@@ -44,19 +44,15 @@ def of_no_samples(
     lenient: bool = False,
     depth: int = DEPTH,
 ) -> Any:
-    """The structure of ``two`` and ``three``, for no samples.
+    """What no samples give, from what ``two`` and ``three`` samples gave: tensors, numbers and
+    strings in containers, mappings or objects.
 
     Args:
-        two: what two samples gave: tensors, numbers and strings in containers, mappings or objects.
-        three: what three gave.
         tensor: the tensor for no samples, from those for two and three, which have as many
             dimensions.
-        lenient: take what two samples gave where nothing else is known.
+        lenient: take what two samples gave where nothing else is known; otherwise that is a
+            ``TypeError``.
         depth: how many objects inside each other are opened.
-
-    Raises:
-        TypeError: unless ``lenient``, something that is neither the same in both nor known to hold
-            samples.
     """
     if two is three:
         return two
@@ -69,8 +65,7 @@ def of_no_samples(
         elif isinstance(two, float | complex):
             return two if two == three else math.nan  # a mean, say
         elif isinstance(two, list | tuple) and len(two) != len(three):
-            (length,) = shape_of_none([len(two)], [len(three)])
-            return type(two)(two[:length])
+            return type(two)(two[: max(0, 3 * len(two) - 2 * len(three))])
         elif type(two).__module__ == "numpy" and hasattr(two, "shape"):
             return type(two)(tuple(shape_of_none(two.shape, three.shape)), dtype=two.dtype)
         elif (opened := _opened(two, depth)) and (other := _opened(three, depth)):
@@ -86,17 +81,18 @@ def of_no_samples(
                     return two
     if lenient:
         return two
+    shapes = (f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else "" for x in (two, three))
     raise TypeError(
         f"what no samples are like does not follow from what two and three are like: found "
-        f"{_described(two)} and {_described(three)}; expected tensors, numbers or strings in "
-        "lists, tuples, dicts or objects."
+        f"{type(two).__name__}{next(shapes)} and {type(three).__name__}{next(shapes)}; expected "
+        "tensors, numbers or strings in lists, tuples, dicts or objects."
     )
 
 
 def _opened(
     value: Any, depth: int
 ) -> tuple[Any, list[Any], Callable[[list[Any]], Any], int] | None:
-    """The structure of a container or an object, its parts, how others are put in, and how many
+    """Of a container or an object: its structure, its parts, how others are put in, and how many
     objects may be opened below; ``None`` if it has no parts, or is too deep."""
     parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     if len(parts) != 1 or parts[0] is not value:
@@ -112,11 +108,6 @@ def _opened(
         return changed
 
     return [*content], [*content.values()], rebuilt, depth - 1
-
-
-def _described(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
 
 
 def made_up(
@@ -157,27 +148,17 @@ class RootForward(Tap):
 class EmptyBatchForward(RootForward):
     """Stands in for the root module's ``forward``: a batch without samples does not reach it.
 
-    The model is then run on two and on three made-up samples, to learn what it returns, without
-    recording anything. What the caller gets has that structure and no samples. Its backward leaves
-    empty norms and clipped sums of 0, so that the step adds noise only. Buffers, attributes of
-    modules and random number generators are as they were. A scalar that requires grad, as the loss
-    that a model takes itself, is 0.
-
-    Args:
-        root: the model.
-        session: what its taps share.
-        has_bags: some layer makes samples of what it reads (``nn.EmbeddingBag``), so that a batch
-            may hold samples although its first input has no rows.
-
-    Raises:
-        FlashClippingError: in forward, of a model that runs neither on made-up samples nor on none.
+    The model is then run on two and on three made-up samples, without a trace, to learn what it
+    returns. The caller gets that structure without samples, and 0 for a scalar that requires grad
+    (a loss that the model takes itself). Its backward leaves empty norms and clipped sums of 0, so
+    that the step adds noise only.
     """
 
-    def __init__(self, root: nn.Module, session: ClippingSession, has_bags: bool):
+    def __init__(self, root: nn.Module, session: ClippingSession):
         super().__init__(root, session)
-        self.has_bags = has_bags
-        #: Whether a forward was looked at for functions that write into weights.
-        self.watched = False
+        # A bag makes samples of what it reads: there may be some where the first input has no rows.
+        self.has_bags = any(isinstance(module, nn.EmbeddingBag) for module in root.modules())
+        self.watched = False  # whether a forward was: functions that write into weights are refused
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._without_samples if self._is_empty() else self.original
@@ -269,16 +250,8 @@ class _NoSamples(torch.autograd.Function):
 
 
 class CollateWithEmpty:
-    """A loader's collate function that also makes a batch of no samples.
-
-    Args:
-        collate: the loader's own.
-        dataset: where samples are looked at to learn what a batch is like.
-
-    Raises:
-        TypeError: in a call without samples, if batches hold something that is neither the same in
-            all of them nor known to hold samples.
-    """
+    """A loader's collate function that also makes a batch of no samples, like those that samples of
+    ``dataset`` give; a ``TypeError`` if that cannot be told."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any):
         self.wrapped_collator_fn = collate
@@ -289,23 +262,22 @@ class CollateWithEmpty:
         if len(samples):
             return self.wrapped_collator_fn(samples)
         if self._empty is None:
-            self._empty = (self._learned(),)
+            # Fetched anew: a collate function may take its samples apart.
+            two, three = (
+                self.wrapped_collator_fn([self.dataset[0] for _ in range(count)])
+                for count in (2, 3)
+            )
+            try:
+                self._empty = (of_no_samples(two, three, self._tensor),)
+            except TypeError as error:
+                raise TypeError(
+                    f"The loader drew a batch without samples, and its collate function "
+                    f"({self.wrapped_collator_fn!r}) gives batches of which {error}"
+                ) from None
         return copy.deepcopy(self._empty[0])
 
-    def _learned(self) -> Any:
-        def tensor(two: Tensor, three: Tensor) -> Tensor:
-            if two.shape != three.shape:
-                return two.new_zeros(shape_of_none(two.shape, three.shape))
-            return two if torch.equal(two, three) else 3 * two - 2 * three  # a count of samples
-
-        # Fetched anew: a collate function may take its samples apart.
-        two, three = (
-            self.wrapped_collator_fn([self.dataset[0] for _ in range(count)]) for count in (2, 3)
-        )
-        try:
-            return of_no_samples(two, three, tensor)
-        except TypeError as error:
-            raise TypeError(
-                f"The loader drew a batch without samples, and its collate function "
-                f"({self.wrapped_collator_fn!r}) gives batches of which {error}"
-            ) from None
+    @staticmethod
+    def _tensor(two: Tensor, three: Tensor) -> Tensor:
+        if two.shape != three.shape:
+            return two.new_zeros(shape_of_none(two.shape, three.shape))
+        return two if torch.equal(two, three) else 3 * two - 2 * three  # a count of samples

@@ -19,9 +19,8 @@ MODELS_OWN = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, K
 def untouched(root: nn.Module) -> Iterator[None]:
     """Put back buffers and attributes of all modules; writing in place hits copies of buffers.
 
-    What dicts and lists among the attributes hold is put back as well. A model that hooks its own
-    layers once, and notes on itself that it has, would otherwise do it once more in the next
-    forward, and compute something else.
+    What dicts and lists among the attributes hold is put back as well: a model that hooks its own
+    layers once, and notes that on itself, would otherwise do it again in the next forward.
     """
     modules = list(root.modules())
     before = [(vars(module).copy(), module._buffers.copy()) for module in modules]

@@ -10,11 +10,7 @@ from flash_clipping.errors import FlashClippingError
 
 
 def refuse_compiled_autograd() -> NoReturn:
-    """Refuse a backward that Dynamo traces: nothing would be recorded, and norms would be old.
-
-    Raises:
-        FlashClippingError: always.
-    """
+    """Refuse a backward that Dynamo traces: nothing would be recorded, and norms would be old."""
     raise FlashClippingError(
         "the model: compiled autograd is on (torch._dynamo.compiled_autograd, or "
         "torch._dynamo.config.compiled_autograd = True with a compiled training step). It "
@@ -25,11 +21,7 @@ def refuse_compiled_autograd() -> NoReturn:
 
 
 def refuse_graph_capture() -> None:
-    """Refuse a backward pass that is captured as a CUDA graph, but not by ``GraphedStep``.
-
-    Raises:
-        FlashClippingError: the current stream is being captured.
-    """
+    """Refuse a backward pass that is captured as a CUDA graph, but not by ``GraphedStep``."""
     if is_current_stream_capturing():
         raise FlashClippingError(
             "A backward pass of flash clipping is being captured as a CUDA graph. A replay "
@@ -40,11 +32,7 @@ def refuse_graph_capture() -> None:
 
 
 def refuse_threads(found: str, running: str) -> NoReturn:
-    """Refuse that a second thread calls one model's forward or backward.
-
-    Raises:
-        FlashClippingError: always.
-    """
+    """Refuse that a second thread calls one model's forward or backward."""
     raise FlashClippingError(
         f"Two threads use one wrapped model at the same time: {found} was called while another "
         f"thread's {running} runs (or failed, with its exception still held). Their samples would "

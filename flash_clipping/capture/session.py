@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.draws import DrawnBatch, Draws, of_one_draw
 from flash_clipping.capture.forward_call import BatchAxes, Doubted, ForwardCall, in_backward
-from flash_clipping.capture.graphed_results import GraphedResults
 from flash_clipping.capture.non_finite import NonFiniteWarning
 from flash_clipping.capture.padding import EVERY_ROW, CountedRows, Padding, refuse_several
 from flash_clipping.capture.proof.coverage import Coverage
@@ -51,21 +51,30 @@ from flash_clipping.finish.session import ClipFunction
 _keys = itertools.count()
 
 
+@dataclass
+class GraphedResults:
+    """What backward passes that are captured as a CUDA graph leave for its replays to hand on.
+
+    Attributes:
+        plans: those that were made meanwhile: their tables are in the graph's memory.
+        norms: the trainable parameters, their norms ``[P, B]`` and what these were clipped by,
+            backward by backward.
+        coefs: coefficients, likewise.
+    """
+
+    plans: Plans
+    norms: list[tuple[list[nn.Parameter], Tensor, Tensor]] = field(default_factory=list)
+    coefs: list[Tensor] = field(default_factory=list)
+
+
 class ClippingSession:
     """What all taps of one model share.
 
-    Args:
+    Args (the others are options of the wrapped model):
         clip: from per-parameter norms to coefficients; also where norms are published.
         note_sums: told of the parameters whose clipped sums are in ``p.grad``.
         trainable: the trainable parameters, in order.
         state: yields the model's parameters and buffers.
-        loss_reduction: ``"mean"`` (the gradient that arrives is ``1/B`` of the sample's own) or
-            ``"sum"``.
-        batch_first: whether samples are axis 0 of every tapped layer's input, or axis 1.
-        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
-        sum_dtype: ``"float32"`` or ``"parameter"``: of clipped sums in ``p.grad``.
-        fp32_precision: ``"ieee"`` or ``"tf32"``: of products of fp32 operands.
-        sample_of: which argument of the root's forward says what a sample is, if not a row.
     """
 
     def __init__(
@@ -112,8 +121,7 @@ class ClippingSession:
         #: ``mode="two_pass"``: what a walk needs around it.
         self.around_walk: Callable[[], AbstractContextManager[None]] = nullcontext
         self.enabled = False
-        #: The call of the root whose forward runs, where layers that are proven may take the short
-        #: way (:meth:`flash_clipping.capture.tap.Tap.proven`); otherwise None.
+        #: The call of the root that runs, where layers may take the short way (``Tap.proven``).
         self.proven_call: ForwardCall | None = None
         #: How often the samples' rows were looked for anew: earlier proofs do not count.
         self.epoch = 0
@@ -121,8 +129,7 @@ class ClippingSession:
         self.bypassed = False
         #: While a layer runs uncompiled in the midst of a compiled region.
         self.by_itself = False
-        #: While a compiled region learns what its layers see
-        #: (:mod:`flash_clipping.capture.compiled`): what each tap, by ``id``, has seen.
+        #: While a compiled region learns what its layers see: what each tap, by ``id``, has seen.
         self.seen: dict[int, list[Any]] | None = None
         #: The taps of the region that ran last, which go by their numbers.
         self.numbered: Sequence[Any] = ()
@@ -131,7 +138,7 @@ class ClippingSession:
         self.found: set[str] = set()
         self.folded_by_rule: set[str] = set()
         #: Where samples lie in what layers, and parameters that are used by themselves, meet, if
-        #: not along the first axis (:mod:`flash_clipping.capture.row_layouts`).
+        #: not along the first axis.
         self.layouts: dict[str, Seen] = {}
         #: The same, of what comes of such a use.
         self.layouts_after: dict[str, Seen] = {}
@@ -139,15 +146,14 @@ class ClippingSession:
         self.plain: set[str] = set()
         #: Paths of layers in which samples lie otherwise than as rows, or parts that lie together.
         self.laid_out: set[str] = set()
-        #: Layers that do not run where what is no input of the model is taken for samples by its
-        #: size.
+        #: Layers that fail where what is no input of the model is taken for samples by its size.
         self.doubted: set[str] = set()
         #: While gradients of single samples are compared with autograd's: nothing runs compiled.
         self.comparing = False
         #: While it is looked at where samples lie: told of operations between bare parameters and
         #: samples, which run as they are.
         self.probing: Any = None
-        #: Which reads of layers are samples (:mod:`flash_clipping.capture.proof.observe`).
+        #: Which reads of layers are samples.
         self.batch_axes = BatchAxes()
         #: How many parameters were watched at the last proof; new ones ask for another.
         self.proven_with = 0
@@ -155,7 +161,7 @@ class ClippingSession:
         self.looked_for: dict[frozenset[str], int] = {}
         #: Calls for which it was shown which rows are samples.
         self.coverage = Coverage(self.batch_axis)
-        #: Whether the oracle can be asked about calls (:mod:`flash_clipping.capture.proof.oracle`).
+        #: Whether the oracle can be asked about calls.
         self.has_oracle = True
         #: How many samples the loader drew for the next forward, where that is known.
         self.drawn: int | None = None
@@ -178,8 +184,8 @@ class ClippingSession:
         self._current_forward: weakref.ref[ForwardCall] | None = None
         #: The call of the root whose forward runs: afterwards its outputs hold it, and only then.
         self.returning: ForwardCall | None = None
-        # The thread that runs the root's forward, under the one key that is ever used: setting a
-        # default is one step for all threads.
+        # The thread that runs the root's forward, under one key: setting a default is one step for
+        # all threads.
         self._running: dict[str, int] = {}
         self._backward_pass: weakref.ref[BackwardPass] | None = None
 
@@ -218,11 +224,7 @@ class ClippingSession:
         return self._current_forward() if self._current_forward is not None else None
 
     def enter_forward(self) -> None:
-        """The root's forward begins, in this thread.
-
-        Raises:
-            FlashClippingError: another thread runs the model's forward or backward.
-        """
+        """The root's forward begins, in this thread; no other may run its forward or backward."""
         if graph_task() != -1:  # recomputed, in a thread of autograd's, maybe
             return
         thread = threading.get_ident()
@@ -241,27 +243,17 @@ class ClippingSession:
             del self._running["forward"]
 
     def check_thread(self, call: ForwardCall) -> None:
-        """Refuse a backward of ``call`` while another thread's forward or backward runs.
-
-        Raises:
-            FlashClippingError: it would be recorded as a part of that.
-        """
-        running = None if self._backward_pass is None else self._backward_pass()
+        """Refuse a backward of ``call`` while another thread's forward or backward runs: it would
+        be recorded as a part of that."""
+        running = self.backward_pass
         if running is not None and running.thread not in (None, call.thread):
             refuse_threads("backward", "backward")
         if self._running.get("forward", call.thread) != call.thread:
             refuse_threads("backward", "forward")
 
     def draw_of(self, tensors: list[Tensor], made_up: bool = False) -> DrawnBatch | None:
-        """The loader's batch that the root is called with.
-
-        Args:
-            tensors: the inputs.
-            made_up: whether their samples were made up, because there are none.
-
-        Raises:
-            FlashClippingError: a call that is recorded is of several, or of other rows.
-        """
+        """The loader's batch that the root is called with; a call that is recorded and is of
+        several, or of other rows, is refused. ``made_up``: there are no samples but these."""
         draws = self.draws
         if not (draws.waiting or draws.strict) or in_backward() or self.captured is not None:
             return None
@@ -286,13 +278,10 @@ class ClippingSession:
         draw: DrawnBatch | None = None,
         made_up: bool = False,
     ) -> Units | None:
-        """The units of a call of the root with these tensors; ``given`` is the map, if it got one,
-        ``draw`` the loader's batch; ``made_up``: nobody's rows.
-
-        Raises:
-            FlashClippingError: a call that is recorded has no map, or one that does not fit.
-        """
-        if not self.units_of_calls.are_known or not torch.is_grad_enabled() or in_backward():
+        """The units, where these are no rows, of a call of the root with these tensors; ``given``
+        is the map, if it got one, ``draw`` the loader's batch; ``made_up``: nobody's rows. A call
+        that is recorded must have a map that fits."""
+        if not torch.is_grad_enabled() or in_backward():
             return None
         if made_up:
             nobody = torch.empty(0, dtype=torch.int64)
@@ -303,10 +292,7 @@ class ClippingSession:
         return self.units_of_calls.of_call(given, tensors, drawn, draw)
 
     def begin_forward(
-        self,
-        tensors: list[Tensor],
-        reads: Reads | None = None,
-        units: Units | None = None,
+        self, tensors: list[Tensor], reads: Reads | None = None, units: Units | None = None
     ) -> ForwardCall:
         """Start a call of the root module with these tensor inputs; ``reads`` gets what layers
         read."""
@@ -375,12 +361,8 @@ class ClippingSession:
             module._parameters[name] = param
             self.stood_in.pop()
 
-    def count_use(self, params: Sequence[nn.Parameter]) -> None:
-        """Note that a tapped layer reads these parameters, unless this is a recomputation."""
-        self.count_uses([params])
-
-    def count_uses(self, of_layers: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Note that several tapped layers read their parameters."""
+    def count_use(self, *of_layers: Sequence[nn.Parameter]) -> None:
+        """Note that tapped layers read their parameters, unless this is a recomputation."""
         forward = self.current_forward
         if forward is not None and not in_backward():
             forward.used += of_layers
@@ -447,12 +429,21 @@ class ClippingSession:
                 "checkpoint, or always with samples; or freeze its parameters."
                 f"{to_freeze(path)}"
             )
-        answer = bool(known)
+        answer = sure if known is None else known
         if known is None:
-            answer = sure or self._may_be_samples(call, path, x, axis, beside, rows, also)
+            found, size = x.shape[axis] if rows is None else rows, call.batch_size
+            if not sure:
+                storages = {memory_id(t.untyped_storage()) for t in (x, *also)}
+                fits = found == size or (path in self.folded and size > 0 and found % size == 0)
+                is_doubted = call.reads is not None and path in self.doubted
+                # By its size, if it is not memory of the model's.
+                answer = bool(storages & call.input_storages and not beside) or (
+                    fits
+                    and not is_doubted
+                    and storages.isdisjoint(memory_id(t.untyped_storage()) for t in self.state())
+                )
             if not recomputed:
                 call.guesses[read] = answer
-                found, size = x.shape[axis] if rows is None else rows, call.batch_size
                 others = x.shape[1:-1] if x.is_floating_point() else x.shape[1:]
                 if answer and size > 1 and (found != size or (not axis and size in others)):
                     call.ambiguous.add(read)
@@ -460,25 +451,6 @@ class ClippingSession:
             of_parts = path in self.folded
             call.reads.note(read, x, axis, rows, answer, sure=sure, beside=beside, folded=of_parts)
         return call.note_answer(path, x, answer)
-
-    def _may_be_samples(
-        self,
-        call: ForwardCall,
-        path: str,
-        x: Tensor,
-        axis: int,
-        beside: bool,
-        rows: int | None,
-        also: Sequence[Tensor],
-    ) -> bool:
-        """Whether something is taken for samples where nothing was shown, by its size."""
-        found, size = x.shape[axis] if rows is None else rows, call.batch_size or 0
-        storages = {memory_id(t.untyped_storage()) for t in (x, *also)}
-        if storages & call.input_storages and not beside:
-            return True
-        fits = found == size or (path in self.folded and size > 0 and found % size == 0)
-        is_doubted = call.reads is not None and path in self.doubted
-        return fits and not is_doubted and not storages & self.model_storages()
 
     def knows_samples(self, call: ForwardCall, path: str, reads: int = 1) -> bool:
         """Whether the next reads of this layer, which count as read then, are known to be samples;
@@ -494,13 +466,9 @@ class ClippingSession:
         call.turns[path][1] += reads
         return True
 
-    def error_bound(self, path: str) -> None:
-        """Let a look of the proof, which compares two batches, begin anew if this layer, which has
-        failed, took something for samples by its size: it may be chance.
-
-        Raises:
-            Doubted: it did.
-        """
+    def doubt(self, path: str) -> None:
+        """Let a look of the proof, which compares two batches, begin anew (``Doubted``) if this
+        layer, which has failed, took something for samples by its size: it may be chance."""
         call = self.current_forward
         if call is None or call.reads is None or path in self.doubted or not self.has_oracle:
             return
@@ -520,10 +488,6 @@ class ClippingSession:
             if call.reads is not None:
                 call.reads.forget(path)
 
-    def model_storages(self) -> set[int]:
-        """Memory that belongs to the model, not to a batch."""
-        return {memory_id(tensor.untyped_storage()) for tensor in self.state()}
-
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""
         return len(self._unspent())
@@ -532,11 +496,8 @@ class ClippingSession:
         return [forward for forward in self._forwards if not forward.spent]
 
     def made_up(self) -> bool:
-        """Whether the samples of the calls whose norms have not been taken were made up.
-
-        Raises:
-            FlashClippingError: those of some were.
-        """
+        """Whether the samples of all calls whose norms have not been taken were made up, or of
+        none: others are refused."""
         found = {forward.made_up for forward in self._unspent()}
         if len(found) > 1:
             raise FlashClippingError(
@@ -605,10 +566,8 @@ class ClippingSession:
         return self._backward_pass() if self._backward_pass is not None else None
 
     def begin_backward(self, call: ForwardCall | None = None) -> BackwardPass:
-        """The running backward pass; made, and set to be finished at its end, if new.
-
-        ``call`` is the call of the root whose output it has reached.
-        """
+        """The running backward pass; made, and set to be finished at its end, if new. ``call``:
+        of the root, whose output it has reached."""
         if is_autograd_compiled():
             refuse_compiled_autograd()
         backward_pass = None if self._backward_pass is None else self._backward_pass()

@@ -1,13 +1,9 @@
-"""The tapped layer: an ordinary forward, and a backward that records its factors.
+"""The tap, which stands in for the ``forward`` of a layer that owns parameters.
 
-While a model is wrapped, the ``forward`` of every layer that owns parameters is replaced on the
-instance by a tap. A layer with a rule runs inside one ``torch.autograd.Function``
-(:mod:`flash_clipping.capture.tapped_layer`) whose backward computes the input gradient only: a
-weight gradient that would be thrown away is never computed.
-Any other module runs its own forward on stand-ins for its parameters
-(:mod:`flash_clipping.capture.proxies`), and where those do not serve, under ``vmap`` with one view
-of its parameters per sample, so that autograd itself delivers their per-sample gradients:
-:mod:`flash_clipping.capture.generic`.
+A layer with a rule runs inside one ``torch.autograd.Function``
+(:mod:`flash_clipping.capture.tapped_layer`), any other module on stand-ins for its parameters
+(:mod:`flash_clipping.capture.proxies`), and where those do not serve, under ``vmap``
+(:mod:`flash_clipping.capture.generic`).
 """
 
 from __future__ import annotations
@@ -20,31 +16,24 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import pytree, transforms_are_active
-from flash_clipping.capture.compiled.tracing import (
-    ACTIVE,
-    by_itself,
-    noted_call,
-    traced_call,
-)
+from flash_clipping.capture.compiled.tracing import ACTIVE, by_itself, noted_call, traced_call
 from flash_clipping.capture.compiled.wirings import wiring_of
 from flash_clipping.capture.declared_rows import (
-    DECLARATIONS,
     DeclaredRows,
     LostRows,
     declared_rows,
 )
-from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.factor_source import FactorSource, Trainable, owners
 from flash_clipping.capture.finite_positions import apply_layer_by_position, unrecorded
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
-from flash_clipping.capture.layer_arguments import positional
-from flash_clipping.capture.layer_samples import refuse_input, rows_by_sample, samples_in
-from flash_clipping.capture.own_parameters import OwnParameters, Trainable, owners
-from flash_clipping.capture.positions import (
-    Positions,
-    by_position,
-    refuse_layer,
+from flash_clipping.capture.layer_inputs import (
+    positional,
+    refuse_input,
+    rows_by_sample,
+    samples_in,
 )
+from flash_clipping.capture.positions import Positions, by_position, refuse_layer
 from flash_clipping.capture.proxies import (
     ParameterProxy,
     UnsupportedUse,
@@ -53,14 +42,8 @@ from flash_clipping.capture.proxies import (
 )
 from flash_clipping.capture.row_layouts import TOGETHER, layout_of
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.capture.tapped_layer import (
-    Proven,
-    apply_proven_layer,
-    apply_tapped_layer,
-)
+from flash_clipping.capture.tapped_layer import Proven, apply_proven_layer, apply_tapped_layer
 from flash_clipping.errors import FlashClippingError, module_at, to_freeze
-from flash_clipping.factors import PerSampleGrad
-from flash_clipping.finish.backward_pass import stored_where_cheaper
 from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 #: In the place of an argument that was not given.
@@ -103,11 +86,14 @@ class Tap(FactorSource):
     Args:
         layer: the tapped layer.
         path: its name in the model, for messages.
-        rule: its rule, or ``None`` for the generic one.
-        generic: serve the module by the generic rule from the start
-            (:func:`~flash_clipping.capture.generic.generic_forward`).
-        folded: its rows are parts of samples (``folded_modules``).
+        rule: its rule, if it has one.
         session: what all taps of the model share.
+        generic: serve the module by the generic rule from the start.
+        folded: its rows are parts of samples (``folded_modules``).
+
+    Attributes:
+        computed: whether the layer computed with other tensors than its parameters, when these were
+            last looked up.
     """
 
     def __init__(
@@ -128,8 +114,10 @@ class Tap(FactorSource):
             session.folded_by_rule.add(self.path)
         self.layer = layer
         self.rule = rule
-        prefixes = [""] * len(own) + [f"{part}." for part in parts]
-        self.parameters = OwnParameters(layer, self.owners, prefixes, self.path, rule is not None)
+        self._prefixes = [""] * len(own) + [f"{part}." for part in parts]  # of owners
+        self.computed = False
+        self._trainable: Trainable = [], []
+        self._looked_up = -1  # how many attributes the layer had when its parameters were
         #: How it is recorded inside a compiled region, and its number in the region that runs.
         self.wiring = wiring_of(rule)
         self.number = -1
@@ -142,8 +130,7 @@ class Tap(FactorSource):
             )
         # The generic rule serves the whole subtree; everything else the layer's own parameters.
         self.generic = generic
-        #: Whether it uses parameters that another module owns.
-        self.borrows = False
+        self.borrows = False  # whether it uses parameters that another module owns
         self._rule_serves = rule is not None and _overrides(rule.serves, Rule.serves)
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
@@ -176,7 +163,7 @@ class Tap(FactorSource):
         self.borrows = True
         for owner, path in zip(owners, paths, strict=True):
             if all(owner is not known for known in self.owners):
-                self.parameters.prefixes.append(f"{path}.")
+                self._prefixes.append(f"{path}.")
                 self.owners.append(owner)
 
     def surround(self, rule: Rule) -> None:
@@ -211,11 +198,11 @@ class Tap(FactorSource):
             or rest
             or named
             or x.__class__ is not Tensor
-            or DECLARATIONS
             or ACTIVE
             or not is_grad_enabled()
             or transforms_are_active()
             or is_dynamo_compiling()
+            or declared_rows() is not None
         ):
             return self(*(() if x is _MISSING else (x,)), *rest, **named)
         layer = self.layer
@@ -231,16 +218,6 @@ class Tap(FactorSource):
         params = proven[1]
         call.used.append(params)
         return apply_proven_layer(self, proven, call, session.anchor, x, *params)
-
-    def stored_where_cheaper(
-        self, factors: Sequence[PerSampleGrad], shape: torch.Size
-    ) -> Sequence[PerSampleGrad]:
-        """Per-sample gradients, formed now, where that is cheapest; whether it ever is for this
-        shape of the output's gradient is in ``worth_storing`` then."""
-        found = stored_where_cheaper(factors, lambda: self.shared, self.session.backend)
-        if shape not in self.worth_storing:
-            self.worth_storing[shape] = found is not factors
-        return found
 
     def _is_ordinary(self, args: tuple[Any, ...], axis: int, rows: DeclaredRows | None) -> bool:
         """Whether a call of these arguments needed nothing but its rule."""
@@ -290,7 +267,7 @@ class Tap(FactorSource):
             return traced_call(self, args, kwargs)
         if ACTIVE and not session.by_itself:
             return by_itself(self, args, kwargs)  # Dynamo has given this up, not what it calls
-        rule, parameters = self.rule, self.parameters
+        rule = self.rule
         if (
             session.probing is not None
             and (rule is not None or self.generic)
@@ -298,9 +275,9 @@ class Tap(FactorSource):
         ):
             plain = pytree.tree_map_only(ParameterProxy, lambda bare: bare.value, (args, kwargs))
             return self.original(*plain[0], **plain[1])
-        trainable = parameters.trainable()
+        trainable = self.trainable()
         params = trainable[1]
-        if rule is None or parameters.computed or not params:
+        if rule is None or self.computed or not params:
             return self._unruled_forward(params, args, kwargs)
         if self._rule_serves and (kwargs or not rule.serves(self.layer, *args)):
             return self._unruled_forward(params, args, kwargs)
@@ -309,7 +286,8 @@ class Tap(FactorSource):
             call.used.append(params)
         if not is_grad_enabled():
             self._was_declared = self._was_declared or declared_rows() is not None
-            if rule.allows_children and not rule.folds and self._is_checkpointed():
+            is_checkpointed = call is not None and call.recorded and not recomputed
+            if rule.allows_children and not rule.folds and is_checkpointed:
                 # Its own forward need not call its children, and their uses must be counted.
                 own = lambda *x, **named: self._untapped_forward(rule, x, named)  # noqa: E731
                 return unrecorded(session, own, args, kwargs)
@@ -343,7 +321,7 @@ class Tap(FactorSource):
         self, params: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A layer without a rule, or without a trainable parameter."""
-        session, rule = self.session, None if self.parameters.computed else self.rule
+        session, rule = self.session, None if self.computed else self.rule
         if not params:
             if session.positions is not None and not session.bypassed:
                 return unrecorded(session, self.original, args, kwargs)
@@ -358,8 +336,12 @@ class Tap(FactorSource):
                 "it (flash_clipping.register_rule), or freeze its parameters."
                 f"{to_freeze(self.path)}"
             )
-        if session.positions is not None and is_grad_enabled():
-            return self._unruled_by_position(args, kwargs)
+        if (units := session.positions) is not None and is_grad_enabled():
+            if self.generic:
+                refuse_layer(self.path, "this module runs by the generic rule")
+            run = lambda rows: self._bare_forward((rows,), {})  # noqa: E731
+            again = in_backward()
+            return by_position(self.path, session, units, self.original, run, args, kwargs, again)
         if not self.generic:
             if is_grad_enabled():
                 return self._bare_forward(args, kwargs)
@@ -369,29 +351,12 @@ class Tap(FactorSource):
         else:
             session.count_use([p for p in self.layer.parameters() if p.requires_grad])
             if is_grad_enabled():
-                return self._generic_forward(args, kwargs)
+                self._begin_call()
+                try:
+                    return generic_forward(self, args, kwargs)
+                except ReadsNoSamples:
+                    return self._constant_forward(args, kwargs)
         return unrecorded(session, self.original, args, kwargs)
-
-    def _unruled_by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward without a rule where units are parts of rows."""
-        units, session = self.session.positions, self.session
-        assert units is not None
-        if self.generic:
-            refuse_layer(self.path, "this module runs by the generic rule")
-
-        def run(rows: Tensor) -> Any:
-            return self._bare_forward((rows,), {})
-
-        return by_position(
-            self.path, session, units, self.original, run, args, kwargs, in_backward()
-        )
-
-    def _generic_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._begin_call()
-        try:
-            return generic_forward(self, args, kwargs)
-        except ReadsNoSamples:
-            return self._constant_forward(args, kwargs)
 
     def _begin_call(self) -> ForwardCall | None:
         """The call of the root that this call of a layer without a rule is a part of."""
@@ -411,20 +376,47 @@ class Tap(FactorSource):
             "part. Under torch.no_grad() any part may be called."
         )
 
-    def _is_checkpointed(self) -> bool:
-        """Whether this is the first forward of re-entrant checkpointing, without autograd."""
-        call = self.session.current_forward
-        return call is not None and call.recorded and not in_backward()
-
     def trainable(self) -> Trainable:
         """The parameters that are the layer's own and trainable now, and their names."""
-        return self.parameters.trainable()
+        names: list[str] = []
+        params: list[nn.Parameter] = []
+        for owner, prefix in zip(self.owners, self._prefixes, strict=True):
+            for name, param in owner._parameters.items():
+                if param is not None and param.requires_grad:
+                    names.append(prefix + name)
+                    params.append(param)
+        layer, known = self.layer, self._trainable
+        changed = names != known[0] or [*map(id, params)] != [*map(id, known[1])]
+        if changed or len(vars(layer)) != self._looked_up or layer._buffers:
+            self._looked_up = len(vars(layer))
+            if self.rule is not None:  # is there a tensor where a parameter was?
+                self.computed = self._computes_weights(names, params)
+        if changed:
+            self._trainable = names, params
+        # The same lists again where they hold: what calls keep would make Python look for garbage
+        # in every step.
+        return self._trainable
 
-    @property
-    def computed(self) -> bool:
-        """Whether the layer computed with other tensors than its parameters, when these were last
-        looked up."""
-        return self.parameters.computed
+    def _computes_weights(self, names: list[str], params: list[nn.Parameter]) -> bool:
+        """Whether the layer reads a weight that another module computes and assigns. A rule would
+        not see that tensor's gradient; the layer's own forward uses it as what it is."""
+        for name, param in zip(names, params, strict=True):
+            if not (param.is_leaf or isinstance(param, ParameterProxy)):
+                raise FlashClippingError(
+                    f"{self.path}: its {name} is a tensor that was computed from something else "
+                    "(torch.func.functional_call, for example), not a parameter, so it has no "
+                    "per-sample gradient here. Compute it inside the forward of one module that "
+                    "owns what it is computed from (nn.utils.parametrize does), or freeze that."
+                    f"{to_freeze(self.path)}"
+                )
+        attributes, buffers = vars(self.layer), self.layer._buffers.values()
+        return (
+            any(isinstance(x, ParameterProxy) for x in (*params, *buffers))
+            or any(isinstance(value, Tensor) for value in attributes.values())
+            or "weight" in attributes
+            or "bias" in attributes
+            or any(x is not None and x.requires_grad for x in buffers)
+        )
 
     def needs(self, wanted: tuple[bool, ...], names: list[str]) -> GradRequest:
         """What a backward is asked for: mostly the same as the last."""
@@ -453,7 +445,7 @@ class Tap(FactorSource):
             below = isinstance(place, Tap) and any(m is place.layer for m in self.layer.modules())
             if not below:
                 raise
-        session.error_bound(self.path)
+        session.doubt(self.path)
         self.generic = True  # from now on
         session.forget(self.path)  # drops what the stand-ins noted
         return self(*args, **kwargs)
@@ -538,12 +530,12 @@ class Tap(FactorSource):
                     "read the declared rows; it is folded, or reads parameters. Call it outside."
                 )
             rows.check(self.path, args, axis, None if call is None else call.batch_size)
-        elif (
+        elif call is not None and (
             self.path not in session.batch_axes.proven
             or self._rule_has_rows
             or any(isinstance(read, ParameterProxy) for read in args)
         ):
-            samples = args if call is None else samples_in(self, self.layer, rule, call, axis, args)
+            samples = samples_in(self.path, session, self.layer, rule, call, axis, args)
             if samples is None:
                 raise ReadsNoSamples
             args = samples

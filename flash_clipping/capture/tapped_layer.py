@@ -10,11 +10,12 @@ from torch import Tensor, is_grad_enabled, nn
 
 from flash_clipping._compat import apply_of, is_alias_of
 from flash_clipping.capture.declared_rows import DeclaredRows
+from flash_clipping.capture.factor_source import Trainable
 from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.capture.own_parameters import Trainable
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad
+from flash_clipping.finish.backward_pass import stored_where_cheaper
 from flash_clipping.rules.registry import GradRequest, own
 
 #: Names and trainable parameters of a layer that takes the short way, and what its backward is
@@ -33,10 +34,9 @@ class TappedLayer(torch.autograd.Function):
 
     What its backward has to know is kept on the context itself, as an object for it would be one
     more for every layer that Python's garbage collector counts: the tap, its trainable parameters
-    and their names as of forward, the call of the root that it belongs to (``call``, if any) and
-    the place of its input among that call's readers, whether this is checkpointing's second forward
-    (``recomputed``), which samples its rows are of where that was declared (``rows``), and saved
-    values that are no tensors, in their places (``others``).
+    as of forward, the call of the root and the place of its input among that call's readers,
+    whether this is checkpointing's second forward (``recomputed``), which samples its rows were
+    declared to be of (``rows``), and saved values that are no tensors (``others``).
     """
 
     @staticmethod
@@ -65,10 +65,7 @@ class TappedLayer(torch.autograd.Function):
             if value is not None and not isinstance(value, Tensor)
         }
         if others:
-            tensors = list(saved)
-            for i in others:
-                tensors[i] = None
-            saved = tuple(tensors)
+            saved = [None if i in others else value for i, value in enumerate(saved)]
         ctx.others = others
         tap.is_simple = not others and isinstance(output, Tensor)
         ctx.save_for_backward(*saved)
@@ -163,7 +160,7 @@ class ProvenLayer(torch.autograd.Function):
         names, params, needs_without, needs_with = ctx.proven
         needs = needs_with if ctx.needs_input_grad[4] else needs_without
         grad, by_name = tap.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
-        factors = [*map(by_name.__getitem__, names)]
+        factors: Sequence[PerSampleGrad] = [*map(by_name.__getitem__, names)]
         if not session.enabled:
             return None, None, None, None, grad, *_ordinary(factors, params, session)
         running = session._backward_pass
@@ -173,7 +170,10 @@ class ProvenLayer(torch.autograd.Function):
         if running.coef is None and not running.norms_only:
             shape = grad_output.shape
             if tap.worth_storing.get(shape) is not False:
-                factors = tap.stored_where_cheaper(factors, shape)
+                # Per-sample gradients, formed now, where that is cheapest.
+                found = stored_where_cheaper(factors, lambda: tap.shared, session.backend)
+                tap.worth_storing.setdefault(shape, found is not factors)
+                factors = found
         running.record(tap.path, params, factors)
         return None, None, None, None, grad, *(None,) * len(params)
 

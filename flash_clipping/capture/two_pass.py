@@ -64,8 +64,6 @@ class _Call:
         self.grads: list[Tensor | None] = []
         #: The inner graph's root; ``None`` once it was walked for good.
         self.seed: Tensor | None = None
-        #: The outer backward that reached this call.
-        self.task = -1
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the model on detached inputs; return its outputs, cut off from the inner graph."""
@@ -86,7 +84,10 @@ class _Call:
                     "lists, dicts or dataclasses of tensors, or use mode='one_pass'."
                 )
             self.inner_outputs = outputs
-            self.root.session.returned = _opaque_types(output)
+            # Where tensors may be hidden, for messages.
+            hidden = [x for x in pytree.tree_leaves(output) if not isinstance(x, str | int | float)]
+            types = dict.fromkeys(type(x).__name__ for x in hidden if not tensors_in(x))
+            self.root.session.returned = ", ".join(types) or "nothing that could hold it"
             self.seed = _Seed.apply(self, *outputs)
         return tuple(tensor.detach() for tensor in outputs)
 
@@ -112,6 +113,7 @@ class _TwoPasses:
 
     def __init__(self, session: ClippingSession):
         self.session = session
+        self.task = graph_task()  # the outer backward
         self.calls: list[_Call] = []
 
     def run(self) -> None:
@@ -145,15 +147,6 @@ class _TwoPasses:
                 call.seed = None
                 call.grads = []
             session.end_backward()
-
-
-def _opaque_types(output: Any) -> str:
-    """Types of what was returned in which tensors may be hidden, for messages."""
-    leaves = [
-        x for x in pytree.tree_leaves(output) if not isinstance(x, Tensor | str | int | float)
-    ]
-    hidden = [type(x).__name__ for x in leaves if not tensors_in(x)]
-    return ", ".join(dict.fromkeys(hidden)) or "nothing that could hold it"
 
 
 class _Seed(torch.autograd.Function):
@@ -221,10 +214,9 @@ class _TwoPass(torch.autograd.Function):
         # After the outer backward: all calls are known, and neither the loss nor its caller hold
         # memory any more. The engine's callback is the only owner.
         owner = session.two_passes() if session.two_passes is not None else None
-        if owner is None or not owner.calls or owner.calls[0].task != graph_task():
+        if owner is None or owner.task != graph_task():
             owner = _TwoPasses(session)
             session.two_passes = weakref.ref(owner)
             at_end_of_backward(owner.run)
-        call.task = graph_task()
         owner.calls.append(call)
         return None, None, *[None] * len(call.inner_inputs)

@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,12 +73,8 @@ class Units:
         return same and self._version == other._version
 
     def scale_of_mean(self) -> float:
-        """What a row's own gradient is, in terms of what arrives from a mean over rows.
-
-        Raises:
-            FlashClippingError: units are parts of rows: no mean is known that their losses do not
-                share.
-        """
+        """What a row's own gradient is, in terms of what arrives from a mean over rows; parts of
+        rows share any mean, and are refused."""
         if not self.by_position:
             return float(self.shape[0])
         raise FlashClippingError(
@@ -109,11 +105,7 @@ class Units:
         return norms_PB
 
     def of_units(self, path: str, factor: PerSampleGrad, device: torch.device) -> PerSampleGrad:
-        """What was recorded row by row, for units.
-
-        Raises:
-            FlashClippingError: it is not as many rows as the map has.
-        """
+        """What was recorded row by row, for units; there must be as many rows as in the map."""
         if factor.batch_size != len(self.map):
             rows = " x ".join(map(str, self.shape))
             raise FlashClippingError(
@@ -140,6 +132,7 @@ class UnitsOfCalls:
         batch_first: whether rows are axis 0 of the model's inputs.
 
     Attributes:
+        name: of the argument.
         from_loader: whether the map comes with the loader's batch.
         are_items: whether the units of a batch must be exactly what the loader drew.
     """
@@ -151,6 +144,7 @@ class UnitsOfCalls:
                 "of the model's forward, or flash_clipping.Offsets(name)."
             )
         self.sample_of = sample_of
+        self.name = sample_of.name if isinstance(sample_of, Offsets) else sample_of
         self.batch_first = batch_first
         self.from_loader = False
         self.are_items = False
@@ -158,11 +152,6 @@ class UnitsOfCalls:
         #: documents were seen not to reach each other.
         self.proven: set[str] = set()
         self.apart: set[Any] = set()
-
-    @property
-    def name(self) -> str | None:
-        """Of the argument."""
-        return self.sample_of.name if isinstance(self.sample_of, Offsets) else self.sample_of
 
     @property
     def are_known(self) -> bool:
@@ -196,16 +185,9 @@ class UnitsOfCalls:
     def of_call(
         self, given: Any, tensors: list[Tensor], drawn: int | None, draw: DrawnBatch | None = None
     ) -> Units:
-        """The units of a call with these tensor inputs.
-
-        Args:
-            given: the argument that holds the map.
-            drawn: how many units the loader drew, if that is known.
-            draw: the loader's batch, if it says which unit each row is of.
-
-        Raises:
-            FlashClippingError: no map, or one that does not fit.
-        """
+        """The units of a call with these tensor inputs; ``given`` is the argument that holds the
+        map, ``drawn`` how many units the loader drew, if that is known, ``draw`` its batch, if it
+        says which unit each row is of. A map that is missing, or does not fit, is refused."""
         axis = 0 if self.batch_first else 1
         rows = next((x.shape[axis] for x in tensors if x.dim() > axis), 0)
         if self.from_loader:
@@ -223,12 +205,14 @@ class UnitsOfCalls:
         if given.device.type == "meta":
             raise FlashClippingError(f"{where}: found a tensor without values, on meta.")
         if isinstance(self.sample_of, Offsets):
-            if rows != 1 and not self._is_flat(tensors):  # [T], or one row
+            flat = bool(tensors) and tensors[0].dim() == 1
+            if rows != 1 and not flat:  # [T], or one row
                 raise FlashClippingError(
                     f"{where}: found a batch of {rows} rows; expected one, in which documents lie "
                     "end to end. For several rows give the unit of every position, [R, T]."
                 )
-            return self._of_offsets(where, given, tensors, drawn)
+            positions = tensors[0].shape[0] if flat else _positions(tensors, 1)
+            return self._of_offsets(where, given, positions, drawn)
         positions = _positions(tensors, rows) if given.dim() == 2 else None
         expected = (rows,) if given.dim() != 2 else (rows, positions)
         if tuple(given.shape) != expected:
@@ -267,40 +251,29 @@ class UnitsOfCalls:
             f"{where}: found units outside of -1 to {count - 1}{told}. Number the units of a "
             "batch from 0, and give rows of none -1.",
         )
-        if self.are_items and drawn is not None:
-            self._refuse_missing(where, index, drawn)
+        if self.are_items and drawn is not None:  # each is a unit, and the other way round
+            bins = index.flatten().masked_fill(index.flatten() < 0, drawn)
+            present = torch.zeros(drawn + 1, dtype=torch.bool, device=index.device)
+            present.index_fill_(0, bins, True)
+            check_on_device(
+                present[:drawn].all(),
+                f"{where}: the loader drew {drawn} items one by one, and the map has fewer units: "
+                "items were joined, or left out. Removing a unit would then change more than one "
+                "draw, and epsilon would be too small. Make every item of the dataset a unit by "
+                "itself; or give make_private units=..., the unit of every row of the dataset, "
+                "which are then drawn together.",
+            )
         return Units(index, count, given)
 
-    def _refuse_missing(self, where: str, index: Tensor, drawn: int) -> None:
-        """Every item that the loader drew is a unit, and the other way round."""
-        bins = index.flatten().masked_fill(index.flatten() < 0, drawn)
-        present = torch.zeros(drawn + 1, dtype=torch.bool, device=index.device)
-        present.index_fill_(0, bins, True)
-        check_on_device(
-            present[:drawn].all(),
-            f"{where}: the loader drew {drawn} items one by one, and the map has fewer units: "
-            "items were joined, or left out. Removing a unit would then change more than one "
-            "draw, and epsilon would be too small. Make every item of the dataset a unit by "
-            "itself; or give make_private units=..., the unit of every row of the dataset, which "
-            "are then drawn together.",
-        )
-
-    @staticmethod
-    def _is_flat(tensors: list[Tensor]) -> bool:
-        return bool(tensors) and tensors[0].dim() == 1
-
     def _of_offsets(
-        self, where: str, given: Tensor, tensors: list[Tensor], drawn: int | None
+        self, where: str, given: Tensor, positions: int | None, drawn: int | None
     ) -> Units:
-        """The unit of every position, from where units begin; whoever holds the offsets knows how
-        many there are."""
+        """The unit of every position, from where units begin."""
         if given.dim() != 1 or not len(given):
             raise FlashClippingError(
                 f"{where}: found a tensor of shape {tuple(given.shape)}; expected [U + 1]: where "
                 "each of U documents begins, and where the last ends."
             )
-        flat = self._is_flat(tensors)
-        positions = tensors[0].shape[0] if flat else _positions(tensors, 1)
         if positions is None:
             raise FlashClippingError(
                 f"{where}: found no input of the model with an axis of positions; expected "
@@ -308,10 +281,9 @@ class UnitsOfCalls:
             )
         offsets = given.detach().to(torch.int64)
         count = len(offsets) - 1
-        told = drawn if self.are_items else None
-        if told is not None and told != count:
+        if self.are_items and drawn not in (None, count):
             raise FlashClippingError(
-                f"{where}: found {count} documents, but the loader drew {told} items one by one. "
+                f"{where}: found {count} documents, but the loader drew {drawn} items one by one. "
                 "Make every item of the dataset one document."
             )
         check_on_device(
@@ -341,27 +313,20 @@ def _positions(tensors: list[Tensor], rows: int) -> int | None:
 
 
 def the_same(of_calls: Sequence[Units | None]) -> Units | None:
-    """The units of calls of the model whose gradients are one.
-
-    Raises:
-        FlashClippingError: they were told different ones.
-    """
+    """The units of calls of the model whose gradients are one; those calls must agree on them."""
     first = of_calls[0] if of_calls else None
-    for units in of_calls[1:]:
-        if first is None or units is None or not units.same_as(first):
-            _refuse_two_maps(first, units)
+    for second in of_calls[1:]:
+        if first is not None and second is not None and second.same_as(first):
+            continue
+        found = " and ".join(
+            "none" if units is None else f"one of {units.count} units for {units.shape}"
+            for units in (first, second)
+        )
+        raise FlashClippingError(
+            f"the model: it was called several times before backward, with different maps of rows "
+            f"to units ({found}), so that it is not known which rows are of one unit. Give all "
+            "these calls the same map (on a GPU the very same tensor), or all rows in one call."
+        )
     if first is not None:
         first._also = [units for units in of_calls[1:] if units is not None]
     return first
-
-
-def _refuse_two_maps(first: Units | None, second: Units | None) -> NoReturn:
-    found = " and ".join(
-        "none" if units is None else f"one of {units.count} units for {units.shape}"
-        for units in (first, second)
-    )
-    raise FlashClippingError(
-        f"the model: it was called several times before backward, with different maps of rows to "
-        f"units ({found}), so that it is not known which rows are of one unit. Give all these "
-        "calls the same map (on a GPU the very same tensor), or all rows in one call."
-    )

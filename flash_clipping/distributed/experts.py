@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flash_clipping.capture.layer_arguments import positional
+from flash_clipping.capture.layer_inputs import positional
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad, merge
 from flash_clipping.finish.clipping import Coefficients, Doubts

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_samples import made_up
-from flash_clipping.capture.own_parameters import Guard
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.distributed.backward_pass import ShardedBackwardPass

@@ -9,8 +9,8 @@ from torch import nn
 
 from flash_clipping.capture.borrowed import Borrowed
 from flash_clipping.capture.compiled.regions import Regions
+from flash_clipping.capture.factor_source import PARAMETER_CONTAINERS, owned_parameters
 from flash_clipping.capture.no_samples import EmptyBatchForward
-from flash_clipping.capture.own_parameters import PARAMETER_CONTAINERS, owned_parameters
 from flash_clipping.capture.scoped_forward import scoped_forwards
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
@@ -50,8 +50,7 @@ class InstalledTaps:
         for tap in self.all:
             tap.install()
         self.regions = Regions(root, session, self.all)
-        has_bags = any(isinstance(tap.layer, nn.EmbeddingBag) for tap in self.all)
-        self.of_root = EmptyBatchForward(root, session, has_bags)
+        self.of_root = EmptyBatchForward(root, session)
         self._add(self.of_root)
         self.find_compiled()
         if mode == "two_pass":

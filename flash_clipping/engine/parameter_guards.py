@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flash_clipping.capture.own_parameters import Guard
+from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.unsupported import refuse_complex
 from flash_clipping.errors import FlashClippingError, to_freeze_parameters

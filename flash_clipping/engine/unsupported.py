@@ -31,7 +31,7 @@ from flash_clipping._compat import (
     runs_in_ddp,
     without_validator,
 )
-from flash_clipping.capture.max_norm import embeddings_of, refuse_max_norm
+from flash_clipping.capture.refused_forwards import embeddings_of, refuse_max_norm
 from flash_clipping.distributed import is_sharded, processes_of, refuse_sharding
 from flash_clipping.errors import FlashClippingError, module_at, to_freeze_parameters
 from flash_clipping.rules.registry import kinds_of

@@ -247,6 +247,24 @@ def test_a_model_that_runs_on_nothing_made_up_is_refused_by_name() -> None:
     assert model.get_norm_sample().shape == (3,)
 
 
+class RunsOnNone(RunsOnNothing):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if len(x) else self.linear(x)
+
+
+@pytest.mark.parametrize("generic", [False, True])
+def test_a_model_that_runs_on_no_samples_only(generic: bool) -> None:
+    options: dict[str, Any] = {"max_grad_norm": C, "force_functorch": generic}
+    model = GradSampleModuleFlashClipping(nn.Sequential(RunsOnNone()), **options)
+    for size in (3, 0):
+        model.zero_grad()
+        output = model(torch.randn(size, 4))
+        assert output.shape == (size, 2)
+        output.sum().backward()
+        assert model.get_norm_sample().shape == (size,)
+    check_nothing_but_zeros(model, model._module)
+
+
 def test_bags_that_are_all_empty_are_samples() -> None:
     model = GradSampleModuleFlashClipping(nn.EmbeddingBag(5, 2, mode="sum"), max_grad_norm=C)
     none = torch.zeros(0, dtype=torch.long)

@@ -221,7 +221,7 @@ class Region:
     def _make(self, layout: Layout) -> Sequence[Tensor]:
         """The wires of one call."""
         session = self.session
-        session.count_uses([slot.params for slot in layout.slots])
+        session.count_use(*[slot.params for slot in layout.slots])
         if session.numbered is not self.taps:
             for tap in session.numbered:  # this region may call what is not in it
                 tap.number = -1

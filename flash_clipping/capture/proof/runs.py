@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.collectives import collectives_refused
 from flash_clipping.capture.forward_call import Doubted, ForwardCall, in_backward
 from flash_clipping.capture.image_patches import parts_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
@@ -24,6 +23,7 @@ from flash_clipping.capture.no_trace import without_activations
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.draws import repeatable
 from flash_clipping.capture.proof.reads import Reads, as_computed
+from flash_clipping.capture.refused_forwards import collectives_refused
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import has_lasting_node, memory_id, pytree, references_to
 from flash_clipping.capture.draws import DrawnBatch
-from flash_clipping.capture.graphed_results import GraphedResults
+from flash_clipping.capture.session import GraphedResults
 from flash_clipping.engine.grad_ledger import publish_norms, published_rows, put_back_norms
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.graphs.conditions import (

@@ -1,22 +1,82 @@
-"""Which inputs of a layer with a rule hold a row for each sample."""
+"""What a layer with a rule was called with, and which of it holds a row for each sample."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from flash_clipping._compat import memory_id
-from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping._compat import memory_id, pytree
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.proxies import ParameterProxy, to_samples
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.rules.registry import Rule, UnsupportedLayer
+
+_signature_of = functools.lru_cache(maxsize=1024)(inspect.signature)
+
+
+def positional(
+    layer: nn.Module, path: str, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """All that a layer was called with, in the order in which its rule takes it; refused, where the
+    rule does not take some of it, or could not give its gradient."""
+    if kwargs:
+        signature = _signature_of(type(layer).forward)
+        bound = signature.bind(layer, *args, **kwargs)
+        given = set(bound.arguments)
+        bound.apply_defaults()
+        ordered: list[Any] = []
+        count = 0  # without the defaults at the end, which a rule need not take
+        for name, parameter in [*signature.parameters.items()][1:]:
+            value = bound.arguments[name]
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                ordered += value
+            elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
+                if name in given and value is not parameter.default:
+                    names = value if parameter.kind is parameter.VAR_KEYWORD else [name]
+                    _refuse(path, rule, ", ".join(map(repr, names)))
+                continue
+            else:
+                ordered.append(value)
+            if name in given:
+                count = len(ordered)
+        args = tuple(ordered[:count])
+    if len(args) > 1:
+        if error := _error_of(rule.forward, len(args)):
+            _refuse(path, rule, f"{len(args)} arguments ({error})")
+        for x in args:
+            held = () if isinstance(x, Tensor) else pytree.tree_leaves(x)
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in held):
+                _refuse(path, rule, f"a {type(x).__name__} of tensors that need grad")
+    return args
+
+
+@functools.lru_cache(maxsize=1024)
+def _error_of(forward: Callable[..., Any], count: int) -> str:
+    """Why this forward of a rule does not take so many arguments of a layer, if it does not."""
+    try:
+        _signature_of(forward).bind(*[None] * (1 + count))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _refuse(path: str, rule: Rule, found: str) -> NoReturn:
+    raise FlashClippingError(
+        f"{path}: it was called with {found}, which its rule {type(rule).__name__} does "
+        "not take; it would be lost. Call the layer without, write a rule whose forward takes "
+        "it (flash_clipping.register_rule), or freeze the layer's parameters."
+        f"{to_freeze(path)}"
+    )
 
 
 def samples_in(
-    source: FactorSource,
+    path: str,
+    session: ClippingSession,
     layer: nn.Module,
     rule: Rule,
     call: ForwardCall,
@@ -24,13 +84,20 @@ def samples_in(
     args: tuple[Any, ...],
 ) -> tuple[Any, ...] | None:
     """A layer's inputs with a row for each sample; ``None`` where they are all constants."""
-    session, path = source.session, source.path
     call.begin_call(path)
     rows = rule.rows(layer, *args)
     if rows is not None:  # the rule knows which rows belong together
         found, standing_for, sets_batch = rows
-        if sets_batch and memory_id(standing_for.untyped_storage()) in call.input_storages:
-            _set_batch(call, found, standing_for, args[0])
+        ids = args[0]
+        if (
+            sets_batch
+            and memory_id(standing_for.untyped_storage()) in call.input_storages
+            and ids.dim() == 1
+            and call.batch_sizes[:1] == (len(ids),)
+        ):  # the model was called with the ids of all bags end to end: its bags are the samples
+            call.batch_sizes = (found,)
+            if call.reads is not None:
+                call.reads.offsets = standing_for
         tensors = [x for x in args if isinstance(x, Tensor)]
         samples = session.is_batched(
             path,
@@ -42,7 +109,6 @@ def samples_in(
             also=tensors,
         )
         return args if samples else None
-    inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
     of_rule = type(rule).batch_axis is not Rule.batch_axis  # the rule's own axis
     if of_rule and axis and call.batch_size:
         # Expanded along that axis: each sample meets a place of its own there.
@@ -52,7 +118,7 @@ def samples_in(
             else x
             for x in args
         )
-        inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
+    inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
     kinds: dict[int, bool] = {}
     for x in inputs:
         if id(x) in kinds:
@@ -73,8 +139,6 @@ def samples_in(
             "samples, and another one is not. Expand it over the batch, "
             "x.expand(batch_size, ...)."
         )
-    if not any(isinstance(x, ParameterProxy) for x in args):
-        return args
     return tuple(
         to_samples(x, call.batch_size or 1, path) if isinstance(x, ParameterProxy) else x
         for x in args
@@ -94,14 +158,6 @@ def rows_by_sample(
             "all of one length, or freeze this layer's parameters."
         )
     return tuple(x.unflatten(0, (samples, -1)) if isinstance(x, Tensor) else x for x in args)
-
-
-def _set_batch(call: ForwardCall, found: int, offsets: Tensor, ids: Tensor) -> None:
-    """The model was called with the ids of all bags end to end: its bags are the samples."""
-    if ids.dim() == 1 and call.batch_sizes[:1] == (len(ids),):
-        call.batch_sizes = (found,)
-        if call.reads is not None:
-            call.reads.offsets = offsets
 
 
 def refuse_input(path: str, x: Any, param: nn.Parameter) -> NoReturn:

@@ -1,0 +1,123 @@
+"""What a model's forward may not do: renormalise rows of a weight, communicate by hand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import distributed as dist, nn
+from torch.overrides import TorchFunctionMode
+
+from flash_clipping._compat import DispatchMode
+from flash_clipping.errors import FlashClippingError, module_at
+
+_WHY = (
+    "It writes renormalised rows into the weight in every forward, without noise: which rows, "
+    "tells which ids the batch holds. Frozen weights are no exception. Set max_norm=None; to keep "
+    "rows short, renormalise all of them after optimizer.step()."
+)
+
+
+def refuse_max_norm(embeddings: Iterable[tuple[str, Any]]) -> None:
+    """Refuse those of these embeddings, by path, that have a ``max_norm``."""
+    for path, module in embeddings:
+        if module.max_norm is not None:
+            raise NotImplementedError(
+                f"{path or 'the model'} ({type(module).__name__}): found max_norm="
+                f"{module.max_norm}. {_WHY}\n    {module_at(path)}.max_norm = None"
+            )
+
+
+def embeddings_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The embeddings in a model, by path."""
+    return [
+        (path, module)
+        for path, module in root.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    ]
+
+
+class NoRenormalisation(TorchFunctionMode):
+    """Refuses functions that renormalise rows of a weight, which stays as it was."""
+
+    def __enter__(self) -> NoRenormalisation:
+        self._grad_mode = torch.is_grad_enabled()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        super().__exit__(kind, *exception)
+        if kind is not None:
+            # ``torch.no_grad`` ends through this mode: an interrupt here must not leave it on.
+            torch.set_grad_enabled(self._grad_mode)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.embedding, F.embedding_bag):
+            if kwargs.get("max_norm") is not None:
+                raise FlashClippingError(
+                    f"torch.nn.functional.{func.__name__}: found max_norm={kwargs['max_norm']} in "
+                    f"the model's forward. {_WHY}"
+                )
+        elif func is torch.embedding_renorm_:
+            raise FlashClippingError(f"torch.embedding_renorm_ in the model's forward. {_WHY}")
+        return func(*args, **kwargs)
+
+
+#: Namespaces of operators that communicate, and what of them does not.
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_HARMLESS = ("wait_tensor", "barrier", "monitored_barrier_")
+
+#: Who may communicate: packages of PyTorch that know how tensors lie, and what looks together.
+_MAY = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+    "flash_clipping.distributed",
+    "flash_clipping.layers.exchange",
+)
+
+
+def collectives_refused() -> AbstractContextManager[Any]:
+    """While a model is looked at: collectives of its own on plain tensors are an error, as nobody
+    knows what they mean. A layer whose output is added up over processes holds a part of the
+    gradient, and a statistic over processes mixes samples; ``DTensor`` and ``fully_shard`` say
+    what they do, and are served."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _Refuses() if several else nullcontext()
+
+
+class _Refuses(DispatchMode):  # type: ignore[misc]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "namespace", ""), func.overloadpacket.__name__
+        if name[0] in _NAMESPACES and name[1] not in _HARMLESS:
+            _refuse_by_hand("::".join(name))
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_by_hand(operator: str) -> None:
+    caller: FrameType | None = None
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_MAY):
+            return
+        if module == __name__.rpartition(".")[0] + ".proof.runs":
+            break  # what runs the model
+        if caller is None and not module.startswith(("torch.", "flash_clipping.")):
+            caller = frame
+        frame = frame.f_back
+    where = "" if caller is None else f" ({caller.f_code.co_filename}:{caller.f_lineno})"
+    raise FlashClippingError(
+        f"the model: found a collective, {operator}, in its forward{where}. What processes tell "
+        "each other there by hand cannot be followed: a layer that is cut over processes has a "
+        "part of a sample's gradient, and its norm would be taken for the whole. Cut layers by "
+        "torch.distributed.tensor.parallel.parallelize_module, whose DTensors say how they lie."
+    )
