@@ -34,7 +34,6 @@ from flash_clipping.capture.declared_rows import (
     declared_rows,
 )
 from flash_clipping.capture.factor_source import FactorSource
-from flash_clipping.capture.finite_positions import apply_layer_by_position, unrecorded
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
 from flash_clipping.capture.layer_arguments import positional
@@ -42,8 +41,10 @@ from flash_clipping.capture.layer_samples import refuse_input, rows_by_sample, s
 from flash_clipping.capture.own_parameters import OwnParameters, Trainable, owners
 from flash_clipping.capture.positions import (
     Positions,
+    apply_layer_by_position,
     by_position,
     refuse_layer,
+    unrecorded,
 )
 from flash_clipping.capture.proxies import (
     ParameterProxy,

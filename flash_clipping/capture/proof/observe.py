@@ -68,8 +68,7 @@ class Observed:
     Attributes:
         subject: the call, with what is known of its samples now.
         findings: reads that are not one row for each sample.
-        parts: of these layers what they read are parts of samples that lie together, by the values
-            in both runs.
+        parts: layers whose rows are parts of samples that lie together, by their values.
     """
 
     subject: Subject
@@ -117,12 +116,12 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
     if whole.reads.offsets is not None:
         subject = replace(subject, offsets=(whole.reads.offsets, whole.size))
     findings = _findings(whole, other)
-    together: dict[str, bool] = {}
-    for finding in findings:
-        path = finding.read[0]
-        alike = other is not None and _lies_together(finding, whole, other)
-        together[path] = together.get(path, True) and alike
-    parts = frozenset(path for path, is_so in together.items() if is_so)
+    apart = {
+        finding.read[0]
+        for finding in findings
+        if other is None or not _lies_together(finding, whole, other)
+    }
+    parts = frozenset(finding.read[0] for finding in findings) - apart
     return Observed(subject, findings, parts)
 
 
@@ -224,8 +223,7 @@ def _conclude(batch_axes: BatchAxes, whole: Look, other: Look | None) -> set[Rea
         if answer is not a.answer or (b is not None and answer is not b.answer):
             wrong[path] = read
         calls = answers.setdefault(path, [])
-        while len(calls) <= call:
-            calls.append([])
+        calls += [[] for _ in range(call + 1 - len(calls))]
         if place == len(calls[call]):  # what comes after a gap is not known
             calls[call].append(answer)
     batch_axes.forget(answers)
@@ -269,14 +267,10 @@ def _findings(whole: Look, other: Look | None) -> list[Finding]:
             parts = a.rows * other.size == b.rows * whole.size and a.rows % whole.size == 0
             findings.append(Finding(read, words, may_be_parts=parts))
         elif not a.is_alike(b, _rows(a, whole, other.places[1]), _rows(b, other, other.places[0])):
-            sizes = {
-                -1: "with one sample less",
-                0: "with one sample twice",
-                1: "with one sample more",
-            }
+            size = ("twice", "more", "less")[other.size - whole.size]
             words = (
                 "what it reads has a row for each sample, but other values for the same samples "
-                f"in a batch {sizes[other.size - whole.size]}, in reverse order"
+                f"in a batch with one sample {size}, in reverse order"
             )
             findings.append(Finding(read, words, of_values=True))
     return findings
@@ -302,11 +296,9 @@ def _rows(note: Note, look: Look, samples: Sequence[int]) -> Tensor:
     return torch.tensor([b * parts + part for b in samples for part in range(parts)])
 
 
-def taps_of(root: nn.Module) -> Iterator[Tap]:
+def taps_of(root: nn.Module) -> list[Tap]:
     """The taps that stand in for forwards of a model's modules."""
-    for module in root.modules():
-        if (tap := tap_of(module)) is not None:
-            yield tap
+    return [tap for module in root.modules() if (tap := tap_of(module)) is not None]
 
 
 def tap_of(module: nn.Module) -> Tap | None:

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_trace import MODELS_OWN
-from flash_clipping.capture.proof.reads import Reads
+from flash_clipping.capture.proof.reads import Reads, are_alike
 from flash_clipping.capture.proof.runs import Runs, Subject
-from flash_clipping.capture.row_values import are_alike
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError, to_freeze
