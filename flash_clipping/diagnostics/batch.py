@@ -42,7 +42,7 @@ class Samples(batches.Samples):
         self.notes = [
             f"A tensor of shape {tuple(x.shape)} in the batch has no axis of {self.count} "
             "samples: every sample sees all of it."
-            for x in self._leaves()
+            for x in self.leaves
             if x.dim() and self._axis_of(x) is None and id(x) not in self._parts
         ]
 
@@ -59,7 +59,7 @@ class Samples(batches.Samples):
         return [
             *dict.fromkeys(
                 size
-                for x in self._leaves()
+                for x in self.leaves
                 if (axis := self._axis_of(x)) is not None
                 for other, size in enumerate(x.shape)
                 if other != axis and size > 1
@@ -70,7 +70,7 @@ class Samples(batches.Samples):
         """Batches in which the last half of the first sample is ``ignored``, in one tensor of
         integers that may be labels; and whether some were ignored before. Where none were, not on
         a GPU, which an index that is out of range would take down."""
-        for x in self._leaves():
+        for x in self.leaves:
             if self._axis_of(x) != 0 or x.dim() != 2 or x.shape[1] < 2 or x.dtype != torch.int64:
                 continue
             some = bool((x == ignored).any())

@@ -64,10 +64,8 @@ class Gate:
         return max(self.calls.bit_length() - FIRST_AUDIT.bit_length() + 1, 1)
 
     def examine(self, subject: Subject, trainable: int, audit: int = 0) -> None:
-        """Note which outputs of such a call are unfit.
-
-        Nothing is noted where nothing can be compared: the model returns no tensor with a row for
-        each sample, it does not run on this batch, or two samples do not fit into memory.
+        """Note which outputs of such a call are unfit, if any can be compared: the model may return
+        no tensor with a row for each sample, or not run on this batch.
 
         Args:
             subject: the call.
@@ -155,8 +153,7 @@ def check_reached(
     reads = [read for read in call.guesses if batch_axes.known(read, any_call=False) is None]
     if not reads or count < 2:
         return
-    runs = Runs(subject, subject.samples().tensors)
-    norms = runs.norms_of(call, output, fit, count)
+    norms = Runs(subject).norms_of(call, output, fit, count)
     for on in marks_of(count):
         try:
             each = norms(on)

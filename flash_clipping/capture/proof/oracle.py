@@ -156,19 +156,15 @@ def examine(subject: Subject, *, audit: int = 0) -> Table:
         torch.OutOfMemoryError: two samples do not fit.
         or whatever the model raises on this batch.
     """
-    with perturbed(subject.session.trainable()):
-        return _examine(subject, audit)
-
-
-def _examine(subject: Subject, audit: int) -> Table:
     unfit: list[Table] = []
     samples = subject.samples()
     try:
-        for narrow in range(4) if samples.is_ambiguous else (0,):
-            found = _Oracle(subject, subject.samples(narrow), audit).table()
-            if not found.unfit:
-                return found
-            unfit.append(found)
+        with perturbed(subject.session.trainable()):
+            for narrow in range(4) if samples.is_ambiguous else (0,):
+                found = _Oracle(subject, subject.samples(narrow), audit).table()
+                if not found.unfit:
+                    return found
+                unfit.append(found)
         return min(unfit, key=lambda table: len(table.unfit))
     except _NotFinite as error:
         kept = error.finite
@@ -179,7 +175,7 @@ def _examine(subject: Subject, audit: int) -> Table:
     if not kept:
         return Table()
     args, kwargs = samples.batch(kept)
-    return _examine(replace(subject, args=args, kwargs=kwargs, offsets=None), audit)
+    return examine(replace(subject, args=args, kwargs=kwargs, offsets=None), audit=audit)
 
 
 @dataclass
@@ -203,7 +199,7 @@ class _Oracle:
 
     def __init__(self, subject: Subject, samples: Samples, audit: int) -> None:
         self.samples, self.B, self.audit = samples, samples.count, audit
-        self.runs = Runs(subject, samples.tensors)
+        self.runs = Runs(subject)
         names = {id(p): name for name, p in subject.root.named_parameters()}
         self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
         self.S, self.R = _halves(self.B, audit)

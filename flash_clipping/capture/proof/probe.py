@@ -13,8 +13,7 @@ Shape suffixes: ``B`` samples, ``R`` rows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +26,7 @@ from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.reads import Read
 from flash_clipping.capture.proof.repeatable import perturbed
-from flash_clipping.capture.proof.runs import Runs, Subject
+from flash_clipping.capture.proof.runs import Runs, Subject, has_own_trainable, hooked
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
 
@@ -102,7 +101,7 @@ def probe(subject: Subject) -> Probed:
     samples = subject.samples()
     if not params or not samples.count:
         return Probed()
-    runs = Runs(subject, samples.tensors)
+    runs = Runs(subject)
     few = max(min(samples.count, SAMPLES), 2)
     with perturbed(params):
         try:
@@ -125,7 +124,8 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
     others = [0, *last, *own][:B]
     outputs, values = [], []
     for order in (own, others):
-        with _watched(runs.root) as of_run:
+        of_run = _Seen()
+        with hooked(runs.root, of_run.note, has_own_trainable):
             outputs.append(runs.run(samples.batch(order), places, calm=True).outputs)
         values.append(of_run.values)
     unfit = frozenset(
@@ -141,8 +141,8 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
         if len(seen.passes) == len(scales):  # of outputs from which nothing may come back
             runs.only = set(unfit)
 
-    with _watched(runs.root) as seen:
-        given = samples.batch(own)
+    seen, given = _Seen(), samples.batch(own)
+    with hooked(runs.root, seen.note, has_own_trainable):
         runs.run(given, places, scales, calm=True, sums=0, before=next_pass, probing=seen)
     layouts: defaultdict[str, list[SampleLayout]] = defaultdict(list)
     operations: Operations = {}
@@ -234,7 +234,7 @@ class _Seen:
         #: Tensors that a backward pass must reach.
         self.watched: list[Tensor] = []
 
-    def note(self, path: str, output: Any) -> None:
+    def note(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A layer has returned this."""
         tensors = [x for x in tensors_in(output) if x.is_floating_point() and x.dim()]
         x = next((x for x in tensors if x.requires_grad), tensors[0] if tensors else None)
@@ -287,26 +287,6 @@ class _Seen:
                 self.watched.append(tensor)
                 self._watch((use, number, is_after), tensor, tensor.shape)
         return result
-
-
-@contextmanager
-def _watched(root: nn.Module) -> Iterator[_Seen]:
-    """Hooks on every module that has trainable parameters of its own."""
-    seen = _Seen()
-    handles = []
-    try:
-        for path, module in root.named_modules():
-            params = [p for p in module._parameters.values() if p is not None and p.requires_grad]
-            if params and module is not root:
-
-                def hook(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
-                    seen.note(path, output)
-
-                handles.append(module.register_forward_hook(hook))
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -67,16 +67,15 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     session.doubted = set()
     session.batch_axes.forget([*session.batch_axes.reads])
     try:
-        runs = Runs(subject, subject.samples().tensors)
+        runs = Runs(subject)
         seed = sum(session.looked_for.values())
-        seen = observe(subject, runs, seed)
-        if seen.parts and not session.has_oracle:  # their values have to tell
-            _note_parts(session, seen.parts)
-            seen = observe(subject, runs, seed)
-        subject = seen.subject
+        subject, findings, parts = observe(subject, runs, seed)
+        if parts and not session.has_oracle:  # their values have to tell
+            _note_parts(session, parts)
+            subject, findings, _ = observe(subject, runs, seed)
         declared = (session.folded - session.folded_by_rule) & session.batch_axes.reads.keys()
-        if seen.findings or declared:
-            _settle_findings(subject, seen.findings, declared)
+        if findings or declared:
+            _settle_findings(subject, findings, declared)
         _merge(session, before)
     except BaseException:
         _restore(session, before)
@@ -118,12 +117,17 @@ def _settle_findings(
             settle(subject.root, session, probed, paths)
             # The proof that follows looks at the other half of the samples.
             table = examine(subject, audit=1)
+            found = [*table.unfit.values()]
             if table.outputs:
-                _check_shown(subject, findings, probed)
-                return
-            whys.update(dict.fromkeys(table.unfit.values()))
-        except _NotShown as error:
-            whys[str(error)] = None
+                lost = _not_shown(subject, findings, probed)
+                if not lost:
+                    return
+                found = [
+                    f"{', '.join(lost)}: no output of the model that has a row for each sample "
+                    "shows where gradients of what is read here go. Return what the loss is "
+                    "computed from, with a row for each sample."
+                ]
+            whys = {**whys, **dict.fromkeys(found)}
         except MODELS_OWN:
             pass
         _restore(session, saved)
@@ -135,17 +139,9 @@ def _settle_findings(
     raise FlashClippingError("\n".join((*[why.partition("\n    ")[0] for why in whys], words)))
 
 
-class _NotShown(Exception):
-    """No output with a row for each sample shows where the gradients of some reads go."""
-
-
-def _check_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) -> None:
-    """Refuse findings that the oracle, which compares outputs, says nothing of: a loss that the
-    model computes itself, or one of what it keeps, may read them.
-
-    Raises:
-        _NotShown: there are some.
-    """
+def _not_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) -> list[str]:
+    """The layers of findings that the oracle, which compares outputs, says nothing of: a loss that
+    the model computes itself, or one of what it keeps, may read them."""
     places = {
         tap.path: (path, tap)
         for path, module in subject.root.named_modules()
@@ -166,12 +162,7 @@ def _check_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) 
             is_shown = finding.read in probed.reads
         if not is_shown:
             lost[name] = None
-    if lost:
-        raise _NotShown(
-            f"{', '.join(lost)}: no output of the model that has a row for each sample shows where "
-            "gradients of what is read here go. Return what the loss is computed from, with a row "
-            "for each sample."
-        )
+    return [*lost]
 
 
 def settle(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping._compat import unseen_functions, unseen_operators
+from flash_clipping.errors import FlashClippingError
 
 #: Something that a tapped layer reads: the layer's path, which of its calls in one call of the
 #: root, and which read in that call.
@@ -55,10 +56,20 @@ class Note:
 
 
 class Reads(dict[Read, Note]):
-    """All reads of one run, in order."""
+    """All reads of one run, in order.
 
-    #: Where a bag of embeddings begins for each sample, if that says how many samples there are.
+    Attributes:
+        size: how many samples there were.
+        refused: what ended the run before its time.
+        offsets: where a bag of embeddings begins for each sample, if that says how many there are.
+        places: of samples that stand in another run as well, as rows of this one; and their
+            numbers there.
+    """
+
+    size = 0
+    refused: FlashClippingError | None = None
     offsets: Tensor | None = None
+    places: tuple[list[int], list[int]] = ([], [])
 
     def note(
         self,

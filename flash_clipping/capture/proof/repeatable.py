@@ -148,22 +148,14 @@ class Repeatable(DispatchMode):
         return result
 
 
-def _own_generators(root: nn.Module) -> list[tuple[Any, str, Any]]:
-    """Generators of NumPy's and Python's that modules hold: object, attribute or method, state."""
-    found: list[tuple[Any, str, Any]] = []
+def _own_generators(root: nn.Module) -> list[tuple[Any, Any]]:
+    """Generators of NumPy's and Python's that modules hold, and their states."""
     kinds: tuple[Any, ...] = (random.Random,)
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += numpy.random.Generator, numpy.random.RandomState
-    for module in root.modules():
-        held: list[Any] = [value for value in vars(module).values() if isinstance(value, kinds)]
-        for value in held:
-            if isinstance(value, random.Random):
-                found.append((value, "", value.getstate()))
-            elif hasattr(value, "bit_generator"):
-                found.append((value.bit_generator, "state", value.bit_generator.state))
-            else:
-                found.append((value, "set_state", value.get_state()))
-    return found
+    held = [x for module in root.modules() for x in vars(module).values() if isinstance(x, kinds)]
+    holders = [getattr(generator, "bit_generator", generator) for generator in held]
+    return [(holder, holder.__getstate__()) for holder in holders]
 
 
 def _outside_torch() -> Hashable:
@@ -243,11 +235,8 @@ def repeatable(
                 yield draws
     finally:
         torch.seed = new_seed
-        for holder, how, state in generators:
-            if how == "state":
-                holder.state = state
-            else:
-                (holder.set_state if how else holder.setstate)(state)
+        for holder, state in generators:
+            holder.__setstate__(state)
 
 
 def moved(data: Tensor, generator: torch.Generator) -> Tensor:

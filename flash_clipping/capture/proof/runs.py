@@ -111,14 +111,14 @@ class Runs:
 
     Args:
         subject: the call.
-        tensors: its own, for their devices.
+        units: its units, where these are parts of rows.
     """
 
-    def __init__(self, subject: Subject, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, subject: Subject, units: Units | None = None) -> None:
         self.root, self.forward, self.session = subject.root, subject.forward, subject.session
-        session = self.session
-        self.params = session.trainable()
-        devices = {x.device for x in (*tensors, *session.state()) if x.is_cuda}
+        self.params, self._units = self.session.trainable(), units
+        tensors = batched_inputs(subject.args, subject.kwargs)
+        devices = {x.device for x in (*tensors, *self.session.state()) if x.is_cuda}
         self._devices = list(devices)
         self._signs: dict[Hashable, Tensor] = {}
         #: Outputs that may go backward, if not all.
@@ -133,16 +133,9 @@ class Runs:
         #: Whether floating inputs of :meth:`look` require gradients, so that what derives from them
         #: does; until a model minds.
         self.marks_inputs = True
-        #: The units of the call, where these are parts of rows.
-        self.units: Units | None = None
 
-    def look(
-        self, given: tuple[tuple[Any, ...], dict[str, Any]], reads: Reads, seed: int = 0
-    ) -> tuple[int, FlashClippingError | None]:
-        """The forward alone, through the taps and without chance; ``reads`` gets what layers read.
-
-        Returns:
-            How many samples there were, and what refused to go on.
+    def look(self, given: tuple[tuple[Any, ...], dict[str, Any]], seed: int = 0) -> Reads:
+        """What layers read in the forward alone, through the taps and without chance.
 
         Raises:
             whatever the model raises.
@@ -159,9 +152,9 @@ class Runs:
             return copy
 
         args, kwargs = map_tensors(own, given, packed=True)
-        session, refused = self.session, None
+        session, reads = self.session, Reads()
         with session.apart():
-            call = session.begin_forward(batched_inputs(args, kwargs), reads, self.units)
+            call = session.begin_forward(batched_inputs(args, kwargs), reads, self._units)
             try:
                 with (
                     repeatable(self.root, self._devices, seed, calm=True),
@@ -173,18 +166,17 @@ class Runs:
                     warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")
                     self.forward(*args, **kwargs)
             except Doubted:
-                reads.clear()
-                reads.offsets = None
-                return self.look(given, reads, seed)
+                return self.look(given, seed)
             except FlashClippingError as error:
-                refused = error
+                reads.refused = error
             finally:
                 call.spent = True
                 call.end()
                 call.reads = None  # who asks the call for its batch keeps nothing of what was noted
+        reads.size = call.batch_size or 0
         if reads.offsets is not None:
             reads.offsets = originals.get(id(reads.offsets), reads.offsets)
-        return call.batch_size or 0, refused
+        return reads
 
     def run(
         self,
@@ -237,7 +229,13 @@ class Runs:
                 session.probing = probing
                 for param in self.params:
                     param.grad = None
-                with self._layers() as of_layers:
+                of_layers: list[Tensor] = []
+
+                def note(*call: Any) -> None:
+                    if not in_backward():
+                        of_layers.extend(tensors_in(call[-1])[:1])
+
+                with hooked(self.root, note, has_own_trainable):
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
                 losses: list[Tensor] = []
@@ -319,28 +317,6 @@ class Runs:
                 return self._backward(rows, range(count), scale, taps=True, sums=False).each
 
         return norms
-
-    @contextmanager
-    def _layers(self) -> Iterator[list[Tensor]]:
-        """Gets what layers with trainable parameters return, in order."""
-        found: list[Tensor] = []
-
-        def note(_: Any, __: Any, output: Any) -> None:
-            if not in_backward():
-                found.extend(tensors_in(output)[:1])
-
-        trainable = {id(param) for param in self.params}
-        handles = [
-            module.register_forward_hook(note)
-            for module in self.root.modules()
-            if module is not self.root
-            and any(id(param) in trainable for param in module._parameters.values())
-        ]
-        try:
-            yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _axes(self, x: Tensor, count: int) -> list[int]:
         if not x.is_floating_point() or not x.requires_grad:
@@ -439,6 +415,31 @@ class Runs:
         found = self._measured({numbers[key]: grad for key, grad in sums.items()})
         each, bounds = (x.cpu().double() / factor for x in (backward.each, backward.bounds))
         return Gradient(found.projections / factor, found.norms / factor, each, bounds)
+
+
+def has_own_trainable(module: nn.Module) -> bool:
+    """Whether a module has trainable parameters of its own."""
+    return any(p is not None and p.requires_grad for p in module._parameters.values())
+
+
+@contextmanager
+def hooked(
+    root: nn.Module,
+    note: Callable[[str, nn.Module, Any, Any, Any], None],
+    below: Callable[[nn.Module], bool] | None = None,
+) -> Iterator[None]:
+    """Calls ``note(path, module, args, kwargs, output)`` after every forward of a module; if
+    ``below``, of those below the root for which it says so."""
+    handles = [
+        module.register_forward_hook(partial(note, path), with_kwargs=True)
+        for path, module in root.named_modules()
+        if below is None or (module is not root and below(module))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _read_by(losses: Sequence[Tensor], of_layers: Sequence[Tensor]) -> list[Tensor]:
