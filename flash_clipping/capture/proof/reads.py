@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping._compat import unseen_functions, unseen_operators
+from flash_clipping.capture.draws import scrambled
 from flash_clipping.errors import FlashClippingError
 
 #: Something that a tapped layer reads: the layer's path, which of its calls in one call of the
@@ -131,7 +131,7 @@ def digest_of(x: Tensor, axis: int) -> Tensor | None:
             rows = rows[:, :: -(-rows.shape[1] // FEATURES)]
         if rows.is_complex():
             rows = torch.view_as_real(rows).flatten(1)
-        signs = _signs(rows.shape[1]).to(rows.device, torch.float64)
+        signs = _signs(rows.shape[1], rows.device).double()
         # On the device: activations of a large model take the host seconds. In parts, as float64
         # is up to four times as large as what is read.
         found = []
@@ -142,24 +142,15 @@ def digest_of(x: Tensor, axis: int) -> Tensor | None:
         return torch.cat(found).cpu()
 
 
-#: For every bit of a byte that is read: all bytes -> 1 as int8 where it is set, and -1 elsewhere.
-_SIGN_OF_BIT = [bytes(1 if byte >> bit & 1 else 255 for byte in range(256)) for bit in range(3)]
-
-
-def _signs(n: int) -> Tensor:
-    """``[n, 3]`` random signs, the same at every call: rows of one sum and size, as a normalization
-    leaves them, differ by these. Not drawn by PyTorch, whose random numbers are one number while a
-    model is looked at."""
-    return torch.frombuffer(bytearray(_drawn_signs(n)), dtype=torch.int8).view(n, 3)
-
-
-@functools.lru_cache(maxsize=64)
-def _drawn_signs(n: int) -> bytes:
-    """They are kept as bytes: a tensor would be of the modes in which it was made first."""
-    drawn, signs = random.Random(n).randbytes(n), bytearray(3 * n)
-    for bit, sign_of in enumerate(_SIGN_OF_BIT):
-        signs[bit::3] = drawn.translate(sign_of)
-    return bytes(signs)
+@functools.lru_cache(maxsize=8)
+def _signs(n: int, device: torch.device) -> Tensor:
+    """``[n, 3]`` signs, int8, the same at every call: rows of one sum and size, as a normalization
+    leaves them, differ by these. Not drawn: random numbers are one number while a model is looked
+    at."""
+    with unseen_functions(), unseen_operators():  # it stays, and must not be of their kind
+        bits = scrambled(torch.arange(1, n + 1, device=device))
+        bits = torch.stack([bits >> 20, bits >> 31, bits >> 42], 1) & 1
+        return (2 * bits - 1).to(torch.int8)
 
 
 def are_alike(first: Tensor, second: Tensor, different: float) -> bool:
