@@ -30,6 +30,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Elements that are hashed at once.
 _AT_ONCE = 1 << 22
 
+_ONE_DRAW = """ A step is accounted for as one draw. Call optimizer.step() for each batch; for \
+larger steps use a larger batch size:
+    DataLoader(dataset, batch_size=..., shuffle=True)"""
+
 _OTHER_ROWS = """the rows of this call are not those of the loader's batch. Give the model the \
 tensors of the batch themselves (change them in the dataset or inside of the model), or say which \
 row of the batch each row is, once for each batch:
@@ -234,10 +238,8 @@ class Draws:
                 if total in sizes and draw.rows and total != draw.rows:
                     raise FlashClippingError(
                         f"the model: called with {total} rows, those of batches "
-                        f"{unused[first].number} to {draw.number} of the loader together. A step "
-                        "is accounted for as one draw. Call optimizer.step() for each batch; for "
-                        "larger steps use a larger batch size:\n"
-                        "    DataLoader(dataset, batch_size=..., shuffle=True)"
+                        f"{unused[first].number} to {draw.number} of the loader together."
+                        f"{_ONE_DRAW}"
                     )
         if in_turn and not self.ahead and not in_turn[-1].left:
             return self._use(in_turn[-1])  # the only one: it is said what was expected
@@ -332,9 +334,7 @@ def of_one_draw(draws: Iterable[DrawnBatch | None]) -> DrawnBatch | None:
     if len(found) > 1:
         listed = ", ".join(map(str, sorted(found)))
         raise FlashClippingError(
-            f"One step has gradients of batches {listed} of the loader, and is accounted for as "
-            "one draw. Call optimizer.step() for each batch; for larger steps use a larger batch "
-            "size:\n    DataLoader(dataset, batch_size=..., shuffle=True)"
+            f"One step has gradients of batches {listed} of the loader.{_ONE_DRAW}"
         )
     return found.popitem()[1] if found else None
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.proof.runs import hooked
-from flash_clipping.diagnostics.batch import Samples
-from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, largest_norm_error
+from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, Samples, largest_norm_error
 from flash_clipping.diagnostics.report import RemovalReport
 from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks, narrowest
 
