@@ -6,7 +6,11 @@ which (privacy units, padding, batches in an order), of the one with the same ro
 order. Rows are compared by content: by a hash of their bytes, which is exact and the same on every
 device. On a GPU the comparison waits for nothing.
 
-Shape suffixes: ``R`` rows of a batch, ``N`` elements of a row.
+Batches may be of one size, filled up with padding: a row that runs through the model like any other
+and gets norm 0 and clipping coefficient 0, with which it adds exactly nothing, whatever its values
+are. How many rows count is never a number in compiled or captured code: these read a mask.
+
+Shape suffixes: ``R``, or ``B``, rows of a batch, ``N`` elements of a row, ``P`` parameters.
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Elements that are hashed at once.
 _AT_ONCE = 1 << 22
+
+_ONE_DRAW = """ A step is accounted for as one draw. Call optimizer.step() for each batch; for \
+larger steps use a larger batch size:
+    DataLoader(dataset, batch_size=..., shuffle=True)"""
 
 _OTHER_ROWS = """the rows of this call are not those of the loader's batch. Give the model the \
 tensors of the batch themselves (change them in the dataset or inside of the model), or say which \
@@ -124,11 +132,15 @@ def row_hashes(x: Tensor, axis: int = 0) -> Tensor:
     for start in range(0, flat_RN.shape[1], step):
         part = flat_RN[:, start : start + step].long()
         place = torch.arange(start + 1, start + 1 + part.shape[1], device=x.device)
-        weight = place * 0x1E3779B97F4A7C15  # wraps, as all of this does
-        weight = (weight ^ (weight >> 29)) * 0x3F58476D1CE4E5B9
-        weight = (weight ^ (weight >> 32)) | 1
-        total_R += (part * weight).sum(1)
+        total_R += (part * (scrambled(place) | 1)).sum(1)
     return total_R
+
+
+def scrambled(numbers: Tensor) -> Tensor:
+    """Numbers, int64, whose bits look random: each the same at every call and on every device."""
+    numbers = numbers * 0x1E3779B97F4A7C15  # wraps, as all of this does
+    numbers = (numbers ^ (numbers >> 29)) * 0x3F58476D1CE4E5B9
+    return numbers ^ (numbers >> 32)
 
 
 class Draws:
@@ -226,10 +238,8 @@ class Draws:
                 if total in sizes and draw.rows and total != draw.rows:
                     raise FlashClippingError(
                         f"the model: called with {total} rows, those of batches "
-                        f"{unused[first].number} to {draw.number} of the loader together. A step "
-                        "is accounted for as one draw. Call optimizer.step() for each batch; for "
-                        "larger steps use a larger batch size:\n"
-                        "    DataLoader(dataset, batch_size=..., shuffle=True)"
+                        f"{unused[first].number} to {draw.number} of the loader together."
+                        f"{_ONE_DRAW}"
                     )
         if in_turn and not self.ahead and not in_turn[-1].left:
             return self._use(in_turn[-1])  # the only one: it is said what was expected
@@ -324,8 +334,116 @@ def of_one_draw(draws: Iterable[DrawnBatch | None]) -> DrawnBatch | None:
     if len(found) > 1:
         listed = ", ".join(map(str, sorted(found)))
         raise FlashClippingError(
-            f"One step has gradients of batches {listed} of the loader, and is accounted for as "
-            "one draw. Call optimizer.step() for each batch; for larger steps use a larger batch "
-            "size:\n    DataLoader(dataset, batch_size=..., shuffle=True)"
+            f"One step has gradients of batches {listed} of the loader.{_ONE_DRAW}"
         )
     return found.popitem()[1] if found else None
+
+
+# -- padding ---------------------------------------------------------------------------------------
+
+
+class CountedRows:
+    """The first ``count`` rows of a batch of ``rows`` count; ``None``: all of them.
+
+    Args:
+        rows: B.
+        count: how many count.
+        order_B: which row of the batch each row is; ``None``: they are in its order.
+    """
+
+    def __init__(self, rows: int | None = None, count: int = 0, order_B: Tensor | None = None):
+        self.rows, self.count, self.order_B = rows, count, order_B
+        self._mask_B: Tensor | None = None
+
+    def mask(self, device: torch.device) -> Tensor:
+        """``[B]``, bool: whether each row only fills the batch up. Made without waiting."""
+        assert self.rows is not None
+        if self._mask_B is None or self._mask_B.device != device:
+            if self.order_B is None:
+                self._mask_B = torch.arange(self.rows, device=device) >= self.count
+            else:
+                self._mask_B = (self.order_B >= self.count).to(device, non_blocking=True)
+        return self._mask_B
+
+    def norms(self, norms_PB: Tensor) -> Tensor:
+        """Norms of what is released: 0 for padding."""
+        return self._replaced(norms_PB, 0.0)
+
+    def bounds(self, upper: Tensor) -> Tensor:
+        """What samples are clipped by, infinite for padding: every way to clip makes that 0."""
+        return self._replaced(upper, torch.inf)
+
+    def positive(self, coef: Tensor) -> Tensor:
+        """Coefficients in which a 0 means a sample that is not finite, and not padding."""
+        return self._replaced(coef, 1.0)
+
+    def _replaced(self, of_rows: Tensor, value: float) -> Tensor:
+        if self.rows is None:
+            return of_rows
+        if self.rows != of_rows.shape[-1]:  # only of a mask that graphs read
+            raise FlashClippingError(
+                f"GraphedStep: found a part of {of_rows.shape[-1]} rows, of batches of {self.rows} "
+                "(max_batch_size, and BatchMemoryManager). Graphs read one mask, of a whole batch. "
+                "Take whole batches, of a smaller max_batch_size; or leave GraphedStep out."
+            )
+        return of_rows.masked_fill(self.mask(of_rows.device), value)
+
+
+class Padding:
+    """What the loader of a wrapped model says of the rows of its batches.
+
+    Attributes:
+        rows: of every batch; ``None``: batches are as they were drawn, and every row counts.
+    """
+
+    def __init__(self) -> None:
+        self.rows: int | None = None
+        #: What CUDA graphs read: memory that stays, with the mask of the next replay.
+        self._lasting: CountedRows | None = None
+
+    def __getstate__(self) -> dict[str, object]:  # a copy's next forward is of no loader's batch
+        return self.__dict__ | {"_lasting": None}
+
+    def of_call(self, draw: DrawnBatch | None, captured: bool) -> CountedRows:
+        """The rows of a call of the model that begins now.
+
+        Args:
+            draw: the batch that it is called with.
+            captured: whether a CUDA graph is being made of it.
+
+        Raises:
+            FlashClippingError: rows of the batch are there twice, or not at all.
+        """
+        if self.rows is None:
+            return EVERY_ROW
+        if captured:
+            assert self._lasting is not None  # see prepare
+            return self._lasting
+        if draw is None:
+            return EVERY_ROW
+        order = draw.order_R
+        if order is not None and not torch.equal(order.sort()[0], torch.arange(draw.rows)):
+            raise FlashClippingError(
+                f"expect_rows: found {len(order)} rows, of a batch that max_batch_size gives "
+                f"{draw.rows}; expected every row of the batch once."
+            )
+        return CountedRows(draw.rows, draw.samples, order)
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the memory that graphs on this device read; before any is captured."""
+        if self.rows is None:
+            return
+        if self._lasting is None or self._lasting.mask(device).device != device:
+            self._lasting = CountedRows(self.rows, 0)
+            self._lasting.mask(device)
+
+    def before_replay(self, draw: DrawnBatch | None, device: torch.device) -> None:
+        """Let graphs read the mask of this batch."""
+        if self.rows is None:
+            return
+        assert self._lasting is not None
+        self._lasting.mask(device).copy_(self.of_call(draw, captured=False).mask(device))
+
+
+#: Of batches as they were drawn.
+EVERY_ROW = CountedRows()

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import graph_task
-from flash_clipping.capture.draws import DrawnBatch
-from flash_clipping.capture.padding import CountedRows
+from flash_clipping.capture.draws import CountedRows, DrawnBatch
 from flash_clipping.capture.proof.reads import Read, Reads
 from flash_clipping.capture.units import Units
 
@@ -97,7 +96,7 @@ class ForwardCall:
     made_up: bool = False
     #: Which privacy unit each row belongs to; ``None``: rows are samples.
     units: Units | None = None
-    #: Which of its rows count, and which are padding (:mod:`flash_clipping.capture.padding`).
+    #: Which of its rows count, and which are padding (:mod:`flash_clipping.capture.draws`).
     counted_rows: CountedRows | None = None
     #: The loader's batch that it is called with, if that is known.
     draw: DrawnBatch | None = None

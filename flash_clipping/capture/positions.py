@@ -1,26 +1,36 @@
 """Layers of a model whose units are parts of rows: documents packed end to end.
 
-``R`` rows of the batch, ``T`` positions of each, ``N = R·T``, ``U`` units, ``d`` features.
-
 A layer that does the same with every position gets these as rows of its own, ``[N, ...]``, and what
 it records of them becomes what belongs to units. All others are refused. That the documents of one
 row do not reach each other, and that what a layer reads at a position is that position's, is shown
 by :mod:`flash_clipping.capture.proof.positions`.
+
+A document that is not finite does not leave a layer. Attention between layers multiplies what is
+masked by 0, and 0 · inf is NaN: one document would take all others of its row with it, and the sum
+would change by more than what one may add. So positions that are not finite become zeros wherever a
+layer hands them on: its outputs in forward, the gradients of its inputs in backward. What it reads
+or holds of one document concerns that document alone. The documents of such positions are noted
+(:meth:`Units.lost_on`), and get coefficient 0 whatever their norms are: what a layer computes of
+its zeros in backward need not be marked.
+
+``R`` rows of the batch, ``T`` positions of each, ``N = R·T``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.finite_positions import finite_gradients, zero_nonfinite
-from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, is_low
+from flash_clipping._compat import apply_of, is_alias_of
+from flash_clipping.capture.proof.reads import DIFFERENT, DIFFERENT_LOW, is_low
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.tapped_layer import TappedLayer, backward_of
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.ops.rows import finite_rows
 from flash_clipping.rules.registry import Rule
 
 _ALONE = (
@@ -48,32 +58,25 @@ class Positions:
         self.path, self.units = path, units
         self.folded = False
 
-    def rows(self, args: tuple[Any, ...], least: int = 1) -> tuple[Any, ...]:
-        """``args`` with ``[N, ...]`` in the place of ``[R, T, ...]``.
-
-        ``least``: axes that a floating tensor has behind its positions.
-        """
+    def rows(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``args`` with ``[N, ...]`` in the place of ``[R, T, ...]``."""
         R, T = self.units.shape
-        found: list[Any] = []
-        for x in args:
-            if not isinstance(x, Tensor):
-                found.append(x)
-                continue
-            behind = least if x.is_floating_point() else 0
-            if x.dim() >= 2 + behind and tuple(x.shape[:2]) == (R, T):
-                found.append(x.flatten(0, 1))
-            elif x.dim() >= 1 + behind and x.shape[0] == R * T:
-                found.append(x)
-                self.folded = True
-            else:
-                refuse_layer(
-                    self.path,
-                    f"it reads a tensor of shape {tuple(x.shape)}; expected [{R}, {T}, ...], as "
-                    "the map has",
-                    "Keep all positions on the second axis of what it reads, in their order; or "
-                    "freeze this layer's parameters.",
-                )
-        return tuple(found)
+        return tuple(self._of_one(x, R, T) if isinstance(x, Tensor) else x for x in args)
+
+    def _of_one(self, x: Tensor, R: int, T: int) -> Tensor:
+        least = 1 + x.is_floating_point()  # floats have features
+        if x.dim() > least and tuple(x.shape[:2]) == (R, T):
+            return x.flatten(0, 1)
+        if x.dim() < least or x.shape[0] != R * T:
+            refuse_layer(
+                self.path,
+                f"it reads a tensor of shape {tuple(x.shape)}; expected [{R}, {T}, ...], as the "
+                "map has",
+                "Keep all positions on the second axis of what it reads, in their order; or "
+                "freeze this layer's parameters.",
+            )
+        self.folded = True
+        return x
 
     def taken(
         self,
@@ -153,34 +156,133 @@ def by_position(
     (rows,) = positions.rows(args)
     note_read(path, session, rows, recomputed)
     rows = rows if positions.folded else rows.unsqueeze(1)
-    output = run(finite_gradients(rows, session))
-    parts = output if isinstance(output, tuple) else (output,)
-    if any(not isinstance(x, Tensor) or x.dim() == 0 or len(x) != len(rows) for x in parts):
-        refuse_layer(path, "this module returns something else than one row for each")
-    alone = not positions.folded
-    found = tuple(
-        positions.back(zero_nonfinite(x, session).squeeze(1))
-        if alone and x.dim() > 1 and x.shape[1] == 1
-        else zero_nonfinite(x, session)
-        for x in parts
-    )
+    output = run(_finite_positions(rows, session, gradients=True))
+
+    def back(x: Any) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() == 0 or len(x) != len(rows):
+            refuse_layer(path, "this module returns something else than one row for each")
+        x = _finite_positions(x, session, values=True)
+        alone = not positions.folded and x.dim() > 1 and x.shape[1] == 1
+        return positions.back(x.squeeze(1)) if alone else x
+
+    found: Any = tuple(map(back, output)) if isinstance(output, tuple) else back(output)
     call = session.current_forward
     if not recomputed and call is not None and call.reads is not None:
         with torch.no_grad(), session.bypass():
             expected = own(*args)
-        _compare(path, expected if isinstance(output, tuple) else (expected,), found)
-    return found if isinstance(output, tuple) else found[0]
-
-
-def _compare(path: str, expected: Any, found: tuple[Tensor, ...]) -> None:
-    """Refuse a module that computes something else of positions that come one by one."""
-    for x, y in zip(expected, found, strict=True):
-        if x.shape == y.shape and (not x.numel() or not x.is_floating_point()):
-            continue
-        same = x.shape == y.shape
-        if same:
-            error, scale = (x.double() - y.double()).abs().max(), x.double().abs().max()
-            different = DIFFERENT_LOW if is_low(x) or is_low(y) else DIFFERENT
-            same = bool(error <= different * scale) or not bool(torch.isfinite(scale))
-        if not same:
+        several = isinstance(found, tuple)
+        pairs = zip(expected, found, strict=True) if several else [(expected, found)]
+        if not all(_are_alike(x, y) for x, y in pairs):
             refuse_layer(path, "this module does not work position by position")
+    return found
+
+
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    if x.shape != y.shape or not x.numel() or not x.is_floating_point():
+        return x.shape == y.shape
+    error, scale = (x.double() - y.double()).abs().max(), x.double().abs().max()
+    different = DIFFERENT_LOW if is_low(x) or is_low(y) else DIFFERENT
+    return bool(error <= different * scale) or not bool(torch.isfinite(scale))
+
+
+# -- documents that are not finite -----------------------------------------------------------------
+
+
+def unrecorded(session: ClippingSession, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A layer that is not recorded, which positions that are not finite do not leave either: one
+    without trainable parameters, or in the first forward of re-entrant checkpointing."""
+    units = session.positions
+    if units is None:
+        return own(*args, **kwargs)
+    R, T = units.shape
+
+    def has_positions(x: Any) -> bool:
+        return isinstance(x, Tensor) and (tuple(x.shape[:2]) == (R, T) or x.shape[:1] == (R * T,))
+
+    def closed(x: Any) -> Any:
+        return _finite_positions(x, session, True, True) if has_positions(x) else x
+
+    args = [_finite_positions(x, session, False, True) if has_positions(x) else x for x in args]
+    output = own(*args, **kwargs)
+    return type(output)(map(closed, output)) if type(output) in (tuple, list) else closed(output)
+
+
+def _finite_positions(
+    x: Tensor, session: ClippingSession, values: bool = False, gradients: bool = False
+) -> Tensor:
+    """``x``, with zeros at positions where its values, or its gradient, are not finite."""
+    if not (x.is_floating_point() if values else x.requires_grad):
+        return x
+    found: Tensor = _FinitePositions.apply(x, session, values, gradients)
+    return found
+
+
+class _FinitePositions(torch.autograd.Function):
+    """Values, gradients, or both with zeros at positions that are not finite."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, session: ClippingSession, values: bool, gradients: bool
+    ) -> Tensor:
+        ctx.lost_N, ctx.backend = _lost_on(x, session), session.backend
+        ctx.gradients = gradients
+        return _finite(x, ctx.lost_N, ctx.backend) if values else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Any:  # type: ignore[override]
+        return _finite(G, ctx.lost_N, ctx.backend) if ctx.gradients else G, None, None, None
+
+
+class _LayerByPosition(TappedLayer):
+    """A tapped layer with a row for every position.
+
+    What a rule returns is fresh, so zeros are written in place, and nothing is where all of it is
+    finite. Should the rule have saved its output, or recorded the gradient, it is changed there as
+    well: in rows of documents that get coefficient 0.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tap: Any, *others_inputs_and_params: Any
+    ) -> Any:
+        output = TappedLayer.forward(ctx, tap, *others_inputs_and_params)
+        given = [x for x in others_inputs_and_params if isinstance(x, Tensor)]
+        parts = output if isinstance(output, tuple) else (output,)
+        ctx.lost_N, backend = _lost_on(parts[0], tap.session), tap.session.backend
+        found = tuple(_own_finite(part, ctx.lost_N, given, backend) for part in parts)
+        return found if isinstance(output, tuple) else found[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        def finite(grads: tuple[Any, ...], saved: tuple[Any, ...]) -> tuple[Any, ...]:
+            shared = [x for x in (*grad_outputs, *saved) if isinstance(x, Tensor)]
+            backend = ctx.tap.session.backend
+            return tuple(_own_finite(grad, ctx.lost_N, shared, backend) for grad in grads)
+
+        return backward_of(ctx, grad_outputs, finite)
+
+
+apply_layer_by_position = apply_of(_LayerByPosition)
+
+
+def _lost_on(x: Tensor, session: ClippingSession) -> Tensor:
+    """Where positions that are not finite are noted, beside ``x``."""
+    assert session.positions is not None
+    return session.positions.lost_on(x.device)
+
+
+def _own_finite(x: Any, lost_N: Tensor, shared: Sequence[Tensor], backend: str) -> Any:
+    """Zeros at positions that are not finite: in place, but where others hold the memory."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    if not x.is_contiguous() or any(is_alias_of(x, other) for other in shared):
+        return _finite(x, lost_N, backend)
+    return finite_rows(x, lost_N, in_place=True, backend=backend)
+
+
+def _finite(x: Tensor, lost_N: Tensor, backend: str) -> Tensor:
+    """Zeros at positions that are not finite, in a fresh tensor; ``x`` has rows ``[N, ...]``, or
+    ``[R, T, ...]``."""
+    N = len(lost_N)
+    rows = x.reshape(N, x.numel() // max(N, 1))
+    return finite_rows(rows, lost_N, backend=backend).view(x.shape)

@@ -10,14 +10,13 @@ Shape suffixes: ``B`` samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set as AbstractSet
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import FlashClippingError
 
 
 @dataclass(frozen=True)
@@ -79,69 +78,9 @@ def layout_of(key: str, x: Tensor, B: int, seen: Mapping[int, Layout]) -> Layout
         (layout,) = kinds
         if layout.outer == 1 and layout.parts(x, B) is not None:
             return layout
-    _refuse(key, x, B)
-
-
-def _refuse(key: str, x: Tensor, B: int) -> NoReturn:
     raise FlashClippingError(
         f"{key}: found a tensor of shape {tuple(x.shape)} in a batch of {B} samples; expected "
         "samples to lie in it as they did before the first step. They may lie otherwise, so "
         "that per-sample gradients would be wrong. Call the model with inputs of the shapes that "
         "it is trained on, or keep the batch the first axis of what this layer reads."
     )
-
-
-def merged(key: str, before: Seen, now: Seen) -> Seen:
-    """What was seen before and now.
-
-    Raises:
-        FlashClippingError: samples lay otherwise before, among as many entries.
-    """
-    for parts in before.keys() & now.keys():
-        if before[parts] != now[parts]:
-            raise FlashClippingError(
-                f"{key}: samples lie in another order in what it reads than they did before: "
-                f"found {now[parts]}, expected {before[parts]}, with {parts} rows of each. Keep "
-                "one order, in training and evaluation and for batches of all sizes, or freeze the "
-                f"parameters of this layer.{to_freeze(key)}"
-            )
-    return before | now
-
-
-def check_one_layout(
-    plain: AbstractSet[str],
-    keys: AbstractSet[str],
-    before: Mapping[str, Seen],
-    now: Mapping[str, Seen],
-) -> None:
-    """Refuse what samples lie in along the first axis now, and along another one at other times.
-
-    Args:
-        plain: where they lay along the first axis before.
-        keys: what was read now.
-        before, now: layouts that were found.
-
-    Raises:
-        FlashClippingError: later calls could be of either kind.
-    """
-    for key in sorted(keys):
-        along = [
-            any(layout.axis for layout in seen.get(key, {}).values()) for seen in (before, now)
-        ]
-        if (along[1] and key in plain) or (along[0] and key not in now):
-            raise FlashClippingError(
-                f"{key}: samples lie along another axis of what it reads than they did before. "
-                "Keep them along one, in training and evaluation and for batches of all sizes, or "
-                f"freeze the parameters of this layer.{to_freeze(key)}"
-            )
-
-
-def layouts_of(shape: Sequence[int], B: int, axes: int) -> list[Layout]:
-    """All layouts of ``B`` samples in a tensor of this shape, along its first ``axes`` axes."""
-    return [
-        Layout(axis, outer)
-        for axis, n in enumerate(shape[:axes])
-        if n and not n % B
-        for outer in range(1, n // B + 1)
-        if not n // B % outer
-    ]

@@ -29,10 +29,16 @@ from flash_clipping._compat import (
     is_fake,
     memory_id,
 )
-from flash_clipping.capture.draws import DrawnBatch, Draws, of_one_draw
+from flash_clipping.capture.draws import (
+    EVERY_ROW,
+    CountedRows,
+    DrawnBatch,
+    Draws,
+    Padding,
+    of_one_draw,
+)
 from flash_clipping.capture.forward_call import BatchAxes, Doubted, ForwardCall, in_backward
 from flash_clipping.capture.non_finite import NonFiniteWarning
-from flash_clipping.capture.padding import EVERY_ROW, CountedRows, Padding, refuse_several
 from flash_clipping.capture.proof.coverage import Coverage
 from flash_clipping.capture.proof.reads import Reads
 from flash_clipping.capture.refused_runs import (
@@ -537,7 +543,10 @@ class ClippingSession:
             if forward.draw is not None:
                 draws.append(forward.draw)
         if len(rows) > 1:
-            refuse_several()
+            raise FlashClippingError(
+                "the model: it was called with several padded batches before backward, of which "
+                "other rows are padding. Call backward() for each batch before the next is taken."
+            )
         counted = rows.popitem()[1] if rows else EVERY_ROW
         return counted, of_one_draw(draws) if draws else None
 

@@ -24,7 +24,6 @@ from flash_clipping.capture.declared_rows import (
     declared_rows,
 )
 from flash_clipping.capture.factor_source import FactorSource, Trainable, owners
-from flash_clipping.capture.finite_positions import apply_layer_by_position, unrecorded
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
 from flash_clipping.capture.layer_inputs import (
@@ -33,7 +32,13 @@ from flash_clipping.capture.layer_inputs import (
     rows_by_sample,
     samples_in,
 )
-from flash_clipping.capture.positions import Positions, by_position, refuse_layer
+from flash_clipping.capture.positions import (
+    Positions,
+    apply_layer_by_position,
+    by_position,
+    refuse_layer,
+    unrecorded,
+)
 from flash_clipping.capture.proxies import (
     ParameterProxy,
     UnsupportedUse,

@@ -4,10 +4,9 @@
 :func:`environment` return.
 """
 
-from flash_clipping.diagnostics.batch import BadBatchError
 from flash_clipping.diagnostics.check import check
 from flash_clipping.diagnostics.environment import environment, environment_text
-from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE
+from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, BadBatchError
 from flash_clipping.diagnostics.report import (
     CheckReport,
     ParameterReport,

@@ -14,25 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from flash_clipping.diagnostics.batch import (
-    BadBatchError,
-    Loss,
-    Samples,
-    Task,
-    cast,
-    squared_outputs,
-    without_dropout,
-)
 from flash_clipping.diagnostics.oracle import (
     FLOOR,
     TOLERANCE,
+    BadBatchError,
+    Loss,
     Oracle,
     Owned,
+    Samples,
+    Task,
     all_sections,
+    cast,
     close,
     largest_norm_error,
     largest_sum_error,
     owned_parameters,
+    squared_outputs,
+    without_dropout,
 )
 from flash_clipping.diagnostics.other_batches import OtherBatches, check_balance, check_routes
 from flash_clipping.diagnostics.report import (

@@ -1,19 +1,167 @@
-"""The truth that flash clipping is compared with, and the error between the two; which module owns
-a parameter, and which parts of a parameter mean something on their own."""
+"""A user's batch and loss, and the truth that flash clipping is compared with: gradients of one
+sample at a time, in float64. Which module owns a parameter, and which parts of one mean something
+on their own."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.diagnostics.batch import BadBatchError, Samples, Task
+from flash_clipping._compat import DROPOUTS
+from flash_clipping.capture.image_patches import parts_of_samples
+from flash_clipping.capture.inputs import map_tensors, tensors_in
+from flash_clipping.capture.no_trace import random_state
+from flash_clipping.capture.proof import batches
 from flash_clipping.finish.clipping import NORM_EPSILON
+
+#: ``loss(model, batch)``: one loss per sample, or a scalar reduced over the samples.
+Loss = Callable[[Any, Any], Tensor]
+
+
+class BadBatchError(ValueError):
+    """A batch or a loss that no check can be made with; the message says what to change."""
+
+
+class Samples(batches.Samples):
+    """A batch of a model, and batches of its samples."""
+
+    def __init__(self, batch: Any, batch_first: bool, model: nn.Module):
+        axis = 0 if batch_first else 1
+        parts = parts_of_samples(model, batch) if isinstance(batch, Mapping) else {}
+        super().__init__((batch,), {}, axis, parts=parts)
+        if not any(x.dim() > axis for x in self.tensors):
+            raise BadBatchError(
+                f"The batch ({type(batch).__name__}) holds no tensor with a batch axis "
+                f"(axis {axis}). Return tensors, or tuples, lists or dicts of tensors."
+            )
+        if self.count == 0:
+            raise BadBatchError("The batch is empty: there is no sample to check.")
+        self.all = batch
+        self.notes = [
+            f"A tensor of shape {tuple(x.shape)} in the batch has no axis of {self.count} "
+            "samples: every sample sees all of it."
+            for x in self.leaves
+            if x.dim() and self._axis_of(x) is None and id(x) not in self._parts
+        ]
+
+    def take(self, samples: Sequence[int]) -> Any:
+        """A batch of these samples."""
+        (batch,), _ = self.batch(samples)
+        return batch
+
+    def without(self, sample: int) -> Any:
+        return self.take([b for b in range(self.count) if b != sample])
+
+    def other_sizes(self) -> list[int]:
+        """Sizes of at least 2 that other axes of the tensors with samples have, none twice."""
+        return [
+            *dict.fromkeys(
+                size
+                for x in self.leaves
+                if (axis := self._axis_of(x)) is not None
+                for other, size in enumerate(x.shape)
+                if other != axis and size > 1
+            )
+        ]
+
+    def with_fewer_labels(self, ignored: int) -> Iterator[tuple[bool, Any]]:
+        """Batches in which the last half of the first sample is ``ignored``, in one tensor of
+        integers that may be labels; and whether some were ignored before. Where none were, not on
+        a GPU, which an index that is out of range would take down."""
+        for x in self.leaves:
+            if self._axis_of(x) != 0 or x.dim() != 2 or x.shape[1] < 2 or x.dtype != torch.int64:
+                continue
+            some = bool((x == ignored).any())
+            if some or x.device.type == "cpu":
+                shorter = x.clone()
+                shorter[0, x.shape[1] // 2 :] = ignored
+                yield some, _replaced(self.all, x, shorter)
+
+
+def _replaced(batch: Any, old: Tensor, new: Tensor) -> Any:
+    return map_tensors(lambda x: new if x is old else x, batch)
+
+
+@dataclass
+class Task:
+    """The loss, and how to call it."""
+
+    loss: Loss
+    reduction: str
+    seed: int
+    #: How many losses there were the last time, if they were not reduced.
+    counted: int | None = None
+
+    def __call__(self, model: Any, batch: Any, seed: int = 0) -> Tensor:
+        """The loss of the batch as a scalar; the generators are left as they were."""
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        devices = [torch.device("cuda", n) for n in range(count)]
+        with random_state(devices, (self.seed + seed) % 2**32):  # as NumPy takes it
+            losses = self.loss(model, batch)
+        if not isinstance(losses, Tensor) or losses.dim() > 1:
+            found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
+            raise BadBatchError(
+                "loss(model, batch) must return one loss per sample, [B], or a scalar tensor; "
+                f"found {found[:200]}."
+            )
+        self.counted = len(losses) if losses.dim() == 1 else None
+        return losses.mean() if self.reduction == "mean" else losses.sum()
+
+    def value(self, model: nn.Module, batch: Any, seed: int = 0) -> float:
+        with torch.no_grad():
+            return float(self(model, batch, seed))
+
+    def reduced(self, losses: Sequence[float]) -> float:
+        """The loss of a batch, from those of its samples alone."""
+        return math.fsum(losses) / (len(losses) if self.reduction == "mean" else 1)
+
+
+def squared_outputs(batch_first: bool) -> Loss:
+    """The loss when the user gives none: a weighted square, so that no gradient is constant."""
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        parts = []
+        for x in tensors_in(output):
+            if x.is_floating_point() and x.dim() > 1:
+                values = (x if batch_first else x.transpose(0, 1)).flatten(1)
+                weight = torch.linspace(0.5, 1.5, values.shape[1], device=values.device)
+                parts.append((values.square() * weight.to(values.dtype)).mean(1))
+        if not parts:
+            raise BadBatchError(
+                f"The model's output ({type(output).__name__}) holds no floating-point tensor "
+                "[B, ...] to make a loss of. Give a loss: return (model, batch, loss)."
+            )
+        return torch.stack(parts).sum(0)
+
+    return loss
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree, packed=True)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, DROPOUTS):
+            vars(module)["p"] = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            vars(module)["dropout"] = 0.0  # nn.MultiheadAttention and recurrent layers
+    return model
+
+
+# -- parameters ------------------------------------------------------------------------------------
 
 _QKV = ("q", "k", "v")
 _LSTM = ("input", "forget", "cell", "output")

@@ -10,16 +10,15 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.inputs import tensors_in
-from flash_clipping.diagnostics.batch import Samples
-from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, largest_norm_error
+from flash_clipping.capture.proof.runs import hooked
+from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, Samples, largest_norm_error
 from flash_clipping.diagnostics.report import RemovalReport
 from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks, narrowest
 
@@ -75,8 +74,8 @@ def _run(
     batch = samples.take(order)
     given = {x.data_ptr() for x in tensors_in(batch)}
 
-    def note(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        for kind, tree in (("input", inputs), ("output", output)):
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for kind, tree in (("input", (args, kwargs)), ("output", output)):
             for i, x in enumerate(tensors_in(tree)):
                 # The first axis may be samples, or tokens of samples in turn.
                 if not x.dim() or not len(x) or len(x) % len(order):
@@ -86,9 +85,9 @@ def _run(
                     if module is model and kind == "output":
                         results[f"{len(results)}"] = rows
                 elif x.data_ptr() not in given and not x.is_complex():
-                    routes[f"{kind} {i} of {path}"] = rows
+                    routes[f"{kind} {i} of {_named(path, module)}"] = rows
 
-    with _hooked(model, note):
+    with hooked(model, note):
         subject.task.value(model, batch)
     return results, routes
 
@@ -107,18 +106,22 @@ def _changed(
     return found
 
 
+def _named(path: str, module: nn.Module) -> str:
+    return f"{path or 'the model'} ({type(module).__name__})"
+
+
 def check_balance(subject: Subject) -> None:
     """Whether the loss contains an ``aux_loss`` that a model returned: in ``transformers`` a
     balance of the loads of the whole batch."""
     model = copy.deepcopy(subject.plain)
     found: list[tuple[str, Tensor]] = []
 
-    def note(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         aux_loss = getattr(output, "aux_loss", None)
         if isinstance(aux_loss, Tensor) and aux_loss.requires_grad:
-            found.append((path, aux_loss))
+            found.append((_named(path, module), aux_loss))
 
-    with torch.enable_grad(), _hooked(model, note):
+    with torch.enable_grad(), hooked(model, note):
         loss = subject.task(model, subject.samples.all)
     if not found or not loss.requires_grad:
         return
@@ -132,24 +135,6 @@ def check_balance(subject: Subject) -> None:
                 "or config.router_aux_loss_coef=0, or balance each sample by itself."
             )
             return
-
-
-@contextmanager
-def _hooked(model: nn.Module, note: Callable[[str, nn.Module, Any, Any], None]) -> Iterator[None]:
-    """Call ``note(path, module, inputs, output)`` after every forward of a module."""
-    handles = []
-    for path, module in model.named_modules():
-        name = f"{path or 'the model'} ({type(module).__name__})"
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            note(name, module, [*args, *kwargs.values()], output)
-
-        handles.append(module.register_forward_hook(hook, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # -- norms -----------------------------------------------------------------------------------------

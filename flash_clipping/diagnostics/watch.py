@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.inputs import tensors_in
-from flash_clipping.diagnostics.batch import Samples, Task, cast
-from flash_clipping.diagnostics.oracle import TOLERANCE, Sections
+from flash_clipping.diagnostics.oracle import TOLERANCE, Samples, Sections, Task, cast
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.factors import (
     ConvolutionGrad,

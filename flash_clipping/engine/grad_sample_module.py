@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.batch_size_checks import check_against_loader, check_losses
 from flash_clipping.capture.compiled.regions import compiler_of
+from flash_clipping.capture.draws import EVERY_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
-from flash_clipping.capture.padding import EVERY_ROW
 from flash_clipping.capture.proof.positions import are_apart
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Offsets

@@ -17,10 +17,9 @@ from flash_clipping._compat import pytree
 from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.proof.coverage import is_plain
-from flash_clipping.capture.proof.gate import Gate
+from flash_clipping.capture.proof.gate import Gate, check_reached
 from flash_clipping.capture.proof.positions import prove_positions
 from flash_clipping.capture.proof.prove import prove
-from flash_clipping.capture.proof.reached import check_reached
 from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.refused_forwards import embeddings_of, refuse_max_norm
 from flash_clipping.capture.session import ClippingSession

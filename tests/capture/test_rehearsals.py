@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture.proof.draws import without_dropout
-from flash_clipping.capture.row_values import digest_of
+from flash_clipping.capture.proof.reads import digest_of
+from flash_clipping.capture.proof.repeatable import without_dropout
 from tests.support.autograd import (
     check_by_autograd,
     float64s,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture.row_layouts import Layout, layout_of, layouts_of
+from flash_clipping.capture.row_layouts import Layout, layout_of
 from tests.support.autograd import check_by_autograd, float64s, squares
 
 
@@ -230,7 +230,6 @@ def test_layouts() -> None:
     assert front[1].flatten().tolist() == [2, 3, 8, 9, 14, 15, 20, 21]
     assert torch.equal(layout.back(front), x)
     assert layout.only(x, 1, 3).count_nonzero() == 8
-    assert layouts_of((6, 4), 3, 2) == [Layout(0, 1), Layout(0, 2)]
     assert layout_of("layer", torch.zeros(5, 9), 3, {4: Layout(1)}) == Layout(1)
     for seen in ({4: layout}, {4: Layout(1), 2: Layout(0)}):
         with pytest.raises(FlashClippingError, match="layer: found a tensor of shape"):

@@ -51,9 +51,16 @@ class Samples:
         self._offsets, self._ids_in_all = None, self.count
         if offsets is not None:
             self._offsets, self.count = offsets
-        found = [
-            x for x in self._leaves() if id(x) not in self._parts and self._axis_of(x) is not None
-        ]
+        #: The same without what is packed.
+        self.leaves: list[Tensor] = []
+
+        def note(x: Tensor) -> Tensor:
+            self.leaves.append(x)
+            return x
+
+        map_tensors(note, (args, kwargs))
+        found = [x for x in self.leaves if id(x) not in self._parts]
+        found = [x for x in found if self._axis_of(x) is not None]
         #: Whether the rows of some input may be something else than samples.
         self.is_ambiguous = len(found) > 1 and any(
             n == self.count
@@ -61,12 +68,11 @@ class Samples:
             for axis, n in enumerate(x.shape)
             if axis != self._axis_of(x)
         )
-        if narrow == 1:
-            found = [x for x in found if x.dim() > 1]
-        elif narrow == 2:
-            found = [x for x in found if x.dim() == max(y.dim() for y in found)]
-        elif narrow == 3:
+        if narrow == 3:
             found = found[:1]
+        elif narrow:
+            least = 2 if narrow == 1 else max((x.dim() for x in found), default=0)
+            found = [x for x in found if x.dim() >= least]
         self._ids = {id(x) for x in found}
         #: Whether some entries of an extreme sample get the other sign.
         self.turns_signs = True
@@ -75,7 +81,7 @@ class Samples:
     def are_alike(self) -> bool:
         """Whether there are several samples, of which the first input says nothing that tells them
         apart."""
-        first = next((x for x in self._leaves() if self.holds(x)), None)
+        first = next((x for x in self.leaves if self.holds(x)), None)
         if self.count < 2 or first is None:
             return False
         rows = first.detach().movedim(self._axis_of(first) or 0, 0)
@@ -84,16 +90,6 @@ class Samples:
     def holds(self, x: Tensor) -> bool:
         """Whether this tensor of the arguments has a row for each sample."""
         return id(x) in self._ids
-
-    def _leaves(self) -> list[Tensor]:
-        found: list[Tensor] = []
-
-        def note(x: Tensor) -> Tensor:
-            found.append(x)
-            return x
-
-        map_tensors(note, (self.args, self.kwargs))
-        return found
 
     def _axis_of(self, x: Tensor) -> int | None:
         if x.dim() > self._axis and x.shape[self._axis] == self.count:
@@ -107,11 +103,10 @@ class Samples:
 
         Args:
             order: the number of the sample in each place.
-            extreme: a place whose sample is changed: floats are 100 times as large, with
-                other signs where there are any; integers come
-                from both ends of those in the batch. Masks (no entries but 0 and 1) stay.
+            extreme: a place whose sample is changed: floats are 100 times as large, with other
+                signs where there are any; integers come from both ends of those in the batch.
+                Masks (no entries but 0 and 1) stay.
         """
-
         bags = None if self._offsets is None else self._bags(order)
 
         def of(x: Tensor) -> Any:

@@ -56,11 +56,10 @@ class Coverage:
         for place, value in enumerate(values):
             self._values.setdefault((structure, place), set()).add(value)
         kind, sizes = self._kind_by_sizes(root, args, kwargs)
-        before = self._ranges.get(kind, [(n, n) for n in sizes])
         if len(self._ranges) < KINDS:
-            self._ranges[kind] = [
-                (min(low, n), max(high, n)) for (low, high), n in zip(before, sizes, strict=True)
-            ]
+            before = self._ranges.get(kind, [(n, n) for n in sizes])
+            known = zip(before, sizes, strict=True)
+            self._ranges[kind] = [(min(low, n), max(high, n)) for (low, high), n in known]
         self._exact.add((kind, *sizes[1:]))
 
     def covers(
@@ -75,8 +74,7 @@ class Coverage:
 
         Args:
             by_sizes: some layer reads rows that are not the samples.
-            exactly: they lie apart, so that other sizes than the very ones that were looked at are
-                other orders.
+            exactly: they lie apart, so that sizes other than those looked at are other orders.
         """
         if not by_sizes:
             if not self._kinds or self._count(args, kwargs) <= 1:

@@ -1,21 +1,24 @@
-"""Gradients of outputs that are not each sample's own are refused in backward."""
+"""Gradients of outputs that are not each sample's own are refused in backward; a call that reaches
+layers that no run of a proof has reached is looked at itself."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.coverage import modes_of, of_arguments
-from flash_clipping.capture.proof.oracle import examine
-from flash_clipping.capture.proof.runs import Subject
+from flash_clipping.capture.proof.oracle import STRAY, examine
+from flash_clipping.capture.proof.probe import marks_of
+from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.finish.backward_pass import BackwardPass
 
 logger = logging.getLogger("flash_clipping")
@@ -61,10 +64,8 @@ class Gate:
         return max(self.calls.bit_length() - FIRST_AUDIT.bit_length() + 1, 1)
 
     def examine(self, subject: Subject, trainable: int, audit: int = 0) -> None:
-        """Note which outputs of such a call are unfit.
-
-        Nothing is noted where nothing can be compared: the model returns no tensor with a row for
-        each sample, it does not run on this batch, or two samples do not fit into memory.
+        """Note which outputs of such a call are unfit, if any can be compared: the model may return
+        no tensor with a row for each sample, or not run on this batch.
 
         Args:
             subject: the call.
@@ -129,3 +130,50 @@ def _kind(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Has
 def _refuse_gradient(session: ClippingSession, why: str, grad: Any) -> None:
     if session.enabled and grad is not None:  # two passes go through all outputs
         raise FlashClippingError(why)
+
+
+# -- layers that a call reaches first --------------------------------------------------------------
+
+
+def check_reached(
+    subject: Subject, call: ForwardCall, output: Any, fit: Callable[[int, int], bool]
+) -> None:
+    """See whether samples reach their own rows in ``call``, where a layer took something for
+    samples that was not shown to be. If they do, that counts as shown.
+
+    Args:
+        subject: the call.
+        output: what it returned.
+        fit: whether an output may go backward: of so many, the one with this number.
+
+    Raises:
+        FlashClippingError: some rows are booked to other samples.
+    """
+    batch_axes, count = subject.session.batch_axes, subject.samples().count
+    reads = [read for read in call.guesses if batch_axes.known(read, any_call=False) is None]
+    if not reads or count < 2:
+        return
+    norms = Runs(subject).norms_of(call, output, fit, count)
+    for on in marks_of(count):
+        try:
+            each = norms(on)
+        except FlashClippingError:
+            raise
+        except MODELS_OWN:
+            return  # its graph allows one backward only
+        if each is None:
+            return
+        others = [b for b in range(count) if b not in on]
+        if bool((each[:, others].amax(1) > STRAY * each.norm(dim=1)).any()):
+            paths = dict.fromkeys(read[0] for read in reads)
+            raise FlashClippingError(
+                f"{', '.join(paths)}: reached for the first time, and the gradient of some samples "
+                "reaches rows that are booked to others. Keep the order of the batch in what these "
+                f"layers read, or freeze their parameters.{to_freeze(*paths)}"
+            )
+    for read in sorted(reads):
+        path, of_call, place = read
+        calls = batch_axes.reads.setdefault(path, [])
+        calls += [[] for _ in range(of_call + 1 - len(calls))]
+        if place == len(calls[of_call]):
+            calls[of_call].append(call.guesses[read])

@@ -12,7 +12,7 @@ nothing by themselves; the probe and the oracle tell (:mod:`flash_clipping.captu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -45,40 +45,14 @@ class Finding:
     may_be_parts: bool = False
 
 
-@dataclass
-class Look:
-    """The model on one batch: how many samples there are, and what was read.
-
-    Attributes:
-        refused: what ended the run before its time.
-        places: of samples that stand in the first look as well, as rows of this one; and their
-            numbers there.
-    """
-
-    size: int
-    reads: Reads
-    refused: FlashClippingError | None = None
-    places: tuple[list[int], list[int]] = ([], [])
-
-
-@dataclass
-class Observed:
-    """What two runs have shown.
-
-    Attributes:
-        subject: the call, with what is known of its samples now.
-        findings: reads that are not one row for each sample.
-        parts: of these layers what they read are parts of samples that lie together, by the values
-            in both runs.
-    """
-
-    subject: Subject
-    findings: list[Finding] = field(default_factory=list)
-    parts: frozenset[str] = frozenset()
-
-
-def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
+def observe(
+    subject: Subject, runs: Runs, seed: int
+) -> tuple[Subject, list[Finding], frozenset[str]]:
     """Leave in ``session.batch_axes`` which reads are samples.
+
+    Returns:
+        The call, with what is known of its samples now; the reads that are not one row for each;
+        and the layers whose rows are parts of samples that lie together, by their values.
 
     Raises:
         FlashClippingError: by a tapped layer, whatever is taken for samples; or a read is samples
@@ -92,7 +66,7 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
         except FlashClippingError:
             raise
         except MODELS_OWN:
-            return Observed(subject)  # its own forward will raise it
+            return subject, [], frozenset()  # its own forward will raise it
         wrong = _conclude(batch_axes, whole, other)
         if not wrong:
             break
@@ -111,54 +85,50 @@ def observe(subject: Subject, runs: Runs, seed: int = 0) -> Observed:
         batch_axes.forget({*batch_axes.reads} - {path for path, *_ in corrected})
     if other is not None:
         _sum_up(batch_axes, whole, other)
-    refused = next((look.refused for look in (whole, other) if look and look.refused), None)
-    if refused is not None:
-        raise refused
-    if whole.reads.offsets is not None:
-        subject = replace(subject, offsets=(whole.reads.offsets, whole.size))
+    for look in (whole, other):
+        if look is not None and look.refused is not None:
+            raise look.refused
+    if whole.offsets is not None:
+        subject = replace(subject, offsets=(whole.offsets, whole.size))
     findings = _findings(whole, other)
-    together: dict[str, bool] = {}
-    for finding in findings:
-        path = finding.read[0]
-        alike = other is not None and _lies_together(finding, whole, other)
-        together[path] = together.get(path, True) and alike
-    parts = frozenset(path for path, is_so in together.items() if is_so)
-    return Observed(subject, findings, parts)
+    apart = {
+        finding.read[0]
+        for finding in findings
+        if other is None or not _lies_together(finding, whole, other)
+    }
+    parts = frozenset(finding.read[0] for finding in findings) - apart
+    return subject, findings, parts
 
 
-def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Look, Look | None]:
+def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Reads, Reads | None]:
     """The batch as it is, and another one if the model runs on any.
 
     Raises:
         whatever the model raises on the batch as it is.
     """
-    reads = Reads()
-    given = subject.args, subject.kwargs
+    given, whole = (subject.args, subject.kwargs), None
     try:
-        size, refused = runs.look(given, reads, seed)
-        again = refused is not None
+        whole = runs.look(given, seed)
     except FlashClippingError:
         raise
     except MODELS_OWN:
         if not runs.marks_inputs:
             raise
-        again = True
-    if again and runs.marks_inputs:  # it may mind that inputs require gradients
-        runs.marks_inputs, reads = False, Reads()
-        size, refused = runs.look(given, reads, seed)
-    whole = Look(size, reads, refused)
-    offsets = None if reads.offsets is None else (reads.offsets, size)
+    if whole is None or (whole.refused is not None and runs.marks_inputs):
+        runs.marks_inputs = False  # it may mind that inputs require gradients
+        whole = runs.look(given, seed)
+    offsets = None if whole.offsets is None else (whole.offsets, whole.size)
     for samples, order, extreme in _others(replace(subject, offsets=offsets)):
-        reads = Reads()
         try:
-            size, refused = runs.look(samples.batch(order, extreme), reads, seed)
+            other = runs.look(samples.batch(order, extreme), seed)
         except (torch.OutOfMemoryError, FlashClippingError):
             raise
         except MODELS_OWN:
             continue
-        if size == len(order):
-            rows = [place for place in range(size) if place != extreme]
-            return whole, Look(size, reads, refused, (rows, [order[place] for place in rows]))
+        if other.size == len(order):
+            rows = [place for place in range(other.size) if place != extreme]
+            other.places = rows, [order[place] for place in rows]
+            return whole, other
     return whole, None
 
 
@@ -190,14 +160,14 @@ def _fits(a: Note, size: int) -> bool:
     return a.rows == size or (a.folded and size > 0 and a.rows % size == 0 and a.rows > 0)
 
 
-def _follows(a: Note, whole: Look, b: Note, other: Look) -> bool:
+def _follows(a: Note, whole: Reads, b: Note, other: Reads) -> bool:
     """Whether the rows of a read are as many as samples, or as many for each, in both runs."""
     if a.folded:
         return _fits(a, whole.size) and b.rows * whole.size == a.rows * other.size
     return a.rows == whole.size and b.rows == other.size
 
 
-def _answer(a: Note, whole: Look, b: Note | None, other: Look | None) -> bool:
+def _answer(a: Note, whole: Reads, b: Note | None, other: Reads | None) -> bool:
     """Whether a read is samples."""
     if other is None or b is None:
         return a.answer
@@ -210,22 +180,21 @@ def _answer(a: Note, whole: Look, b: Note | None, other: Look | None) -> bool:
     return a.rows != b.rows or not a.is_alike(b)
 
 
-def _conclude(batch_axes: BatchAxes, whole: Look, other: Look | None) -> set[Read]:
+def _conclude(batch_axes: BatchAxes, whole: Reads, other: Reads | None) -> set[Read]:
     """Note what two runs have shown, read by read; returns the first read of each layer that was
     given a wrong answer, of which nothing is known behind that."""
     answers: dict[str, list[list[bool]]] = {}
     wrong: dict[str, Read] = {}
-    for read, a in sorted(whole.reads.items()):
+    for read, a in sorted(whole.items()):
         path, call, place = read
-        b = None if other is None else other.reads.get(read)
+        b = None if other is None else other.get(read)
         if (other is not None and b is None) or path in wrong:
             continue  # the model does something else now and then
         answer = _answer(a, whole, b, other)
         if answer is not a.answer or (b is not None and answer is not b.answer):
             wrong[path] = read
         calls = answers.setdefault(path, [])
-        while len(calls) <= call:
-            calls.append([])
+        calls += [[] for _ in range(call + 1 - len(calls))]
         if place == len(calls[call]):  # what comes after a gap is not known
             calls[call].append(answer)
     batch_axes.forget(answers)
@@ -233,9 +202,9 @@ def _conclude(batch_axes: BatchAxes, whole: Look, other: Look | None) -> set[Rea
     return {*wrong.values()}
 
 
-def _sum_up(batch_axes: BatchAxes, whole: Look, other: Look) -> None:
+def _sum_up(batch_axes: BatchAxes, whole: Reads, other: Reads) -> None:
     """Note the layers all of whose reads are samples, and those that read constants alone."""
-    uncertain = {read[0] for read in whole.reads.keys() ^ other.reads.keys()}
+    uncertain = {read[0] for read in whole.keys() ^ other.keys()}
     for path, calls in batch_axes.reads.items():
         if path in uncertain:
             continue
@@ -245,10 +214,10 @@ def _sum_up(batch_axes: BatchAxes, whole: Look, other: Look) -> None:
             batch_axes.constants.add(path)
 
 
-def _findings(whole: Look, other: Look | None) -> list[Finding]:
+def _findings(whole: Reads, other: Reads | None) -> list[Finding]:
     """Reads that derive from the samples and have not a row for each of them."""
     findings = []
-    for read, a in whole.reads.items():
+    for read, a in whole.items():
         if a.beside or not a.answer:
             continue
         if other is None:  # by its shape alone
@@ -257,7 +226,7 @@ def _findings(whole: Look, other: Look | None) -> list[Finding]:
                 parts = whole.size > 0 and a.rows % whole.size == 0
                 findings.append(Finding(read, words, may_be_parts=parts))
             continue
-        b = other.reads.get(read)
+        b = other.get(read)
         if b is None or b.beside:
             continue
         if not _follows(a, whole, b, other):
@@ -269,23 +238,19 @@ def _findings(whole: Look, other: Look | None) -> list[Finding]:
             parts = a.rows * other.size == b.rows * whole.size and a.rows % whole.size == 0
             findings.append(Finding(read, words, may_be_parts=parts))
         elif not a.is_alike(b, _rows(a, whole, other.places[1]), _rows(b, other, other.places[0])):
-            sizes = {
-                -1: "with one sample less",
-                0: "with one sample twice",
-                1: "with one sample more",
-            }
+            size = ("twice", "more", "less")[other.size - whole.size]
             words = (
                 "what it reads has a row for each sample, but other values for the same samples "
-                f"in a batch {sizes[other.size - whole.size]}, in reverse order"
+                f"in a batch with one sample {size}, in reverse order"
             )
             findings.append(Finding(read, words, of_values=True))
     return findings
 
 
-def _lies_together(finding: Finding, whole: Look, other: Look) -> bool:
+def _lies_together(finding: Finding, whole: Reads, other: Reads) -> bool:
     """Whether the parts of each sample have the same values in both runs where they lie together,
     and other values than those of the samples beside it."""
-    a, b = whole.reads[finding.read], other.reads[finding.read]
+    a, b = whole[finding.read], other[finding.read]
     places, samples = other.places
     if not finding.may_be_parts or a.digest is None or len(samples) < 2:
         return False
@@ -296,17 +261,15 @@ def _lies_together(finding: Finding, whole: Look, other: Look) -> bool:
     )
 
 
-def _rows(note: Note, look: Look, samples: Sequence[int]) -> Tensor:
+def _rows(note: Note, look: Reads, samples: Sequence[int]) -> Tensor:
     """The rows of these samples, of which each may have several that lie together."""
     parts = note.rows // look.size
     return torch.tensor([b * parts + part for b in samples for part in range(parts)])
 
 
-def taps_of(root: nn.Module) -> Iterator[Tap]:
+def taps_of(root: nn.Module) -> list[Tap]:
     """The taps that stand in for forwards of a model's modules."""
-    for module in root.modules():
-        if (tap := tap_of(module)) is not None:
-            yield tap
+    return [tap for module in root.modules() if (tap := tap_of(module)) is not None]
 
 
 def tap_of(module: nn.Module) -> Tap | None:

@@ -28,8 +28,8 @@ Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,8 +37,7 @@ from torch import Tensor
 
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.batches import Samples
-from flash_clipping.capture.proof.draws import perturbed, rounded_otherwise
-from flash_clipping.capture.proof.layout import Table
+from flash_clipping.capture.proof.repeatable import perturbed, rounded_otherwise
 from flash_clipping.capture.proof.runs import MASKED, Run, Runs, Subject
 from flash_clipping.errors import FlashClippingError
 
@@ -121,6 +120,22 @@ class Complaint:
         return f"{found} freeze the parameters:\n    {line}"
 
 
+@dataclass
+class Table:
+    """The result of a round, for one kind of call.
+
+    Attributes:
+        unfit: outputs from which no gradient may come back, by number, and why.
+        outputs: the numbers of the outputs that were shown to be each sample's own; empty where
+            nothing could be compared.
+        returned: how many tensors the model returned.
+    """
+
+    unfit: dict[int, str] = field(default_factory=dict)
+    outputs: tuple[int, ...] = ()
+    returned: int = 0
+
+
 class _NotFinite(Exception):
     """Some samples' gradients are not finite, which shows nothing; the others, by number."""
 
@@ -128,57 +143,63 @@ class _NotFinite(Exception):
         self.finite = finite
 
 
-def examine(subject: Subject, *, audit: int = 0, skip: Collection[str] = ()) -> Table:
+def examine(subject: Subject, *, audit: int = 0) -> Table:
     """A round of the oracle on one batch.
 
     Args:
         subject: a call of a model.
         audit: 0 before the first step, then the number of the audit: another one swaps halves,
             draws otherwise, and from the third on looks at one sample.
-        skip: parts to leave out, for tests: those of :data:`WORDS`, ``"EXTREME"``, ``"PERTURB"``
-            and ``"SEEDS"``.
-
-    Returns:
-        Which outputs may go backward, and why others may not.
 
     Raises:
         FlashClippingError: the forward through the taps does.
         torch.OutOfMemoryError: two samples do not fit.
         or whatever the model raises on this batch.
     """
-    if "PERTURB" not in skip:
-        with perturbed(subject.session.trainable()):
-            return examine(subject, audit=audit, skip={*skip, "PERTURB"})
     unfit: list[Table] = []
     samples = subject.samples()
     try:
-        for narrow in range(4) if samples.is_ambiguous else (0,):
-            found = _Oracle(subject, subject.samples(narrow), audit, frozenset(skip)).table()
-            if not found.unfit:
-                return found
-            unfit.append(found)
+        with perturbed(subject.session.trainable()):
+            for narrow in range(4) if samples.is_ambiguous else (0,):
+                found = _Oracle(subject, subject.samples(narrow), audit).table()
+                if not found.unfit:
+                    return found
+                unfit.append(found)
+        return min(unfit, key=lambda table: len(table.unfit))
     except _NotFinite as error:
         kept = error.finite
     except torch.OutOfMemoryError:
         if samples.count <= 2:
             raise
         kept = [*range(samples.count // 2)]
-    else:
-        return min(unfit, key=lambda table: len(table.unfit))
     if not kept:
-        return Table(notes=["no sample has a finite gradient: nothing was compared"])
+        return Table()
     args, kwargs = samples.batch(kept)
-    return examine(replace(subject, args=args, kwargs=kwargs, offsets=None), audit=audit, skip=skip)
+    return examine(replace(subject, args=args, kwargs=kwargs, offsets=None), audit=audit)
+
+
+@dataclass
+class _Second:
+    """Autograd's run of S among others.
+
+    Attributes:
+        places: the number of the sample in each place of the batch; others than S have numbers of
+            their own.
+        at: the places of S.
+    """
+
+    run: Run
+    given: Any
+    places: list[int]
+    at: list[int]
 
 
 class _Oracle:
     """One round, for outputs together and, where that fails, one by one."""
 
-    def __init__(
-        self, subject: Subject, samples: Samples, audit: int, skip: frozenset[str]
-    ) -> None:
-        self.samples, self.B, self.skip, self.audit = samples, samples.count, skip, audit
-        self.runs = Runs(subject, samples.tensors, seeded="SEEDS" not in skip)
+    def __init__(self, subject: Subject, samples: Samples, audit: int) -> None:
+        self.samples, self.B, self.audit = samples, samples.count, audit
+        self.runs = Runs(subject)
         names = {id(p): name for name, p in subject.root.named_parameters()}
         self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
         self.S, self.R = _halves(self.B, audit)
@@ -190,12 +211,15 @@ class _Oracle:
         session = subject.session
         #: Whether some layer reads rows that are not the samples.
         self.lies_otherwise = bool(session.layouts or session.folded - session.folded_by_rule)
-        self.notes: list[str] = []
         self.unfit: dict[int, str] = {}
         self.returned: set[int] = set()
         self.axes: dict[int, list[int]] = {}
         #: The norm of the outputs that go backward.
         self.size = 0.0
+        #: By how much losses are multiplied, by sample: of S alone, and of all.
+        self.alone: dict[int, float] = {}
+        self.loud: dict[int, float] = {}
+        self.draws: dict[str, Any] = {}
 
     @property
     def tolerance(self) -> float:
@@ -205,6 +229,11 @@ class _Oracle:
             low.append(TOLERANCE[torch.float16])  # which has as many digits
         return max(low, default=TOLERANCE_WIDE)
 
+    @property
+    def most(self) -> float:
+        """The largest factor of losses."""
+        return LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
+
     def table(self) -> Table:
         """The result of the round.
 
@@ -212,7 +241,7 @@ class _Oracle:
             FlashClippingError: the forward through the taps does.
         """
         if not self.B or not self.runs.params:
-            return Table(notes=["there are no samples, or nothing is trainable"])
+            return Table()
         why = self._judge()
         suspects = self.unfit.keys() if why is None else self.returned
         several = len(self.returned) > 1
@@ -237,12 +266,9 @@ class _Oracle:
         if isinstance(why, FlashClippingError) and not self.returned:
             raise why
         if why is not None:
-            of_all = dict.fromkeys(self.returned, _text(why))
-            self.unfit = {n: self.unfit.get(n, of_all[n]) for n in sorted(of_all)}
+            self.unfit = {n: self.unfit.get(n, _text(why)) for n in sorted(self.returned)}
         fit = tuple(sorted(self.returned - self.unfit.keys()))
-        if not fit and not self.unfit and not self.notes:
-            self.notes.append("no output has a row for each sample: nothing was compared")
-        return Table(unfit=self.unfit, outputs=fit, notes=self.notes, returned=self.runs.returned)
+        return Table(self.unfit, fit, self.runs.returned)
 
     def _judge(self) -> Complaint | FlashClippingError | None:
         """The finding for the outputs that may go backward; ``None`` if all is well."""
@@ -255,69 +281,59 @@ class _Oracle:
 
     def _round(self, calm: bool = False) -> Complaint | None:
         S, R, B = self.S, self.R, self.B
-        seed = 1 + self.audit
+        self.draws = {"seed": 1 + self.audit, "calm": calm}
         order = [*R, *S]
-        most = LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
-        loud = {b: most ** (order.index(b) / B) for b in range(B)}
+        self.loud = {b: self.most ** (order.index(b) / B) for b in range(B)}
         if self.audit % 2:  # a hook that looks at the sign of a sum
-            loud |= {b: -loud[b] for b in R}
+            self.loud |= {b: -self.loud[b] for b in R}
         # In two audits, losses of the halves and of the whole: their sums must add up.
         adds_up = bool(R and self.audit in (1, 2))
-        alone = {b: loud[b] if adds_up else 1.0 for b in S}
-        scales = [alone, loud, {b: loud[b] for b in R}][: 3 if adds_up else 2]
-        taps = self.runs.run(
-            self.samples.batch(range(B)),
-            range(B),
-            scales[:1] if "TOGETHER" in self.skip else scales,
-            taps=True,
-            seed=seed,
-            calm=calm,
-            sums=3 if adds_up else 1,
-            compiles=not self.audit,
-        )
+        self.alone = {b: self.loud[b] if adds_up else 1.0 for b in S}
+        scales = [self.alone, self.loud, *([{b: self.loud[b] for b in R}] if adds_up else [])]
+        taps = self._taps(scales, sums=3 if adds_up else 1, compiles=not self.audit)
         self.returned, self.axes = set(taps.outputs), taps.axes
         of_S = [_finite(taps.outputs[n][S]).norm() for n in self._fit(taps)]
-        self.size = float(torch.stack(of_S).norm()) if of_S else 0.0
-        if not self._fit(taps):
+        if not of_S:
             return None
+        self.size = float(torch.stack(of_S).norm())
         of_samples = [g.each for g in taps.gradients if g.each is not None]
         if of_samples and not (finite := torch.stack(of_samples).isfinite().all(0).all(0)).all():
             raise _NotFinite(finite.nonzero().flatten().tolist())
-        found = self._plain(taps, alone, seed, calm)
-        if found is None:
-            self.notes.append("the model runs on this batch only: nothing was compared")
+        other = self._second(taps)
+        if other is None:  # the model runs on this batch only
             self.returned = set()
             return None
-        plain, places, given = found
-        at = [places.index(b) for b in S]
-        draws_differ = plain.drawn != taps.drawn or bool(
-            taps.drawn and self._unlike(taps, plain, S, at)
-        )
-        if draws_differ and not calm and R and "SEEDS" not in self.skip:
+        drawn = taps.drawn
+        wrong = self._other_values(taps, other.run, S, other.at)
+        if R and not calm and (other.run.drawn != drawn or (drawn and wrong)):
             # The library's layers draw in another order, or values decide how much is drawn.
-            again = self.runs.run(given, places, taps=True, seed=seed)
-            alike = again.drawn == taps.drawn and not self._values_decide_draws(taps, seed)
-            if alike and self._unfit_values(taps, again, S, at, "VALUE"):
-                return self._again(calm)
+            again = self.runs.run(other.given, other.places, taps=True, **self.draws)
+            if again.drawn == drawn and not self._values_decide_draws(drawn):
+                wrong = self._other_values(taps, again, S, other.at)
+                if self._exclude("VALUE", wrong):
+                    return self._again(calm)
             return self._round(calm=True)
-        if self._unfit_values(taps, plain, S, at, "VALUE"):
+        if self._exclude("VALUE", wrong):
             return self._again(calm)
-        why = self._loss(taps, plain, at) or self._gradients(
-            taps, plain, given, places, alone, loud, calm
-        )
-        if why is None and self.lies_otherwise and "ORDER" not in self.skip:
-            why = self._order(taps, given, places, alone, calm)
-        if why is None and (taps.drawn or calm) and "SIZE" not in self.skip:
+        why = self._loss(taps, other) or self._gradients(taps, other)
+        if why is None and self.lies_otherwise:
+            why = self._order(taps, other)
+        if why is None and (drawn or calm):
             why = self._sizes()
         return why
 
-    def _values_decide_draws(self, taps: Run, seed: int) -> bool:
+    def _taps(self, scales: Sequence[Mapping[int, float]], **options: Any) -> Run:
+        """The batch as it is, through the taps."""
+        places = range(self.B)
+        given = self.samples.batch(places)
+        return self.runs.run(given, places, scales, taps=True, **self.draws, **options)
+
+    def _values_decide_draws(self, drawn: list[Hashable]) -> bool:
         """Whether other values draw other numbers, though as many were drawn before."""
         S, B = set(self.S), self.B
         for other in (self.S[0], self.R[0], self.R[-1]):
-            order = [b if b in S else other for b in range(B)]
-            run = self.runs.run(self.samples.batch(order), range(B), taps=True, seed=seed)
-            if run.drawn != taps.drawn:
+            given = self.samples.batch([b if b in S else other for b in range(B)])
+            if self.runs.run(given, range(B), taps=True, **self.draws).drawn != drawn:
                 return True
         return False
 
@@ -330,15 +346,12 @@ class _Oracle:
     def _fit(self, run: Run) -> list[int]:
         return [n for n in run.outputs if self.runs.only is None or n in self.runs.only]
 
-    def _plain(
-        self, taps: Run, alone: Mapping[int, float], seed: int, calm: bool
-    ) -> tuple[Run, list[int], Any] | None:
-        """Autograd's run of S among others: the run, which sample is in each place, the batch."""
+    def _second(self, taps: Run) -> _Second | None:
+        """Autograd's run of S among others; ``None`` if the model runs on no such batch."""
         S, R, B = self.S, self.R, self.B
         # For each batch, the samples in order, a number for each place, and the extreme place.
-        # Others have numbers of their own, so that S is found by its.
         batches: list[tuple[list[int], list[int], int | None]] = []
-        if not taps.drawn and "SIZE" not in self.skip:
+        if not taps.drawn:
             # A smaller batch, S behind the others; a batch of 1 or 2 has a larger one.
             others = R[:1] if B > 2 else [*R, *S][:2]
             numbers = [B + n for n in range(len(others))]
@@ -349,12 +362,10 @@ class _Oracle:
         batches += [(order, places, R[0])] if R else []
         batches.append((order, places, None))
         for order, places, extreme in batches:
-            if "EXTREME" in self.skip:
-                extreme = None
             given = self.samples.batch(order, extreme)
             at = [places.index(b) for b in S]
             try:
-                run = self._among(given, places, alone, seed, calm)
+                run = self._among(given, places, at)
             except (FlashClippingError, torch.OutOfMemoryError):
                 raise
             except MODELS_OWN:
@@ -362,53 +373,37 @@ class _Oracle:
             finite = all(run.outputs[n][at].isfinite().all() for n in run.outputs) and all(
                 g.norms.isfinite().all() for g in run.gradients
             )
-            if not finite and extreme is not None:
-                continue
-            return run, places, given
+            if finite or extreme is None:
+                return _Second(run, given, places, at)
         return None
 
-    def _among(
-        self, given: Any, places: Sequence[int], alone: Mapping[int, float], seed: int, calm: bool
-    ) -> Run:
+    def _among(self, given: Any, places: Sequence[int], at: Sequence[int]) -> Run:
         """Autograd's run of a batch, with the gradients of S in it, and of the first of them."""
-        at = [places.index(b) for b in self.S]
-        of_S = dict(zip(at, alone.values(), strict=True))
+        of_S = dict(zip(at, self.alone.values(), strict=True))
         scales = [of_S, {at[0]: of_S[at[0]]}][: len(at)]  # of one sample both are the same
-        return self.runs.run(given, places, scales, seed=seed, calm=calm)
+        return self.runs.run(given, places, scales, **self.draws)
 
-    def _gradients(
-        self,
-        taps: Run,
-        plain: Run,
-        given: Any,
-        places: Sequence[int],
-        alone: Mapping[int, float],
-        loud: Mapping[int, float],
-        calm: bool,
-    ) -> Complaint | None:
+    def _gradients(self, taps: Run, other: _Second) -> Complaint | None:
         S, R = self.S, self.R
-        found, expected, one = taps.gradients[0], plain.gradients[0], plain.gradients[-1].norms
-        each = found.each
+        found, expected = taps.gradients[0], other.run.gradients[0]
+        one, each = other.run.gradients[-1].norms, found.each
         if each is None:
             each = torch.zeros(len(self.names), self.B, dtype=torch.float64)
         if R:
             gap = each[:, R].amax(1) / found.norms.norm().clamp(min=1e-300)
-            if why := self._complain("STRAY", gap > STRAY, gap):
+            if why := self._complain("STRAY", gap, STRAY):
                 return why
-        if len(taps.gradients) > 1 and taps.gradients[1].each is not None:
-            scale = torch.tensor([loud[b] / alone[b] for b in S], dtype=torch.float64)
-            gap = self._gap(
-                taps.gradients[1].each[:, S] / scale, each[:, S], each[:, S].norm(dim=1)
-            )
+        if (loud := taps.gradients[1].each) is not None:
+            scale = torch.tensor([self.loud[b] / self.alone[b] for b in S], dtype=torch.float64)
+            gap = self._gap(loud[:, S] / scale, each[:, S], each[:, S].norm(dim=1))
             if bool((gap > self.tolerance).any()):
-                gap = self._out_of_order(each, alone, calm)
-            if why := self._complain("TOGETHER", gap > self.tolerance, gap):
+                gap = self._out_of_order(each)
+            if why := self._complain("TOGETHER", gap):
                 return why
             if len(taps.gradients) > 2:
                 of_S, whole, of_R = (g.projections for g in taps.gradients)
                 norms = torch.stack([g.norms for g in taps.gradients]).amax(0)
-                gap = self._gap(whole, of_S + of_R, norms)
-                if why := self._complain("TOGETHER", gap > self.tolerance, gap):
+                if why := self._complain("TOGETHER", self._gap(whole, of_S + of_R, norms)):
                     return why
         error_bound = 0.0 if found.bounds is None else found.bounds[:, S[0]] - each[:, S[0]]
         error = ((each[:, S[0]] - one).abs() - error_bound).clamp(min=0)
@@ -417,46 +412,33 @@ class _Oracle:
         if bool((torch.maximum(of_one, of_all) > self.tolerance).any()):
             # On the same batch: another one would be allowed what its other samples change.
             with perturbed(self.runs.params, rounded_otherwise):
-                other = self._among(given, places, alone, 1 + self.audit, calm)
-            all_S, one_S = other.gradients[0], other.gradients[-1]
-            rounding = self._gap(one_S.norms[:, None], one[:, None], one)
+                rounded = self._among(other.given, other.places, other.at).gradients
+            rounding = self._gap(rounded[-1].norms[:, None], one[:, None], one)
             of_one -= ROUNDING * rounding.nan_to_num(0, 0)  # no number is no rounding
-            rounding = self._gap(all_S.projections, expected.projections, expected.norms)
+            rounding = self._gap(rounded[0].projections, expected.projections, expected.norms)
             of_all -= ROUNDING * rounding.nan_to_num(0, 0)
-        if why := self._complain("NORM", of_one > self.tolerance, of_one):
-            return why
-        return self._complain("GRADIENT", of_all > self.tolerance, of_all)
+        return self._complain("NORM", of_one) or self._complain("GRADIENT", of_all)
 
-    def _loss(self, taps: Run, plain: Run, at: Sequence[int]) -> Complaint | None:
+    def _loss(self, taps: Run, other: _Second) -> Complaint | None:
         """Whether a loss that the model returns alone asks the same of S among others, but for one
         factor: the number of samples, or of tokens, may divide it."""
-        if taps.of_loss is None or plain.of_loss is None or "LOSS" in self.skip:
+        a, b = taps.of_loss, other.run.of_loss
+        if a is None or b is None or a.shape[1] != b.shape[1]:
             return None
-        if taps.of_loss.shape[1] != plain.of_loss.shape[1]:
-            return None
-        a, b = taps.of_loss[self.S].flatten(), plain.of_loss[list(at)].flatten()
+        a, b = a[self.S].flatten(), b[other.at].flatten()
         if not (a.isfinite().all() and b.isfinite().all()) or not a.any():
             return None
         factor = (a @ b / (b @ b).clamp(min=1e-300)).clamp(min=0)
         gap = float((a - factor * b).norm() / a.norm())
         return Complaint("LOSS", [f"{OUTPUT}0"], gap) if gap > self.tolerance else None
 
-    def _order(
-        self,
-        taps: Run,
-        given: Any,
-        places: Sequence[int],
-        alone: Mapping[int, float],
-        calm: bool,
-    ) -> Complaint | None:
+    def _order(self, taps: Run, other: _Second) -> Complaint | None:
         """Whether S have the same norms, through the taps, among the others of the second run:
         values may decide where rows lie (a router, a sort, a condition)."""
-        at = [places.index(b) for b in self.S]
-        of_S = dict(zip(at, alone.values(), strict=True))
+        of_S = dict(zip(other.at, self.alone.values(), strict=True))
+        options = {**self.draws, "taps": True, "sums": 0}
         try:
-            run = self.runs.run(
-                given, places, [of_S], taps=True, seed=1 + self.audit, calm=calm, sums=0
-            )
+            run = self.runs.run(other.given, other.places, [of_S], **options)
         except FlashClippingError:
             raise
         except MODELS_OWN:
@@ -464,30 +446,19 @@ class _Oracle:
         a, b = taps.gradients[0].each, run.gradients[0].each
         if a is None or b is None or run.drawn != taps.drawn:
             return None
-        a, b = a[:, self.S], b[:, at]
-        gap = self._gap(a, b, a.norm(dim=1))
-        return self._complain("ORDER", gap > self.tolerance, gap)
+        a, b = a[:, self.S], b[:, other.at]
+        return self._complain("ORDER", self._gap(a, b, a.norm(dim=1)))
 
-    def _out_of_order(self, each: Tensor, alone: Mapping[int, float], calm: bool) -> Tensor:
+    def _out_of_order(self, each: Tensor) -> Tensor:
         """Relative differences where gradients need not be linear in a sample's loss (a hook that
         bounds rows): S as they are beside loud others, and which rows S reach, bit by bit."""
-        S, R = self.S, self.R
-        most = LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
+        S, alone = self.S, self.alone
         bits = [
             {b: alone[b] for n, b in enumerate(S) if n >> bit & 1}
             for bit in range((len(S) - 1).bit_length())
         ]
-        scales = [{**alone, **dict.fromkeys(R, most)}, *bits]
-        run = self.runs.run(
-            self.samples.batch(range(self.B)),
-            range(self.B),
-            scales,
-            taps=True,
-            seed=1 + self.audit,
-            calm=calm,
-            sums=len(scales),
-        )
-        together, *some = run.gradients
+        scales = [{**alone, **dict.fromkeys(self.R, self.most)}, *bits]
+        together, *some = self._taps(scales, sums=len(scales)).gradients
         assert together.each is not None
         gap = self._gap(together.each[:, S], each[:, S], each[:, S].norm(dim=1))
         for on, g in zip(bits, some, strict=True):
@@ -502,7 +473,8 @@ class _Oracle:
         for more, less in SIZES:
             if len(order) < more:
                 continue
-            scales = [dict.fromkeys(range(less), 1.0)] if self.audit else []
+            places = [*range(less)]
+            scales = [dict.fromkeys(places, 1.0)] if self.audit else []
             try:
                 a, b = (
                     self.runs.run(self.samples.batch(some), some, scales, calm=True)
@@ -512,16 +484,12 @@ class _Oracle:
                 raise
             except MODELS_OWN:
                 continue
-            places = [*range(less)]
-            if self._unfit_values(a, b, places, places, "SIZE"):
+            if self._exclude("SIZE", self._other_values(a, b, places, places)):
                 return self._again(calm=False)
             if not scales:
                 return None
             x, y = a.gradients[0], b.gradients[0]
-            gap = self._gap(x.projections, y.projections, y.norms)
-            return self._complain("SIZE", gap > self.tolerance, gap)
-        if len(order) > 1:
-            self.notes.append("the model runs on one batch size only")
+            return self._complain("SIZE", self._gap(x.projections, y.projections, y.norms))
         return None
 
     # -- comparisons --------------------------------------------------------------------------
@@ -532,23 +500,18 @@ class _Oracle:
         scale = norms.clamp(min=floor)
         return (a - b).norm(dim=1) / scale
 
-    def _complain(self, part: str, wrong: Tensor, gap: Tensor) -> Complaint | None:
-        if part in self.skip:
-            return None
-        # NaN is no rounding.
-        wrong = wrong | gap.isnan()
-        worst = float(gap.nan_to_num(torch.inf, torch.inf).max())
+    def _complain(self, part: str, gap: Tensor, most: float | None = None) -> Complaint | None:
+        """The finding that these differences ``[P]`` are, if some are larger than rounding."""
+        wrong = ~(gap <= (self.tolerance if most is None else most))  # NaN is no rounding
         if not wrong.any():
             return None
-        names = [
-            name for name, is_wrong in zip(self.names, wrong.tolist(), strict=True) if is_wrong
-        ]
-        return Complaint(part, names, worst)
+        names = [self.names[n] for n in wrong.nonzero().flatten().tolist()]
+        return Complaint(part, names, float(gap.nan_to_num(torch.inf, torch.inf).max()))
 
-    def _value_gaps(
+    def _other_values(
         self, a: Run, b: Run, rows_a: Sequence[int], rows_b: Sequence[int]
     ) -> dict[int, float]:
-        """The largest relative difference of a sample's outputs, by output."""
+        """The outputs whose samples have other values in ``b``, and the largest difference."""
         gaps = {}
         for n in self._fit(a):
             if n not in b.outputs or a.outputs[n].shape[1] != b.outputs[n].shape[1]:
@@ -556,24 +519,12 @@ class _Oracle:
                 continue
             x, y = (_finite(run.outputs[n][list(rows)]) for run, rows in ((a, rows_a), (b, rows_b)))
             gaps[n] = float(((x - y).norm(dim=1) / (y.norm(dim=1) + 1e-9)).max())
-        return gaps
+        return {n: gap for n, gap in gaps.items() if gap > self.tolerance}
 
-    def _unlike(self, a: Run, b: Run, rows_a: Sequence[int], rows_b: Sequence[int]) -> bool:
-        return any(gap > self.tolerance for gap in self._value_gaps(a, b, rows_a, rows_b).values())
-
-    def _unfit_values(
-        self, a: Run, b: Run, rows_a: Sequence[int], rows_b: Sequence[int], part: str
-    ) -> bool:
-        """Exclude outputs whose samples have other values in the two runs; whether there are any.
-
-        Where the number of samples and the others both change, it is the part ``part`` that tells.
-        """
-        if part in self.skip:
-            return False
-        gaps = self._value_gaps(a, b, rows_a, rows_b)
-        wrong = [n for n, gap in gaps.items() if gap > self.tolerance]
-        for n in wrong:
-            self.unfit[n] = Complaint(part, [f"{OUTPUT}{n}"], gaps[n]).text()
+    def _exclude(self, part: str, wrong: Mapping[int, float]) -> bool:
+        """Let nothing come back from these outputs; whether there are any."""
+        for n, gap in wrong.items():
+            self.unfit[n] = Complaint(part, [f"{OUTPUT}{n}"], gap).text()
         return bool(wrong)
 
 

@@ -11,18 +11,15 @@ inputs change, places as well: what stays then does not derive from the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_clipping.capture.inputs import batched_inputs, map_tensors
+from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.capture.no_trace import MODELS_OWN
-from flash_clipping.capture.proof.reads import Reads
+from flash_clipping.capture.proof.reads import Reads, are_alike
 from flash_clipping.capture.proof.runs import Runs, Subject
-from flash_clipping.capture.row_values import are_alike
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError, to_freeze
@@ -62,30 +59,42 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
         FlashClippingError: they do, or it cannot be seen; all layers are named.
     """
     known = subject.session.units_of_calls
-    runs = Runs(subject, batched_inputs(subject.args, subject.kwargs))
-    runs.units = units
-    sources = _sources(units, subject.args, subject.kwargs)
+    runs = Runs(subject, units)
+
+    def reads_where(stays_N: Tensor, changed: list[Tensor]) -> Reads:
+        """What layers read with other tokens in these inputs, but where positions stay."""
+        ids = {id(x) for x in changed}
+        try:
+            given = map_tensors(
+                lambda x: other_tokens(stays_N, x) if id(x) in ids else x,
+                (subject.args, subject.kwargs),
+            )
+            reads = runs.look(given)
+        finally:
+            units.forget_lost()  # other documents may not be finite: that is none of the step's
+        if reads.refused is not None:
+            raise reads.refused
+        return reads
+
+    index_N = units.map.index_M.cpu()  # a proof may wait for the device
+    nothing_N = torch.zeros(len(index_N), dtype=torch.bool)
     try:
-        whole = _read(runs, subject, units, lambda x: x, [])
+        whole = reads_where(nothing_N, [])
     except MODELS_OWN as error:
         if isinstance(error, FlashClippingError | torch.OutOfMemoryError):
             raise
         return  # the forward itself will raise it
     known.proven = {read[0] for read in whole}
-    index_N = units.map.index_M.cpu()  # a proof may wait for the device
-    documents = index_N[index_N >= 0].unique()
-    nothing_N = torch.zeros(len(index_N), dtype=torch.bool)
+    documents = index_N[index_N >= 0].unique().tolist()
+    sources = _sources(units, subject.args, subject.kwargs)
     content = _content(units, sources)
     others: list[tuple[Reads, Tensor, Tensor]] = []
     try:
-        for kept in _kept(documents.tolist()) if len(documents) > 1 else ():
+        for kept in _kept(documents) if len(documents) > 1 else ():
             kept_N = torch.isin(index_N, torch.tensor(kept))
             stays_N = kept_N | (index_N < 0)  # padding is nobody's
-            change = partial(other_tokens, stays_N)
-            others.append((_read(runs, subject, units, change, content), kept_N, ~stays_N))
-        change = partial(other_tokens, nothing_N)
-        moved = [reads for reads, _, _ in others]
-        moved.append(_read(runs, subject, units, change, sources))
+            others.append((reads_where(stays_N, content), kept_N, ~stays_N))
+        moved = [*(reads for reads, _, _ in others), reads_where(nothing_N, sources)]
     except MODELS_OWN as error:
         if isinstance(error, FlashClippingError):
             raise
@@ -94,33 +103,10 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
             f"reach each other: with other tokens it raised {type(error).__name__}: {error}"
         ) from error
     _refuse_constants(whole, moved)
-    if len(documents) < 2:
-        return
     for reads, kept_N, moved_N in others:
         _compare(whole, reads, kept_N, moved_N)
-    known.apart.add((watched, _kind_of_call(subject.args, subject.kwargs)))
-
-
-def _read(
-    runs: Runs,
-    subject: Subject,
-    units: Units,
-    change: Callable[[Tensor], Tensor],
-    sources: list[Tensor],
-) -> Reads:
-    """What layers read where these inputs are changed."""
-    ids = {id(x) for x in sources}
-    reads = Reads()
-    try:
-        given = map_tensors(
-            lambda x: change(x) if id(x) in ids else x, (subject.args, subject.kwargs)
-        )
-        _, refused = runs.look(given, reads)
-    finally:
-        units.forget_lost()  # other documents may not be finite: that is none of the step's
-    if refused is not None:
-        raise refused
-    return reads
+    if others:
+        known.apart.add((watched, _kind_of_call(subject.args, subject.kwargs)))
 
 
 def _sources(units: Units, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

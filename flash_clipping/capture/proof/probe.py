@@ -1,23 +1,19 @@
 """Where the samples are in what each layer returns: seen from gradients, not from sizes or values.
 
 The outputs of one sample go backward alone; the rows of a layer's output gradient that are not 0
-are that sample's. Two batches of gradients are enough for many samples: a pass for each bit of a
-sample's number, in which the samples with that bit take part, and one for those without it. A row
-that got a gradient in both has two samples. Rows of padding get none, and are nobody's.
-
-Layers whose samples may lie otherwise work row by row: samples lie in what they read as they do in
-what they return.
-
-Of parameters that modules use by themselves, operations with samples are looked at: where these lie
-in what meets a parameter, and in what comes of it.
+are that sample's. A pass for each bit of a sample's number, and one for those without it, are
+enough for many samples. A row that got a gradient in both has two samples; one that got none is
+padding, and nobody's. Layers whose samples may lie otherwise work row by row: samples lie in what
+they read as they do in what they return. Of parameters that modules use by themselves, the operand
+and the result of every operation with samples are looked at.
 
 Shape suffixes: ``B`` samples, ``R`` rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,17 +24,10 @@ from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.batches import Samples
-from flash_clipping.capture.proof.draws import perturbed
-from flash_clipping.capture.proof.layout import (
-    CONSTANT,
-    MANY,
-    NOBODY,
-    SEVERAL,
-    SampleLayout,
-    layout_of_owners,
-)
 from flash_clipping.capture.proof.reads import Read
-from flash_clipping.capture.proof.runs import Runs, Subject
+from flash_clipping.capture.proof.repeatable import perturbed
+from flash_clipping.capture.proof.runs import Runs, Subject, has_own_trainable, hooked
+from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
 
 #: Samples that are looked at: a small batch tells where they are as well as a large one.
@@ -47,8 +36,40 @@ SAMPLES = 3
 #: Relative difference of two outputs that are the same but for rounding; of 16 bits.
 SAME, SAME_LOW = 1e-4, 0.1
 
+#: A row that no sample reaches (padding), and one that several reach.
+NOBODY, MANY = -1, -2
+
 #: A layer's path, and which of its calls.
 _Call = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class SampleLayout:
+    """How the rows of a layer's output map to samples.
+
+    Attributes:
+        kind: in words; one of the constants below where there is no regular order.
+        layout: the axis and the order of the samples; ``None`` where there is no regular one.
+        parts: entries of each sample along that axis.
+    """
+
+    kind: str
+    layout: Layout | None = None
+    parts: int = 0
+
+
+#: The output is the same for every batch: a table of positions, say.
+CONSTANT = SampleLayout("the same for all samples")
+#: No gradient reached the layer.
+UNREACHED = SampleLayout("not reached by a gradient")
+#: Each row has one sample, in no regular order: tokens that a router sent to an expert.
+ROUTED = SampleLayout("routed")
+#: Some row has several samples, and the output depends on the batch.
+SEVERAL = SampleLayout("several samples in a row")
+
+#: Of operations with bare parameters, by what their layouts go by: the layer's name, and what met
+#: the parameters and what came of it, call by call.
+Operations = dict[str, tuple[str, list[SampleLayout], list[SampleLayout]]]
 
 
 @dataclass(frozen=True)
@@ -56,21 +77,17 @@ class Probed:
     """The result of a probe.
 
     Attributes:
-        layouts: of every layer with trainable parameters that was called, by its path; one for
-            each call, or one alone where they are the same.
+        layouts: of every call of every layer with trainable parameters, by its path.
         unfit: numbers of the outputs in which samples reach each other.
+        operations: between bare parameters and samples.
         calls: layers that gradients of some outputs reach, by their paths and calls.
         reads: the same of what met bare parameters.
-        operations: of what met bare parameters, and of what came of it, by what layouts of such
-            operations go by; and the layer's name.
     """
 
-    layouts: dict[str, tuple[SampleLayout, ...]]
+    layouts: dict[str, list[SampleLayout]] = field(default_factory=dict)
     unfit: frozenset[int] = frozenset()
-    operations: dict[str, tuple[str, list[SampleLayout], list[SampleLayout]]] = field(
-        default_factory=dict
-    )
-    calls: frozenset[tuple[str, int]] = frozenset()
+    operations: Operations = field(default_factory=dict)
+    calls: frozenset[_Call] = frozenset()
     reads: frozenset[Read] = frozenset()
 
 
@@ -83,19 +100,18 @@ def probe(subject: Subject) -> Probed:
     params = subject.session.trainable()
     samples = subject.samples()
     if not params or not samples.count:
-        return Probed({})
-    runs = Runs(subject, samples.tensors)
+        return Probed()
+    runs = Runs(subject)
     few = max(min(samples.count, SAMPLES), 2)
     with perturbed(params):
-        for count in dict.fromkeys((few, samples.count)):
-            try:
-                return _probe(runs, samples, count)
-            except FlashClippingError:
+        try:
+            return _probe(runs, samples, few)
+        except FlashClippingError:
+            raise
+        except MODELS_OWN:  # it may run on batches of this size only
+            if few == samples.count:
                 raise
-            except MODELS_OWN:  # it may run on batches of this size only
-                if count == samples.count:
-                    raise
-    return Probed({})
+        return _probe(runs, samples, samples.count)
 
 
 def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
@@ -108,7 +124,8 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
     others = [0, *last, *own][:B]
     outputs, values = [], []
     for order in (own, others):
-        with _watched(runs.root) as of_run:
+        of_run = _Seen()
+        with hooked(runs.root, of_run.note, has_own_trainable):
             outputs.append(runs.run(samples.batch(order), places, calm=True).outputs)
         values.append(of_run.values)
     unfit = frozenset(
@@ -120,45 +137,32 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
     scales.append(dict.fromkeys(places, 1.0))
 
     def next_pass() -> None:
-        seen.next()
-        if seen.passes == len(scales):  # the last is of outputs from which nothing may come back
+        seen.passes.append({})
+        if len(seen.passes) == len(scales):  # of outputs from which nothing may come back
             runs.only = set(unfit)
 
-    with _watched(runs.root) as seen:
-        given = samples.batch(own)
+    seen, given = _Seen(), samples.batch(own)
+    with hooked(runs.root, seen.note, has_own_trainable):
         runs.run(given, places, scales, calm=True, sums=0, before=next_pass, probing=seen)
-    found: dict[_Call, SampleLayout] = {}
-    for call, masks in seen.masks(len(marks)).items():
-        if len(call) > 2:
-            continue  # an operation
-        owners = owners_of(masks, marks, B)
-        found[call] = layout_of_owners(owners, B, runs.session.batch_axis)
-        if found[call] is SEVERAL and _same(*(of_run.get(call) for of_run in values)):
-            found[call] = CONSTANT
-    by_path: dict[str, list[SampleLayout]] = {}
-    for (path, _), layout in sorted(found.items()):
-        by_path.setdefault(path, []).append(layout)
-    return Probed(
-        {
-            path: tuple(calls) if len(set(calls)) > 1 else (calls[0],)
-            for path, calls in by_path.items()
-        },
-        unfit,
-        _operations(seen, marks, B),
-        *seen.reached(),
-    )
-
-
-def _operations(
-    seen: _Seen, marks: list[list[int]], B: int
-) -> dict[str, tuple[str, list[SampleLayout], list[SampleLayout]]]:
-    found: dict[str, tuple[str, list[SampleLayout], list[SampleLayout]]] = {}
-    masks = seen.masks(len(marks))
-    for (use, number, is_after), path in seen.operations.items():
-        owners = owners_of(masks[use, number, is_after], marks, B)
-        _, before, after = found.setdefault(use, (path, [], []))
-        (after if is_after else before).append(layout_of_owners(owners, B))
-    return found
+    layouts: defaultdict[str, list[SampleLayout]] = defaultdict(list)
+    operations: Operations = {}
+    for key, shape in seen.shapes.items() if seen.passes else ():
+        nothing = torch.zeros(shape, dtype=torch.bool)
+        owners = owners_of([of.get(key, nothing) for of in seen.passes[: len(marks)]], marks, B)
+        if key in seen.operations:
+            use, _, is_after = key
+            path, _ = seen.operations[key]
+            _, before, after = operations.setdefault(use, (path, [], []))
+            (after if is_after else before).append(layout_of_owners(owners, B))
+            continue
+        layout = layout_of_owners(owners, B, runs.session.batch_axis)
+        if layout is SEVERAL and _same(*(of_run.get(key) for of_run in values)):
+            layout = CONSTANT
+        layouts[key[0]].append(layout)
+    reached = {key for of in seen.passes for key, mask in of.items() if bool(mask.any())}
+    calls = reached - seen.operations.keys()
+    reads = frozenset(read for key in reached - calls for read in seen.operations[key][1])
+    return Probed(layouts, unfit, operations, frozenset(calls), reads)
 
 
 def marks_of(B: int) -> list[list[int]]:
@@ -185,55 +189,73 @@ def owners_of(masks: Sequence[Tensor], marks: Sequence[Sequence[int]], B: int) -
     return owners
 
 
+def layout_of_owners(owners: Tensor, B: int, first_axis: int = 0) -> SampleLayout:
+    """The simplest layout that these owners fit.
+
+    Args:
+        owners: the sample of each row, :data:`NOBODY` or :data:`MANY`; on the CPU, with the axes
+            of the output but its last.
+        B: samples.
+        first_axis: the axis that is tried first.
+    """
+    if (owners == MANY).any():
+        return SEVERAL
+    if (owners == NOBODY).all():
+        return UNREACHED
+    axes = sorted(range(owners.dim()), key=lambda axis: (axis != first_axis, axis))
+    own = torch.arange(B)[:, None]
+    for axis in axes:
+        parts, rest = divmod(owners.shape[axis], B)
+        for outer in range(1, parts + 1):
+            if rest or parts % outer:
+                continue
+            layout = Layout(axis, outer)
+            rows = layout.front(owners, B).reshape(B, -1)
+            if ((rows == own) | (rows == NOBODY)).all():
+                return SampleLayout("regular", layout, parts)
+    return ROUTED
+
+
 class _Seen:
-    """Layers' outputs, and which rows of their gradients are not 0, as hooks see them."""
+    """Layers' outputs, and which rows of their gradients are not 0, as hooks see them. Calls of
+    layers have keys ``(path, number)``, what met bare parameters (0) and what came of it (1) have
+    ``(use, number, 0 or 1)``."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, int] = {}
-        self._passes: list[dict[Any, Tensor]] = []
+        self._calls: defaultdict[str, int] = defaultdict(int)
         #: Outputs.
         self.values: dict[_Call, Tensor] = {}
-        self._shapes: dict[Any, torch.Size] = {}
-        #: What met bare parameters (0) and what came of it (1), by its name and number.
-        self.operations: dict[tuple[str, int, int], str] = {}
-        #: What these read that met parameters, by the same.
-        self._reads: dict[tuple[str, int, int], Sequence[Read]] = {}
+        #: All keys, and the rows of each.
+        self.shapes: dict[Any, torch.Size] = {}
+        #: In each backward pass, the rows that got a gradient.
+        self.passes: list[dict[Any, Tensor]] = []
+        #: The layer's name, and its reads.
+        self.operations: dict[tuple[str, int, int], tuple[str, Sequence[Read]]] = {}
         #: Tensors that a backward pass must reach.
         self.watched: list[Tensor] = []
 
-    def next(self) -> None:
-        """Another backward pass begins."""
-        self._passes.append({})
-
-    @property
-    def passes(self) -> int:
-        """Backward passes so far."""
-        return len(self._passes)
-
-    def reached(self) -> tuple[frozenset[tuple[str, int]], frozenset[Read]]:
-        """Calls of layers, and reads of operations, that got a gradient in any pass."""
-        keys = [key for one in self._passes for key, mask in one.items() if bool(mask.any())]
-        reads = [read for key in keys for read in self._reads.get(key, ())]
-        return frozenset(key for key in keys if key not in self._reads), frozenset(reads)
-
-    def note(self, path: str, output: Any) -> None:
+    def note(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A layer has returned this."""
         tensors = [x for x in tensors_in(output) if x.is_floating_point() and x.dim()]
         x = next((x for x in tensors if x.requires_grad), tensors[0] if tensors else None)
         if x is None or in_backward():  # recomputed by a checkpoint
             return
-        call = path, self._calls.get(path, 0)
-        self._calls[path] = call[1] + 1
+        call = path, self._number(path)
         self.values[call] = x.detach()
         if x.requires_grad:
             self._watch(call, x, x.shape[:-1] if x.dim() > 1 else x.shape)
 
+    def _number(self, name: str) -> int:
+        self._calls[name] += 1
+        return self._calls[name] - 1
+
     def _watch(self, key: Any, x: Tensor, shape: torch.Size) -> None:
-        self._shapes[key] = shape
+        self.shapes[key] = shape
 
         def reached(grad: Tensor) -> None:
-            if self._passes:
+            if self.passes:
                 mask = grad.detach() != 0
-                self._passes[-1][key] = mask if mask.shape == shape else mask.any(-1)
+                self.passes[-1][key] = mask if mask.shape == shape else mask.any(-1)
 
         x.register_hook(reached)
 
@@ -258,46 +280,13 @@ class _Seen:
         if x.is_floating_point():  # a tensor of its own: others read x as well
             x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
         result = compute(x)
-        number = self._calls.get(use, 0)
-        self._calls[use] = number + 1
+        number = self._number(use)
         for is_after, tensor in enumerate((x, result)):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                self.operations[use, number, is_after] = path
-                self._reads[use, number, is_after] = reads
+                self.operations[use, number, is_after] = path, reads
                 self.watched.append(tensor)
                 self._watch((use, number, is_after), tensor, tensor.shape)
         return result
-
-    def masks(self, passes: int) -> Mapping[Any, list[Tensor]]:
-        """The rows of every call that got a gradient in each pass."""
-        return {
-            call: [
-                self._passes[n].get(call, torch.zeros(shape, dtype=torch.bool))
-                for n in range(min(passes, len(self._passes)))
-            ]
-            for call, shape in self._shapes.items()
-            if self._passes
-        }
-
-
-@contextmanager
-def _watched(root: nn.Module) -> Iterator[_Seen]:
-    """Hooks on every module that has trainable parameters of its own."""
-    seen = _Seen()
-    handles = []
-    try:
-        for path, module in root.named_modules():
-            params = [p for p in module._parameters.values() if p is not None and p.requires_grad]
-            if params and module is not root:
-
-                def hook(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
-                    seen.note(path, output)
-
-                handles.append(module.register_forward_hook(hook))
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

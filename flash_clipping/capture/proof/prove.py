@@ -22,12 +22,11 @@ from torch import nn
 
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.no_trace import MODELS_OWN
-from flash_clipping.capture.proof.layout import CONSTANT, SampleLayout
 from flash_clipping.capture.proof.observe import Finding, observe, refusal, tap_of, taps_of
 from flash_clipping.capture.proof.oracle import examine
-from flash_clipping.capture.proof.probe import Probed, probe
+from flash_clipping.capture.proof.probe import CONSTANT, Probed, SampleLayout, probe
 from flash_clipping.capture.proof.runs import Runs, Subject
-from flash_clipping.capture.row_layouts import TOGETHER, Layout, Seen, check_one_layout, merged
+from flash_clipping.capture.row_layouts import TOGETHER, Layout, Seen
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError, to_freeze
@@ -68,16 +67,15 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     session.doubted = set()
     session.batch_axes.forget([*session.batch_axes.reads])
     try:
-        runs = Runs(subject, subject.samples().tensors)
+        runs = Runs(subject)
         seed = sum(session.looked_for.values())
-        seen = observe(subject, runs, seed)
-        if seen.parts and not session.has_oracle:  # their values have to tell
-            _note_parts(session, seen.parts)
-            seen = observe(subject, runs, seed)
-        subject = seen.subject
+        subject, findings, parts = observe(subject, runs, seed)
+        if parts and not session.has_oracle:  # their values have to tell
+            _note_parts(session, parts)
+            subject, findings, _ = observe(subject, runs, seed)
         declared = (session.folded - session.folded_by_rule) & session.batch_axes.reads.keys()
-        if seen.findings or declared:
-            _settle_findings(subject, seen.findings, declared)
+        if findings or declared:
+            _settle_findings(subject, findings, declared)
         _merge(session, before)
     except BaseException:
         _restore(session, before)
@@ -103,9 +101,9 @@ def _settle_findings(
     """
     session, paths = subject.session, {finding.read[0] for finding in findings} | declared
     words = refusal(findings, subject.root, session.batch_first)
-    if not session.has_oracle and findings:
-        raise FlashClippingError(words)
     if not session.has_oracle:
+        if findings:
+            raise FlashClippingError(words)
         return
     saved = _saved(session)
     taps = taps_of(subject.root)
@@ -119,12 +117,17 @@ def _settle_findings(
             settle(subject.root, session, probed, paths)
             # The proof that follows looks at the other half of the samples.
             table = examine(subject, audit=1)
+            found = [*table.unfit.values()]
             if table.outputs:
-                _check_shown(subject, findings, probed)
-                return
-            whys.update(dict.fromkeys(table.unfit.values()))
-        except _NotShown as error:
-            whys[str(error)] = None
+                lost = _not_shown(subject, findings, probed)
+                if not lost:
+                    return
+                found = [
+                    f"{', '.join(lost)}: no output of the model that has a row for each sample "
+                    "shows where gradients of what is read here go. Return what the loss is "
+                    "computed from, with a row for each sample."
+                ]
+            whys = {**whys, **dict.fromkeys(found)}
         except MODELS_OWN:
             pass
         _restore(session, saved)
@@ -136,17 +139,9 @@ def _settle_findings(
     raise FlashClippingError("\n".join((*[why.partition("\n    ")[0] for why in whys], words)))
 
 
-class _NotShown(Exception):
-    """No output with a row for each sample shows where the gradients of some reads go."""
-
-
-def _check_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) -> None:
-    """Refuse findings that the oracle, which compares outputs, says nothing of: a loss that the
-    model computes itself, or one of what it keeps, may read them.
-
-    Raises:
-        _NotShown: there are some.
-    """
+def _not_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) -> list[str]:
+    """The layers of findings that the oracle, which compares outputs, says nothing of: a loss that
+    the model computes itself, or one of what it keeps, may read them."""
     places = {
         tap.path: (path, tap)
         for path, module in subject.root.named_modules()
@@ -167,63 +162,55 @@ def _check_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) 
             is_shown = finding.read in probed.reads
         if not is_shown:
             lost[name] = None
-    if lost:
-        raise _NotShown(
-            f"{', '.join(lost)}: no output of the model that has a row for each sample shows where "
-            "gradients of what is read here go. Return what the loss is computed from, with a row "
-            "for each sample."
-        )
+    return [*lost]
 
 
 def settle(
-    root: nn.Module, session: ClippingSession, probed: Probed, paths: Collection[str] | None = None
+    root: nn.Module, session: ClippingSession, probed: Probed, paths: Collection[str]
 ) -> None:
-    """Tell the taps where the samples are; ``paths``: those of layers that read something else
-    than a row for each sample, if not all are to be told."""
-    batch_axes = session.batch_axes
+    """Tell these layers' taps where the samples are."""
+    batch_axes, usual = session.batch_axes, Layout(session.batch_axis)
     for module_path, calls in probed.layouts.items():
         tap = tap_of(root.get_submodule(module_path))
         if tap is None or not module_path or not _can_lie_otherwise(tap, calls):
             continue
         name = tap.path
-        if paths is not None and name not in paths:
+        if name not in paths or batch_axes.is_constant(name):
             continue
-        if (tap.rule is None and not tap.generic) or batch_axes.is_constant(name):
+        if tap.rule is None and not tap.generic:
             continue  # operations tell of it
         batch_axes.forget([name])
         batch_axes.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
         if {*calls} == {CONSTANT}:
             batch_axes.constants.add(name)
             continue
-        regular = _layouts(calls)
-        usual = Layout(session.batch_axis)
-        plain = all(layout in (usual, TOGETHER) for layout in regular.values())
+        regular = _regular(calls)
+        plain = {*regular.values()} <= {usual, TOGETHER}
         if plain and all(layout.layout is not None for layout in calls):
             batch_axes.proven.add(name)
         _note_layouts(session, name, name, regular, plain)
     for use, (name, before, after) in probed.operations.items():
-        if paths is None or name in paths:
-            regular = _layouts(before)
+        if name in paths:
+            regular = _regular(before)
             plain = {*regular.values()} <= {TOGETHER}
             _note_layouts(session, name, use, regular, plain)
             if not plain:
                 known = session.layouts_after.get(use, {})
-                session.layouts_after[use] = known | _layouts(after)
+                session.layouts_after[use] = known | _regular(after)
 
 
-def _layouts(calls: Collection[SampleLayout]) -> Seen:
+def _regular(calls: Collection[SampleLayout]) -> Seen:
     return {layout.parts: layout.layout for layout in calls if layout.layout is not None}
 
 
 def _note_layouts(session: ClippingSession, name: str, key: str, found: Seen, plain: bool) -> None:
-    is_layer = key == name
+    is_layer, of_parts = key == name, {*found} - {1}
     if not plain:
         session.laid_out = session.laid_out | {name}
         session.batch_axes.proven.discard(name)
-    has_parts = {*found} - {1} and all(layout.axis == 0 for layout in found.values())
-    if has_parts and (is_layer or plain):
+    if of_parts and all(layout.axis == 0 for layout in found.values()) and (is_layer or plain):
         _note_parts(session, {name})
-    if not plain or (is_layer and {*found} - {1}):
+    if not plain or (is_layer and of_parts):
         session.layouts = {**session.layouts, key: {**session.layouts.get(key, {}), **found}}
 
 
@@ -233,21 +220,29 @@ def _note_parts(session: ClippingSession, names: AbstractSet[str]) -> None:
     session.folded = session.folded | names
 
 
+def _can_lie_otherwise(tap: Tap, layouts: Collection[SampleLayout]) -> bool:
+    """Whether a layer's rows can be told to be laid out so: some rules know where samples are."""
+    rule, path = tap.rule, tap.path
+    if path in tap.session.folded_by_rule:
+        return False
+    if rule is None or type(rule).batch_axis is Rule.batch_axis:
+        return True
+    axis = rule.batch_axis(tap.layer, tap.session.batch_axis)
+    return axis == 0 and {*_regular(layouts).values()} <= {TOGETHER}
+
+
+# -- what was shown before -------------------------------------------------------------------------
+
+#: What a proof changes of a session.
+_SHOWN = ("batch_axes", "folded", "found", "layouts", "layouts_after", "laid_out")
+
+
 def _saved(session: ClippingSession) -> dict[str, Any]:
-    """What a proof changes of a session."""
-    names = ("folded", "found", "layouts", "layouts_after", "laid_out")
-    return {
-        "batch_axes": copy.deepcopy(vars(session.batch_axes)),
-        **{name: copy.copy(getattr(session, name)) for name in names},
-    }
+    return copy.deepcopy({name: getattr(session, name) for name in _SHOWN})
 
 
 def _restore(session: ClippingSession, saved: Mapping[str, Any]) -> None:
-    for name, value in saved.items():
-        if name == "batch_axes":
-            vars(session.batch_axes).update(copy.deepcopy(value))
-        else:
-            setattr(session, name, copy.copy(value))
+    vars(session).update(copy.deepcopy(dict(saved)))
 
 
 def _merge(session: ClippingSession, before: Mapping[str, Any]) -> None:
@@ -257,12 +252,23 @@ def _merge(session: ClippingSession, before: Mapping[str, Any]) -> None:
         FlashClippingError: samples lay otherwise there: later calls could be of either kind.
     """
     read = {*session.batch_axes.reads} | session.layouts.keys()
-    check_one_layout(session.plain, read, before["layouts"], session.layouts)
-    session.plain = session.plain | {key for key in read if key not in session.layouts}
+    was_plain, is_plain = session.plain, read - session.layouts.keys()
     for name in ("layouts", "layouts_after"):
         old, new = before[name], getattr(session, name)
-        keys = old.keys() | new.keys()
-        setattr(session, name, {k: merged(k, old.get(k, {}), new.get(k, {})) for k in keys})
+        for key in sorted(old.keys() | new.keys()):
+            a, b = old.get(key, {}), new.get(key, {})
+            apart = [any(layout.axis for layout in seen.values()) for seen in (a, b)]
+            turns = (apart[1] and key in was_plain) or (apart[0] and not b and key in read)
+            if any(a[n] != b[n] for n in a.keys() & b.keys()) or (turns and name == "layouts"):
+                raise FlashClippingError(
+                    f"{key}: samples lie in another order in what it reads than they did before: "
+                    f"found {b}, expected {a}, by the rows of each sample ({{}}: along the first "
+                    "axis). Keep one axis and one order, in training and evaluation and for "
+                    "batches of all sizes, or freeze the parameters of this layer."
+                    f"{to_freeze(key)}"
+                )
+        setattr(session, name, {**old, **{key: old.get(key, {}) | new[key] for key in new}})
+    session.plain = was_plain | is_plain
     for name in ("found", "folded", "laid_out"):
         setattr(session, name, before[name] | getattr(session, name))
     session.batch_axes.proven -= session.laid_out
@@ -292,15 +298,3 @@ def _refusal_of_guess(path: str) -> str:
         "training (no layer drop), keep the batch the first axis of what it reads, or freeze its "
         f"parameters.{to_freeze(path)}"
     )
-
-
-def _can_lie_otherwise(tap: Tap, layouts: Collection[SampleLayout]) -> bool:
-    """Whether a layer's rows can be told to be laid out so: some rules know where samples are."""
-    rule, path = tap.rule, tap.path
-    if path in tap.session.folded_by_rule:
-        return False
-    if rule is None or type(rule).batch_axis is Rule.batch_axis:
-        return True
-    axis = rule.batch_axis(tap.layer, tap.session.batch_axis)
-    found = [layout.layout for layout in layouts if layout.layout is not None]
-    return axis == 0 and all(layout == TOGETHER for layout in found)

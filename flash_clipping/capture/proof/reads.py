@@ -1,14 +1,18 @@
-"""What the layers of a model read in one run of it."""
+"""What the layers of a model read in one run of it, and a few numbers of every row of that."""
 
 from __future__ import annotations
 
+import functools
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from flash_clipping.capture.row_values import DIFFERENT, DIFFERENT_LOW, are_alike, digest_of, is_low
+from flash_clipping._compat import unseen_functions, unseen_operators
+from flash_clipping.capture.draws import scrambled
+from flash_clipping.errors import FlashClippingError
 
 #: Something that a tapped layer reads: the layer's path, which of its calls in one call of the
 #: root, and which read in that call.
@@ -52,10 +56,20 @@ class Note:
 
 
 class Reads(dict[Read, Note]):
-    """All reads of one run, in order."""
+    """All reads of one run, in order.
 
-    #: Where a bag of embeddings begins for each sample, if that says how many samples there are.
+    Attributes:
+        size: how many samples there were.
+        refused: what ended the run before its time.
+        offsets: where a bag of embeddings begins for each sample, if that says how many there are.
+        places: of samples that stand in another run as well, as rows of this one; and their
+            numbers there.
+    """
+
+    size = 0
+    refused: FlashClippingError | None = None
     offsets: Tensor | None = None
+    places: tuple[list[int], list[int]] = ([], [])
 
     def note(
         self,
@@ -80,10 +94,68 @@ class Reads(dict[Read, Note]):
             del self[read]
 
 
-def as_computed(x: Tensor) -> Tensor:
-    """A floating input as if something trainable had computed it: what derives from it shows that
-    by requiring a gradient."""
-    if not x.is_floating_point():
-        return x
-    with torch.enable_grad():
-        return x.detach().requires_grad_().clone()
+# -- digests of rows -------------------------------------------------------------------------------
+
+#: Relative difference from which on two rows are not the same sample's; the second where values
+#: have a few digits only (TF32, bf16, fp16, autocast).
+DIFFERENT, DIFFERENT_LOW = 1e-3, 5e-2
+
+#: Features of a row that its digest is made of; of longer rows, as many at equal distances.
+FEATURES = 1 << 16
+
+#: Elements that are read at one time.
+PART = 1 << 26
+
+
+def is_low(x: Tensor) -> bool:
+    """Whether what computed these values may have rounded to a few digits."""
+    kind = x.device.type
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        or torch.is_autocast_enabled(kind)
+        or (x.is_cuda and x.dtype == torch.float32)  # TF32
+    )
+
+
+def digest_of(x: Tensor, axis: int) -> Tensor | None:
+    """A few numbers for every row, which tell it from others; the last is how large it is."""
+    with ExitStack() as stack, torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        if type(x) is Tensor:  # modes that watch take longer to see an operation than it does
+            stack.enter_context(unseen_functions())
+            stack.enter_context(unseen_operators())
+        rows = x.detach().transpose(0, axis)
+        rows = rows.reshape(rows.shape[0], rows.shape[1:].numel())
+        if not rows.numel():
+            return None
+        if rows.shape[1] > FEATURES:
+            rows = rows[:, :: -(-rows.shape[1] // FEATURES)]
+        if rows.is_complex():
+            rows = torch.view_as_real(rows).flatten(1)
+        signs = _signs(rows.shape[1], rows.device).double()
+        # On the device: activations of a large model take the host seconds. In parts, as float64
+        # is up to four times as large as what is read.
+        found = []
+        for part in rows.split(max(1, PART // rows.shape[1])):
+            wide = part.to(torch.float64).nan_to_num(0.0, 1e30, -1e30)
+            size = wide.square().mean(1, keepdim=True).sqrt()
+            found.append(torch.cat([wide @ signs / wide.shape[1] ** 0.5, size], 1))
+        return torch.cat(found).cpu()
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(n: int, device: torch.device) -> Tensor:
+    """``[n, 3]`` signs, int8, the same at every call: rows of one sum and size, as a normalization
+    leaves them, differ by these. Not drawn: random numbers are one number while a model is looked
+    at."""
+    with unseen_functions(), unseen_operators():  # it stays, and must not be of their kind
+        bits = scrambled(torch.arange(1, n + 1, device=device))
+        bits = torch.stack([bits >> 20, bits >> 31, bits >> 42], 1) & 1
+        return (2 * bits - 1).to(torch.int8)
+
+
+def are_alike(first: Tensor, second: Tensor, different: float) -> bool:
+    """Whether digests of rows are of the same values, but for this relative difference."""
+    scale = torch.maximum(first[:, -1], second[:, -1])
+    scale = scale.clamp(min=1e-3 * float(scale.max()))
+    error = (first - second).abs().amax(1) / scale.clamp(min=1e-300)
+    return float(error.max()) <= different

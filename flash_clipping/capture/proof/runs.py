@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,8 @@ from flash_clipping.capture.image_patches import parts_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import without_activations
 from flash_clipping.capture.proof.batches import Samples
-from flash_clipping.capture.proof.draws import repeatable
-from flash_clipping.capture.proof.reads import Reads, as_computed
+from flash_clipping.capture.proof.reads import Reads
+from flash_clipping.capture.proof.repeatable import repeatable
 from flash_clipping.capture.refused_forwards import collectives_refused
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
@@ -111,18 +111,15 @@ class Runs:
 
     Args:
         subject: the call.
-        tensors: its own, for their devices.
-        seeded: whether runs of one seed draw alike; tests switch it off.
+        units: its units, where these are parts of rows.
     """
 
-    def __init__(self, subject: Subject, tensors: Sequence[Tensor], seeded: bool = True) -> None:
+    def __init__(self, subject: Subject, units: Units | None = None) -> None:
         self.root, self.forward, self.session = subject.root, subject.forward, subject.session
-        session = self.session
-        self.params = session.trainable()
-        devices = {x.device for x in (*tensors, *session.state()) if x.is_cuda}
+        self.params, self._units = self.session.trainable(), units
+        tensors = batched_inputs(subject.args, subject.kwargs)
+        devices = {x.device for x in (*tensors, *self.session.state()) if x.is_cuda}
         self._devices = list(devices)
-        self._seeded = seeded
-        self._count = 0
         self._signs: dict[Hashable, Tensor] = {}
         #: Outputs that may go backward, if not all.
         self.only: set[int] | None = None
@@ -133,25 +130,12 @@ class Runs:
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
         #: How many tensors the model returned.
         self.returned = 0
-        #: Whether floating inputs of :meth:`look` require gradients, if the model does not mind.
+        #: Whether floating inputs of :meth:`look` require gradients, so that what derives from them
+        #: does; until a model minds.
         self.marks_inputs = True
-        #: The units of the call, where these are parts of rows.
-        self.units: Units | None = None
 
-    def look(
-        self, given: tuple[tuple[Any, ...], dict[str, Any]], reads: Reads, seed: int = 0
-    ) -> tuple[int, FlashClippingError | None]:
-        """The forward alone, through the taps and without chance.
-
-        Floating inputs require gradients, so that what derives from these does
-        (:attr:`marks_inputs`).
-
-        Args:
-            given: arguments.
-            reads: gets what layers read.
-
-        Returns:
-            How many samples there were, and what refused to go on.
+    def look(self, given: tuple[tuple[Any, ...], dict[str, Any]], seed: int = 0) -> Reads:
+        """What layers read in the forward alone, through the taps and without chance.
 
         Raises:
             whatever the model raises.
@@ -159,15 +143,18 @@ class Runs:
         originals: dict[int, Tensor] = {}
 
         def own(x: Tensor) -> Tensor:  # models may write into their inputs
-            copy = as_computed(x) if self.marks_inputs else x
-            copy = x.clone() if copy is x else copy
+            if self.marks_inputs and x.is_floating_point():
+                with torch.enable_grad():  # as if something trainable had computed it
+                    copy = x.detach().requires_grad_().clone()
+            else:
+                copy = x.clone()
             originals[id(copy)] = x
             return copy
 
         args, kwargs = map_tensors(own, given, packed=True)
-        session, refused = self.session, None
+        session, reads = self.session, Reads()
         with session.apart():
-            call = session.begin_forward(batched_inputs(args, kwargs), reads, self.units)
+            call = session.begin_forward(batched_inputs(args, kwargs), reads, self._units)
             try:
                 with (
                     repeatable(self.root, self._devices, seed, calm=True),
@@ -179,21 +166,17 @@ class Runs:
                     warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")
                     self.forward(*args, **kwargs)
             except Doubted:
-                again = Reads()
-                found = self.look(given, again, seed)
-                reads.clear()
-                reads.update(again)
-                reads.offsets = again.offsets
-                return found
+                return self.look(given, seed)
             except FlashClippingError as error:
-                refused = error
+                reads.refused = error
             finally:
                 call.spent = True
                 call.end()
                 call.reads = None  # who asks the call for its batch keeps nothing of what was noted
+        reads.size = call.batch_size or 0
         if reads.offsets is not None:
             reads.offsets = originals.get(id(reads.offsets), reads.offsets)
-        return call.batch_size or 0, refused
+        return reads
 
     def run(
         self,
@@ -215,16 +198,14 @@ class Runs:
             given: its arguments.
             places: the number of the sample in each place of the batch, which says what goes
                 backward from its outputs.
-            scales: of each backward pass: the samples that take part, by place, and by how much
-                their losses are multiplied.
+            scales: of each backward pass: the places that take part, and by how much their losses
+                are multiplied.
             taps: whether gradients are taken as they will be clipped.
             seed, calm: what is drawn at random.
             before: called before every backward pass.
-            sums: of so many backward passes, the first ones, sums over samples are wanted; of the
-                others norms alone.
+            sums: how many backward passes, the first ones, give sums over samples beside norms.
             probing: told of operations between bare parameters and samples, which run as they are.
-            compiles: whether kernels are compiled in the first of several backward passes
-                (:func:`~flash_clipping.ops.runtime.backend.compiled_side_by_side`).
+            compiles: whether kernels are compiled in the first of several backward passes.
 
         Raises:
             whatever the model raises.
@@ -232,9 +213,7 @@ class Runs:
         # Models may write into their inputs.
         args, kwargs = map_tensors(torch.clone, given, packed=True)
         session = self.session
-        self._count += 1
-        seed += 0 if self._seeded else 1000 * self._count
-        left = [param.grad for param in self.params]
+        left, count = [param.grad for param in self.params], len(places)
         around = session.enabled, session.comparing, session.returned
         call = None
         session.enabled = taps or probing is not None
@@ -250,29 +229,33 @@ class Runs:
                 session.probing = probing
                 for param in self.params:
                     param.grad = None
-                with self._layers() as of_layers:
+                of_layers: list[Tensor] = []
+
+                def note(*call: Any) -> None:
+                    if not in_backward():
+                        of_layers.extend(tensors_in(call[-1])[:1])
+
+                with hooked(self.root, note, has_own_trainable):
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
                 losses: list[Tensor] = []
-                if not any(self._axes(x, len(places)) for x in tensors):  # its loss alone
+                if not any(self._axes(x, count) for x in tensors):  # its loss alone
                     losses = [x for x in tensors if x.requires_grad]
                     tensors += _read_by(tensors, of_layers)
                 if call is not None:
                     call.end()
                 drawn = random.end_forward()
-                self.dtypes |= random.casts()
-                axes = {
-                    n: found for n, x in enumerate(tensors) if (found := self._axes(x, len(places)))
-                }
+                self.dtypes |= random.casts
+                axes = {n: found for n, x in enumerate(tensors) if (found := self._axes(x, count))}
                 if self.chosen_axes is None:
                     self.chosen_axes = {n: found[0] for n, found in axes.items()}
                 outputs = {
                     n: rows
                     for n, axis in self.chosen_axes.items()
                     if n < len(tensors)
-                    and (rows := self._by_sample(tensors[n], axis, len(places))) is not None
+                    and (rows := self._by_sample(tensors[n], axis, count)) is not None
                 }
-                of_loss = self._of_loss(losses, tensors, [*outputs], len(places))
+                of_loss = self._of_loss(losses, tensors, outputs, count)
                 gradients = []
                 for number, scale in enumerate(scales):
                     before()
@@ -294,32 +277,31 @@ class Runs:
             session.probing = None
 
     def _of_loss(
-        self, losses: Sequence[Tensor], tensors: Sequence[Tensor], numbers: list[int], count: int
+        self,
+        losses: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        outputs: Iterable[int],
+        count: int,
     ) -> Tensor | None:
         """The gradient of a model's own losses for what they are computed from, by sample."""
-        if not losses or not numbers:
+        axes = {n: (self.chosen_axes or {})[n] for n in outputs}
+        if not losses or not axes:
             return None
-        inputs = [tensors[n] for n in numbers]
-        grads = torch.autograd.grad(
-            [x.sum() for x in losses], inputs, retain_graph=True, materialize_grads=True
-        )
-        assert self.chosen_axes is not None
+        inputs = [tensors[n] for n in axes]
+        roots = [x.sum() for x in losses]
+        grads = torch.autograd.grad(roots, inputs, retain_graph=True, materialize_grads=True)
         rows = [
-            self._by_sample(grad.detach().requires_grad_(), self.chosen_axes[n], count)
-            for n, grad in zip(numbers, grads, strict=True)
+            self._by_sample(grad.detach().requires_grad_(), axis, count)
+            for axis, grad in zip(axes.values(), grads, strict=True)
         ]
         return torch.cat([x.detach().double().cpu() for x in rows if x is not None], 1)
 
     def norms_of(
         self, call: ForwardCall, output: Any, fit: Callable[[int, int], bool], count: int
     ) -> Callable[[Sequence[int]], Tensor | None]:
-        """From samples of a call of the user's to norms that these alone give, ``[P, B]``.
-
-        Args:
-            output: what the model returned.
-            fit: whether an output may go backward: of so many, the one with this number.
-            count: samples.
-        """
+        """From samples of a ``call`` of the user's to norms that these alone give, ``[P, B]``; it
+        has ``count`` samples and returned ``output``, of which only parts that ``fit`` go
+        backward."""
         tensors = tensors_in(output)
         rows = {
             n: found
@@ -335,28 +317,6 @@ class Runs:
                 return self._backward(rows, range(count), scale, taps=True, sums=False).each
 
         return norms
-
-    @contextmanager
-    def _layers(self) -> Iterator[list[Tensor]]:
-        """Gets what layers with trainable parameters return, in order."""
-        found: list[Tensor] = []
-
-        def note(_: Any, __: Any, output: Any) -> None:
-            if not in_backward():
-                found.extend(tensors_in(output)[:1])
-
-        trainable = {id(param) for param in self.params}
-        handles = [
-            module.register_forward_hook(note)
-            for module in self.root.modules()
-            if module is not self.root
-            and any(id(param) in trainable for param in module._parameters.values())
-        ]
-        try:
-            yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _axes(self, x: Tensor, count: int) -> list[int]:
         if not x.is_floating_point() or not x.requires_grad:
@@ -394,19 +354,17 @@ class Runs:
         roots = [outputs[n] for n in chosen]
         weights = [_weights(x, places, scale) for x in roots]
         if not roots:
-            nothing = torch.zeros(len(self.params), dtype=torch.float64)
-            return Gradient(nothing[:, None].expand(-1, PROJECTIONS), nothing)
-        grad = partial(
-            torch.autograd.grad,
-            roots,
-            [*self.params, *also],
-            weights,
-            retain_graph=True,
-            allow_unused=True,
-        )
+            return self._measured({})
+        inputs = [*self.params, *also]
+        options = {"retain_graph": True, "allow_unused": True}
+        grad: Any = partial(torch.autograd.grad, roots, inputs, weights, **options)
         if not taps:
             own = grad()[: len(self.params)]
-            found = [a if b is None else b for a, b in zip(own, self._left(), strict=True)]
+            # Backwards inside of functions (reversible layers) leave theirs in ``p.grad``.
+            left = [param.grad for param in self.params]
+            for param in self.params:
+                param.grad = None
+            found = [a if b is None else b for a, b in zip(own, left, strict=True)]
             return self._measured(dict(enumerate(found)), sums)
         session = self.session
         before, plans = session.backward_pass_class, session.plans
@@ -419,27 +377,19 @@ class Runs:
             session.backward_pass_class, session.plans = before, plans
         return taken[0] if taken else self._measured({})
 
-    def _left(self) -> list[Tensor | None]:
-        """Gradients that backwards inside of functions (reversible layers) left in ``p.grad``."""
-        left = [param.grad for param in self.params]
-        for param in self.params:
-            param.grad = None
-        return left
-
     def _measured(self, grads: Mapping[int, Tensor | None], sums: bool = True) -> Gradient:
         """Projections and norms of gradients, by the number of their parameter."""
         device = self.params[0].device
-        nothing = torch.zeros(PROJECTIONS + 1, dtype=torch.float64, device=device)
-        rows = []
-        for n in range(len(self.params)):
-            g = grads.get(n)
-            rows.append(nothing if g is None else self._projected(g, n, sums).to(device))
+        rows = [torch.zeros(PROJECTIONS + 1, dtype=torch.float64, device=device)] * len(self.params)
+        for n, g in grads.items():
+            if g is not None:
+                rows[n] = self._projected(g, n, sums).to(device)
         measured = torch.stack(rows).cpu()
         return Gradient(measured[:, :-1], measured[:, -1])
 
     def _projected(self, g: Tensor, number: int, sums: bool) -> Tensor:
         """``[K + 1]``: projections on products of two vectors of signs, and the norm."""
-        g = _dense(g)
+        g = g.detach() if g.layout == torch.strided else g.detach().to_dense()
         g = g.reshape(-1, g.shape[-1]) if g.dim() else g.view(1, 1)
         g = g if g.dtype == torch.float64 else g.float()
         norm = squared_norms(g[None])[0].sqrt()
@@ -467,6 +417,31 @@ class Runs:
         return Gradient(found.projections / factor, found.norms / factor, each, bounds)
 
 
+def has_own_trainable(module: nn.Module) -> bool:
+    """Whether a module has trainable parameters of its own."""
+    return any(p is not None and p.requires_grad for p in module._parameters.values())
+
+
+@contextmanager
+def hooked(
+    root: nn.Module,
+    note: Callable[[str, nn.Module, Any, Any, Any], None],
+    below: Callable[[nn.Module], bool] | None = None,
+) -> Iterator[None]:
+    """Calls ``note(path, module, args, kwargs, output)`` after every forward of a module; if
+    ``below``, of those below the root for which it says so."""
+    handles = [
+        module.register_forward_hook(partial(note, path), with_kwargs=True)
+        for path, module in root.named_modules()
+        if below is None or (module is not root and below(module))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _read_by(losses: Sequence[Tensor], of_layers: Sequence[Tensor]) -> list[Tensor]:
     """Those outputs of layers from which a loss is computed without another layer."""
     ends = {x.grad_fn for x in of_layers}
@@ -484,11 +459,6 @@ def _read_by(losses: Sequence[Tensor], of_layers: Sequence[Tensor]) -> list[Tens
             ahead += [before for before, _ in node.next_functions]
     by_node = {x.grad_fn: x for x in of_layers if x.grad_fn in found}
     return [*by_node.values()]
-
-
-def _dense(g: Tensor) -> Tensor:
-    g = g.detach()
-    return g if g.layout == torch.strided else g.to_dense()
 
 
 class _Collects(BackwardPass):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.proof import prove as proofs
 from flash_clipping.capture.proof.gate import Gate
-from flash_clipping.capture.proof.layout import ROUTED, SEVERAL, Table
-from flash_clipping.capture.proof.observe import Finding
-from flash_clipping.capture.proof.oracle import examine
-from flash_clipping.capture.proof.probe import Probed, probe
+from flash_clipping.capture.proof.observe import Finding, taps_of
+from flash_clipping.capture.proof.oracle import Table, examine
+from flash_clipping.capture.proof.probe import ROUTED, SEVERAL, Probed, probe
 from flash_clipping.capture.proof.prove import settle
 from flash_clipping.capture.proof.runs import Subject
 
@@ -54,7 +52,6 @@ def prove(
     *,
     audit: int = 0,
     settles: bool = False,
-    skip: Collection[str] = (),
 ) -> Table:
     """The oracle's table of a call of a wrapped model, with layouts by the probe in a proof.
 
@@ -63,7 +60,6 @@ def prove(
         args, kwargs: what it is called with.
         audit: 0 for the proof before the first step, then the number of the audit.
         settles: let taps go by what is found here of where the samples are.
-        skip: parts of the oracle to leave out.
 
     Raises:
         FlashClippingError: no output may go backward.
@@ -71,15 +67,14 @@ def prove(
     root, session = wrapped._module, wrapped._session
     forward = getattr(root.forward, "original", root.forward)
     subject = Subject(root, forward, session, args, kwargs)
-    probed = Probed({}) if audit else probe(subject)
-    layouts = probed.layouts
+    probed = Probed() if audit else probe(subject)
     if settles:
-        settle(root, session, probed)
-    table = replace(examine(subject, audit=audit, skip=skip), layouts=layouts)
+        settle(root, session, probed, [tap.path for tap in taps_of(root)])
+    table = examine(subject, audit=audit)
     if table.unfit and not table.outputs:
         irregular = [
             f"{path}: its rows are {layout.kind}."
-            for path, calls in layouts.items()
+            for path, calls in probed.layouts.items()
             for layout in calls
             if layout in (ROUTED, SEVERAL)
         ]
@@ -93,14 +88,14 @@ def table_of(model: nn.Module, *args: Tensor, audits: int = 0, **options: Any) -
     Raises:
         FlashClippingError: it is refused.
     """
-    kwargs, skip = options.pop("kwargs", {}), options.pop("skip", ())
+    kwargs = options.pop("kwargs", {})
     settles = options.pop("settles", False)
     torch.manual_seed(0)
     flash = wrapped(model, *args, kwargs=kwargs, **options)
     with nothing_else_is_shown():
-        table = prove(flash, args, kwargs, skip=skip, settles=settles)
+        table = prove(flash, args, kwargs, settles=settles)
         for audit in range(1, audits + 1):
-            prove(flash, args, kwargs, audit=audit, skip=skip)
+            prove(flash, args, kwargs, audit=audit)
     return table
 
 

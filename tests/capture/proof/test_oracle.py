@@ -67,7 +67,7 @@ def test_another_model_is_not(name: str) -> None:
 def test_models_with_every_rule(name: str) -> None:
     case = CASES[name]
     table = table_of(case.make(), *case.batch(), audits=1)
-    assert table.outputs and not table.unfit and table.layouts
+    assert table.outputs and not table.unfit
 
 
 # -- rules that are wrong --------------------------------------------------------------------------
@@ -145,11 +145,9 @@ def of_part(part: str) -> nn.Module:
     "part", ["VALUE", "NORM", "GRADIENT", "TOGETHER", "SIZE", "EXTREME", "PERTURB", "ORDER"]
 )
 def test_each_part_alone_refuses_some_model(part: str) -> None:
-    x = torch.randn(B, T, K)
-    model = of_part(part)
-    why = why_refused(model, x)
+    """Mutants without a part are killed here."""
+    why = why_refused(of_part(part), torch.randn(B, T, K))
     assert why and (part == "SIZE" or WORDS.get(part, "") in why)
-    assert not why_refused(of_part(part), x, skip={part})
 
 
 @pytest.mark.parametrize("above", [0.0, 20.0])
@@ -182,14 +180,8 @@ def test_a_gradient_that_rounding_makes_infinite_hides_nothing(above: float) -> 
 
 def test_rows_that_are_booked_to_others_are_named_as_such() -> None:
     """Another part sees them as well, in other words."""
-    x = torch.randn(B, T, K)
     model = Around(WRONG["two swapped inside"])
-    assert WORDS["STRAY"] in why_refused(model, x, audits=1)
-    assert WORDS["STRAY"] not in why_refused(Around(WRONG["two swapped inside"]), x, skip={"STRAY"})
-
-
-def test_without_equal_draws_dropout_is_refused() -> None:
-    assert why_refused(Around(RIGHT["dropout"]), torch.randn(B, T, K), skip={"SEEDS"})
+    assert WORDS["STRAY"] in why_refused(model, torch.randn(B, T, K), audits=1)
 
 
 # -- kinds of calls --------------------------------------------------------------------------------
@@ -329,10 +321,6 @@ def test_padded_texts_with_labels_and_dropout() -> None:
     model = transformers.OPTForCausalLM(config).train()
     table = table_of(model, kwargs=dict(padded_texts()), audits=1, settles=True)
     assert table.outputs
-    assert {layout.kind for layout in table.layouts["model.decoder.layers.0.fc1"]} <= {
-        "sample by sample",
-        "7 parts of each sample together",
-    }
 
 
 # -- nothing of the user's is changed --------------------------------------------------------------
@@ -421,7 +409,7 @@ def test_a_sample_that_is_not_finite_shows_nothing(name: str, poison: float) -> 
 
 def test_without_a_finite_sample_nothing_is_shown() -> None:
     table = table_of(Around(RIGHT["plain"]), torch.full((B, T, K), float("nan")))
-    assert not table.outputs and "finite" in table.notes[0]
+    assert not table.outputs and not table.unfit
 
 
 class Large(Around):
@@ -462,4 +450,4 @@ def test_a_model_that_runs_on_one_batch_only_is_not_shown_to_be_right() -> None:
     with pytest.raises(ValueError, match="another batch"):
         prove(flash, (x,), {})
     table = prove(flash, (x,), {}, audit=1)
-    assert not table.outputs and "this batch only" in table.notes[0]
+    assert not table.outputs and not table.unfit

@@ -10,16 +10,19 @@ import transformers
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.proof.layout import (
+from flash_clipping.capture.proof.probe import (
     CONSTANT,
     MANY,
     NOBODY,
     ROUTED,
     SEVERAL,
     UNREACHED,
+    SampleLayout,
     layout_of_owners,
+    marks_of,
+    owners_of,
+    probe,
 )
-from flash_clipping.capture.proof.probe import marks_of, owners_of, probe
 from flash_clipping.capture.proof.runs import Subject
 from tests.capture.proof.mixers import RIGHT, WRONG, Around, K, T, in_halves
 from tests.capture.proof.proving import table_of
@@ -28,12 +31,25 @@ from tests.capture.proof.test_oracle import padded_texts
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+def in_words(found: SampleLayout) -> str:
+    if (layout := found.layout) is None:
+        return found.kind
+    axis = f", axis {layout.axis}" if layout.axis else ""
+    if found.parts == 1:
+        return "position by position" if axis else "sample by sample"
+    if layout.outer == 1:
+        return f"{found.parts} parts of each sample together{axis}"
+    if layout.outer == found.parts:
+        return f"position by position{axis}"
+    return f"in {layout.outer} rounds of all samples{axis}"
+
+
 def layouts(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
-    """In words, by path."""
+    """In words, by path; one for each call, or one alone where they are the same."""
     torch.manual_seed(0)
     flash = GradSampleModuleFlashClipping(model)
     found = probe(Subject(model, model.forward, flash._session, args, kwargs)).layouts
-    return {path: [layout.kind for layout in calls] for path, calls in found.items()}
+    return {path: [*dict.fromkeys(map(in_words, calls))] for path, calls in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +140,7 @@ def test_bits_tell_every_owner_and_rows_that_have_two(B: int) -> None:
 
 def test_the_simplest_layout_that_fits() -> None:
     def kind(*owners: int, shape: tuple[int, ...] = ()) -> str:
-        return layout_of_owners(torch.tensor(owners).view(shape or -1), 3).kind
+        return in_words(layout_of_owners(torch.tensor(owners).view(shape or -1), 3))
 
     assert kind(0, 1, 2) == "sample by sample"
     assert kind(0, -1, 1, 1, -1, 2) == "2 parts of each sample together"

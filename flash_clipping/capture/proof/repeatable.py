@@ -37,10 +37,9 @@ ENTRIES = 4096
 DRAWS_ALIKE = 10_000
 
 
-def calm_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a random operator with the chance taken out: nothing is dropped, and floats
-    are one value."""
-    name = func.overloadpacket.__name__
+def _calm_result(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a random operator with the chance taken out: nothing is dropped, floats are one
+    value, and integers the least one."""
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
     if name == "bernoulli_" and not (len(args) > 1 and isinstance(args[1], Tensor)):
@@ -53,6 +52,9 @@ def calm_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
             leaf.fill_(0.5)
+    if name in ("randint", "random_") and isinstance(result, Tensor):
+        given = dict(zip(arguments_of(func), args, strict=False))
+        result.fill_(given.get("low", given.get("from", 0)))
     return result
 
 
@@ -81,7 +83,7 @@ def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags or _place_of_dropout(func) is not None
 
 
-class AlikeDraws(DispatchMode):
+class Repeatable(DispatchMode):
     """Makes random operators draw the same in every run, and notes what they drew.
 
     Operators that take numbers from a generator of the model's own get the seeded one, and
@@ -89,17 +91,30 @@ class AlikeDraws(DispatchMode):
 
     Args:
         calm: draw nothing.
+        until: ends this mode.
     """
 
-    def __init__(self, calm: bool) -> None:
+    def __init__(self, calm: bool, until: ExitStack) -> None:
         super().__init__()
-        self._calm = calm
+        self._calm, self._until = calm, until
         #: Whether any operator did something else than without this mode.
-        self.changed = False
-        #: The name of every random operator, in order, and the shape that it returned.
+        self._changed = False
+        #: The name of every draw, in order, and sizes of it.
         self.drawn: list[Hashable] = []
-        #: Dtypes that floats were cast to.
+        #: Dtypes that floats were cast to: by autocast in the model's own code, say.
         self.casts: set[torch.dtype] = set()
+        self._before = _outside_torch()
+
+    def end_forward(self) -> list[Hashable]:
+        """All draws so far, in order; of Python's and NumPy's generators whether they moved.
+
+        Operators of backward are watched only where checkpoints might draw there what was changed
+        in forward.
+        """
+        if not self._changed:
+            self._until.close()
+        outside = ["outside of PyTorch"] if _outside_torch() != self._before else []
+        return [*self.drawn, *outside]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -112,22 +127,18 @@ class AlikeDraws(DispatchMode):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if kwargs.get("generator") is not None:
-            kwargs, self.changed = {**kwargs, "generator": None}, True
+            kwargs, self._changed = {**kwargs, "generator": None}, True
         if name == "randperm":
-            self.changed = True
+            self._changed = True
             self.drawn.append((name, args[0]))
             like = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
             return torch.arange(args[0], **{"dtype": torch.int64, **like}).roll(1)
         plain_args, plain_kwargs = without_dropout(func, args, kwargs)
-        is_attention = _place_of_dropout(func) is not None
-        if is_attention and (plain_args, plain_kwargs) == (args, kwargs):
+        if _place_of_dropout(func) is not None and (plain_args, plain_kwargs) == (args, kwargs):
             return func(*args, **kwargs)  # its probability is 0 already, or left out
         if self._calm:
-            self.changed = True
-            result = calm_result(func, plain_args, plain_kwargs)
-            if name in ("randint", "random_") and isinstance(result, Tensor):
-                given = dict(zip(arguments_of(func), args, strict=False))
-                result.fill_(given.get("low", given.get("from", 0)))
+            self._changed = True
+            result = _calm_result(func, name, plain_args, plain_kwargs)
         else:
             result = func(*args, **kwargs)
         shapes = [tuple(x.shape) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
@@ -137,22 +148,14 @@ class AlikeDraws(DispatchMode):
         return result
 
 
-def _own_generators(root: nn.Module) -> list[tuple[Any, str, Any]]:
-    """Generators of NumPy's and Python's that modules hold: object, attribute or method, state."""
-    found: list[tuple[Any, str, Any]] = []
+def _own_generators(root: nn.Module) -> list[tuple[Any, Any]]:
+    """Generators of NumPy's and Python's that modules hold, and their states."""
     kinds: tuple[Any, ...] = (random.Random,)
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += numpy.random.Generator, numpy.random.RandomState
-    for module in root.modules():
-        held: list[Any] = [value for value in vars(module).values() if isinstance(value, kinds)]
-        for value in held:
-            if isinstance(value, random.Random):
-                found.append((value, "", value.getstate()))
-            elif hasattr(value, "bit_generator"):
-                found.append((value.bit_generator, "state", value.bit_generator.state))
-            else:
-                found.append((value, "set_state", value.get_state()))
-    return found
+    held = [x for module in root.modules() for x in vars(module).values() if isinstance(x, kinds)]
+    holders = [getattr(generator, "bit_generator", generator) for generator in held]
+    return [(holder, holder.__getstate__()) for holder in holders]
 
 
 def _outside_torch() -> Hashable:
@@ -205,29 +208,6 @@ def _size(arg: Any) -> Hashable:
     return hash(arg) if isinstance(arg, numbers.Real) else type(arg).__name__
 
 
-class Repeatable:
-    """The random draws of a run of :func:`repeatable`."""
-
-    def __init__(self, draws: AlikeDraws, until: ExitStack) -> None:
-        self._draws, self._until = draws, until
-        self._before = _outside_torch()
-
-    def end_forward(self) -> list[Hashable]:
-        """All draws so far, in order; of Python's and NumPy's generators whether they moved.
-
-        Operators of backward are watched only where checkpoints might draw there what was changed
-        in forward.
-        """
-        if not self._draws.changed:
-            self._until.close()
-        outside = ["outside of PyTorch"] if _outside_torch() != self._before else []
-        return [*self._draws.drawn, *outside]
-
-    def casts(self) -> set[torch.dtype]:
-        """Dtypes that floats were cast to: by autocast in the model's own code, say."""
-        return self._draws.casts
-
-
 @contextmanager
 def repeatable(
     root: nn.Module, devices: Sequence[torch.device], seed: int, calm: bool = False
@@ -238,9 +218,7 @@ def repeatable(
     TF32, which PyTorch allows in convolutions, runs of two batches would differ by more than a sum
     over a batch does.
     """
-    generators = _own_generators(root)
-    new_seed = torch.seed
-    draws = AlikeDraws(calm)
+    generators, new_seed = _own_generators(root), torch.seed
     try:
         # A seed from the system would be another one in every run (Reformer).
         torch.seed = torch.initial_seed  # type: ignore[assignment]
@@ -249,18 +227,16 @@ def repeatable(
             without_tf32(),
             random_state(list(devices), seed),
             checkpoints_replaced(PlainCheckpoint),
-            _draws_outside(draws.drawn, calm),
             ExitStack() as until,
         ):
-            until.enter_context(draws)
-            yield Repeatable(draws, until)
+            draws = Repeatable(calm, until)
+            with _draws_outside(draws.drawn, calm):
+                until.enter_context(draws)
+                yield draws
     finally:
         torch.seed = new_seed
-        for holder, how, state in generators:
-            if how == "state":
-                holder.state = state
-            else:
-                (holder.set_state if how else holder.setstate)(state)
+        for holder, state in generators:
+            holder.__setstate__(state)
 
 
 def moved(data: Tensor, generator: torch.Generator) -> Tensor:
