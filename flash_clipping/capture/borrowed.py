@@ -26,7 +26,7 @@ from flash_clipping.capture.max_norm import NoRenormalisation
 from flash_clipping.capture.no_trace import MODELS_OWN, without_activations
 from flash_clipping.capture.own_parameters import owners
 from flash_clipping.capture.proof.draws import repeatable
-from flash_clipping.capture.proxies.operation import name_of
+from flash_clipping.capture.proxies.parameter_proxy import name_of
 from flash_clipping.capture.session import ClippingSession
 
 #: Properties of a parameter that a gradient comes through.

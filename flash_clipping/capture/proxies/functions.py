@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
@@ -17,7 +19,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE, looked_up, name_of
+from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     TableRows,
@@ -25,11 +27,17 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     called,
     flattened,
     is_plain,
+    name_of,
     origin_of,
     unflattened,
 )
-from flash_clipping.capture.proxies.proxy_ops import mixed, note_recomputation, of_samples
-from flash_clipping.capture.proxies.short_ways import SHORT_WAYS, note_served
+from flash_clipping.capture.proxies.proxy_ops import (
+    SHORT_WAYS,
+    mixed,
+    note_recomputation,
+    note_served,
+    of_samples,
+)
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
 
@@ -59,6 +67,7 @@ _DETACHING = {"detach", "__get__data"}
 _ASKING = {"__get__dtype", "__get__shape", "__get__device", "__get__ndim", "dim", "size"}
 #: Functions of a tensor, others and numbers, element by element.
 _BY_ELEMENT = {"where", "masked_fill"}
+_LOOKUP = inspect.signature(F.embedding)
 #: Functions that draw random numbers: one draw for all rows is not one draw per row.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
@@ -301,13 +310,22 @@ def _table_rows(
     func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Tensor
 ) -> TableRows | None:
     """Which rows of a table ``result`` is, if it is made of such rows alone."""
+    bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
+    if len(bares) != 1:
+        return None
+    value, before = bares[0].value, bares[0].lookup
     if name == "embedding":
         args, kwargs = unflattened(leaves, spec)
-        return looked_up(*args, **kwargs)
-    bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
-    if len(bares) != 1 or (before := bares[0].lookup) is None:
+        given = _LOOKUP.bind(*args, **kwargs).arguments
+        changes = given.get("scale_grad_by_freq") or given.get("max_norm") is not None
+        if changes or given["weight"] is not bares[0] or value not in bares[0].leaves:
+            return None
+        padding_idx = given.get("padding_idx")
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += len(value)
+        return TableRows(given["input"], value, padding_idx)
+    if before is None:
         return None
-    value = bares[0].value
     if name in _KEEPS_ROWS:
         return before if (result.dtype, result.shape) == (value.dtype, value.shape) else None
     d = value.shape[before.feature]

@@ -1,17 +1,25 @@
-"""What is known of one operation between stand-ins and tensors that carry samples.
+"""One operation between stand-ins and tensors that carry samples, and its gradients.
+
+A module may call ``F.linear`` on its weight, or write ``x @ self.weight.T`` or
+``self.weight * x_hat``, in a forward of its own: what it computes is known from the operation, and
+so is a factor of its gradient, as rules have it. Nothing is assumed of the module. Of any other
+operation gradients are formed sample by sample: those of one sample are those with the output
+gradients of all others at 0.
 
 Samples may lie along another axis than the first: XLNet's ``einsum("ibh,hnd->ibnd", h, self.q)``
 has positions first. Where they lie in ``h`` and in the result, a probe shows
-(:mod:`flash_clipping.capture.proof.probe`). Gradients of one sample are those with the output
-gradients of all others at 0.
+(:mod:`flash_clipping.capture.proof.probe`).
 
 Shape suffixes: ``B`` samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +29,17 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     AffineView,
     ParameterProxy,
     TableRows,
+    UnsupportedUse,
     unflattened,
 )
-from flash_clipping.capture.row_layouts import Layout, layout_of
+from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
+from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.finish.session import Readers
+from flash_clipping.rules.convolution import ConvolutionRule
+from flash_clipping.rules.embedding import EmbeddingRule
+from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
+from flash_clipping.rules.normalization import DEFAULT_EPS, LayerNormRule, RMSNormRule
+from flash_clipping.rules.registry import GradRequest, Rule
 
 ADDITION = {"add", "add_"}
 MULTIPLICATION = {"mul", "multiply"}
@@ -34,14 +49,6 @@ IN_PLACE = {"add_"}
 ATTENTION = {"scaled_dot_product_attention"}
 #: Linear maps: layers that read one input are measured together.
 READS_ROWS = {"linear", "matmul"}
-
-
-def name_of(func: Callable[..., Any]) -> str:
-    """The name of a torch function, of a property with the property's own name."""
-    name: str = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):  # a property; its own name is on the descriptor
-        name += str(getattr(getattr(func, "__self__", None), "__name__", ""))
-    return name
 
 
 @dataclass
@@ -100,10 +107,6 @@ class ProxyOp:
         found = [param for bare in self.bares for param in bare.leaves.values()]
         return found if len(found) == 1 else list(dict.fromkeys(found))
 
-    def by_row(self, bare: ParameterProxy, rank: int) -> bool:
-        """Whether the first axis of this operand is the batch, each row the same."""
-        return bare.row is not None and bare.dim() == rank and bare.shape[0] != 1
-
     def row_by_row(self, bare: ParameterProxy, plain: list[Tensor], G: Tensor) -> bool:
         """Whether every sample meets a row of its own of this operand.
 
@@ -118,25 +121,6 @@ class ProxyOp:
         except RuntimeError:
             return True  # one row and all of the operand do not fit
         return output.shape[0] != 1
-
-
-def looked_up(
-    ids: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> TableRows | None:
-    """The rows that ``torch.nn.functional.embedding`` with these arguments reads of a parameter."""
-    if scale_grad_by_freq or max_norm is not None or not isinstance(weight, ParameterProxy):
-        return None
-    if weight.value not in weight.leaves or isinstance(ids, ParameterProxy):
-        return None
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += weight.shape[0]
-    return TableRows(ids, weight.value, padding_idx)
 
 
 def layout_after(operation: ProxyOp, plain: list[Tensor], use: str) -> Layout:
@@ -154,3 +138,442 @@ def layout_after(operation: ProxyOp, plain: list[Tensor], use: str) -> Layout:
     if not seen and operation.count == 1:
         return operation.before  # one sample: all of it is its own
     return layout_of(f"{operation.tap.path}: {use}", output, operation.count, seen)
+
+
+Factors: TypeAlias = list[tuple[nn.Parameter, PerSampleGrad]]
+
+#: The gradient of the one tensor that carries samples, and factors of parameters.
+Gradients: TypeAlias = tuple[Tensor | None, Factors]
+
+
+def gradients(
+    operation: ProxyOp,
+    plain: list[Tensor],
+    values: list[Tensor],
+    needs: tuple[bool, ...],
+    G: Tensor,
+) -> tuple[list[Tensor | None], Iterable[tuple[nn.Parameter, PerSampleGrad]]]:
+    """Gradients of the tensors that carry samples, and factors of parameters.
+
+    Args:
+        plain: the operation's ordinary tensors.
+        values: those of its stand-ins.
+        needs: which of ``plain`` need a gradient.
+        G: the output gradient.
+    """
+    factors: Iterable[tuple[nn.Parameter, PerSampleGrad]]
+    if (rows := _table_factor(operation, plain, G)) is not None:
+        factors = [rows]
+    elif (found := _factored(operation, plain, values, needs, G)) is not None:
+        return found
+    else:
+        factors = _per_sample_factors(operation, plain, G)
+    return _input_grads(operation, plain, needs, G), factors
+
+
+def _input_grads(
+    operation: ProxyOp, plain: list[Tensor], needs: tuple[bool, ...], G: Tensor
+) -> list[Tensor | None]:
+    """Gradients of the tensors that carry samples: the operation's own backward."""
+    if not any(needs):
+        return [None] * len(plain)
+    if (
+        operation.name in ADDITION
+        and len(plain) == 1
+        and len(operation.leaves) == 2  # a third is alpha
+        and plain[0].shape == G.shape
+        and not G.is_complex()
+    ):
+        return [G.to(plain[0].dtype)]
+    inputs = [tensor.detach().requires_grad_(n) for tensor, n in zip(plain, needs, strict=True)]
+    with torch.enable_grad():
+        output = operation.call(inputs, [bare.value.detach() for bare in operation.bares])
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    found = iter(torch.autograd.grad(output, wanted, G))
+    return [next(found) if need else None for need in needs]
+
+
+def _table_factor(
+    operation: ProxyOp, plain: list[Tensor], G: Tensor
+) -> tuple[nn.Parameter, PerSampleGrad] | None:
+    """The gradient of a table of which single rows were added to something that has samples,
+    without a table per sample."""
+    bare, rows = operation.bares[0], operation.rows
+    if rows is None or operation.name not in ADDITION or operation.after is not None:
+        return None
+    if len(operation.leaves) != 2 or len(plain) != 1 or (operation.axis and rows.feature != -1):
+        return None
+    if -rows.feature >= G.dim() or bare.shape[rows.feature] != G.shape[rows.feature]:
+        return None
+    return bare.leaves[rows.table], rows.factor(G, operation.axis)
+
+
+def _per_sample_factors(
+    operation: ProxyOp, plain: list[Tensor], G: Tensor
+) -> Iterator[tuple[nn.Parameter, PerSampleGrad]]:
+    """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
+    bares = operation.bares
+    own_row = [operation.after is None and operation.row_by_row(x, plain, G) for x in bares]
+    # The first axis is the batch, each row the same.
+    alike = [x.row is not None and x.dim() == G.dim() and x.shape[0] != 1 for x in bares]
+    try:
+        if operation.after is not None:
+            raise NotImplementedError("formulas below are for samples along the first axis")
+        rowwise = [own or same for own, same in zip(own_row, alike, strict=True)]
+        operand_grads = _operand_grads(operation, plain, G, rowwise)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+        # An operation that vmap does not have, or that does not take one row of an operand alone.
+        own_row = alike = [False] * len(bares)
+        operand_grads = _operand_grads_in_turn(operation, plain, G)
+    for bare, grads_B, has_own, same in zip(bares, operand_grads, own_row, alike, strict=True):
+        origin = bare.row if same else bare.value
+        assert origin is not None
+        if not origin.requires_grad:
+            continue  # computed with gradients off
+        found = _through_rows(bare, grads_B) if has_own else through(origin, bare.leaves, grads_B)
+        yield from ((param, DenseGrad(grads)) for param, grads in found)
+
+
+def through(
+    value: Tensor, leaves: dict[Tensor, nn.Parameter], grads_B: Tensor
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Per-sample gradients ``[B, *value]`` of what was computed from parameters, as theirs."""
+    for leaf, param in leaves.items():
+        if value is leaf:
+            yield param, grads_B
+            continue
+        (found,) = torch.autograd.grad(
+            value,
+            leaf,
+            grads_B.to(value.dtype),
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        if found is not None:
+            yield param, found
+
+
+def _through_rows(bare: ParameterProxy, grads_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Per-sample gradients where sample ``b`` met row ``b`` alone: ``grads_B [B, 1, *row]``."""
+    for leaf, param in bare.leaves.items():
+        found = []
+        for b in range(len(grads_B)):  # all at once would take B times the operand
+            with torch.enable_grad():
+                row = bare.value[b : b + 1]
+            (grad,) = torch.autograd.grad(
+                row, leaf, grads_B[b].to(row.dtype), retain_graph=True, allow_unused=True
+            )
+            found.append(torch.zeros_like(leaf) if grad is None else grad)
+        yield param, torch.stack(found)
+
+
+def _operand_grads(
+    operation: ProxyOp, plain: list[Tensor], G: Tensor, rowwise: list[bool]
+) -> list[Tensor]:
+    """Gradient of the operation per sample with respect to each bare operand: ``[B, *operand]``.
+
+    Of an operand that has a row per sample (``rowwise``), with respect to that: ``[B, 1, *row]``.
+    """
+
+    def one_sample(G_1: Tensor, operands: list[Tensor], samples: list[Tensor]) -> Any:
+        rows = [
+            x.unsqueeze(0) if batched else x
+            for x, batched in zip(samples, operation.batched, strict=True)
+        ]
+
+        def run(*values: Tensor) -> Tensor:
+            return operation.call(rows, list(values))
+
+        vjp: Any = torch.func.vjp(run, *operands)[1]
+        return vjp(G_1.unsqueeze(0))
+
+    operands = [
+        bare.value.detach().unsqueeze(1) if row else bare.value.detach()
+        for bare, row in zip(operation.bares, rowwise, strict=True)
+    ]
+    in_dims: tuple[Any, ...] = (
+        0,
+        [0 if row else None for row in rowwise],
+        [0 if batched else None for batched in operation.batched],
+    )
+    return list(torch.func.vmap(one_sample, in_dims=in_dims)(G, operands, plain))
+
+
+def _operand_grads_in_turn(operation: ProxyOp, plain: list[Tensor], G: Tensor) -> list[Tensor]:
+    """Operands' gradients ``[B, *operand]`` for any operation: its own backward for each sample,
+    with the output gradients of the others at 0."""
+    operands = [bare.value.detach().requires_grad_() for bare in operation.bares]
+    after = operation.after
+    layout, B = (TOGETHER, len(G)) if after is None else (after, operation.count)
+    found = [operand.new_empty(B, *operand.shape) for operand in operands]
+    try:
+        with torch.enable_grad():
+            output = operation.call([x.detach() for x in plain], operands)
+        for b in range(B):
+            of_b = torch.autograd.grad(output, operands, layout.only(G, b, B), retain_graph=True)
+            for grads, grad in zip(found, of_b, strict=True):
+                grads[b] = grad
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        raise UnsupportedUse(
+            operation.tap, f"{operation.name} failed in backward ({error})"
+        ) from error
+    return found
+
+
+def _reduce_to(G: Tensor, shape: Sequence[int]) -> Tensor:
+    """Add up ``G [B, ...]`` over the axes that ``shape`` was broadcast along, sample by sample."""
+    aligned = [1] * (G.dim() - len(shape)) + list(shape)
+    axes = [i for i in range(1, G.dim()) if aligned[i] == 1 and G.shape[i] != 1]
+    if axes:
+        G = G.sum(axes, keepdim=True, dtype=accumulation_dtype(G.dtype))
+    return G.reshape(G.shape[0], *shape)
+
+
+@dataclass(slots=True)
+class _Operand:
+    """A tensor that the operation was called with.
+
+    Attributes:
+        value: what it was then.
+        bare: the stand-in, if it is none of the ordinary tensors.
+        origin: for a stand-in, what it is of one parameter, if it is little more than that.
+        carries_samples: it is the operation's one tensor that does.
+    """
+
+    value: Tensor
+    bare: ParameterProxy | None = None
+    origin: AffineView | None = None
+    carries_samples: bool = False
+
+
+class _Asked(NamedTuple):
+    """What a backward is asked for.
+
+    Attributes:
+        G: the output gradient.
+        input: whether that of what carries samples is wanted.
+        backend: for ops.
+    """
+
+    G: Tensor
+    input: bool
+    backend: str
+
+
+def _factored(
+    operation: ProxyOp, plain: list[Tensor], values: list[Tensor], needs: Sequence[bool], G: Tensor
+) -> tuple[list[Tensor | None], Factors] | None:
+    """:func:`gradients` from the operation's formula.
+
+    Returns:
+        ``None`` where there is none: another operation, more than one tensor that carries samples,
+        or a stand-in that is more than a parameter laid out anew.
+    """
+    name, origins = operation.name, operation.origins
+    backward = _BACKWARDS.get(name)
+    if backward is None or operation.axis or operation.after:
+        return None
+    if None in origins and name not in ADDITION | MULTIPLICATION:
+        return None
+    if sum(operation.batched) != 1 or G.is_complex() or any(x.is_complex() for x in plain):
+        return None
+    at = operation.batched.index(True)
+    if any(need and place != at for place, need in enumerate(needs)):
+        return None
+    pairs = zip(plain, operation.batched, strict=True)
+    tensors = iter([_Operand(x, carries_samples=batched) for x, batched in pairs])
+    values = values or [bare.value.detach() for bare in operation.bares]
+    stand_ins = iter([_Operand(*of) for of in zip(values, operation.bares, origins, strict=True)])
+    leaves = [
+        leaf
+        if not isinstance(leaf, Tensor)
+        else next(stand_ins if hasattr(leaf, "leaves") else tensors)
+        for leaf in operation.leaves
+    ]
+    args, kwargs = unflattened(leaves, operation.spec)
+    takes = _TAKES[name]
+    if len(args) > len(takes) or not kwargs.keys() <= set(takes):
+        return None
+    asked = _Asked(G, needs[at], operation.tap.session.backend)
+    found = backward(asked, *args, **kwargs)
+    if found is None:
+        return None
+    grads: list[Tensor | None] = [None] * len(plain)
+    if found[0] is not None:
+        grads[at] = found[0].to(plain[at].dtype)
+    return grads, found[1]
+
+
+def _by_rule(
+    asked: _Asked, rule: Rule, layer: Any, saved: tuple[Any, ...], **operands: _Operand | None
+) -> Gradients | None:
+    """What the rule of a layer that computes the same has; ``operands``: its parameters."""
+    trained = {name: x for name, x in operands.items() if x is not None and x.origin is not None}
+    needs = GradRequest((asked.input,), frozenset(trained), asked.backend)
+    grad_input, by_name = rule.backward(layer, saved, asked.G, needs)
+    factors: Factors = []
+    for name, operand in trained.items():
+        assert operand.origin is not None and operand.bare is not None
+        factor = operand.origin.of_parameter(by_name[name], operand.value)
+        if factor is None:
+            return None
+        factors.append((operand.bare.leaves[operand.origin.leaf], factor))
+    return grad_input, factors
+
+
+def _pointwise(product: bool, asked: _Asked, x: Any, y: Any) -> Gradients | None:
+    """What carries samples, and a stand-in that is broadcast over these, or expanded over them."""
+    if not isinstance(x, _Operand) or not isinstance(y, _Operand):
+        return None
+    G, (samples, other) = asked.G, (x, y) if x.carries_samples else (y, x)
+    bare, shape = other.bare, other.value.shape
+    assert bare is not None
+    by_row = len(shape) == G.dim() and shape[0] != 1
+    value = bare.row if by_row else bare.value
+    if value is None or samples.value.shape != G.shape:
+        return None
+    grad_input = None
+    if asked.input:
+        grad_input = G * other.value if product else G
+    if not value.requires_grad:
+        return grad_input, []  # computed with gradients off
+    G = G * samples.value if product else G
+    grads_B = _reduce_to(G, (1, *shape[1:]) if by_row else shape)
+    if other.origin is not None:
+        param = bare.leaves[other.origin.leaf]
+        return grad_input, [(param, DenseGrad(other.origin.grads(grads_B)))]
+    return grad_input, [(p, DenseGrad(grads)) for p, grads in through(value, bare.leaves, grads_B)]
+
+
+def _linear(asked: _Asked, input: Any, weight: Any, bias: Any = None) -> Gradients | None:
+    if not input.carries_samples or weight.value.dim() != 2 or input.value.dim() < 2:
+        return None
+    # Under autocast, the operands that were multiplied.
+    saved = input.value.to(asked.G.dtype), weight.value.to(asked.G.dtype)
+    return _by_rule(asked, _LINEAR, None, saved, weight=weight, bias=bias)
+
+
+def _matmul(asked: _Asked, input: Any, other: Any) -> Gradients | None:
+    if not input.carries_samples or other.value.dim() != 2 or input.value.dim() < 2:
+        return None
+    saved = input.value.to(asked.G.dtype), other.value.to(asked.G.dtype)
+    return _by_rule(asked, _TRANSPOSED_LINEAR, None, saved, weight=other)
+
+
+def _embedding(
+    asked: _Asked,
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Gradients | None:
+    if not input.carries_samples or max_norm is not None or scale_grad_by_freq:
+        return None
+    rows = len(weight.value)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += rows
+    layer = SimpleNamespace(num_embeddings=rows, padding_idx=padding_idx)
+    return _by_rule(asked, _EMBEDDING, layer, (input.value,), weight=weight)
+
+
+def _layer_norm(
+    asked: _Asked,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Gradients | None:
+    return _normalization(asked, input, normalized_shape, weight, bias, eps, centred=True)
+
+
+def _rms_norm(
+    asked: _Asked,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    eps: float | None = None,
+) -> Gradients | None:
+    if eps is None:
+        if input.value.dtype != asked.G.dtype:
+            return None  # which of the two it is a step of, versions differ
+        eps = DEFAULT_EPS[asked.G.dtype]
+    return _normalization(asked, input, normalized_shape, weight, None, eps, centred=False)
+
+
+def _normalization(
+    asked: _Asked,
+    input: _Operand,
+    shape: Sequence[int],
+    weight: _Operand | None,
+    bias: _Operand | None,
+    eps: float,
+    centred: bool,
+) -> Gradients | None:
+    axes = list(range(-len(shape), 0))
+    G, value = asked.G, input.value
+    if not input.carries_samples or value.dim() <= len(axes) or value.shape != G.shape:
+        return None
+    x, scale = value.to(G.dtype), None if weight is None else weight.value
+    wide = x.to(accumulation_dtype(x.dtype))
+    layer = SimpleNamespace(normalized_shape=tuple(shape))
+    if not centred:
+        rstd = (wide.square().mean(axes, keepdim=True) + eps).rsqrt()
+        return _by_rule(asked, _RMS_NORM, layer, (x, None, rstd, scale), weight=weight)
+    variance, mean = torch.var_mean(wide, axes, correction=0, keepdim=True)
+    saved = x, mean, (variance + eps).rsqrt(), scale
+    return _by_rule(asked, _LAYER_NORM, layer, saved, weight=weight, bias=bias)
+
+
+def _convolution(
+    asked: _Asked,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Gradients | None:
+    spatial = weight.value.dim() - 2
+    if not input.carries_samples or input.value.dim() != spatial + 2 or isinstance(padding, str):
+        return None
+    layer = SimpleNamespace(
+        stride=_each(stride, spatial),
+        padding=_each(padding, spatial),
+        dilation=_each(dilation, spatial),
+        groups=groups,
+        padding_mode="zeros",
+    )
+    saved = input.value.to(asked.G.dtype), weight.value.to(asked.G.dtype)
+    return _by_rule(asked, _CONVOLUTION, layer, saved, weight=weight, bias=bias)
+
+
+def _each(value: Any, axes: int) -> tuple[int, ...]:
+    """One number for every spatial axis."""
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * axes if len(numbers) == 1 else numbers
+
+
+_LINEAR, _TRANSPOSED_LINEAR = LinearRule(), TransposedLinearRule()
+_EMBEDDING, _CONVOLUTION = EmbeddingRule(), ConvolutionRule()
+_LAYER_NORM, _RMS_NORM = LayerNormRule(), RMSNormRule()
+
+_BACKWARDS: dict[str, Callable[..., Gradients | None]] = {
+    **dict.fromkeys(ADDITION, partial(_pointwise, False)),
+    **dict.fromkeys(MULTIPLICATION, partial(_pointwise, True)),
+    "linear": _linear,
+    "embedding": _embedding,
+    "matmul": _matmul,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+}
+
+#: Names of what each of these takes.
+_TAKES = {name: [*inspect.signature(f).parameters][1:] for name, f in _BACKWARDS.items()}

@@ -81,6 +81,14 @@ def called(
     return func(*args, **kwargs)
 
 
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of a torch function, of a property with the property's own name."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):  # a property; its own name is on the descriptor
+        name += str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return name
+
+
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
 #: Functions after which all elements are still there, in their order, if their number is the same.
 _RESHAPES = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "clone"}
