@@ -139,31 +139,18 @@ class ExpertTablesRule(Rule):
         chosen, none = layer.experts_of(indices)
         down_Ed, up_Ed = layer.down, layer.up
         x_Nd, chosen_NL, none_NL, weights_NL = map(_rows, (x, chosen, none, weights))
-        before, outputs = [], []
-        for n in _pieces(chosen_NL, x_Nd):
-            u_nLd = _looked_up(down_Ed, chosen_NL[n], none_NL[n])
-            before_nL = (u_nLd * x_Nd[n].unsqueeze(1)).sum(2).masked_fill(none_NL[n], 0)
-            unit_nL = layer.act(before_nL) * weights_NL[n].masked_fill(none_NL[n], 0)
-            v_nLd = _looked_up(up_Ed, chosen_NL[n], none_NL[n])
-            outputs.append((v_nLd * unit_nL.unsqueeze(2)).sum(1).to(x.dtype))
-            before.append(before_nL)
-        y = torch.cat(outputs).view(x.shape)
-        return y, (x, chosen, none, weights, torch.cat(before), down_Ed, up_Ed)
+        before_NL = _products(down_Ed, chosen_NL, none_NL, x_Nd).masked_fill(none_NL, 0)
+        unit_NL = layer.act(before_NL) * weights_NL.masked_fill(none_NL, 0)
+        y = _sums(up_Ed, chosen_NL, none_NL, unit_NL, x.dtype).view(x.shape)
+        return y, (x, chosen, none, weights, before_NL, down_Ed, up_Ed)
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, chosen, none, weights, before_NL, down_Ed, up_Ed = saved
-        x_Nd, grad_Nd, chosen_NL, none_NL, weights_NL = map(
-            _rows, (x, grad_output, chosen, none, weights)
-        )
+        grad_Nd, chosen_NL, none_NL, weights_NL = map(_rows, (grad_output, chosen, none, weights))
         with torch.enable_grad():
             leaf_NL = before_NL.detach().requires_grad_()
             act_NL = layer.act(leaf_NL)
-        grad_unit_NL = torch.cat(
-            [
-                (_looked_up(up_Ed, chosen_NL[n], none_NL[n]) * grad_Nd[n].unsqueeze(1)).sum(2)
-                for n in _pieces(chosen_NL, x_Nd)
-            ]
-        )
+        grad_unit_NL = _products(up_Ed, chosen_NL, none_NL, grad_Nd)
         of_act_NL = (grad_unit_NL * weights_NL).to(act_NL.dtype)
         (grad_before_NL,) = torch.autograd.grad(act_NL, leaf_NL, of_act_NL)
         # Of no expert: its weight may be anything. The factors do not read its scale.
@@ -171,25 +158,20 @@ class ExpertTablesRule(Rule):
         act_NL = act_NL.detach()
         grads: list[Tensor | None] = [None, None, None]
         if needs.inputs[0]:
-            grad_x = [
-                (_looked_up(down_Ed, chosen_NL[n], none_NL[n]) * grad_before_NL[n].unsqueeze(2))
-                .sum(1)
-                .to(x.dtype)
-                for n in _pieces(chosen_NL, x_Nd)
-            ]
-            grads[0] = torch.cat(grad_x).view(x.shape)
+            grad_x_Nd = _sums(down_Ed, chosen_NL, none_NL, grad_before_NL, x.dtype)
+            grads[0] = grad_x_Nd.view(x.shape)
         if needs.inputs[2]:
             of_weights_NL = (grad_unit_NL * act_NL).masked_fill(none_NL, 0)
             grads[2] = of_weights_NL.to(weights.dtype).view(weights.shape)
         ids_BTL = as_BTd(chosen.masked_fill(none, -1))
-        experts = len(down_Ed)
         factors: dict[str, PerSampleGrad] = {}
-        if "down" in needs.params:
-            scale_BTL = grad_before_NL.view(ids_BTL.shape)
-            factors["down"] = ScaledEmbeddingGrad(ids_BTL, scale_BTL, as_BTd(x), experts)
-        if "up" in needs.params:
-            scale_BTL = (act_NL * weights_NL).view(ids_BTL.shape)
-            factors["up"] = ScaledEmbeddingGrad(ids_BTL, scale_BTL, as_BTd(grad_output), experts)
+        for name, scale_NL, rows in (
+            ("down", grad_before_NL, x),
+            ("up", act_NL * weights_NL, grad_output),
+        ):
+            if name in needs.params:
+                scale_BTL = scale_NL.view(ids_BTL.shape)
+                factors[name] = ScaledEmbeddingGrad(ids_BTL, scale_BTL, as_BTd(rows), len(down_Ed))
         return tuple(grads), factors
 
 
@@ -197,14 +179,29 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _pieces(chosen_NL: Tensor, x_Nd: Tensor) -> Iterator[slice]:
-    """Positions that are served at a time: by shapes alone."""
-    (N, L), d = chosen_NL.shape, x_Nd.shape[1]
+def _looked_up(
+    table_Ed: Tensor, chosen_NL: Tensor, none_NL: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows ``[n, L, d]`` of a table for some positions at a time, by shapes alone; zeros in the
+    place of no expert."""
+    (N, L), d = chosen_NL.shape, table_Ed.shape[1]
     step = max(1, BUFFER // max(1, L * d))
-    for n in range(0, max(1, N), step):  # one piece at least, of no position if there is none
-        yield slice(n, n + step)
+    for start in range(0, max(1, N), step):  # at least once, for no position if there is none
+        n = slice(start, start + step)
+        yield n, F.embedding(chosen_NL[n], table_Ed).masked_fill(none_NL[n].unsqueeze(2), 0)
 
 
-def _looked_up(table_Ed: Tensor, chosen_nL: Tensor, none_nL: Tensor) -> Tensor:
-    """``[n, L, d]``, and zeros in the place of no expert."""
-    return F.embedding(chosen_nL, table_Ed).masked_fill(none_nL.unsqueeze(2), 0)
+def _products(table_Ed: Tensor, chosen_NL: Tensor, none_NL: Tensor, x_Nd: Tensor) -> Tensor:
+    """Products ``[N, L]`` of the rows chosen for each position and what stands there."""
+    pieces = _looked_up(table_Ed, chosen_NL, none_NL)
+    return torch.cat([(rows_nLd * x_Nd[n].unsqueeze(1)).sum(2) for n, rows_nLd in pieces])
+
+
+def _sums(
+    table_Ed: Tensor, chosen_NL: Tensor, none_NL: Tensor, scale_NL: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Sums ``[N, d]`` of the rows chosen for each position, times these numbers."""
+    pieces = _looked_up(table_Ed, chosen_NL, none_NL)
+    return torch.cat(
+        [(rows_nLd * scale_NL[n].unsqueeze(2)).sum(1).to(dtype) for n, rows_nLd in pieces]
+    )

@@ -65,15 +65,12 @@ def _active(wrapper: Any) -> list[str]:
     Raises:
         UnsupportedLayer: one is trainable that it does not compute with.
     """
-    used = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    used, state = [name for name in wrapper.active_adapters if name in wrapper.lora_A], "not active"
     if wrapper.disable_adapters or wrapper.merged:
-        used = []
+        used, state = [], "disabled" if wrapper.disable_adapters else "merged"
     for name in wrapper.lora_A:
-        if name not in used and any(
-            param.requires_grad for low in _pair(wrapper, name) for param in low.parameters()
-        ):
-            state = "disabled" if wrapper.disable_adapters else "merged"
-            state = state if wrapper.disable_adapters or wrapper.merged else "not active"
+        params = [param for low in _pair(wrapper, name) for param in low.parameters()]
+        if name not in used and any(param.requires_grad for param in params):
             raise UnsupportedLayer(
                 f"adapter {name!r} of {wrapper.parameter_name} is trainable and {state}, so that "
                 "no sample reaches it. Activate it (model.set_adapter, unmerge_adapter), or freeze "

@@ -151,7 +151,11 @@ class Region:
         kind = kind, tuple([kind_of(tap) for tap in self.taps])
         sizes.append(0 if call is None else call.batch_size or 0)
         key = kind, tuple(sizes)
-        known = self._find(key, kind, sizes)
+        known = self._known.get(key)
+        if known is None and kind in self._shapes:
+            known = self._shapes[kind].find(sizes)
+            if known is not None:
+                _keep(self._known, key, known)
         told = known is not None
         traces.misfits, traces.inside = False, []
         if known is None:
@@ -236,14 +240,6 @@ class Region:
         return wires
 
     # -- what wires are like ----------------------------------------------------------------------
-
-    def _find(self, key: Hashable, kind: Hashable, sizes: list[int]) -> Calls | None:
-        known = self._known.get(key)
-        if known is None and kind in self._shapes:
-            known = self._shapes[kind].find(sizes)
-            if known is not None:
-                _keep(self._known, key, known)
-        return known
 
     def _learn(
         self,

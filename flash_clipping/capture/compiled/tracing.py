@@ -33,7 +33,7 @@ from flash_clipping.capture.compiled.unbatched import (
     was_used,
     without_same,
 )
-from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameters, Seen, Wires
+from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameters, Seen
 
 #: Of regions that run now, by the key of their model's session: the calls of each tap, by its
 #: number, and all wires, as a layout has them. Global, as Dynamo takes tensors that are reached
@@ -148,9 +148,14 @@ def _on_wires(
     if call.kind == "unused":
         return True, tap.original(*args, **kwargs)
     if call.kind == "own":
-        if not _parameters_fit(tap, wires):
-            return False, None
         params = [param for _, _, param in _own_parameters(tap)]
+        if len(params) != len(wires):
+            return False, None
+        for param, wire in zip(params, wires, strict=True):
+            if wire is None or not isinstance(param, torch.nn.Parameter):
+                return False, None  # functional_call has put something else there
+            if tuple(wire.shape[1:]) != tuple(param.shape) or wire.dtype != param.dtype:
+                return False, None
         rows = PerSampleParameters.apply(*params, *wires)
         return True, _on_own_parameters(tap, rows, args, kwargs)
     x, wiring, axis = _only_tensor(args, kwargs), tap.wiring, tap.session.batch_axis
@@ -191,18 +196,6 @@ def _own_parameters(tap: Any) -> list[tuple[Any, str, Any]]:
         for name, param in owner._parameters.items()
         if param is not None and param.requires_grad
     ]
-
-
-def _parameters_fit(tap: Any, wires: Wires) -> bool:
-    found = _own_parameters(tap)
-    if len(found) != len(wires):
-        return False
-    for (_, _, param), wire in zip(found, wires, strict=True):
-        if wire is None or not isinstance(param, torch.nn.Parameter):
-            return False  # functional_call has put something else there
-        if tuple(wire.shape[1:]) != tuple(param.shape) or wire.dtype != param.dtype:
-            return False
-    return True
 
 
 def _on_own_parameters(

@@ -17,9 +17,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -330,37 +329,6 @@ def _reduce_to(G: Tensor, shape: Sequence[int]) -> Tensor:
     return G.reshape(G.shape[0], *shape)
 
 
-@dataclass(slots=True)
-class _Operand:
-    """A tensor that the operation was called with.
-
-    Attributes:
-        value: what it was then.
-        bare: the stand-in, if it is none of the ordinary tensors.
-        origin: for a stand-in, what it is of one parameter, if it is little more than that.
-        carries_samples: it is the operation's one tensor that does.
-    """
-
-    value: Tensor
-    bare: ParameterProxy | None = None
-    origin: AffineView | None = None
-    carries_samples: bool = False
-
-
-class _Asked(NamedTuple):
-    """What a backward is asked for.
-
-    Attributes:
-        G: the output gradient.
-        input: whether that of what carries samples is wanted.
-        backend: for ops.
-    """
-
-    G: Tensor
-    input: bool
-    backend: str
-
-
 def _factored(
     operation: ProxyOp, plain: list[Tensor], values: list[Tensor], needs: Sequence[bool], G: Tensor
 ) -> tuple[list[Tensor | None], Factors] | None:
@@ -370,33 +338,17 @@ def _factored(
         ``None`` where there is none: another operation, more than one tensor that carries samples,
         or a stand-in that is more than a parameter laid out anew.
     """
-    name, origins = operation.name, operation.origins
-    backward = _BACKWARDS.get(name)
-    if backward is None or operation.axis or operation.after:
-        return None
-    if None in origins and name not in ADDITION | MULTIPLICATION:
+    is_pointwise = operation.name in ADDITION | MULTIPLICATION
+    if operation.axis or operation.after or not (is_pointwise or operation.name in _FORMULAS):
         return None
     if sum(operation.batched) != 1 or G.is_complex() or any(x.is_complex() for x in plain):
         return None
     at = operation.batched.index(True)
     if any(need and place != at for place, need in enumerate(needs)):
         return None
-    pairs = zip(plain, operation.batched, strict=True)
-    tensors = iter([_Operand(x, carries_samples=batched) for x, batched in pairs])
     values = values or [bare.value.detach() for bare in operation.bares]
-    stand_ins = iter([_Operand(*of) for of in zip(values, operation.bares, origins, strict=True)])
-    leaves = [
-        leaf
-        if not isinstance(leaf, Tensor)
-        else next(stand_ins if hasattr(leaf, "leaves") else tensors)
-        for leaf in operation.leaves
-    ]
-    args, kwargs = unflattened(leaves, operation.spec)
-    takes = _TAKES[name]
-    if len(args) > len(takes) or not kwargs.keys() <= set(takes):
-        return None
-    asked = _Asked(G, needs[at], operation.tap.session.backend)
-    found = backward(asked, *args, **kwargs)
+    gradients_of = _pointwise if is_pointwise else _by_rule
+    found = gradients_of(operation, plain, values, plain[at], needs[at], G)
     if found is None:
         return None
     grads: list[Tensor | None] = [None] * len(plain)
@@ -405,175 +357,186 @@ def _factored(
     return grads, found[1]
 
 
-def _by_rule(
-    asked: _Asked, rule: Rule, layer: Any, saved: tuple[Any, ...], **operands: _Operand | None
+def _pointwise(
+    operation: ProxyOp,
+    plain: list[Tensor],
+    values: list[Tensor],
+    samples: Tensor,
+    is_wanted: bool,
+    G: Tensor,
 ) -> Gradients | None:
-    """What the rule of a layer that computes the same has; ``operands``: its parameters."""
-    trained = {name: x for name, x in operands.items() if x is not None and x.origin is not None}
-    needs = GradRequest((asked.input,), frozenset(trained), asked.backend)
-    grad_input, by_name = rule.backward(layer, saved, asked.G, needs)
-    factors: Factors = []
-    for name, operand in trained.items():
-        assert operand.origin is not None and operand.bare is not None
-        factor = operand.origin.of_parameter(by_name[name], operand.value)
-        if factor is None:
-            return None
-        factors.append((operand.bare.leaves[operand.origin.leaf], factor))
-    return grad_input, factors
-
-
-def _pointwise(product: bool, asked: _Asked, x: Any, y: Any) -> Gradients | None:
-    """What carries samples, and a stand-in that is broadcast over these, or expanded over them."""
-    if not isinstance(x, _Operand) or not isinstance(y, _Operand):
+    """``samples``, and a stand-in that is broadcast over these, or expanded over them."""
+    if len(operation.leaves) != 2 or len(plain) != 1:
         return None
-    G, (samples, other) = asked.G, (x, y) if x.carries_samples else (y, x)
-    bare, shape = other.bare, other.value.shape
-    assert bare is not None
+    (bare,), (other,), (origin,) = operation.bares, values, operation.origins
+    product, shape = operation.name in MULTIPLICATION, other.shape
     by_row = len(shape) == G.dim() and shape[0] != 1
     value = bare.row if by_row else bare.value
-    if value is None or samples.value.shape != G.shape:
+    if value is None or samples.shape != G.shape:
         return None
     grad_input = None
-    if asked.input:
-        grad_input = G * other.value if product else G
+    if is_wanted:
+        grad_input = G * other if product else G
     if not value.requires_grad:
         return grad_input, []  # computed with gradients off
-    G = G * samples.value if product else G
+    G = G * samples if product else G
     grads_B = _reduce_to(G, (1, *shape[1:]) if by_row else shape)
-    if other.origin is not None:
-        param = bare.leaves[other.origin.leaf]
-        return grad_input, [(param, DenseGrad(other.origin.grads(grads_B)))]
+    if origin is not None:
+        return grad_input, [(bare.leaves[origin.leaf], DenseGrad(origin.grads(grads_B)))]
     return grad_input, [(p, DenseGrad(grads)) for p, grads in through(value, bare.leaves, grads_B)]
 
 
-def _linear(asked: _Asked, input: Any, weight: Any, bias: Any = None) -> Gradients | None:
-    if not input.carries_samples or weight.value.dim() != 2 or input.value.dim() < 2:
+def _by_rule(
+    operation: ProxyOp,
+    plain: list[Tensor],
+    values: list[Tensor],
+    samples: Tensor,
+    is_wanted: bool,
+    G: Tensor,
+) -> Gradients | None:
+    """What the rule of a layer that computes the same has of its weight and bias."""
+    rule, formula, takes = _FORMULAS[operation.name]
+    args, kwargs = unflattened(operation.leaves, operation.spec)
+    if None in operation.origins or len(args) > len(takes) or not kwargs.keys() <= takes.keys():
+        return None
+    leaves = dict(zip(takes, args, strict=False)) | kwargs
+    tensors, stand_ins = iter(plain), iter(values)
+    given = {
+        name: leaf
+        if not isinstance(leaf, Tensor)
+        else next(stand_ins if isinstance(leaf, ParameterProxy) else tensors)
+        for name, leaf in leaves.items()
+    }
+    made = formula(G, **given) if given["input"] is samples else None
+    if made is None:
+        return None
+    layer, saved = made
+    trained = [takes[name] for name, leaf in leaves.items() if isinstance(leaf, ParameterProxy)]
+    needs = GradRequest((is_wanted,), frozenset(trained), operation.tap.session.backend)
+    grad_input, by_name = rule.backward(layer, saved, G, needs)
+    factors: Factors = []
+    stood_in = zip(trained, operation.bares, operation.origins, values, strict=True)
+    for name, bare, origin, value in stood_in:
+        assert origin is not None
+        factor = origin.of_parameter(by_name[name], value)
+        if factor is None:
+            return None
+        factors.append((bare.leaves[origin.leaf], factor))
+    return grad_input, factors
+
+
+# -- formulas: of a call, the layer as far as its rule asks, and what its forward would have saved -
+
+
+#: ``None`` where a call has none.
+Made: TypeAlias = tuple[Any, tuple[Any, ...]] | None
+
+
+def _linear(G: Tensor, input: Tensor, weight: Tensor, bias: Any = None) -> Made:
+    if weight.dim() != 2 or input.dim() < 2:
         return None
     # Under autocast, the operands that were multiplied.
-    saved = input.value.to(asked.G.dtype), weight.value.to(asked.G.dtype)
-    return _by_rule(asked, _LINEAR, None, saved, weight=weight, bias=bias)
+    return None, (input.to(G.dtype), weight.to(G.dtype))
 
 
-def _matmul(asked: _Asked, input: Any, other: Any) -> Gradients | None:
-    if not input.carries_samples or other.value.dim() != 2 or input.value.dim() < 2:
-        return None
-    saved = input.value.to(asked.G.dtype), other.value.to(asked.G.dtype)
-    return _by_rule(asked, _TRANSPOSED_LINEAR, None, saved, weight=other)
+def _matmul(G: Tensor, input: Tensor, other: Tensor) -> Made:
+    return _linear(G, input, other)
 
 
 def _embedding(
-    asked: _Asked,
-    input: Any,
-    weight: Any,
+    G: Tensor,
+    input: Tensor,
+    weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Gradients | None:
-    if not input.carries_samples or max_norm is not None or scale_grad_by_freq:
+) -> Made:
+    if max_norm is not None or scale_grad_by_freq:
         return None
-    rows = len(weight.value)
     if padding_idx is not None and padding_idx < 0:
-        padding_idx += rows
-    layer = SimpleNamespace(num_embeddings=rows, padding_idx=padding_idx)
-    return _by_rule(asked, _EMBEDDING, layer, (input.value,), weight=weight)
+        padding_idx += len(weight)
+    return SimpleNamespace(num_embeddings=len(weight), padding_idx=padding_idx), (input,)
 
 
 def _layer_norm(
-    asked: _Asked,
-    input: Any,
+    G: Tensor,
+    input: Tensor,
     normalized_shape: Sequence[int],
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Gradients | None:
-    return _normalization(asked, input, normalized_shape, weight, bias, eps, centred=True)
+) -> Made:
+    axes = list(range(-len(normalized_shape), 0))
+    if input.dim() <= len(axes) or input.shape != G.shape:
+        return None
+    x, wide = input.to(G.dtype), accumulation_dtype(G.dtype)
+    variance, mean = torch.var_mean(x.to(wide), axes, correction=0, keepdim=True)
+    layer = SimpleNamespace(normalized_shape=tuple(normalized_shape))
+    return layer, (x, mean, (variance + eps).rsqrt(), weight)
 
 
 def _rms_norm(
-    asked: _Asked,
-    input: Any,
+    G: Tensor,
+    input: Tensor,
     normalized_shape: Sequence[int],
     weight: Any = None,
     eps: float | None = None,
-) -> Gradients | None:
-    if eps is None:
-        if input.value.dtype != asked.G.dtype:
-            return None  # which of the two it is a step of, versions differ
-        eps = DEFAULT_EPS[asked.G.dtype]
-    return _normalization(asked, input, normalized_shape, weight, None, eps, centred=False)
-
-
-def _normalization(
-    asked: _Asked,
-    input: _Operand,
-    shape: Sequence[int],
-    weight: _Operand | None,
-    bias: _Operand | None,
-    eps: float,
-    centred: bool,
-) -> Gradients | None:
-    axes = list(range(-len(shape), 0))
-    G, value = asked.G, input.value
-    if not input.carries_samples or value.dim() <= len(axes) or value.shape != G.shape:
+) -> Made:
+    axes = list(range(-len(normalized_shape), 0))
+    if input.dim() <= len(axes) or input.shape != G.shape:
         return None
-    x, scale = value.to(G.dtype), None if weight is None else weight.value
-    wide = x.to(accumulation_dtype(x.dtype))
-    layer = SimpleNamespace(normalized_shape=tuple(shape))
-    if not centred:
-        rstd = (wide.square().mean(axes, keepdim=True) + eps).rsqrt()
-        return _by_rule(asked, _RMS_NORM, layer, (x, None, rstd, scale), weight=weight)
-    variance, mean = torch.var_mean(wide, axes, correction=0, keepdim=True)
-    saved = x, mean, (variance + eps).rsqrt(), scale
-    return _by_rule(asked, _LAYER_NORM, layer, saved, weight=weight, bias=bias)
+    if eps is None and input.dtype != G.dtype:
+        return None  # which of the two it is a step of, versions differ
+    x, wide = input.to(G.dtype), accumulation_dtype(G.dtype)
+    mean_square = x.to(wide).square().mean(axes, keepdim=True)
+    rstd = (mean_square + (DEFAULT_EPS[G.dtype] if eps is None else eps)).rsqrt()
+    return SimpleNamespace(normalized_shape=tuple(normalized_shape)), (x, None, rstd, weight)
 
 
 def _convolution(
-    asked: _Asked,
-    input: Any,
-    weight: Any,
+    G: Tensor,
+    input: Tensor,
+    weight: Tensor,
     bias: Any = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Gradients | None:
-    spatial = weight.value.dim() - 2
-    if not input.carries_samples or input.value.dim() != spatial + 2 or isinstance(padding, str):
+) -> Made:
+    axes = weight.dim() - 2
+    if input.dim() != axes + 2 or isinstance(padding, str):
         return None
+
+    def each(value: Any) -> tuple[int, ...]:
+        """One number for every spatial axis."""
+        numbers = (value,) if isinstance(value, int) else tuple(value)
+        return numbers * axes if len(numbers) == 1 else numbers
+
     layer = SimpleNamespace(
-        stride=_each(stride, spatial),
-        padding=_each(padding, spatial),
-        dilation=_each(dilation, spatial),
+        stride=each(stride),
+        padding=each(padding),
+        dilation=each(dilation),
         groups=groups,
         padding_mode="zeros",
     )
-    saved = input.value.to(asked.G.dtype), weight.value.to(asked.G.dtype)
-    return _by_rule(asked, _CONVOLUTION, layer, saved, weight=weight, bias=bias)
+    return layer, (input.to(G.dtype), weight.to(G.dtype))
 
 
-def _each(value: Any, axes: int) -> tuple[int, ...]:
-    """One number for every spatial axis."""
-    numbers = (value,) if isinstance(value, int) else tuple(value)
-    return numbers * axes if len(numbers) == 1 else numbers
+def _formula(rule: Rule, formula: Callable[..., Made]) -> tuple[Rule, Callable[..., Made], Any]:
+    """With the names of what it takes: the layer's name for each."""
+    names = [*inspect.signature(formula).parameters][1:]
+    return rule, formula, {name: "weight" if name == "other" else name for name in names}
 
 
-_LINEAR, _TRANSPOSED_LINEAR = LinearRule(), TransposedLinearRule()
-_EMBEDDING, _CONVOLUTION = EmbeddingRule(), ConvolutionRule()
-_LAYER_NORM, _RMS_NORM = LayerNormRule(), RMSNormRule()
-
-_BACKWARDS: dict[str, Callable[..., Gradients | None]] = {
-    **dict.fromkeys(ADDITION, partial(_pointwise, False)),
-    **dict.fromkeys(MULTIPLICATION, partial(_pointwise, True)),
-    "linear": _linear,
-    "embedding": _embedding,
-    "matmul": _matmul,
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+_CONVOLUTION = _formula(ConvolutionRule(), _convolution)
+_FORMULAS = {
+    "linear": _formula(LinearRule(), _linear),
+    "matmul": _formula(TransposedLinearRule(), _matmul),
+    "embedding": _formula(EmbeddingRule(), _embedding),
+    "layer_norm": _formula(LayerNormRule(), _layer_norm),
+    "rms_norm": _formula(RMSNormRule(), _rms_norm),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _CONVOLUTION),
 }
-
-#: Names of what each of these takes.
-_TAKES = {name: [*inspect.signature(f).parameters][1:] for name, f in _BACKWARDS.items()}
