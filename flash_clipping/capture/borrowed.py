@@ -25,7 +25,7 @@ from flash_clipping.capture.factor_source import owners
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_trace import MODELS_OWN, without_activations
 from flash_clipping.capture.proof.repeatable import repeatable
-from flash_clipping.capture.proxies.operation import name_of
+from flash_clipping.capture.proxies.parameter_proxy import name_of
 from flash_clipping.capture.refused_forwards import NoRenormalisation
 from flash_clipping.capture.session import ClippingSession
 

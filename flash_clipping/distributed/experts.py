@@ -25,9 +25,8 @@ from flash_clipping.finish.clipping import Coefficients, Doubts
 from flash_clipping.layers.exchange import Samples
 from flash_clipping.layers.routed_rows import SideBySide
 from flash_clipping.rules import find_rule
-from flash_clipping.rules.experts import ExpertsRule
-from flash_clipping.rules.mixture_of_experts import MixtureOfExpertsRule
-from flash_clipping.rules.other_experts import DbrxExpertsRule, Llama4ExpertsRule
+from flash_clipping.rules.experts import DbrxExpertsRule, ExpertsRule, Llama4ExpertsRule
+from flash_clipping.rules.own_layers import MixtureOfExpertsRule
 from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 _SERVED = (MixtureOfExpertsRule, ExpertsRule, DbrxExpertsRule, Llama4ExpertsRule)
@@ -113,7 +112,8 @@ def _distribute(
 def _compare(path: str, layer: Any, rule: ExpertsRule, experts: int) -> None:
     """See that a layer computes what its rule does, while all of its matrices are here: a token for
     every expert."""
-    first = rule.arithmetic(layer, rule.tensors(layer, None), None).first
+    tensors, arithmetic, *_ = rule.described(layer)
+    first = arithmetic(tensors).first
     matrices = (first.parts[0] if isinstance(first, SideBySide) else first).W_Epd
     tokens = torch.arange(experts * matrices.shape[2], device=matrices.device) * 0.7
     x_1Ed = tokens.sin().to(matrices.dtype).view(1, experts, -1)

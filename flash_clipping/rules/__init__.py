@@ -5,17 +5,13 @@ from flash_clipping.rules import (  # noqa: F401
     convolution,
     embedding,
     experts,
-    hyper_connections,
     linear,
-    mixture_of_experts,
     normalization,
     opacus_layers,
-    other_experts,
+    own_layers,
     peft_experts,
-    product_key_experts,
-    quantized,
 )
-from flash_clipping.rules.other_experts import is_list_of_experts
+from flash_clipping.rules.experts import is_list_of_experts
 from flash_clipping.rules.registry import GradRequest, Rule, find_rule, find_scope, register_rule
 
 __all__ = ["GradRequest", "Rule", "find_rule", "find_scope", "is_list_of_experts", "register_rule"]

@@ -81,26 +81,30 @@ class MultiheadAttentionRule(Rule):
         else:
             weights = None
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        heads_BLE = heads.transpose(1, 2).flatten(2)
-        if isinstance(layer.out_proj, NonDynamicallyQuantizableLinear):  # see OutputRule
-            output = self._like_query(layer, layer.out_proj(heads_BLE))
-        else:
-            output = layer.out_proj(self._like_query(layer, heads_BLE))
+        output = heads.transpose(1, 2).flatten(2)
+        takes_batch_first = isinstance(
+            layer.out_proj, NonDynamicallyQuantizableLinear
+        )  # OutputRule
+        if takes_batch_first:
+            output = layer.out_proj(output)
+        if not layer.batch_first:
+            output = output.transpose(0, 1)
+        if not takes_batch_first:
+            output = layer.out_proj(output)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         return output, weights
 
-    @staticmethod
-    def _like_query(layer: Any, x_BLE: Tensor) -> Tensor:
-        return x_BLE if layer.batch_first else x_BLE.transpose(0, 1)
-
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        same = query is key and key is value
-        casted = autocast_operands(query, key, value, *self._weights(layer))
+        if layer.in_proj_weight is not None:
+            weights = layer.in_proj_weight.chunk(3)
+        else:
+            weights = layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
+        casted = autocast_operands(query, key, value, *weights)
         inputs, weights = casted[:3], casted[3:]
-        if same:
+        if query is key and key is value:
             inputs = (inputs[0],) * 3
         biases = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
         outputs = []
@@ -112,12 +116,6 @@ class MultiheadAttentionRule(Rule):
                 row = extra.to(outputs[position].dtype).expand(outputs[position].shape[0], 1, -1)
                 outputs[position] = torch.cat([outputs[position], row], dim=1)
         return tuple(outputs), (*inputs, *weights)
-
-    @staticmethod
-    def _weights(layer: Any) -> tuple[Tensor, ...]:
-        if layer.in_proj_weight is not None:
-            return tuple(layer.in_proj_weight.chunk(3))
-        return layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight
 
     def backward(self, layer: Any, saved: Any, grad_output: Any, needs: GradRequest) -> Grads:
         inputs, weights = saved[:3], saved[3:]
@@ -131,11 +129,10 @@ class MultiheadAttentionRule(Rule):
                     factors[name] = DenseGrad(rows[:, -1:].unsqueeze(1).clone())
         outers = [LinearGrad(x, G) for x, G in zip(inputs, grads, strict=True)]
         if "in_proj_weight" in needs.params:
-            read_one = len({outer.shares_input_with() for outer in outers}) == 1
-            whole = (
-                LinearGrad(inputs[0], torch.cat(grads, dim=-1)) if read_one else StackedGrad(outers)
-            )
-            factors["in_proj_weight"] = whole
+            if len({outer.shares_input_with() for outer in outers}) == 1:  # they read one input
+                factors["in_proj_weight"] = LinearGrad(inputs[0], torch.cat(grads, dim=-1))
+            else:
+                factors["in_proj_weight"] = StackedGrad(outers)
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         for name, outer in zip(names, outers, strict=True):
             if name in needs.params:
@@ -171,12 +168,11 @@ def _additive_mask(
             mask = torch.zeros_like(mask, dtype=q_BHLE.dtype).masked_fill_(mask, float("-inf"))
         return F.pad(mask.to(q_BHLE.dtype), (0, extra))
 
-    masks = []
+    mask = None
     if attn_mask is not None:
-        attn_mask = additive(attn_mask)
-        masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.view(B, H, L, -1))
+        mask = additive(attn_mask)
+        mask = mask if mask.dim() == 2 else mask.view(B, H, L, -1)
     if key_padding_mask is not None:
-        masks.append(additive(key_padding_mask)[:, None, None, :])
-    if not masks:
-        return None
-    return masks[0] if len(masks) == 1 else masks[0] + masks[1]
+        padding = additive(key_padding_mask)[:, None, None, :]
+        mask = padding if mask is None else mask + padding
+    return mask

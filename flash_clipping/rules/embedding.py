@@ -100,8 +100,15 @@ class EmbeddingBagRule(Rule):
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         ids, offsets, per_sample_weights = saved
         B = grad_output.shape[0]
-        bags_N = self._bags(layer, ids, offsets)
         ids_N = ids.reshape(-1)
+        # Which bag every id belongs to.
+        bags_N = torch.arange(ids.shape[0], device=ids.device)
+        if offsets is None:
+            bags_N = bags_N[:, None].expand(ids.shape).reshape(-1)
+        else:
+            starts = offsets[:-1] if layer.include_last_offset else offsets
+            places_N = bags_N.to(offsets.dtype)
+            bags_N = torch.searchsorted(starts.contiguous(), places_N, right=True) - 1
         weights_N = grad_output.new_ones(ids_N.shape)
         if per_sample_weights is not None:
             weights_N = per_sample_weights.reshape(-1).to(grad_output.dtype)
@@ -110,16 +117,5 @@ class EmbeddingBagRule(Rule):
         if layer.mode == "mean":
             counts_B = weights_N.new_zeros(B).index_put((bags_N,), weights_N, accumulate=True)
             weights_N = weights_N / counts_B.clamp(min=1)[bags_N]
-        return None, {
-            "weight": EmbeddingBagGrad(bags_N, ids_N, weights_N, grad_output, layer.num_embeddings)
-        }
-
-    @staticmethod
-    def _bags(layer: Any, ids: Tensor, offsets: Tensor | None) -> Tensor:
-        """Which bag every id belongs to, ``[N]``."""
-        if offsets is None:
-            bags = torch.arange(ids.shape[0], device=ids.device)
-            return bags[:, None].expand(ids.shape).reshape(-1)
-        starts = offsets[:-1] if layer.include_last_offset else offsets
-        position_N = torch.arange(ids.shape[0], device=ids.device, dtype=offsets.dtype)
-        return torch.searchsorted(starts.contiguous(), position_N, right=True) - 1
+        rows = layer.num_embeddings
+        return None, {"weight": EmbeddingBagGrad(bags_N, ids_N, weights_N, grad_output, rows)}

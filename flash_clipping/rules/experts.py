@@ -7,35 +7,53 @@ A token's row is sent to each expert that was chosen for it. Rows of one expert 
 segment (:mod:`flash_clipping.ops.segments`), and the gradients of both projections are products
 over the rows of a segment. Between the projections stands a gate without parameters, which autograd
 differentiates.
+
+Some have a forward of their own, and none of the implementations of ``transformers``:
+
+* DBRX keeps the matrices of all experts end to end, gate and up apart.
+* Llama 4 sends every token to all experts, times 0 where one was not chosen.
+* JetMoE multiplies rows that are sorted by expert, and its router knows whose they are.
+* Switch and NLLB-MoE have a list of ordinary layers (:func:`is_list_of_experts`), and a capacity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import gate_of_experts
-from flash_clipping.factors import DenseGrad, PerSampleGrad, SegmentedLinearGrad
+from flash_clipping.factors import DenseGrad, PerSampleGrad, RearrangedGrad, SegmentedLinearGrad
 from flash_clipping.layers.exchange import Samples, are_parts
 from flash_clipping.layers.routed_rows import (
+    Arithmetic,
     Between,
     Gradients,
     LowRank,
     Projection,
     RoutedRows,
+    SideBySide,
     compute,
+    gated,
     gradients,
+    routing,
 )
 from flash_clipping.ops.segments import segment_sums
 from flash_clipping.rules.registry import (
     GradRequest,
     Rule,
     UnsupportedLayer,
+    autocast_operands,
+    full_name,
     register_family,
+    register_rule,
+    register_scope,
 )
 
 #: Relative difference between what a block computes and what its rule does at which it is refused,
@@ -67,18 +85,15 @@ def are_experts(layer: nn.Module) -> bool:
 
 def names_of(layer: Any) -> tuple[str, ...]:
     """Parameters of the first projection, then of the second: matrices, and biases if any."""
-    return _NAMES[bool(layer.has_gate), bool(layer.has_bias)]
+    return _names(bool(layer.has_gate), bool(layer.has_bias))
 
 
-_NAMES = {
-    (has_gate, has_bias): tuple(
-        name + kind
-        for name in ("gate_up_proj" if has_gate else "up_proj", "down_proj")
-        for kind in (("", "_bias") if has_bias else ("",))
+@cache
+def _names(has_gate: bool, has_bias: bool) -> tuple[str, ...]:
+    matrices = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
+    return tuple(
+        name + kind for name in matrices for kind in (("", "_bias") if has_bias else ("",))
     )
-    for has_gate in (False, True)
-    for has_bias in (False, True)
-}
 
 
 def arithmetic_of(
@@ -94,12 +109,10 @@ def arithmetic_of(
     names, transposed, half = names_of(layer), layer.is_transposed, len(params) // 2
 
     def projection(i: int) -> Projection:
-        name, bias, of_bias = names[i], None, ""
-        if layer.has_bias:
-            bias, of_bias = params[i + 1], prefix + names[i + 1]
+        bias, of_bias = (params[i + 1], prefix + names[i + 1]) if layer.has_bias else (None, "")
         matrices = params[i].mT if transposed else params[i]
-        added = () if low_ranks is None else low_ranks.get(name, ())
-        return Projection(matrices, prefix + name, bias, of_bias, transposed, added)
+        added = () if low_ranks is None else low_ranks.get(names[i], ())
+        return Projection(matrices, prefix + names[i], bias, of_bias, transposed, added)
 
     between = gate_of_experts(layer) if layer.has_gate else layer.act_fn
     return RoutedRows(projection(0), projection(half), Between(between))
@@ -158,6 +171,22 @@ def factors_of(found: Gradients) -> dict[str, PerSampleGrad]:
     return factors
 
 
+class Described(NamedTuple):
+    """What experts compute with now: backward may come when other adapters are active.
+
+    Attributes:
+        tensors: all that they multiply with, or add.
+        arithmetic: what they compute with these, or with others in their places.
+        experts: how many there are.
+        arranged: by a parameter's name, how its gradient lies in it, where that is otherwise.
+    """
+
+    tensors: list[Tensor]
+    arithmetic: Arithmetic
+    experts: int
+    arranged: Mapping[str, Callable[[Tensor], Tensor]] = {}
+
+
 @register_family(are_experts)
 class ExpertsRule(Rule):
     """Serves every implementation alike, as its own forward takes the place of all of them.
@@ -172,30 +201,14 @@ class ExpertsRule(Rule):
         #: Layers that compute what the rule does.
         self.checked: WeakSet[nn.Module] = WeakSet()
 
-    def experts(self, layer: Any) -> Any:
-        """The module of ``transformers``."""
-        return layer
+    def described(self, layer: Any) -> Described:
+        """What a forward of this layer computes with."""
+        tensors = [getattr(layer, name) for name in names_of(layer)]
+        return Described(tensors, lambda params: arithmetic_of(layer, params), layer.num_experts)
 
-    def beside(self, layer: Any) -> Any:
-        """What its forward computes with now, besides parameters; the next three are given it."""
-        return None
-
-    def tensors(self, layer: Any, beside: Any) -> list[Tensor]:
-        """All that its forward multiplies with, or adds."""
-        return [getattr(layer, name) for name in names_of(layer)]
-
-    def arithmetic(self, layer: Any, params: Sequence[Tensor], beside: Any) -> RoutedRows:
-        """What it computes with these for :meth:`tensors`."""
-        return arithmetic_of(layer, params)
-
-    def factors(self, found: Gradients, beside: Any) -> dict[str, PerSampleGrad]:
-        """By the names of parameters."""
-        return factors_of(found)
-
-    def routed(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def routed(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Tokens ``[B, T, d]``, the experts chosen for each and their weights ``[B, T, k]``."""
-        hidden_BTd, chosen_BTk, weight_BTk = inputs
-        return hidden_BTd, chosen_BTk, weight_BTk
+        return inputs
 
     def own_output(self, layer: Any, *inputs: Tensor) -> Tensor:
         """What the layer's own forward returns for the same inputs, ``[M, d]``."""
@@ -207,19 +220,13 @@ class ExpertsRule(Rule):
 
     def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         hidden_BTd, chosen_BTk, weight_BTk = self.routed(layer, *inputs)
-        beside = self.beside(layer)
-        tensors = self.tensors(layer, beside)
+        tensors, arithmetic, experts, arranged = self.described(layer)
         try:
             in_parts = are_parts(tensors)
         except ValueError as error:
             raise UnsupportedLayer(str(error)) from error
         output_BTd, saved = compute(
-            lambda params: self.arithmetic(layer, params, beside),
-            tensors,
-            hidden_BTd,
-            chosen_BTk,
-            weight_BTk,
-            self.experts(layer).num_experts,
+            arithmetic, tensors, hidden_BTd, chosen_BTk, weight_BTk, experts
         )
         if layer not in self.checked and not in_parts:
             with torch.no_grad():
@@ -238,19 +245,196 @@ class ExpertsRule(Rule):
                         "parameters."
                     )
                 self.checked.add(layer)
-        return output_BTd, (*saved, beside)
+        return output_BTd, (*saved, arithmetic, arranged)
 
     def backward(
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: GradRequest
     ) -> tuple[tuple[Tensor | None, ...], Mapping[str, PerSampleGrad]]:
-        *saved_rows, beside = saved
+        *saved_rows, arithmetic, arranged = saved
         hidden_wanted, *others_wanted = needs.inputs
         grad, grad_weight, found = gradients(
-            lambda params: self.arithmetic(layer, params, beside),
+            arithmetic,
             tuple(saved_rows),
             grad_output,
             needs.params,
             hidden_wanted,
             any(others_wanted),
         )
-        return (grad, None, grad_weight)[: len(needs.inputs)], self.factors(found, beside)
+        factors = factors_of(found)
+        for name, arrange in arranged.items():
+            if name in factors:
+                factors[name] = RearrangedGrad(factors[name], arrange)
+        return (grad, None, grad_weight)[: len(needs.inputs)], factors
+
+
+_MODELS = "transformers.models."
+_DBRX = f"{_MODELS}dbrx.modeling_dbrx.DbrxExperts"
+_LLAMA4 = f"{_MODELS}llama4.modeling_llama4.Llama4TextExperts"
+_JETMOE = f"{_MODELS}jetmoe.modeling_jetmoe.JetMoe"
+_SWITCH = f"{_MODELS}switch_transformers.modeling_switch_transformers.SwitchTransformers"
+_NLLB = f"{_MODELS}nllb_moe.modeling_nllb_moe.NllbMoe"
+
+
+def _has(name: str, *params: str) -> Callable[[nn.Module], bool]:
+    """Whether a layer is of the type with this full name and has no parameters but these: those of
+    an activation function would get no gradient."""
+
+    def belongs(layer: nn.Module) -> bool:
+        named = full_name(type(layer)) == name
+        return named and {name for name, _ in layer.named_parameters()} == {*params}
+
+    return belongs
+
+
+@register_family(_has(_DBRX, "mlp.w1", "mlp.v1", "mlp.w2"))
+class DbrxExpertsRule(ExpertsRule):
+    """Matrices ``[E·f, d]``; the last is multiplied from the other side."""
+
+    def parts(self, layer: Any) -> Mapping[str, nn.Module]:
+        return {"mlp": layer.mlp}
+
+    def call(
+        self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hidden_BTd, *routes = args
+        return tapped(hidden_BTd.flatten(0, 1), *routes, **kwargs).view_as(hidden_BTd)
+
+    def own_output(self, layer: Any, *inputs: Tensor) -> Tensor:
+        return super().own_output(layer, *inputs).flatten(0, 1)
+
+    def described(self, layer: Any) -> Described:
+        def arithmetic(params: Sequence[Tensor]) -> RoutedRows:
+            # As many as there are: a process may have some of the experts.
+            gate, up, down = (param.unflatten(0, (-1, layer.ffn_hidden_size)) for param in params)
+            first = SideBySide([Projection(gate, "mlp.w1"), Projection(up, "mlp.v1")])
+            second = Projection(down.mT, "mlp.w2", transposed=True)
+            return RoutedRows(first, second, gated(layer.mlp.activation_fn))
+
+        tensors = [layer.mlp.w1, layer.mlp.v1, layer.mlp.w2]
+        return Described(tensors, arithmetic, layer.num_experts)
+
+
+@register_family(_has(_LLAMA4, "gate_up_proj", "down_proj"))
+class Llama4ExpertsRule(ExpertsRule):
+    """Reads all tokens for the first expert, then all for the second; the rule puts what the
+    experts read of one token together."""
+
+    def call(
+        self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        (rows,) = args
+        by_token = _swapped(rows, layer.num_experts, -1)
+        return _swapped(tapped(by_token), -1, layer.num_experts)
+
+    def works_by_position(self, layer: Any) -> bool:
+        return False  # the place of a row tells its expert
+
+    def routed(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        (rows_BNd,) = inputs
+        B, N, _ = rows_BNd.shape
+        experts = torch.arange(layer.num_experts, device=rows_BNd.device)
+        chosen_BN1 = experts.repeat(N // layer.num_experts).expand(B, N).unsqueeze(2)
+        return rows_BNd, chosen_BN1, rows_BNd.new_ones(B, N, 1)
+
+    def own_output(self, layer: Any, *inputs: Tensor) -> Tensor:
+        (rows_BNd,) = inputs
+        rows = _swapped(rows_BNd.flatten(0, 1), -1, layer.num_experts)
+        return _swapped(type(layer).forward(layer, rows), layer.num_experts, -1)
+
+    def described(self, layer: Any) -> Described:
+        def arithmetic(params: Sequence[Tensor]) -> RoutedRows:
+            names = ("gate_up_proj", "down_proj")
+            first, second = (
+                Projection(param.mT, name, transposed=True)
+                for param, name in zip(params, names, strict=True)
+            )
+            return RoutedRows(first, second, gated(layer.act_fn))
+
+        return Described([layer.gate_up_proj, layer.down_proj], arithmetic, layer.num_experts)
+
+
+def _swapped(rows_Nd: Tensor, outer: int, inner: int) -> Tensor:
+    """Rows that lie as ``[outer, inner]``, laid as ``[inner, outer]``."""
+    return rows_Nd.unflatten(0, (outer, inner)).transpose(0, 1).flatten(0, 1)
+
+
+#: What JetMoE's last router returned: which of the rows of tokens, in the order of their experts,
+#: and how many each expert reads.
+_sorted_rows: ContextVar[tuple[Tensor, list[int]] | None] = ContextVar("sorted_rows", default=None)
+
+
+@register_scope(f"{_JETMOE}TopKGating")
+@contextmanager
+def _notes_its_output(router: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    yield lambda output: _sorted_rows.set((output[0], output[3]))
+
+
+@register_rule(f"{_JETMOE}ParallelExperts")
+class JetMoeExpertsRule(Rule):
+    """Takes its rows token by token, and returns them sorted by expert, as the layer reads them."""
+
+    folds = True
+
+    def call(
+        self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        rows_Nd, sizes = args
+        found = _sorted_rows.get()
+        if found is None or found[1] is not sizes or len(found[0]) != len(rows_Nd):
+            raise UnsupportedLayer(
+                "found rows that are not those its router put in order last; expected the "
+                "router's expert_size as the second argument, and as many rows"
+            )
+        order_N = found[0]
+        counts = torch.tensor(sizes, device=rows_Nd.device)
+        experts = torch.arange(len(sizes), device=rows_Nd.device)
+        sorted_N = experts.repeat_interleave(counts, output_size=len(rows_Nd))
+        chosen_N = torch.empty_like(order_N).index_copy_(0, order_N, sorted_N)
+        by_token = torch.empty_like(rows_Nd).index_copy(0, order_N, rows_Nd)
+        return tapped(by_token, chosen_N).index_select(0, order_N)
+
+    def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        rows_BNd, chosen_BN = inputs
+        segments = routing(chosen_BN, layer.num_experts)
+        operands: Any = autocast_operands(rows_BNd.flatten(0, 1), layer.weight)
+        rows, weight = operands
+        sorted_Np = Projection(weight, "weight").forward(segments.rows(rows).sorted(), segments)
+        output = segments.unsorted(sorted_Np).unflatten(0, chosen_BN.shape)
+        return output, (rows, weight, segments, rows_BNd.dtype)
+
+    def backward(
+        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: GradRequest
+    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, PerSampleGrad]]:
+        rows, weight, segments, dtype = saved
+        found = Gradients(segments)
+        x, g = segments.rows(rows), segments.rows(grad_output.flatten(0, 1))
+        grad = Projection(weight, "weight").backward(
+            x, g, segments, needs.params, needs.input, found
+        )
+        if grad is not None:
+            grad = segments.unsorted(grad).to(dtype).unflatten(0, grad_output.shape[:2])
+        return (grad, None), factors_of(found)
+
+
+def is_list_of_experts(module: nn.Module) -> bool:
+    """Whether this calls ordinary layers on rows that it picks from its first argument, tokens
+    ``[M, d]``, by an index."""
+    return full_name(type(module)) in (f"{_SWITCH}Experts", f"{_NLLB}Experts")
+
+
+@register_scope(f"{_SWITCH}Top1Router", f"{_NLLB}Top2Router")
+@contextmanager
+def _no_token_is_dropped(
+    router: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Iterator[None]:
+    """A full expert drops tokens of a sample because of other samples' tokens, which no clipping
+    bounds: no expert may be able to be full."""
+    tokens, capacity = hidden_states.shape[:-1].numel(), router.expert_capacity
+    if torch.is_grad_enabled() and (capacity is None or capacity < tokens):
+        raise UnsupportedLayer(
+            f"found an expert capacity of {capacity} for {tokens} tokens: where an expert is full, "
+            "tokens of one sample are dropped because of another's, which no clipping bounds. "
+            "Expected room for every token",
+            "{layer}.expert_capacity = 2**31",
+        )
+    yield

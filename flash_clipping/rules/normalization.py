@@ -50,9 +50,9 @@ class _RowNormRule(Rule):
         """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
         x, mean, rstd, weight = saved
         shape = layer.normalized_shape if weight is None else weight.shape
-        axes, x_flat, G_flat = len(shape), x, grad_output
-        of_several = None if axes == 1 else tuple(shape)  # the usual case needs no reshaping
-        if of_several is not None:
+        x_flat, G_flat, of_several = x, grad_output, None
+        if (axes := len(shape)) > 1:  # the usual case needs no reshaping
+            of_several = tuple(shape)
             x_flat, G_flat, rstd = (t.flatten(-axes) for t in (x, grad_output, rstd))
             mean = None if mean is None else mean.flatten(-axes)
             weight = None if weight is None else weight.flatten()

@@ -70,11 +70,8 @@ class RNNLinearRule(LinearRule):
             return grad_input, factors
 
         def place(rows: Tensor) -> Tensor:
-            full = rows.new_zeros(batch_size, *rows.shape[1:])
-            if order_B is None:
-                full[: rows.shape[0]] = rows
-            else:
-                full[order_B[: rows.shape[0]]] = rows
+            full, count = rows.new_zeros(batch_size, *rows.shape[1:]), len(rows)
+            full[slice(count) if order_B is None else order_B[:count]] = rows
             return full
 
         placed: dict[str, PerSampleGrad] = {}

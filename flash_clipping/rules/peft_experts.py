@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.factors import PerSampleGrad, RearrangedGrad
-from flash_clipping.layers.routed_rows import Gradients, LowRank, RoutedRows
+from flash_clipping.layers.routed_rows import LowRank, RoutedRows
 from flash_clipping.rules.experts import (
+    Described,
     ExpertsRule,
     are_experts,
     arithmetic_of,
     difference,
-    factors_of,
     names_of,
 )
 from flash_clipping.rules.registry import UnsupportedLayer, register_family
@@ -61,46 +59,18 @@ def are_wrapped_experts(layer: nn.Module) -> bool:
     return len(set(names)) == len(names) and set(names) <= set(matrices)
 
 
-@dataclass(frozen=True)
-class _Adapter:
-    """Low ranks that a forward computes with.
-
-    Attributes:
-        path: of the wrapper, from the outermost one.
-        wrapper: the wrapper.
-        name: of the adapter.
-        scale: of the product.
-    """
-
-    path: str
-    wrapper: Any
-    name: str
-    scale: float
-
-    @property
-    def A_name(self) -> str:
-        return f"{self.path}lora_A.{self.name}.weight"
-
-    @property
-    def B_name(self) -> str:
-        return f"{self.path}lora_B.{self.name}.weight"
-
-
 def _active(wrapper: Any) -> list[str]:
     """Adapters that a wrapper computes with.
 
     Raises:
         UnsupportedLayer: one is trainable that it does not compute with.
     """
-    used = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    used, state = [name for name in wrapper.active_adapters if name in wrapper.lora_A], "not active"
     if wrapper.disable_adapters or wrapper.merged:
-        used = []
+        used, state = [], "disabled" if wrapper.disable_adapters else "merged"
     for name in wrapper.lora_A:
-        if name not in used and any(
-            param.requires_grad for low in _pair(wrapper, name) for param in low.parameters()
-        ):
-            state = "disabled" if wrapper.disable_adapters else "merged"
-            state = state if wrapper.disable_adapters or wrapper.merged else "not active"
+        params = [param for low in _pair(wrapper, name) for param in low.parameters()]
+        if name not in used and any(param.requires_grad for param in params):
             raise UnsupportedLayer(
                 f"adapter {name!r} of {wrapper.parameter_name} is trainable and {state}, so that "
                 "no sample reaches it. Activate it (model.set_adapter, unmerge_adapter), or freeze "
@@ -174,6 +144,7 @@ class PeftExpertsRule(ExpertsRule):
 
     def __init__(self) -> None:
         super().__init__()
+        #: Adapters whose layout was found right, by their wrapper.
         self._layouts: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
     def parts(self, layer: Any) -> Mapping[str, nn.Module]:
@@ -187,44 +158,30 @@ class PeftExpertsRule(ExpertsRule):
                 found |= {f"{path}lora_A.{adapter}": A, f"{path}lora_B.{adapter}": B}
         return {**found, prefix.removesuffix("."): experts}
 
-    def experts(self, layer: Any) -> Any:
-        return layer.get_base_layer()
-
-    def beside(self, layer: Any) -> tuple[_Adapter, ...]:
-        """As they are now: backward may come when others are active."""
-        found = []
-        for path, wrapper in _unwrapped(layer)[0]:
+    def described(self, layer: Any) -> Described:
+        wrappers, prefix, experts = _unwrapped(layer)
+        tensors, _, count, _ = super().described(experts)
+        base, low_ranks = len(tensors), []
+        arranged: dict[str, Callable[[Tensor], Tensor]] = {}
+        for path, wrapper in wrappers:
             known = self._layouts.setdefault(wrapper, set())
-            for name in _active(wrapper):
-                if name not in known:
-                    _check_layout(wrapper, name)
-                    known.add(name)
-                found.append(_Adapter(path, wrapper, name, wrapper.scaling[name]))
-        return tuple(found)
+            for adapter in _active(wrapper):
+                if adapter not in known:
+                    _check_layout(wrapper, adapter)
+                    known.add(adapter)
+                tensors += [module.weight for module in _pair(wrapper, adapter)]
+                A_name, B_name = (f"{path}{kind}.{adapter}.weight" for kind in ("lora_A", "lora_B"))
+                arranged |= {A_name: _A_as_parameter, B_name: _B_as_parameter}
+                scale = wrapper.scaling[adapter]
+                low_ranks.append((wrapper.parameter_name, scale, A_name, (B_name,)))
 
-    def tensors(self, layer: Any, beside: Sequence[_Adapter]) -> list[Tensor]:
-        tensors = super().tensors(self.experts(layer), None)
-        for it in beside:
-            tensors += [module.weight for module in _pair(it.wrapper, it.name)]
-        return tensors
+        def arithmetic(params: Sequence[Tensor]) -> RoutedRows:
+            added: dict[str, list[LowRank]] = {}
+            of_adapters = iter(params[base:])
+            for of, scale, A_name, B_names in low_ranks:
+                A_Erd, B_Epr = _low_rank_matrices(next(of_adapters), next(of_adapters), count)
+                low_rank = LowRank(A_Erd, (B_Epr,), scale, A_name, B_names)
+                added.setdefault(of, []).append(low_rank)
+            return arithmetic_of(experts, params[:base], prefix, added)
 
-    def arithmetic(
-        self, layer: Any, params: Sequence[Tensor], beside: Sequence[_Adapter]
-    ) -> RoutedRows:
-        _, prefix, experts = _unwrapped(layer)
-        base = len(names_of(experts))
-        low_ranks: dict[str, list[LowRank]] = {}
-        for i, it in enumerate(beside):
-            A, B = params[base + 2 * i : base + 2 * i + 2]
-            A_Erd, B_Epr = _low_rank_matrices(A, B, experts.num_experts)
-            low_rank = LowRank(A_Erd, (B_Epr,), it.scale, it.A_name, (it.B_name,))
-            low_ranks.setdefault(it.wrapper.parameter_name, []).append(low_rank)
-        return arithmetic_of(experts, params[:base], prefix, low_ranks)
-
-    def factors(self, found: Gradients, beside: Sequence[_Adapter]) -> dict[str, PerSampleGrad]:
-        factors = factors_of(found)
-        for it in beside:
-            for name, arrange in ((it.A_name, _A_as_parameter), (it.B_name, _B_as_parameter)):
-                if name in factors:
-                    factors[name] = RearrangedGrad(factors[name], arrange)
-        return factors
+        return Described(tensors, arithmetic, count, arranged)

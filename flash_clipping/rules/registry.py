@@ -164,7 +164,7 @@ def register_rule(*layer_types: type[nn.Module] | str) -> Callable[[_R], _R]:
             def backward(self, layer, saved, grad_output, needs):
                 x, gain = saved
                 per_sample = (grad_output * x).flatten(1, -2).sum(1)   # [B, d]
-                return grad_output * gain, {"gain": Dense(per_sample)}
+                return grad_output * gain, {"gain": DenseGrad(per_sample)}
     """
     for layer_type in layer_types:
         if isinstance(layer_type, str) and "." in layer_type:
@@ -209,23 +209,20 @@ def find_rule(layer: nn.Module) -> Rule | None:
     for ancestor in type(layer).__mro__:
         rule = _RULES.get(ancestor) or _RULES.get(full_name(ancestor))
         if rule is not None and rule.fits(layer):
+            kinds = type(layer).__mro__
+            # A property in the place of a parameter, as nn.utils.parametrize makes them: the rule
+            # would not see what it is computed from.
+            computes = any(
+                isinstance(value, property) and ("weight" in name or "bias" in name)
+                for kind in kinds[: kinds.index(ancestor)]
+                for name, value in vars(kind).items()
+            )
             same = type(layer).forward is ancestor.forward  # type: ignore[attr-defined]
-            same = same and not _computes_parameters(type(layer), ancestor)
             if rule.allows_computed and parametrize.is_parametrized(layer):
                 children -= {"parametrizations"}
-            return rule if same and (rule.allows_children or not children) else None
+            served = same and not computes and (rule.allows_children or not children)
+            return rule if served else None
     return next((rule for belongs, rule in _FAMILIES if belongs(layer)), None)
-
-
-def _computes_parameters(kind: type[nn.Module], ancestor: type[nn.Module]) -> bool:
-    """Whether a subclass has a property in the place of a parameter, as ``nn.utils.parametrize``
-    makes them: a rule would not see what it is computed from."""
-    below = kind.__mro__[: kind.__mro__.index(ancestor)]
-    return any(
-        isinstance(value, property) and ("weight" in name or "bias" in name)
-        for cls in below
-        for name, value in vars(cls).items()
-    )
 
 
 #: Module type, or its full name -> what to enter while a module of that type runs its forward.

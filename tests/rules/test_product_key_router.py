@@ -16,7 +16,7 @@ from flash_clipping.layers import ProductKeyExperts, ProductKeyRouter
 from flash_clipping.layers.product_key_experts import ExpertTables
 from flash_clipping.ops import error_bounds
 from flash_clipping.ops.runtime.backend import is_interpreting
-from flash_clipping.rules import product_key_experts as rule
+from flash_clipping.rules import own_layers as rule
 from tests.support.autograd import check_by_autograd, squares
 from tests.support.models import squared_loss
 from tests.support.oracle import assert_close, per_sample_truth

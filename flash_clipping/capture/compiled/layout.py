@@ -3,8 +3,7 @@ it, and received there."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -35,8 +34,10 @@ class Affine:
     """
 
     def __init__(self) -> None:
-        #: Sizes of inputs, and what was learned for these.
-        self._known: list[tuple[list[int], Calls]] = []
+        #: What was learned first, with 0 in the place of all sizes.
+        self._form: Calls | None = None
+        #: Sizes of inputs, and those that were learned for these.
+        self._known: list[tuple[list[int], list[int]]] = []
         self._even = True
 
     def refute(self) -> None:
@@ -48,43 +49,28 @@ class Affine:
             return
         if (told := self.find(sizes)) is not None:
             self._even = told == calls
-        else:
-            self._even = not self._known or _form(calls) == _form(self._known[0][1])
-            self._known.append((sizes, calls))
+            return
+        form = pytree.tree_map_only(int, lambda _: 0, calls)
+        self._form = self._form or form
+        self._even = self._form == form
+        self._known.append((sizes, [n for n in pytree.tree_leaves(calls) if isinstance(n, int)]))
 
     def find(self, sizes: list[int]) -> Calls | None:
         """What follows for these sizes of the inputs, if anything."""
         if not self._known or not self._even:
             return None
-        inputs = torch.tensor([of for of, _ in self._known], dtype=torch.float64)
-        learned = torch.tensor([_sizes(calls) for _, calls in self._known], dtype=torch.float64)
+        inputs, learned = (
+            torch.tensor(x, dtype=torch.float64) for x in zip(*self._known, strict=True)
+        )
         wanted = torch.tensor(sizes, dtype=torch.float64) - inputs[0]
         rates = wanted @ torch.linalg.pinv(inputs[1:] - inputs[0])
         found = learned[0] + rates @ (learned[1:] - learned[0])
         missed = (rates @ (inputs[1:] - inputs[0]) - wanted).abs().sum()
         if missed + (found - found.round()).abs().sum() > 1e-3 or bool((found < -0.5).any()):
             return None
-        return _with_sizes(self._known[0][1], iter(found.round().long().tolist()))
-
-
-def _sizes(calls: Calls) -> list[int]:
-    of_calls = [seen for of_tap in calls for seen in of_tap if seen is not None]
-    return [size for seen in of_calls for size in (*seen.x_shape, *seen.y_shape)]
-
-
-def _with_sizes(calls: Calls, sizes: Iterator[int]) -> Calls:
-    def changed(seen: Seen | None) -> Seen | None:
-        if seen is None:
-            return None
-        x_shape = tuple(next(sizes) for _ in seen.x_shape)
-        return seen._replace(x_shape=x_shape, y_shape=tuple(next(sizes) for _ in seen.y_shape))
-
-    return [[changed(seen) for seen in of_tap] for of_tap in calls]
-
-
-def _form(calls: Calls) -> Calls:
-    """All about these calls but sizes."""
-    return _with_sizes(calls, itertools.repeat(0))
+        told = iter(found.round().long().tolist())
+        calls: Calls = pytree.tree_map_only(int, lambda _: next(told), self._form)
+        return calls
 
 
 def kind_and_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, list[int]]:
@@ -184,9 +170,13 @@ class Layout:
 
 
 class Wired(torch.autograd.Function):
-    """Makes the wires of one call of a region, and receives their gradients.
+    """Makes the wires of one call of a region, and receives their gradients: records the factors,
+    or gives gradients for the parameters where nobody records.
 
     The trainable parameters are inputs, so that autograd knows for which of them a backward is.
+
+    Raises:
+        FlashClippingError: second derivatives are asked for.
     """
 
     @staticmethod
@@ -199,11 +189,31 @@ class Wired(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, None, *ctx.handed.take(grads)
+        region, layout, session, call, recomputed = ctx.handed
+        if torch.is_grad_enabled():
+            raise FlashClippingError(
+                f"{region}: backward(create_graph=True) asks for second derivatives, which "
+                "flash clipping does not have. Call backward() without create_graph, or take such "
+                "gradients on the unwrapped model."
+            )
+        of_slots = [(slot.tap, slot.factors(grads)) for slot in layout.slots]
+        found = [(tap, factors) for tap, factors in of_slots if factors]
+        if not session.enabled:  # since forward
+            sums: dict[nn.Parameter, Tensor] = {}
+            for param, factor in [pair for _, factors in found for pair in factors]:
+                grad = factor.clipped_sum(None, session.backend).view_as(param).to(param.dtype)
+                sums[param] = sums[param] + grad if param in sums else grad
+            return None, None, *[sums.get(param) for param in layout.params]
+        if found:
+            backward_pass = found[0][0].running_backward_pass(recomputed)
+            readers = _readers(call, [factors[0][1] for _, factors in found])
+            for (tap, factors), of_tap in zip(found, readers, strict=True):
+                params, of_params = zip(*factors, strict=True)
+                tap.record_on(backward_pass, params, of_params, of_tap)
+        return None, None, *[None] * len(layout.params)
 
 
-@dataclass(eq=False)
-class Handed:
+class Handed(NamedTuple):
     """What the backward of one call of a region has to know."""
 
     region: str
@@ -212,50 +222,22 @@ class Handed:
     call: ForwardCall | None
     recomputed: bool
 
-    def take(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Record the factors; gradients for the parameters only where nobody records."""
-        if torch.is_grad_enabled():
-            raise FlashClippingError(
-                f"{self.region}: backward(create_graph=True) asks for second derivatives, which "
-                "flash clipping does not have. Call backward() without create_graph, or take such "
-                "gradients on the unwrapped model."
-            )
-        of_slots = [(slot.tap, slot.factors(grads)) for slot in self.layout.slots]
-        found = [(tap, factors) for tap, factors in of_slots if factors]
-        if not self.session.enabled:
-            return self._ordinary([pair for _, factors in found for pair in factors])
-        if found:
-            backward_pass = found[0][0].running_backward_pass(self.recomputed)
-            readers = self._readers([factors[0][1] for _, factors in found])
-            for (tap, factors), of_tap in zip(found, readers, strict=True):
-                params, of_params = zip(*factors, strict=True)
-                tap.record_on(backward_pass, params, of_params, of_tap)
-        return (None,) * len(self.layout.params)
 
-    def _readers(self, of_layers: Sequence[PerSampleGrad]) -> list[Readers | None]:
-        """For every layer, where it is looked up how many layers read its input."""
-        call = self.call
-        if call is None:
-            return [None] * len(of_layers)
-        places: dict[Hashable, int] = {}
-        readers: list[Readers | None] = []
-        for factor in of_layers:
-            place = len(call.readers)
-            if isinstance(factor, LinearGrad):
-                place = places.setdefault(factor.shares_input_with(), place)
-            if place == len(call.readers):
-                call.readers.append(0)
-            call.readers[place] += 1
-            readers.append((call, place))
-        return readers
-
-    def _ordinary(self, factors: Factors) -> list[Tensor | None]:
-        """Recording was switched off since forward."""
-        sums: dict[nn.Parameter, Tensor] = {}
-        for param, factor in factors:
-            grad = factor.clipped_sum(None, self.session.backend).view_as(param).to(param.dtype)
-            sums[param] = sums[param] + grad if param in sums else grad
-        return [sums.get(param) for param in self.layout.params]
+def _readers(call: ForwardCall | None, of_layers: Sequence[PerSampleGrad]) -> list[Readers | None]:
+    """For every layer, where it is looked up how many layers read its input."""
+    if call is None:
+        return [None] * len(of_layers)
+    places: dict[Hashable, int] = {}
+    readers: list[Readers | None] = []
+    for factor in of_layers:
+        place = len(call.readers)
+        if isinstance(factor, LinearGrad):
+            place = places.setdefault(factor.shares_input_with(), place)
+        if place == len(call.readers):
+            call.readers.append(0)
+        call.readers[place] += 1
+        readers.append((call, place))
+    return readers
 
 
 def layout_of(taps: Sequence[Tap], known: Calls, trainables: Sequence[Any]) -> Layout:

@@ -58,51 +58,42 @@ class Region:
     """A part of the model that is compiled as one, in place of what would run it.
 
     Args:
-        module: that part, for its type.
+        regions: all of the model.
+        module: that part.
         path: its name in the model, for messages.
         inner: runs it uncompiled.
-        session, taps: the model's, and those in this part.
         compiler: compiles a function, as ``torch.compile`` was told for this part.
-        fullgraph: whether a break in the graph is an error.
-        codes: code objects of what was compiled for parts of other types: parts of one type share
-            what was compiled.
     """
 
     def __init__(
         self,
+        regions: Regions,
         module: nn.Module,
         path: str,
         inner: Callable[..., Any],
-        session: ClippingSession,
-        taps: list[Tap],
-        compiler: Callable[[Callable[..., Any]], Callable[..., Any]],
-        fullgraph: bool,
-        codes: dict[type, Any],
+        compiler: Any,
     ):
         self.path = f"{path or 'the model'} ({type(module).__name__})"
         self.module, self.inner = module, inner
-        self.session, self.taps = session, taps
-        self.fullgraph = fullgraph
+        self.session, self.taps = regions.session, regions.taps_in(module)
+        for tap in self.taps:
+            tap.compiled = True
+        self.fullgraph = bool(getattr(compiler, "fullgraph", False))
         #: Layers that ran uncompiled once, to be proven.
         self._tried: set[str] = set()
         self._warned = False
-        self.compiled: Callable[..., Any] | None = compiler(self._entry(inner, module, codes))
         self._shapes: dict[Hashable, Affine] = {}
         self._known: dict[Hashable, Calls] = {}
         self._layouts: dict[Hashable, Layout] = {}
 
-    @staticmethod
-    def _entry(
-        inner: Callable[..., Any], module: nn.Module, codes: dict[type, Any]
-    ) -> Callable[..., Any]:
         def region(*args: Any, **kwargs: Any) -> Any:
             begin_trace()
             return inner(*args, **kwargs)
 
         # Dynamo counts recompilations by code object: other models are none of this one's.
         own = region.__code__.replace(co_name=f"region_of_{type(module).__name__}")
-        region.__code__ = codes.setdefault(type(module), own)
-        return region
+        region.__code__ = regions.codes.setdefault(type(module), own)
+        self.compiled: Callable[..., Any] | None = compiler(region)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a compiled module is not compiled, as PyTorch has it.
@@ -151,7 +142,11 @@ class Region:
         kind = kind, tuple([kind_of(tap) for tap in self.taps])
         sizes.append(0 if call is None else call.batch_size or 0)
         key = kind, tuple(sizes)
-        known = self._find(key, kind, sizes)
+        known = self._known.get(key)
+        if known is None and kind in self._shapes:
+            known = self._shapes[kind].find(sizes)
+            if known is not None:
+                _keep(self._known, key, known)
         told = known is not None
         traces.misfits, traces.inside = False, []
         if known is None:
@@ -203,8 +198,16 @@ class Region:
         """The compiled region, with wires if there is a layout of them."""
         assert self.compiled is not None
         key = self.session.key
-        if layout is not None:
-            self._check(layout)
+        if layout is not None and layout.refused and self.fullgraph:
+            # Layers without wires, where they may not break the graph.
+            lines = "\n".join(f"{path}: {why}" for path, why in layout.refused)
+            raise FlashClippingError(
+                f"{self.path}: it is compiled with fullgraph=True, but these layers in it cannot "
+                f"be recorded inside a compiled graph:\n{lines}\nCompile without fullgraph (such a "
+                "layer then runs by itself, between two graphs), compile blocks without such "
+                "layers (model.block.compile(fullgraph=True)), or freeze their parameters."
+                f"{to_freeze(*(path for path, _ in layout.refused))}"
+            )
         before = ACTIVE.pop(key, None)
         try:
             if layout is not None:
@@ -236,14 +239,6 @@ class Region:
         return wires
 
     # -- what wires are like ----------------------------------------------------------------------
-
-    def _find(self, key: Hashable, kind: Hashable, sizes: list[int]) -> Calls | None:
-        known = self._known.get(key)
-        if known is None and kind in self._shapes:
-            known = self._shapes[kind].find(sizes)
-            if known is not None:
-                _keep(self._known, key, known)
-        return known
 
     def _learn(
         self,
@@ -301,18 +296,6 @@ class Region:
             _keep(self._layouts, number, layout)
         return layout
 
-    def _check(self, layout: Layout) -> None:
-        """Refuse layers without wires where they may not break the graph."""
-        if layout.refused and self.fullgraph:
-            lines = "\n".join(f"{path}: {why}" for path, why in layout.refused)
-            raise FlashClippingError(
-                f"{self.path}: it is compiled with fullgraph=True, but these layers in it cannot "
-                f"be recorded inside a compiled graph:\n{lines}\nCompile without fullgraph (such a "
-                "layer then runs by itself, between two graphs), compile blocks without such "
-                "layers (model.block.compile(fullgraph=True)), or freeze their parameters."
-                f"{to_freeze(*(path for path, _ in layout.refused))}"
-            )
-
 
 def _refused(seen: Seen | None, why: str) -> Seen | None:
     """A call that may have no wires, as what is the same for all samples meets others."""
@@ -338,7 +321,8 @@ class Regions:
     def __init__(self, root: nn.Module, session: ClippingSession, taps: Sequence[Tap]):
         self.root, self.session = root, session
         self.taps = list(taps)
-        self._codes: dict[type, Any] = {}
+        #: Code objects of compiled parts, by their type: parts of one type share what was compiled.
+        self.codes: dict[type, Any] = {}
         #: Modules and attributes, with what they were before and are now.
         self._of_blocks: list[tuple[nn.Module, str, Any, Any]] = []
         #: The stand-in for the root's forward that runs the region, and what it ran before.
@@ -346,7 +330,7 @@ class Regions:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.update(_codes={}, _of_blocks=[])
+        state.update(codes={}, _of_blocks=[])
         return state
 
     def as_compiled(self) -> contextlib.AbstractContextManager[None]:
@@ -388,7 +372,7 @@ class Regions:
         present = vars(module).get(name), vars(itself).get("forward")
         if context is None or inner is None or any(isinstance(x, Region) for x in present):
             return
-        for tap in self._taps_in(module):
+        for tap in self.taps_in(module):
             if tap.wiring is not None or tap.rule is None:
                 tap.install(as_method=True)
         if "fully_shard" in applied_to(itself):
@@ -396,7 +380,7 @@ class Regions:
             self._put(module, name, None if itself is module else inner)
             inner = vars(itself).get("forward") or MethodType(type(itself).forward, itself)
             module, name = itself, "forward"
-        self._put(module, name, self._region(module, path, inner, context))
+        self._put(module, name, Region(self, module, path, inner, context))
 
     def _put(self, module: nn.Module, name: str, instead: Any) -> None:
         self._of_blocks.append((module, name, vars(module).get(name), instead))
@@ -410,18 +394,10 @@ class Regions:
         inner = (
             call_of(root) if is_compiled(root) else before or MethodType(type(root).forward, root)
         )
-        forward.instance_forward = self._region(root, "", inner, context)
+        forward.instance_forward = Region(self, root, "", inner, context)
 
-    def _region(
-        self, module: nn.Module, path: str, inner: Callable[..., Any], context: Any
-    ) -> Region:
-        fullgraph = bool(getattr(context, "fullgraph", False))
-        taps = self._taps_in(module)
-        for tap in taps:
-            tap.compiled = True
-        return Region(module, path, inner, self.session, taps, context, fullgraph, self._codes)
-
-    def _taps_in(self, module: nn.Module) -> list[Tap]:
+    def taps_in(self, module: nn.Module) -> list[Tap]:
+        """Those of a part of the model."""
         inside = set(module.modules())
         return [tap for tap in self.taps if tap.layer in inside]
 

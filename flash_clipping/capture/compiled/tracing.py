@@ -33,7 +33,7 @@ from flash_clipping.capture.compiled.unbatched import (
     was_used,
     without_same,
 )
-from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameters, Seen, Wires
+from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameters, Seen
 
 #: Of regions that run now, by the key of their model's session: the calls of each tap, by its
 #: number, and all wires, as a layout has them. Global, as Dynamo takes tensors that are reached
@@ -148,9 +148,14 @@ def _on_wires(
     if call.kind == "unused":
         return True, tap.original(*args, **kwargs)
     if call.kind == "own":
-        if not _parameters_fit(tap, wires):
-            return False, None
         params = [param for _, _, param in _own_parameters(tap)]
+        if len(params) != len(wires):
+            return False, None
+        for param, wire in zip(params, wires, strict=True):
+            if wire is None or not isinstance(param, torch.nn.Parameter):
+                return False, None  # functional_call has put something else there
+            if tuple(wire.shape[1:]) != tuple(param.shape) or wire.dtype != param.dtype:
+                return False, None
         rows = PerSampleParameters.apply(*params, *wires)
         return True, _on_own_parameters(tap, rows, args, kwargs)
     x, wiring, axis = _only_tensor(args, kwargs), tap.wiring, tap.session.batch_axis
@@ -191,18 +196,6 @@ def _own_parameters(tap: Any) -> list[tuple[Any, str, Any]]:
         for name, param in owner._parameters.items()
         if param is not None and param.requires_grad
     ]
-
-
-def _parameters_fit(tap: Any, wires: Wires) -> bool:
-    found = _own_parameters(tap)
-    if len(found) != len(wires):
-        return False
-    for (_, _, param), wire in zip(found, wires, strict=True):
-        if wire is None or not isinstance(param, torch.nn.Parameter):
-            return False  # functional_call has put something else there
-        if tuple(wire.shape[1:]) != tuple(param.shape) or wire.dtype != param.dtype:
-            return False
-    return True
 
 
 def _on_own_parameters(
@@ -267,7 +260,17 @@ def noted_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call, axis = session.current_forward, session.batch_axis
     batch_size, kind = None if call is None else call.batch_size, kind_of(tap)
     if kind in ("own", "unused") and batch_size is not None:
-        return _noted_own(tap, of_tap, batch_size, args, kwargs)
+        params = [param for _, _, param in _own_parameters(tap)]
+        place = len(of_tap)  # the module may be called again inside
+        of_tap.append(None)
+        rows = [param.expand(batch_size, *param.shape) for param in params]
+        output = _on_own_parameters(tap, rows, args, kwargs)
+        kind, why = "own" if was_used(tap.path) else "unused", ""
+        if is_checkpointed():  # Dynamo puts nothing in a parameter's place there
+            why = "it uses its parameters itself, inside of an activation checkpoint"
+        shape, dtype = (batch_size,), params[0].dtype
+        of_tap[place] = Seen(shape, dtype, shape, dtype, kind, why)
+        return output
     x = _only_tensor(args, kwargs)
     same = isinstance(x, Unbatched) or kind == "same for all"
     if isinstance(x, SameRows) and kind == "samples":
@@ -293,25 +296,3 @@ def _serves_same_for_all(tap: Any) -> bool:
     if tap.generic or tap.computed or tap.folded or tap.session.batch_axis or wiring is None:
         return False
     return wiring.any_axes and wiring.serves(tap.layer) and bool(tap.trainable()[1])
-
-
-def _noted_own(
-    tap: Any,
-    of_tap: list[Seen | None],
-    batch_size: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """A module's own forward on what is the same for all samples."""
-    params = [param for _, _, param in _own_parameters(tap)]
-    place = len(of_tap)
-    of_tap.append(None)
-    rows = [param.expand(batch_size, *param.shape) for param in params]
-    output = _on_own_parameters(tap, rows, args, kwargs)
-    kind: Kind = "own" if was_used(tap.path) else "unused"
-    why = ""
-    if is_checkpointed():  # Dynamo puts nothing in a parameter's place there
-        why = "it uses its parameters itself, inside of an activation checkpoint"
-    shape, dtype = (batch_size,), params[0].dtype
-    of_tap[place] = Seen(shape, dtype, shape, dtype, kind, why)
-    return output

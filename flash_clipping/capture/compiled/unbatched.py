@@ -36,8 +36,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.proxies import ParameterProxy
-from flash_clipping.capture.proxies.operation import name_of
-from flash_clipping.capture.proxies.parameter_proxy import circumstances
+from flash_clipping.capture.proxies.parameter_proxy import circumstances, name_of
 from flash_clipping.errors import FlashClippingError
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,9 @@ class Wiring(ABC):
     #: Whether it computes along the last axes only, and so takes any number of axes before.
     any_axes = True
 
+    #: By wire: the parameter that needs it.
+    needed_for: ClassVar[tuple[str, ...]] = ("weight", "weight", "bias")
+
     def __init__(self, rule: Any):
         self.rule = rule
 
@@ -79,13 +82,13 @@ class Wiring(ABC):
         """Whether layers with these settings are wired."""
         return True
 
+    def wanted(self, names: Sequence[str]) -> list[bool]:
+        """Which wires are needed where these parameters are trainable."""
+        return [name in names for name in self.needed_for]
+
     @abstractmethod
     def metas(self, layer: Any, seen: Seen) -> tuple[Meta, ...]:
         """All wires that such a layer may have; also traced, with sizes that are symbols."""
-
-    @abstractmethod
-    def wanted(self, names: Sequence[str]) -> tuple[bool, ...]:
-        """Which of them are needed where these parameters are trainable."""
 
     @abstractmethod
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
@@ -104,10 +107,11 @@ class Wiring(ABC):
         return factors
 
 
-def _operands_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """Operands as they are multiplied. Parameters are cut off: their gradients are left at the end
-    of the pass."""
-    return autocast_operands(x, weight.detach(), None if bias is None else bias.detach())
+def _operands_of(x: Tensor, layer: Any) -> tuple[Any, ...]:
+    """Input, weight and bias as they are multiplied. Parameters are cut off: their gradients are
+    left at the end of the pass."""
+    bias = None if layer.bias is None else layer.bias.detach()
+    return autocast_operands(x, layer.weight.detach(), bias)
 
 
 class PerSampleParameters(torch.autograd.Function):
@@ -178,17 +182,17 @@ class _Product(torch.autograd.Function):
 class LinearWiring(Wiring):
     """``x``, ``G`` for a weight; ``Σ_t G`` for a bias alone."""
 
+    def wanted(self, names: Sequence[str]) -> list[bool]:
+        product = "weight" in names  # which a bias needs no more than
+        return [product, product, not product]
+
     def metas(self, layer: Any, seen: Seen) -> tuple[Meta, ...]:
         y_shape, dtype = seen.y_shape, seen.y_dtype  # that of both operands
         vector = (y_shape[0], y_shape[-1]), accumulation_dtype(dtype)
         return (seen.x_shape, dtype), (y_shape, dtype), vector
 
-    def wanted(self, names: Sequence[str]) -> tuple[bool, ...]:
-        product = "weight" in names  # which a bias needs no more than
-        return product, product, not product
-
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
-        x, weight, bias = _operands_of(x, layer.weight, layer.bias)
+        x, weight, bias = _operands_of(x, layer)
         weight = weight.mT if self.rule.transposed else weight
         return _Product.apply(x, weight, bias, None, *wires)
 
@@ -213,28 +217,21 @@ class ConvolutionWiring(Wiring):
         vector = (seen.y_shape[0], seen.y_shape[1]), accumulation_dtype(dtype)
         return (tuple(shape), dtype), (seen.y_shape, dtype), vector
 
-    def wanted(self, names: Sequence[str]) -> tuple[bool, ...]:
-        return "weight" in names, "weight" in names, "bias" in names
-
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
-        x, weight, bias = _operands_of(x, layer.weight, layer.bias)
-        none = [0] * len(layer.stride)
-        settings = (
-            *(list(layer.stride), kernel_padding(layer), list(layer.dilation)),
-            *(False, none, layer.groups),
-        )
+        x, weight, bias = _operands_of(x, layer)
+        stride, none = list(layer.stride), [0] * len(layer.stride)
+        kernel = stride, kernel_padding(layer), list(layer.dilation)
+        settings = (*kernel, False, none, layer.groups)
         return _Product.apply(padded(layer, x)[0], weight, bias, settings, *wires)
 
     def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         x, G, vector_Bp = grads
-        found: dict[str, PerSampleGrad] = (
-            {} if vector_Bp is None else {"bias": DenseGrad(vector_Bp)}
-        )
+        found: dict[str, PerSampleGrad] = {}
         if x is not None:
-            found["weight"] = ConvolutionGrad(
-                *(x, G, layer.weight, layer.stride, kernel_padding(layer)),
-                *(layer.dilation, layer.groups),
-            )
+            kernel = layer.stride, kernel_padding(layer), layer.dilation, layer.groups
+            found["weight"] = ConvolutionGrad(x, G, layer.weight, *kernel)
+        if vector_Bp is not None:
+            found["bias"] = DenseGrad(vector_Bp)
         return found
 
 
@@ -253,14 +250,13 @@ class _Lookup(torch.autograd.Function):
 
 
 class EmbeddingWiring(Wiring):
+    needed_for = ("weight", "weight")
+
     def serves(self, layer: Any) -> bool:
         return not layer.scale_grad_by_freq and layer.max_norm is None
 
     def metas(self, layer: Any, seen: Seen) -> tuple[Meta, ...]:
         return (seen.x_shape, torch.float64), (seen.y_shape, seen.y_dtype)
-
-    def wanted(self, names: Sequence[str]) -> tuple[bool, ...]:
-        return True, True
 
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
         return _Lookup.apply(x, layer.weight.detach(), *wires)
@@ -272,6 +268,8 @@ class EmbeddingWiring(Wiring):
 
 class LayerNormWiring(Wiring):
     """Per-sample gradients of weight and bias: these are vectors, one for each sample."""
+
+    needed_for = ("weight", "bias")
 
     def parameters(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
         """What ``x̂`` is multiplied by, and what is added."""
@@ -292,9 +290,6 @@ class LayerNormWiring(Wiring):
             ((B,) if param is None else (B, *param.shape), dtype)
             for param in self.parameters(layer)
         )
-
-    def wanted(self, names: Sequence[str]) -> tuple[bool, ...]:
-        return "weight" in names, "bias" in names
 
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
         x = normalization_input(x)

@@ -4,10 +4,10 @@ An example: ``x + self.pos[: x.shape[1]]`` in a module that owns ``pos``.
 
 1. While the module runs, ``pos`` is a stand-in, a tensor subclass (``parameter_proxy.py``).
 2. The slice is computed from a parameter alone, so it is a stand-in as well (``functions.py``).
-3. The sum has an operand that carries samples, ``x``. That one operation (``operation.py``) becomes
-   an autograd function, the parameter one of its inputs (``proxy_ops.py``).
+3. The sum has an operand that carries samples, ``x``. That one operation becomes an autograd
+   function, the parameter one of its inputs (``proxy_ops.py``).
 4. In backward, what reaches the sum is its gradient ``G``. Of sample ``b``, with respect to the
-   slice, that is ``G[b]``; from there autograd goes back to ``pos`` (``gradients.py``).
+   slice, that is ``G[b]``; from there autograd goes back to ``pos`` (``operation.py``).
 
 Where the operation is that of a layer with a rule (``F.linear(x, weight)``, ``weight * x_hat``),
 its gradient is a factor: no more is kept than the rule would keep. Before, the parameter may have

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
@@ -17,7 +20,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE, looked_up, name_of
+from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     TableRows,
@@ -25,11 +28,17 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     called,
     flattened,
     is_plain,
+    name_of,
     origin_of,
     unflattened,
 )
-from flash_clipping.capture.proxies.proxy_ops import mixed, note_recomputation, of_samples
-from flash_clipping.capture.proxies.short_ways import SHORT_WAYS, note_served
+from flash_clipping.capture.proxies.proxy_ops import (
+    SHORT_WAYS,
+    mixed,
+    note_recomputation,
+    note_served,
+    of_samples,
+)
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
 
@@ -59,6 +68,8 @@ _DETACHING = {"detach", "__get__data"}
 _ASKING = {"__get__dtype", "__get__shape", "__get__device", "__get__ndim", "dim", "size"}
 #: Functions of a tensor, others and numbers, element by element.
 _BY_ELEMENT = {"where", "masked_fill"}
+_LOOKUP = inspect.signature(F.embedding)
+_as_they_are = partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x, lambda x: x)
 #: Functions that draw random numbers: one draw for all rows is not one draw per row.
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
@@ -130,7 +141,10 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     reads_grad = any(x.requires_grad for x in others)
     if name not in _METADATA_ONLY and torch.is_grad_enabled() and reads_grad:
         raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
-    with _out_of_checkpoints():
+    # What functions of parameters alone save for their backward stays, also under checkpointing:
+    # they go backward by themselves, for each sample, in the midst of a backward. Each of that
+    # would run the whole checkpoint again, and under vmap, where dropout fails.
+    with _as_they_are() if saved_tensors_hooks_now() else nullcontext():
         result = called(func, leaves, spec)
         if writes:
             return result  # what it wrote into, with gradients off
@@ -138,16 +152,14 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return result  # only the parameter's shape, dtype or device went into it
         rows = _row_of(func, name, leaves, spec, result)
     origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}
-    lookup, source = None, None
-    if isinstance(result, Tensor):
-        lookup = _table_rows(func, name, leaves, spec, result)
-        if len(bares) == 1 and (known := bares[0].kept_origin) is not None and not in_place:
-            source = origin_of(name, leaves, bool(kwargs), bares[0].value, known, result)
-
-    parent = kept = None
-    if lookup is source is rows is None and len(bares) == 1 and not in_place:
-        bare = bares[0]
-        if bare.kept_lookup and isinstance(result, Tensor) and result.shape == bare.shape:
+    lookup = source = parent = kept = None
+    if len(bares) == 1 and isinstance(result, Tensor):
+        (bare,) = bares
+        lookup = _table_rows(func, name, leaves, spec, bare, result)
+        if (known := bare.kept_origin) is not None and not in_place:
+            source = origin_of(name, leaves, bool(kwargs), bare.value, known, result)
+        is_other = lookup is source is rows is None and not in_place
+        if is_other and bare.kept_lookup and result.shape == bare.shape:
             parent = bare
             if not kwargs:  # whose order says nothing
                 kept = _kept_of(name, leaves)
@@ -240,17 +252,6 @@ def _probed(
     return tap.session.probing.operation(tap.path, use, reads, leaves[place], compute)
 
 
-def _out_of_checkpoints() -> AbstractContextManager[Any]:
-    """What functions of parameters alone save for their backward stays, under checkpointing too.
-
-    They go backward by themselves, for each sample, in the midst of a backward. Each of that would
-    run the whole checkpoint again, and under ``vmap``, where dropout fails.
-    """
-    if not saved_tensors_hooks_now():
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-
-
 def _row_of(
     func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Any
 ) -> Any | None:
@@ -298,16 +299,27 @@ def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str,
 
 
 def _table_rows(
-    func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Tensor
+    func: Callable[..., Any],
+    name: str,
+    leaves: list[Any],
+    spec: Any,
+    bare: ParameterProxy,
+    result: Tensor,
 ) -> TableRows | None:
     """Which rows of a table ``result`` is, if it is made of such rows alone."""
+    value, before = bare.value, bare.lookup
     if name == "embedding":
         args, kwargs = unflattened(leaves, spec)
-        return looked_up(*args, **kwargs)
-    bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
-    if len(bares) != 1 or (before := bares[0].lookup) is None:
+        given = _LOOKUP.bind(*args, **kwargs).arguments
+        changes = given.get("scale_grad_by_freq") or given.get("max_norm") is not None
+        if changes or given["weight"] is not bare or value not in bare.leaves:
+            return None
+        padding_idx = given.get("padding_idx")
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += len(value)
+        return TableRows(given["input"], value, padding_idx)
+    if before is None:
         return None
-    value = bares[0].value
     if name in _KEEPS_ROWS:
         return before if (result.dtype, result.shape) == (value.dtype, value.shape) else None
     d = value.shape[before.feature]

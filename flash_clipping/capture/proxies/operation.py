@@ -1,17 +1,24 @@
-"""What is known of one operation between stand-ins and tensors that carry samples.
+"""One operation between stand-ins and tensors that carry samples, and its gradients.
+
+A module may call ``F.linear`` on its weight, or write ``x @ self.weight.T`` or
+``self.weight * x_hat``, in a forward of its own: what it computes is known from the operation, and
+so is a factor of its gradient, as rules have it. Nothing is assumed of the module. Of any other
+operation gradients are formed sample by sample: those of one sample are those with the output
+gradients of all others at 0.
 
 Samples may lie along another axis than the first: XLNet's ``einsum("ibh,hnd->ibnd", h, self.q)``
 has positions first. Where they lie in ``h`` and in the result, a probe shows
-(:mod:`flash_clipping.capture.proof.probe`). Gradients of one sample are those with the output
-gradients of all others at 0.
+(:mod:`flash_clipping.capture.proof.probe`).
 
 Shape suffixes: ``B`` samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +28,17 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     AffineView,
     ParameterProxy,
     TableRows,
+    UnsupportedUse,
     unflattened,
 )
-from flash_clipping.capture.row_layouts import Layout, layout_of
+from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
+from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.finish.session import Readers
+from flash_clipping.rules.convolution import ConvolutionRule
+from flash_clipping.rules.embedding import EmbeddingRule
+from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
+from flash_clipping.rules.normalization import DEFAULT_EPS, LayerNormRule, RMSNormRule
+from flash_clipping.rules.registry import GradRequest, Rule
 
 ADDITION = {"add", "add_"}
 MULTIPLICATION = {"mul", "multiply"}
@@ -34,14 +48,6 @@ IN_PLACE = {"add_"}
 ATTENTION = {"scaled_dot_product_attention"}
 #: Linear maps: layers that read one input are measured together.
 READS_ROWS = {"linear", "matmul"}
-
-
-def name_of(func: Callable[..., Any]) -> str:
-    """The name of a torch function, of a property with the property's own name."""
-    name: str = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):  # a property; its own name is on the descriptor
-        name += str(getattr(getattr(func, "__self__", None), "__name__", ""))
-    return name
 
 
 @dataclass
@@ -100,10 +106,6 @@ class ProxyOp:
         found = [param for bare in self.bares for param in bare.leaves.values()]
         return found if len(found) == 1 else list(dict.fromkeys(found))
 
-    def by_row(self, bare: ParameterProxy, rank: int) -> bool:
-        """Whether the first axis of this operand is the batch, each row the same."""
-        return bare.row is not None and bare.dim() == rank and bare.shape[0] != 1
-
     def row_by_row(self, bare: ParameterProxy, plain: list[Tensor], G: Tensor) -> bool:
         """Whether every sample meets a row of its own of this operand.
 
@@ -118,25 +120,6 @@ class ProxyOp:
         except RuntimeError:
             return True  # one row and all of the operand do not fit
         return output.shape[0] != 1
-
-
-def looked_up(
-    ids: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> TableRows | None:
-    """The rows that ``torch.nn.functional.embedding`` with these arguments reads of a parameter."""
-    if scale_grad_by_freq or max_norm is not None or not isinstance(weight, ParameterProxy):
-        return None
-    if weight.value not in weight.leaves or isinstance(ids, ParameterProxy):
-        return None
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += weight.shape[0]
-    return TableRows(ids, weight.value, padding_idx)
 
 
 def layout_after(operation: ProxyOp, plain: list[Tensor], use: str) -> Layout:
@@ -154,3 +137,406 @@ def layout_after(operation: ProxyOp, plain: list[Tensor], use: str) -> Layout:
     if not seen and operation.count == 1:
         return operation.before  # one sample: all of it is its own
     return layout_of(f"{operation.tap.path}: {use}", output, operation.count, seen)
+
+
+Factors: TypeAlias = list[tuple[nn.Parameter, PerSampleGrad]]
+
+#: The gradient of the one tensor that carries samples, and factors of parameters.
+Gradients: TypeAlias = tuple[Tensor | None, Factors]
+
+
+def gradients(
+    operation: ProxyOp,
+    plain: list[Tensor],
+    values: list[Tensor],
+    needs: tuple[bool, ...],
+    G: Tensor,
+) -> tuple[list[Tensor | None], Iterable[tuple[nn.Parameter, PerSampleGrad]]]:
+    """Gradients of the tensors that carry samples, and factors of parameters.
+
+    Args:
+        plain: the operation's ordinary tensors.
+        values: those of its stand-ins.
+        needs: which of ``plain`` need a gradient.
+        G: the output gradient.
+    """
+    factors: Iterable[tuple[nn.Parameter, PerSampleGrad]]
+    if (rows := _table_factor(operation, plain, G)) is not None:
+        factors = [rows]
+    elif (found := _factored(operation, plain, values, needs, G)) is not None:
+        return found
+    else:
+        factors = _per_sample_factors(operation, plain, G)
+    return _input_grads(operation, plain, needs, G), factors
+
+
+def _input_grads(
+    operation: ProxyOp, plain: list[Tensor], needs: tuple[bool, ...], G: Tensor
+) -> list[Tensor | None]:
+    """Gradients of the tensors that carry samples: the operation's own backward."""
+    if not any(needs):
+        return [None] * len(plain)
+    if (
+        operation.name in ADDITION
+        and len(plain) == 1
+        and len(operation.leaves) == 2  # a third is alpha
+        and plain[0].shape == G.shape
+        and not G.is_complex()
+    ):
+        return [G.to(plain[0].dtype)]
+    inputs = [tensor.detach().requires_grad_(n) for tensor, n in zip(plain, needs, strict=True)]
+    with torch.enable_grad():
+        output = operation.call(inputs, [bare.value.detach() for bare in operation.bares])
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    found = iter(torch.autograd.grad(output, wanted, G))
+    return [next(found) if need else None for need in needs]
+
+
+def _table_factor(
+    operation: ProxyOp, plain: list[Tensor], G: Tensor
+) -> tuple[nn.Parameter, PerSampleGrad] | None:
+    """The gradient of a table of which single rows were added to something that has samples,
+    without a table per sample."""
+    bare, rows = operation.bares[0], operation.rows
+    if rows is None or operation.name not in ADDITION or operation.after is not None:
+        return None
+    if len(operation.leaves) != 2 or len(plain) != 1 or (operation.axis and rows.feature != -1):
+        return None
+    if -rows.feature >= G.dim() or bare.shape[rows.feature] != G.shape[rows.feature]:
+        return None
+    return bare.leaves[rows.table], rows.factor(G, operation.axis)
+
+
+def _per_sample_factors(
+    operation: ProxyOp, plain: list[Tensor], G: Tensor
+) -> Iterator[tuple[nn.Parameter, PerSampleGrad]]:
+    """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
+    bares = operation.bares
+    own_row = [operation.after is None and operation.row_by_row(x, plain, G) for x in bares]
+    # The first axis is the batch, each row the same.
+    alike = [x.row is not None and x.dim() == G.dim() and x.shape[0] != 1 for x in bares]
+    try:
+        if operation.after is not None:
+            raise NotImplementedError("formulas below are for samples along the first axis")
+        rowwise = [own or same for own, same in zip(own_row, alike, strict=True)]
+        operand_grads = _operand_grads(operation, plain, G, rowwise)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+        # An operation that vmap does not have, or that does not take one row of an operand alone.
+        own_row = alike = [False] * len(bares)
+        operand_grads = _operand_grads_in_turn(operation, plain, G)
+    for bare, grads_B, has_own, same in zip(bares, operand_grads, own_row, alike, strict=True):
+        origin = bare.row if same else bare.value
+        assert origin is not None
+        if not origin.requires_grad:
+            continue  # computed with gradients off
+        found = _through_rows(bare, grads_B) if has_own else through(origin, bare.leaves, grads_B)
+        yield from ((param, DenseGrad(grads)) for param, grads in found)
+
+
+def through(
+    value: Tensor, leaves: dict[Tensor, nn.Parameter], grads_B: Tensor
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Per-sample gradients ``[B, *value]`` of what was computed from parameters, as theirs."""
+    for leaf, param in leaves.items():
+        if value is leaf:
+            yield param, grads_B
+            continue
+        (found,) = torch.autograd.grad(
+            value,
+            leaf,
+            grads_B.to(value.dtype),
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        if found is not None:
+            yield param, found
+
+
+def _through_rows(bare: ParameterProxy, grads_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Per-sample gradients where sample ``b`` met row ``b`` alone: ``grads_B [B, 1, *row]``."""
+    for leaf, param in bare.leaves.items():
+        found = []
+        for b in range(len(grads_B)):  # all at once would take B times the operand
+            with torch.enable_grad():
+                row = bare.value[b : b + 1]
+            (grad,) = torch.autograd.grad(
+                row, leaf, grads_B[b].to(row.dtype), retain_graph=True, allow_unused=True
+            )
+            found.append(torch.zeros_like(leaf) if grad is None else grad)
+        yield param, torch.stack(found)
+
+
+def _operand_grads(
+    operation: ProxyOp, plain: list[Tensor], G: Tensor, rowwise: list[bool]
+) -> list[Tensor]:
+    """Gradient of the operation per sample with respect to each bare operand: ``[B, *operand]``.
+
+    Of an operand that has a row per sample (``rowwise``), with respect to that: ``[B, 1, *row]``.
+    """
+
+    def one_sample(G_1: Tensor, operands: list[Tensor], samples: list[Tensor]) -> Any:
+        rows = [
+            x.unsqueeze(0) if batched else x
+            for x, batched in zip(samples, operation.batched, strict=True)
+        ]
+
+        def run(*values: Tensor) -> Tensor:
+            return operation.call(rows, list(values))
+
+        vjp: Any = torch.func.vjp(run, *operands)[1]
+        return vjp(G_1.unsqueeze(0))
+
+    operands = [
+        bare.value.detach().unsqueeze(1) if row else bare.value.detach()
+        for bare, row in zip(operation.bares, rowwise, strict=True)
+    ]
+    in_dims: tuple[Any, ...] = (
+        0,
+        [0 if row else None for row in rowwise],
+        [0 if batched else None for batched in operation.batched],
+    )
+    return list(torch.func.vmap(one_sample, in_dims=in_dims)(G, operands, plain))
+
+
+def _operand_grads_in_turn(operation: ProxyOp, plain: list[Tensor], G: Tensor) -> list[Tensor]:
+    """Operands' gradients ``[B, *operand]`` for any operation: its own backward for each sample,
+    with the output gradients of the others at 0."""
+    operands = [bare.value.detach().requires_grad_() for bare in operation.bares]
+    after = operation.after
+    layout, B = (TOGETHER, len(G)) if after is None else (after, operation.count)
+    found = [operand.new_empty(B, *operand.shape) for operand in operands]
+    try:
+        with torch.enable_grad():
+            output = operation.call([x.detach() for x in plain], operands)
+        for b in range(B):
+            of_b = torch.autograd.grad(output, operands, layout.only(G, b, B), retain_graph=True)
+            for grads, grad in zip(found, of_b, strict=True):
+                grads[b] = grad
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        raise UnsupportedUse(
+            operation.tap, f"{operation.name} failed in backward ({error})"
+        ) from error
+    return found
+
+
+def _reduce_to(G: Tensor, shape: Sequence[int]) -> Tensor:
+    """Add up ``G [B, ...]`` over the axes that ``shape`` was broadcast along, sample by sample."""
+    aligned = [1] * (G.dim() - len(shape)) + list(shape)
+    axes = [i for i in range(1, G.dim()) if aligned[i] == 1 and G.shape[i] != 1]
+    if axes:
+        G = G.sum(axes, keepdim=True, dtype=accumulation_dtype(G.dtype))
+    return G.reshape(G.shape[0], *shape)
+
+
+def _factored(
+    operation: ProxyOp, plain: list[Tensor], values: list[Tensor], needs: Sequence[bool], G: Tensor
+) -> tuple[list[Tensor | None], Factors] | None:
+    """:func:`gradients` from the operation's formula.
+
+    Returns:
+        ``None`` where there is none: another operation, more than one tensor that carries samples,
+        or a stand-in that is more than a parameter laid out anew.
+    """
+    is_pointwise = operation.name in ADDITION | MULTIPLICATION
+    if operation.axis or operation.after or not (is_pointwise or operation.name in _FORMULAS):
+        return None
+    if sum(operation.batched) != 1 or G.is_complex() or any(x.is_complex() for x in plain):
+        return None
+    at = operation.batched.index(True)
+    if any(need and place != at for place, need in enumerate(needs)):
+        return None
+    values = values or [bare.value.detach() for bare in operation.bares]
+    gradients_of = _pointwise if is_pointwise else _by_rule
+    found = gradients_of(operation, plain, values, plain[at], needs[at], G)
+    if found is None:
+        return None
+    grads: list[Tensor | None] = [None] * len(plain)
+    if found[0] is not None:
+        grads[at] = found[0].to(plain[at].dtype)
+    return grads, found[1]
+
+
+def _pointwise(
+    operation: ProxyOp,
+    plain: list[Tensor],
+    values: list[Tensor],
+    samples: Tensor,
+    is_wanted: bool,
+    G: Tensor,
+) -> Gradients | None:
+    """``samples``, and a stand-in that is broadcast over these, or expanded over them."""
+    if len(operation.leaves) != 2 or len(plain) != 1:
+        return None
+    (bare,), (other,), (origin,) = operation.bares, values, operation.origins
+    product, shape = operation.name in MULTIPLICATION, other.shape
+    by_row = len(shape) == G.dim() and shape[0] != 1
+    value = bare.row if by_row else bare.value
+    if value is None or samples.shape != G.shape:
+        return None
+    grad_input = None
+    if is_wanted:
+        grad_input = G * other if product else G
+    if not value.requires_grad:
+        return grad_input, []  # computed with gradients off
+    G = G * samples if product else G
+    grads_B = _reduce_to(G, (1, *shape[1:]) if by_row else shape)
+    if origin is not None:
+        return grad_input, [(bare.leaves[origin.leaf], DenseGrad(origin.grads(grads_B)))]
+    return grad_input, [(p, DenseGrad(grads)) for p, grads in through(value, bare.leaves, grads_B)]
+
+
+def _by_rule(
+    operation: ProxyOp,
+    plain: list[Tensor],
+    values: list[Tensor],
+    samples: Tensor,
+    is_wanted: bool,
+    G: Tensor,
+) -> Gradients | None:
+    """What the rule of a layer that computes the same has of its weight and bias."""
+    rule, formula, takes = _FORMULAS[operation.name]
+    args, kwargs = unflattened(operation.leaves, operation.spec)
+    if None in operation.origins or len(args) > len(takes) or not kwargs.keys() <= takes.keys():
+        return None
+    leaves = dict(zip(takes, args, strict=False)) | kwargs
+    tensors, stand_ins = iter(plain), iter(values)
+    given = {
+        name: leaf
+        if not isinstance(leaf, Tensor)
+        else next(stand_ins if isinstance(leaf, ParameterProxy) else tensors)
+        for name, leaf in leaves.items()
+    }
+    made = formula(G, **given) if given["input"] is samples else None
+    if made is None:
+        return None
+    layer, saved = made
+    trained = [takes[name] for name, leaf in leaves.items() if isinstance(leaf, ParameterProxy)]
+    needs = GradRequest((is_wanted,), frozenset(trained), operation.tap.session.backend)
+    grad_input, by_name = rule.backward(layer, saved, G, needs)
+    factors: Factors = []
+    stood_in = zip(trained, operation.bares, operation.origins, values, strict=True)
+    for name, bare, origin, value in stood_in:
+        assert origin is not None
+        factor = origin.of_parameter(by_name[name], value)
+        if factor is None:
+            return None
+        factors.append((bare.leaves[origin.leaf], factor))
+    return grad_input, factors
+
+
+# -- formulas: of a call, the layer as far as its rule asks, and what its forward would have saved -
+
+
+#: ``None`` where a call has none.
+Made: TypeAlias = tuple[Any, tuple[Any, ...]] | None
+
+
+def _linear(G: Tensor, input: Tensor, weight: Tensor, bias: Any = None) -> Made:
+    if weight.dim() != 2 or input.dim() < 2:
+        return None
+    # Under autocast, the operands that were multiplied.
+    return None, (input.to(G.dtype), weight.to(G.dtype))
+
+
+def _matmul(G: Tensor, input: Tensor, other: Tensor) -> Made:
+    return _linear(G, input, other)
+
+
+def _embedding(
+    G: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Made:
+    if max_norm is not None or scale_grad_by_freq:
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    return SimpleNamespace(num_embeddings=len(weight), padding_idx=padding_idx), (input,)
+
+
+def _layer_norm(
+    G: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Made:
+    axes = list(range(-len(normalized_shape), 0))
+    if input.dim() <= len(axes) or input.shape != G.shape:
+        return None
+    x, wide = input.to(G.dtype), accumulation_dtype(G.dtype)
+    variance, mean = torch.var_mean(x.to(wide), axes, correction=0, keepdim=True)
+    layer = SimpleNamespace(normalized_shape=tuple(normalized_shape))
+    return layer, (x, mean, (variance + eps).rsqrt(), weight)
+
+
+def _rms_norm(
+    G: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    eps: float | None = None,
+) -> Made:
+    axes = list(range(-len(normalized_shape), 0))
+    if input.dim() <= len(axes) or input.shape != G.shape:
+        return None
+    if eps is None and input.dtype != G.dtype:
+        return None  # which of the two it is a step of, versions differ
+    x, wide = input.to(G.dtype), accumulation_dtype(G.dtype)
+    mean_square = x.to(wide).square().mean(axes, keepdim=True)
+    rstd = (mean_square + (DEFAULT_EPS[G.dtype] if eps is None else eps)).rsqrt()
+    return SimpleNamespace(normalized_shape=tuple(normalized_shape)), (x, None, rstd, weight)
+
+
+def _convolution(
+    G: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Made:
+    axes = weight.dim() - 2
+    if input.dim() != axes + 2 or isinstance(padding, str):
+        return None
+
+    def each(value: Any) -> tuple[int, ...]:
+        """One number for every spatial axis."""
+        numbers = (value,) if isinstance(value, int) else tuple(value)
+        return numbers * axes if len(numbers) == 1 else numbers
+
+    layer = SimpleNamespace(
+        stride=each(stride),
+        padding=each(padding),
+        dilation=each(dilation),
+        groups=groups,
+        padding_mode="zeros",
+    )
+    return layer, (input.to(G.dtype), weight.to(G.dtype))
+
+
+def _formula(rule: Rule, formula: Callable[..., Made]) -> tuple[Rule, Callable[..., Made], Any]:
+    """With the names of what it takes: the layer's name for each."""
+    names = [*inspect.signature(formula).parameters][1:]
+    return rule, formula, {name: "weight" if name == "other" else name for name in names}
+
+
+_CONVOLUTION = _formula(ConvolutionRule(), _convolution)
+_FORMULAS = {
+    "linear": _formula(LinearRule(), _linear),
+    "matmul": _formula(TransposedLinearRule(), _matmul),
+    "embedding": _formula(EmbeddingRule(), _embedding),
+    "layer_norm": _formula(LayerNormRule(), _layer_norm),
+    "rms_norm": _formula(RMSNormRule(), _rms_norm),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _CONVOLUTION),
+}

@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import EllipsisType, NoneType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,14 @@ def called(
     return func(*args, **kwargs)
 
 
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of a torch function, of a property with the property's own name."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):  # a property; its own name is on the descriptor
+        name += str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return name
+
+
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
 #: Functions after which all elements are still there, in their order, if their number is the same.
 _RESHAPES = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "clone"}
@@ -121,10 +130,6 @@ class AffineView:
         if self.transposed:
             grads_B = grads_B.reshape(B, shape[1], shape[0]).mT
         return self.scaled(grads_B).reshape(B, *shape)
-
-    def turned(self) -> AffineView:
-        """That of the transpose."""
-        return replace(self, transposed=not self.transposed)
 
     def of_parameter(self, factor: PerSampleGrad, value: Tensor) -> PerSampleGrad | None:
         """A factor of the value as one of the parameter; it is nobody else's and may be changed.
@@ -174,10 +179,11 @@ def origin_of(
     if name in _CASTS:
         return origin if value.shape == before.shape else None
     if name in _TRANSPOSES:
-        return origin.turned() if value.dim() == 2 and origin.is_whole(before) else None
-    if name in _RESHAPES or (name == "__getitem__" and _only_adds_axes(leaves[1:])):
-        kept = value.dtype == before.dtype and _without_ones(value) == _without_ones(before)
-        return origin if kept else None
+        turned = replace(origin, transposed=not origin.transposed)
+        return turned if value.dim() == 2 and origin.is_whole(before) else None
+    if name in _RESHAPES or (name == "__getitem__" and all(map(_keeps_order, leaves[1:]))):
+        sizes, kept = ([n for n in x.shape if n != 1] for x in (value, before))
+        return origin if value.dtype == before.dtype and sizes == kept else None
     if named or len(leaves) != 2 or value.shape != before.shape:
         return None
     constants = [leaf for leaf in leaves if not hasattr(leaf, "leaves")]
@@ -204,13 +210,9 @@ def _times(origin: AffineView, number: float | Tensor) -> AffineView | None:
     return replace(origin, scale=number * origin.scale)
 
 
-def _only_adds_axes(index: list[Any]) -> bool:
-    """Whether an index keeps the order; what it leaves out, the number of elements tells."""
-    return all(part is None or part is Ellipsis or isinstance(part, slice) for part in index)
-
-
-def _without_ones(x: Tensor) -> list[int]:
-    return [size for size in x.shape if size != 1]
+def _keeps_order(index: Any) -> bool:
+    """Whether a part of an index does; what it leaves out, the number of elements tells."""
+    return index is None or index is Ellipsis or isinstance(index, slice)
 
 
 #: Set on the tensors that stand in for parameters, for who finds them in autograd's graph.
@@ -274,32 +276,20 @@ class TableRows:
 class ParameterProxy(torch.Tensor):
     """Something computed from parameters alone, the same for all samples.
 
-    Attributes:
-        value: the ordinary tensor, with autograd's graph back to ``leaves``.
-        leaves: a detached stand-in for each parameter -> the parameter.
-        row: for an expansion of leading dimension 1, the value before it.
-        lookup: for rows of a table, which ones.
-        origin: what ``value`` is of one parameter, if it is little more than that; see
-            :attr:`kept_origin`.
-        version: of ``value`` as it was made.
-        parent: rows of a table that it was computed from, by a function without a name here.
-        kept: where it is its parent, element by element, if it is constant elsewhere.
-        tap: the module's tap.
-
     What was computed with gradients off (``torch.no_grad()``) has a ``value`` that does not require
     grad. It must still be known while gradients are off, as in the first forward of a re-entrant
     checkpoint, whose recomputation will need gradients.
     """
 
-    value: Tensor
-    leaves: dict[Tensor, nn.Parameter]
-    row: Tensor | None
-    lookup: TableRows | None
-    origin: AffineView | None
-    version: int
-    parent: ParameterProxy | None
-    kept: Tensor | None
-    tap: FactorSource
+    value: Tensor  # the ordinary tensor, with autograd's graph back to ``leaves``
+    leaves: dict[Tensor, nn.Parameter]  # a detached stand-in for each parameter -> the parameter
+    row: Tensor | None  # of an expansion of leading dimension 1, the value before it
+    lookup: TableRows | None  # for rows of a table, which ones
+    origin: AffineView | None  # what ``value`` is of one parameter, if little more than that
+    version: int  # of ``value`` as it was made
+    parent: ParameterProxy | None  # rows of a table that a function without a name here was given
+    kept: Tensor | None  # where it is its parent, element by element, if it is constant elsewhere
+    tap: FactorSource  # the module's
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
 
@@ -321,7 +311,7 @@ class ParameterProxy(torch.Tensor):
         bare.parent, bare.kept = parent, kept
         if value.requires_grad:
             with plain_functions():
-                bare.register_hook(Bypassed(tap))
+                bare.register_hook(partial(_bypassed, tap))
         return bare
 
     @staticmethod
@@ -340,7 +330,7 @@ class ParameterProxy(torch.Tensor):
         leaf = param.detach().requires_grad_()
         vars(leaf)[_STANDS_IN] = True
         # Per-sample gradients are asked for, never accumulated: whatever is has got past.
-        leaf.register_post_accumulate_grad_hook(Bypassed(tap))
+        leaf.register_post_accumulate_grad_hook(partial(_bypassed, tap))
         return ParameterProxy.wrap(leaf, {leaf: param}, tap, None, None, AffineView(leaf))
 
     @property
@@ -373,19 +363,13 @@ class ParameterProxy(torch.Tensor):
             return cls.run(func, args, dict(kwargs or {}))
 
 
-class Bypassed:
+def _bypassed(tap: FactorSource, _: Any = None) -> NoReturn:
     """Tensor hook of a stand-in: its operation was none that the stand-in could see."""
-
-    found = (
+    raise UnsupportedUse(
+        tap,
         "it is an argument of a re-entrant checkpoint, of another torch.autograd.Function, or of "
-        "a scripted or compiled function, or was written into another tensor"
+        "a scripted or compiled function, or was written into another tensor",
     )
-
-    def __init__(self, tap: FactorSource):
-        self.tap = tap
-
-    def __call__(self, _: Tensor) -> None:
-        raise UnsupportedUse(self.tap, self.found)
 
 
 def refuse_bypassed(tap: FactorSource, args: Any, output: Any) -> None:
@@ -396,8 +380,8 @@ def refuse_bypassed(tap: FactorSource, args: Any, output: Any) -> None:
     """
 
     def nodes_of(tensors: Any) -> list[Any]:
-        found = [x for x in pytree.tree_leaves(tensors) if is_plain(x) and x.requires_grad]
-        return [x.grad_fn for x in found if x.grad_fn is not None]
+        found = [x.grad_fn for x in pytree.tree_leaves(tensors) if is_plain(x) and x.requires_grad]
+        return [node for node in found if node is not None]
 
     held = nodes_of(args)  # an id is a node's as long as the node is there
     seen = {id(node) for node in held}
@@ -410,7 +394,7 @@ def refuse_bypassed(tap: FactorSource, args: Any, output: Any) -> None:
         held.append(node)
         variable = getattr(node, "variable", None)
         if isinstance(variable, ParameterProxy) or _STANDS_IN in getattr(variable, "__dict__", ()):
-            raise UnsupportedUse(tap, Bypassed.found)
+            _bypassed(tap)
         waiting += [following for following, _ in node.next_functions if following is not None]
 
 
