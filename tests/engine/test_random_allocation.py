@@ -22,6 +22,7 @@ from flash_clipping.engine.random_allocation import allocation_losses, grid_step
 from flash_clipping.engine.releases import Release, epsilon_by_pld
 from flash_clipping.engine.sampling.samplers import AllocationSampler, ShuffledSampler
 from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.choices import _below, allocations
 
 pytest.importorskip("dp_accounting")
@@ -189,12 +190,12 @@ def test_noise_changes_between_rounds_only(sampling: str) -> None:
 def test_uniform_numbers_below_a_bound() -> None:
     draw = SecretStream(key=bytes(32)).draw(Purpose.SAMPLING)
     for bound in (1, 7, 8, 100):
-        counts = np.bincount(_below(draw, 100_000, bound, tensor=0).astype(int), minlength=bound)
+        counts = np.bincount(_below(Keystream(draw), 100_000, bound).astype(int), minlength=bound)
         assert len(counts) == bound
         assert abs(counts - 100_000 / bound).max() < 5 * (100_000 / bound) ** 0.5
     # Of a bound that half of all words exceed, those are drawn again.
     bound = (1 << 63) + 1
-    numbers = _below(draw, 1000, bound, tensor=0)
+    numbers = _below(Keystream(draw), 1000, bound)
     assert (numbers < bound).all() and len(set(numbers.tolist())) == 1000
     assert abs(numbers.astype(float).mean() / 2**62 - 1) < 0.1
 
