@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -121,25 +121,19 @@ class BandedNoise(NoiseMechanism):
     weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or self.count < 2:
-            raise ValueError(
-                f"BandedNoise: found {self.count!r} diagonals; expected 2 or more. With one, noise "
-                "is independent: IndependentNoise()."
-            )
+        _check_diagonals("BandedNoise", self.count)
         if self.memory not in ("stored", "drawn_again"):
             raise ValueError(
                 f"BandedNoise: found memory={self.memory!r}; expected 'stored' or 'drawn_again'."
             )
-        if self.weights is not None:
-            object.__setattr__(self, "weights", tuple(float(c) for c in self.weights))
-            self._check(self.weights)
-
-    def _check(self, weights: Sequence[float]) -> None:
-        c = np.asarray(weights)
+        if self.weights is None:
+            return
+        object.__setattr__(self, "weights", tuple(float(c) for c in self.weights))
+        c = np.asarray(self.weights)
         if not (len(c) == self.count and c[0] == 1 and (c >= 0).all() and (np.diff(c) <= 0).all()):
             raise ValueError(
-                f"BandedNoise: found weights {weights}; expected {self.count} of them, 1 first, "
-                "never negative and never growing: for others sensitivities are not known."
+                f"BandedNoise: found weights {self.weights}; expected {self.count} of them, 1 "
+                "first, never negative and never growing: for others sensitivities are not known."
             )
 
     @classmethod
@@ -148,11 +142,9 @@ class BandedNoise(NoiseMechanism):
     ) -> BandedNoise:
         """Weights that make the error of prefix sums least, for a run of so many steps.
 
-        The error is the variance of the sum of the noise of steps ``0 .. t``, averaged over ``t``,
-        times the squared norm of the weights (:meth:`error`): what it is at one sensitivity, for
-        samples whose steps are at least ``count`` apart. Found by L-BFGS-B from the closed form,
-        among weights that never grow: not worse than the closed form. The weights only decide how
-        much noise helps; ε is computed for whatever they are.
+        The error is :meth:`error`, for samples whose steps are at least ``count`` apart. Found by
+        L-BFGS-B from the closed form, among weights that never grow: not worse than the closed
+        form. ε is computed for whatever they are.
 
         Args:
             count: b.
@@ -175,9 +167,7 @@ class BandedNoise(NoiseMechanism):
     @property
     def coefficients(self) -> np.ndarray:
         """``[b]``, float64: what is on the diagonals, 1 first."""
-        if self.weights is not None:
-            return np.array(self.weights)
-        return _square_root(self.count)
+        return _square_root(self.count) if self.weights is None else np.array(self.weights)
 
     @property
     def series(self) -> tuple[np.ndarray, np.ndarray]:
@@ -185,10 +175,7 @@ class BandedNoise(NoiseMechanism):
 
     @property
     def settings(self) -> dict[str, float | str]:
-        found: dict[str, float | str] = {"noise": "banded", "count": self.count}
-        if self.weights is not None:
-            found["weights"] = " ".join(map(repr, self.weights))
-        return found
+        return {"noise": "banded", "count": self.count, **_listed(weights=self.weights)}
 
 
 @dataclass(frozen=True)
@@ -220,11 +207,7 @@ class BandedInverseNoise(NoiseMechanism):
     shares: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or self.count < 2:
-            raise ValueError(
-                f"BandedInverseNoise: found {self.count!r} diagonals; expected 2 or more. With "
-                "one, noise is independent: IndependentNoise()."
-            )
+        _check_diagonals("BandedInverseNoise", self.count)
         if self.shares is None:
             return
         object.__setattr__(self, "shares", tuple(float(a) for a in self.shares))
@@ -283,10 +266,7 @@ class BandedInverseNoise(NoiseMechanism):
 
     @property
     def settings(self) -> dict[str, float | str]:
-        found: dict[str, float | str] = {"noise": "banded_inverse", "count": self.count}
-        if self.shares is not None:
-            found["shares"] = " ".join(map(repr, self.shares))
-        return found
+        return {"noise": "banded_inverse", "count": self.count, **_listed(shares=self.shares)}
 
 
 class OneStepNoise(BandedInverseNoise):
@@ -414,11 +394,12 @@ class BufferedNoise(NoiseMechanism):
 
     @property
     def settings(self) -> dict[str, float | str]:
-        return {
-            "noise": "buffered",
-            "weights": " ".join(map(repr, self.weights)),
-            "decays": " ".join(map(repr, self.decays)),
-        }
+        return {"noise": "buffered"} | _listed(weights=self.weights, decays=self.decays)
+
+
+def _listed(**numbers: tuple[float, ...] | None) -> dict[str, float | str]:
+    """Numbers that were given, for a checkpoint."""
+    return {name: " ".join(map(repr, n)) for name, n in numbers.items() if n is not None}
 
 
 def _square_root(count: int) -> np.ndarray:
@@ -433,6 +414,14 @@ def _filtered(numerator: np.ndarray, denominator: np.ndarray, x_T: np.ndarray) -
 
     found: np.ndarray = lfilter(numerator, denominator, x_T)
     return found
+
+
+def _check_diagonals(name: str, count: int) -> None:
+    if isinstance(count, bool) or count < 2:
+        raise ValueError(
+            f"{name}: found {count!r} diagonals; expected 2 or more. With one, noise is "
+            "independent: IndependentNoise()."
+        )
 
 
 def _check_steps(name: str, steps: int, least: int) -> None:
