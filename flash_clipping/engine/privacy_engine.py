@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 
 from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer
@@ -44,7 +44,7 @@ from flash_clipping.engine.options import (
     SumDtype,
     check_keywords,
     check_noise_grid,
-    check_one_of,
+    check_options,
     planned_noise,
     requested_process,
 )
@@ -351,7 +351,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         if group is None:
             refuse_alone(module, distributed)
         check_noise_grid(self.accountant, given)
-        check_one_of("cuda_graphs", cuda_graphs, get_args(CudaGraphs))
+        check_options(cuda_graphs=cuda_graphs)
         dataset: Any = data_loader.dataset
         of_rows = None
         if units is not None:
