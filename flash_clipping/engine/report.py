@@ -27,6 +27,7 @@ from flash_clipping.engine.accounting import (
     without_hints,
 )
 from flash_clipping.engine.releases import Release, epsilon_by_pld
+from flash_clipping.randomness.stream import seeds_of
 
 #: Of the form of reports, raised when a reader of an older one would be misled.
 FORMAT = 1
@@ -69,18 +70,15 @@ def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
         [replace(release, is_discrete=is_discrete) for release in releases]
         for releases in zip(*runs, strict=True)
     ] or [[]]
-    violated = (
-        ["Batches are not those that are accounted for."] if engine._warned_not_poisson else []
-    )
-    streams = (engine.stream, getattr(optimizer, "stream", None))
+    warned = engine._warned_not_poisson
     return _report(
         neighbours,
         delta,
         relation=relation_of(accountant),
         unit=engine._unit,
         assumptions=[_OF_SAMPLING[process.sampling], *_ASSUMPTIONS],
-        violated=violated,
-        seeds=sorted({str(s.seed) for s in streams if s is not None and s.seed is not None}),
+        violated=["Batches are not those that are accounted for."] if warned else [],
+        seeds=seeds_of(engine.stream, getattr(optimizer, "stream", None)),
         parts=[
             {
                 "accountant": accountant.mechanism(),
@@ -229,11 +227,10 @@ def _largest(
     if by is not _by_rdp and any(r.is_discrete for releases in neighbours for r in releases):
         return {"epsilon": None, "is_bound": False, "why": "not proven for discrete noise"}
     found = [by(releases, delta) for releases in neighbours]
-    values = [value for value, _ in found]
-    why = found[0][1]
-    if any(value is None for value in values):
+    values, why = [value for value, _ in found if value is not None], found[0][1]
+    if len(values) < len(found):
         return {"epsilon": None, "is_bound": False, "why": why}
-    largest = max(value for value in values if value is not None)
+    largest = max(values)
     if math.isinf(largest):  # no JSON
         return {"epsilon": None, "is_bound": True, "why": "infinite: there is next to no noise"}
     if is_violated:
