@@ -73,6 +73,9 @@ _FLASH = "flash-ghost"
 _OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm wrap_model batch_first
 loss_reduction poisson_sampling clipping noise_generator rand_on_empty"""
 
+#: Arguments of the wrapped model that Opacus' engine does not hand on.
+_OF_MODEL = "backend mode folded_modules sum_dtype fp32_precision strict sample_of"
+
 #: The noise's stream in a checkpoint.
 _IN_CHECKPOINTS = "noise_stream_state_dict"
 
@@ -89,31 +92,14 @@ PrivateHooks: TypeAlias = tuple[
 
 @dataclass
 class _Asked:
-    """The arguments of one call of make_private in mode ``"flash"``.
+    """One call of make_private in mode ``"flash"``."""
 
-    Attributes:
-        given: all arguments.
-        process: how batches are drawn and noise is made.
-        units: of the rows of the dataset.
-        pipeline: the processes of the pipeline that the module is a stage of.
-        processes: of a model whose parameters are shards, or whose layers are cut.
-        sampler: what draws batches, once there is one.
-    """
-
-    given: dict[str, Any]
+    given: dict[str, Any]  # all arguments
     process: MechanismSpec
     units: UnitsOfRows | None
-    pipeline: Any
-    processes: ProcessGroups | None
-    sampler: Any = None
-
-    @property
-    def model_options(self) -> dict[str, Any]:
-        """Arguments of the wrapped model that Opacus' engine does not hand on."""
-        names = "backend mode folded_modules sum_dtype fp32_precision strict sample_of"
-        options = {name: self.given[name] for name in names.split()}
-        clipping = self.given["clipping"]
-        return options | {"clipping": "flat" if clipping == "adaptive" else clipping}
+    pipeline: Any  # processes of the pipeline that the module is a stage of
+    processes: ProcessGroups | None  # of a model whose parameters are shards, or layers are cut
+    sampler: Any = None  # what draws batches, once there is one
 
 
 class FlashPrivacyEngine(PrivacyEngine):
@@ -269,22 +255,18 @@ class FlashPrivacyEngine(PrivacyEngine):
                 moves the bound at the end of every step
                 (:mod:`flash_clipping.engine.adaptive`) and takes the arguments of Opacus'
                 ``PrivacyEngineAdaptiveClipping``.
-            backend: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
-            mode: ``"one_pass"`` or ``"two_pass"``; flash only.
-            folded_modules, sum_dtype, fp32_precision: see
-                :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
+            backend, mode, folded_modules, sum_dtype, fp32_precision, strict, sample_of: see
+                :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only. The units that
+                ``sample_of`` names must be the items that the loader drew, each by itself.
             cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as
                 CUDA graphs wherever that gives the same, after three steps with batches of one
                 shape; one warning says why not
                 (:mod:`flash_clipping.engine.graphs.graphed_model`). Memory of a step is kept;
                 flash only.
-            strict: refuse buffers that forward changes, in forward; flash only.
             distributed: ``False``: although ``torch.distributed`` runs several processes, each
                 trains a model of its own, and releases it by itself. By default such a model must
                 be a ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was
                 applied to it; flash only.
-            sample_of: see :class:`~flash_clipping.GradSampleHooksFlashClipping`. The units of a
-                batch must be the items that the loader drew, each by itself; flash only.
             units: ``[len(dataset)]``, integers: the user, patient, ... that each row of the
                 dataset belongs to. Every step then draws these, not rows, and a batch is all rows
                 of those that were drawn; "sample" means such a *unit* from then on; flash only.
@@ -338,9 +320,9 @@ class FlashPrivacyEngine(PrivacyEngine):
             default = nn.CrossEntropyLoss(reduction=loss_reduction)
             of_opacus["criterion"] = default if criterion is None else criterion
         if not flash:
-            for name, found in (("sample_of", sample_of is not None), ("noise_grid", noise_grid)):
-                if found:
-                    raise ValueError(f"{name}: found with another grad_sample_mode than 'flash'.")
+            if sample_of is not None or noise_grid:
+                name = "noise_grid" if sample_of is None else "sample_of"
+                raise ValueError(f"{name}: found with another grad_sample_mode than 'flash'.")
             self._prepare_opacus_mode(grad_sample_mode)
             return super().make_private(grad_sample_mode=grad_sample_mode, **of_opacus)
         check_engine(PrivacyEngine)
@@ -363,9 +345,11 @@ class FlashPrivacyEngine(PrivacyEngine):
             )
         finally:
             self._asked = None
-        self._samples = len(dataset) if of_rows is None else of_rows.count
-        if of_rows is not None or sample_of is not None:
-            self._unit = "an owner of rows (units)" if of_rows is not None else f"{sample_of}"
+        self._samples = len(dataset)  # streams of unknown size were refused
+        if of_rows is not None:
+            self._samples, self._unit = of_rows.count, "an owner of rows (units)"
+        elif sample_of is not None:
+            self._unit = f"{sample_of}"
         private.follow(wrapper)
         watch_sampling(self, wrapper, private, loader)
         if isinstance(self.accountant, PldAccountant):
@@ -462,15 +446,17 @@ class FlashPrivacyEngine(PrivacyEngine):
             return super()._prepare_model(module, **kwargs)
         kwargs.pop("grad_sample_mode")
         validate(module)
-        options = asked.model_options
+        options = {name: asked.given[name] for name in (*_OF_MODEL.split(), "clipping")}
+        if options["clipping"] == "adaptive":
+            options["clipping"] = "flat"
         wrap_model = kwargs.pop("wrap_model", True)
         if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
             expected = {key: kwargs[key] for key in ("batch_first", "loss_reduction")}
-            defaults: dict[str, Any] = {"backend": "auto", "mode": "one_pass"}
-            defaults |= {"folded_modules": (), "sample_of": None}
-            for key, default in defaults.items():  # asked for by name
-                if (value := options[key]) != default:
-                    expected[key] = tuple(value) if key == "folded_modules" else value
+            options["folded_modules"] = tuple(options["folded_modules"])
+            defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": ()}
+            for key, default in {**defaults, "sample_of": None}.items():
+                if options[key] != default:  # asked for by name
+                    expected[key] = options[key]
             if asked.units is not None:
                 expected["sample_of"] = None
             found = {key: getattr(module, key) for key in expected}
@@ -599,12 +585,10 @@ class FlashPrivacyEngine(PrivacyEngine):
     def check_delta(self, delta: float | None, stacklevel: int = 1) -> None:
         """Warn once, with a ``LargeDeltaWarning``, of a δ that promises nothing for so many
         samples."""
-        if delta is None or self._samples is None or delta in self._large_deltas:
-            return
-        if delta * self._samples < 1:
+        samples = self._samples
+        if delta is None or samples is None or delta in self._large_deltas or delta * samples < 1:
             return
         self._large_deltas |= {delta}
-        samples = self._samples
         warnings.warn(
             f"delta: found {delta:g} for {samples} samples; expected less than 1 / {samples} = "
             f"{1 / samples:.3g}. A mechanism that publishes one sample in the clear, chosen at "
@@ -629,11 +613,8 @@ class FlashPrivacyEngine(PrivacyEngine):
         Guarantees:
             A seed is named, loudly: the engine's, or that of the optimizer's noise.
         """
-        found = f"ε = {self.get_epsilon(delta):.4g} at δ = {delta:g}"
-        relation = relation_of(self.accountant)
-        return f"{found} ({relation})" + seed_notice(
-            self.stream, getattr(optimizer, "stream", None)
-        )
+        found = f"ε = {self.get_epsilon(delta):.4g} at δ = {delta:g} ({self.relation})"
+        return found + seed_notice(self.stream, getattr(optimizer, "stream", None))
 
     def report(self, delta: float, *, optimizer: Any = None) -> dict[str, Any]:
         """All that ε depends on, to publish with a model: plain values, for ``json.dumps``.
