@@ -312,17 +312,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if units is not None and units.by_position:
             if session.may_prove():
                 unknown = not are_apart(session, units, self._guards.count, args, kwargs)
-                self._watch.prove_if(unknown, module, args, kwargs, positions=units)
+                subject = self._watch.subject(module, args, kwargs)
+                self._watch.prove_if(unknown, subject, positions=units)
         else:
-            kind = self._watch.kind_of(module, tensors, args, kwargs)
-            if kind != self._watch.covered:
-                self._prove_if_needed(kind, module, args, kwargs)
-            else:
-                gate = self._watch.gate
-                gate.calls += 1
-                # Not in a capture, which nothing may wait in: the next call makes up for it.
-                if gate.calls >= gate.next_audit and session.captured is None:
-                    self._watch.audit(module, args, kwargs)
+            self._watch.look_at(module, tensors, args, kwargs)
         call = session.begin_forward(tensors, units=units)
         call.made_up = made_up
         call.draw = draw
@@ -341,18 +334,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             stand_in.calls = 0
         return args, kwargs
 
-    def _prove_if_needed(
-        self, kind: list[Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """See which rows are samples, unless that is known of a call of this kind."""
-        session, watch = self._session, self._watch
-        if not session.may_prove():
-            return
-        if watch.prove_if(not watch.is_proven(module, args, kwargs), module, args, kwargs):
-            session.proven_with = self._guards.count
-        else:
-            watch.note_covered(kind)
-
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -368,11 +349,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             return
         call.ended = True
         if call.guesses or self._sharded is not None:
-            self._watch.prove_if(bool(call.guesses), module, args, kwargs, call)
+            subject = self._watch.subject(module, args, kwargs)
+            self._watch.prove_if(bool(call.guesses), subject, call)
         if self.mode == "two_pass":
             return
         if call.guesses:
-            self._watch.check_reached(module, args, kwargs, call, output)
+            self._watch.check_reached(subject, call, output)
 
         def start_backward(grad: Tensor, call: ForwardCall = call) -> None:
             if session.enabled:

@@ -53,17 +53,13 @@ class InstalledTaps:
         has_bags = any(isinstance(tap.layer, nn.EmbeddingBag) for tap in self.all)
         self.of_root = EmptyBatchForward(root, session, has_bags)
         self._add(self.of_root)
-        self.find_compiled()
+        self.regions.find(self.of_root)
         if mode == "two_pass":
             self._add(TwoPassForward(root, session))
 
     def _add(self, tap: Tap) -> None:
         self.all.append(tap)
         tap.install()
-
-    def find_compiled(self) -> None:
-        """Take over what was compiled of the model before, or since."""
-        self.regions.find(self.of_root)
 
     def lend(self, root: nn.Module, borrowed: Borrowed) -> None:
         """Let modules stand in for parameters of others, which they were seen to use."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -109,21 +108,23 @@ class ModelWatch:
         self.session.recover()  # no stand-in of a failed step may be in the way
         refuse_since(self.wrapper, () if self.sharded is None else self.sharded.slots.gathering)
         if not is_dynamo_compiling():
-            self.taps.find_compiled()
+            self.taps.regions.find(self.taps.of_root)
             if self.sharded is not None:
                 self.sharded.check_compiled(self.taps.regions.any_compiled)
         self._looked_around = True
 
-    def kind_of(
+    def look_at(
         self,
         module: nn.Module,
         tensors: list[Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> list[Any]:
-        """What decides whether a call must be looked at: its arguments but for their values, and
-        what may have changed since the last one. ``tensors`` are those in its arguments."""
-        kind: list[Any] = [self.session.epoch, self.guards.count]
+    ) -> None:
+        """See which rows are samples in a call that begins, unless that is known of its kind: its
+        arguments but for their values, and what may have changed since the last one. ``tensors``
+        are those in its arguments."""
+        session, gate = self.session, self.gate
+        kind: list[Any] = [session.epoch, self.guards.count]
         kind += (module.training, torch.is_grad_enabled(), [*map(_MODE, self._structure.modules)])
         for x in tensors:
             kind.append(x.shape)
@@ -132,19 +133,37 @@ class ModelWatch:
             kind.append(structure)
             for leaf in leaves:
                 kind.append((type(leaf), leaf if is_plain(leaf) else None))
-        return kind
+        if kind == self.covered:
+            gate.calls += 1
+            # Not in a capture, which nothing may wait in: the next call makes up for it.
+            if gate.calls < gate.next_audit or session.captured is not None:
+                return
+            if session.may_prove():
+                self._audit(self.subject(module, args, kwargs), gate.take_audit())
+            else:
+                gate.next_audit += 1
+        elif session.may_prove():
+            is_proven = self._is_proven(module, args, kwargs)
+            if self.prove_if(not is_proven, self.subject(module, args, kwargs)):
+                session.proven_with = self.guards.count
+            else:
+                # Processes of shards must ask each other; and what is known may depend on sizes.
+                depends = self.sharded is not None or self._depends_on_sizes()
+                self.covered = None if depends else kind
 
-    def note_covered(self, kind: list[Any]) -> None:
-        """Nothing has to be looked at for a call of this kind, nor for the next one."""
-        # Processes of shards must ask each other; and what is known may depend on other sizes.
-        self.covered = kind if self.sharded is None and not self._depends_on_sizes() else None
+    def subject(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
+        """A call as proofs take it: of the forward that ``mode="two_pass"`` stands around."""
+        forward = module.forward
+        if isinstance(forward, TwoPassForward):
+            forward = forward.original
+        return Subject(module, forward, self.session, args, kwargs)
 
     def _depends_on_sizes(self) -> bool:
         """Whether some layer reads rows that are not the samples."""
         session = self.session
         return bool(session.layouts) or not session.folded <= session.folded_by_rule
 
-    def is_proven(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_proven(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it was shown which rows are samples in calls such as this one."""
         session = self.session
         if session.proven_with != self.guards.count:
@@ -159,84 +178,52 @@ class ModelWatch:
     def prove_if(
         self,
         wanted: bool,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        subject: Subject,
         call: ForwardCall | None = None,
         positions: Units | None = None,
     ) -> bool:
-        """:meth:`prove` where that is wanted, or where another process wants to; whether it was
-        done."""
-        if self.sharded is not None:
-            run = partial(self.prove, module, args, kwargs, call, positions)
-            forward = partial(module.forward, *args, **kwargs)
-            return self.sharded.rehearse(wanted, self.guards.count, run, forward)
-        if wanted:
-            self.prove(module, args, kwargs, call, positions)
-        elif call is None and positions is None and (audit := self.gate.due()):
-            self._audit(Subject(module, _own(module.forward), self.session, args, kwargs), audit)
-        return wanted
-
-    def check_reached(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: ForwardCall,
-        output: Any,
-    ) -> None:
-        """Look at a call that has reached layers that no proof did."""
-        if self.sharded is None and call.units is None and not self.taps.regions.any_compiled:
-            subject = Subject(module, _own(module.forward), self.session, args, kwargs)
-            check_reached(subject, call, output, self.gate.is_fit)
-
-    def audit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare samples' gradients once more, if this call can be compared."""
-        if self.session.may_prove():
-            subject = Subject(module, _own(module.forward), self.session, args, kwargs)
-            self._audit(subject, self.gate.take_audit())
-        else:
-            self.gate.next_audit += 1
-
-    def prove(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: ForwardCall | None = None,
-        positions: Units | None = None,
-    ) -> None:
-        """See which rows are samples; after ``call``, whether it was right about that.
+        """See which rows are samples, where that is wanted, or where another process wants to;
+        after ``call``, whether it was right about that. Returns whether it was done.
 
         Raises:
             FlashClippingError: what layers read is no samples, or it cannot be seen.
             NotImplementedError: the forward writes into a buffer.
         """
-        session, forward = self.session, _own(module.forward)
+        if self.sharded is not None:
+            run = partial(self._prove, subject, call, positions)
+            forward = partial(subject.root.forward, *subject.args, **subject.kwargs)
+            return self.sharded.rehearse(wanted, self.guards.count, run, forward)
+        if wanted:
+            self._prove(subject, call, positions)
+        elif call is None and positions is None and (audit := self.gate.due()):
+            self._audit(subject, audit)
+        return wanted
+
+    def check_reached(self, subject: Subject, call: ForwardCall, output: Any) -> None:
+        """Look at a call that has reached layers that no proof did."""
+        if self.sharded is None and call.units is None and not self.taps.regions.any_compiled:
+            check_reached(subject, call, output, self.gate.is_fit)
+
+    def _prove(self, subject: Subject, call: ForwardCall | None, positions: Units | None) -> None:
+        session, module = self.session, subject.root
         session.epoch += 1
         session.has_oracle = self.sharded is None and positions is None
-        subject = Subject(module, forward, session, args, kwargs)
         if call is None and positions is None and not self.taps.regions.any_compiled:
-            serves = self.taps.serves
+            forward, serves = subject.forward, self.taps.serves
             try:
                 own = until_borrowed(module, forward, serves)
-                subject = self._prove(replace(subject, forward=own))
+                found = self._run(replace(subject, forward=own))
             except UsesOthers:
-                borrowed = find_borrowed(module, forward, session, args, kwargs, serves)
+                given = subject.args, subject.kwargs
+                borrowed = find_borrowed(module, forward, session, *given, serves)
                 self.taps.lend(module, borrowed)
-                subject = self._prove(subject)
+                found = self._run(subject)
         else:
-            subject = self._prove(subject, call, positions)
+            found = self._run(subject, call, positions)
         if positions is None:
-            self._audit(replace(subject, forward=forward))
+            self._audit(replace(found, forward=subject.forward))
 
-    def _audit(self, subject: Subject, audit: int = 0) -> None:
-        """See whether samples' gradients are what autograd gives."""
-        if self.sharded is None:  # others would have to run the model as often
-            with self.taps.regions.as_compiled():
-                self.gate.examine(subject, self.guards.count, audit)
-
-    def _prove(
+    def _run(
         self, subject: Subject, call: ForwardCall | None = None, positions: Units | None = None
     ) -> Subject:
         forward = subject.forward
@@ -254,6 +241,12 @@ class ModelWatch:
             self._buffers.refuse_rehearsed()
         return subject
 
+    def _audit(self, subject: Subject, audit: int = 0) -> None:
+        """See whether samples' gradients are what autograd gives."""
+        if self.sharded is None:  # others would have to run the model as often
+            with self.taps.regions.as_compiled():
+                self.gate.examine(subject, self.guards.count, audit)
+
     def after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -269,8 +262,3 @@ class ModelWatch:
         if torch.is_grad_enabled():
             self._structure.check()
             self.gate.refuse(module, self.session, args, kwargs, output)
-
-
-def _own(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward that ``mode="two_pass"`` stands around."""
-    return forward.original if isinstance(forward, TwoPassForward) else forward
