@@ -273,9 +273,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model's forward and backward, with arguments as of ``torch.compile``.
 
-        What clipping needs leaves the compiled graphs as outputs
-        (:mod:`flash_clipping.capture.compiled` tells what layers that serves), so that
-        ``fullgraph=True`` works wherever it does for the plain model. Norms and clipped sums are
+        ``fullgraph=True`` works wherever it does for the plain model
+        (:mod:`flash_clipping.capture.compiled` tells for what layers). Norms and clipped sums are
         those of the model that is not compiled.
         """
         if self._sharded is not None:
@@ -365,10 +364,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 leaf.register_hook(start_backward)
 
     def expect_samples(self, n: int | None) -> None:
-        """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward.
-
-        From now on, a forward that records gradients must be called with that many samples, until
-        another number is given; ``None`` if it is not known.
+        """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward,
+        and for all others that record gradients, until another number is given; ``None`` if it is
+        not known.
 
         Raises:
             FlashClippingError: in forward, where the model is called with a batch of another size.
@@ -447,10 +445,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     @contextmanager
     def summed_loss(self) -> Iterator[bool]:
         """Take the gradients of a backward pass for samples' own, whatever ``loss_reduction`` says.
-
-        Yields whether that is so: with hooks disabled gradients are left alone, and so must the
-        loss be.
-        """
+        Yields whether that is so: with hooks disabled gradients and loss are left alone."""
         session = self._session
         before = session.loss_reduction
         if session.enabled:
@@ -486,8 +481,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         (:mod:`flash_clipping.ops.error_bounds`).
 
         Raises:
-            FlashClippingError: no backward pass has been recorded yet, or none since the last
-                forward.
+            FlashClippingError: as :meth:`get_norm_sample`.
         """
         published_norms(self.trainable_parameters)
         self._refuse_old_norms()
@@ -526,8 +520,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         buckets are fewer operations, and up to three of them are held at a time.
 
         Raises:
-            ValueError: when it is asked for or set, of a model without shards; when it is set to
-                anything but an integer from 64 to 1024.
+            ValueError: of a model without shards; or it is set to no integer from 64 to 1024.
         """
         return self._reducer().bucket_bytes >> 20
 

@@ -430,16 +430,15 @@ class FlashPrivacyEngine(PrivacyEngine):
         if not self._has_opacus_randomness:
             self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
             self._has_opacus_randomness = True
-        if "ghost" in grad_sample_mode or self._explained_mode:
-            return
-        self._explained_mode = True
-        warnings.warn(
-            f"make_private: found grad_sample_mode={grad_sample_mode!r}, which is Opacus' own "
-            "clipping, not this library's, and returns (module, optimizer, data_loader). For flash "
-            "clipping leave grad_sample_mode out:\n"
-            "    model, optimizer, criterion, data_loader = engine.make_private(...)",
-            stacklevel=4,
-        )
+        if "ghost" not in grad_sample_mode and not self._explained_mode:
+            self._explained_mode = True
+            warnings.warn(
+                f"make_private: found grad_sample_mode={grad_sample_mode!r}, which is Opacus' own "
+                "clipping, not this library's, and returns (module, optimizer, data_loader). For "
+                "flash clipping leave grad_sample_mode out:\n"
+                "    model, optimizer, criterion, data_loader = engine.make_private(...)",
+                stacklevel=4,
+            )
 
     def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
         if (asked := self._asked) is None:

@@ -113,14 +113,8 @@ def discrete_gaussian(
     the probability that is left (Karney 2016, arXiv 1303.6257, algorithm N): with ``u = U / S``,
     ``exp(-(v + u)^2 / 2) = exp(-v^2 / 2) exp(-u v) exp(-u^2 / 2)``.
 
-    Args:
-        draw: whose words.
-        count: N.
-        bits: 1 to 31.
-        tensor, shard: which of the draw's nonces.
-
     Raises:
-        ValueError: other ``bits``; more words than a nonce has.
+        ValueError: ``bits`` that are not 1 to 31; more words than a nonce has.
 
     Guarantees:
         How long it takes depends on the words, and on nothing else: not on data.

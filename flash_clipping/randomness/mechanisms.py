@@ -46,7 +46,6 @@ class NoiseMechanism(ABC):
         """How far one sample moves ``C X`` in ``steps`` steps, in clipping bounds.
 
         Args:
-            steps: T.
             separation: a sample takes part in steps that are at least so many apart, and as often
                 as that allows; ``None``: once.
 
@@ -68,10 +67,7 @@ class NoiseMechanism(ABC):
 
         The sum of the noise of steps ``0 .. t`` is ``sum_i g_i z_{t-i}``, where ``g`` are the
         coefficients of ``1 / ((1 - x) c(x))``: its variance, averaged over ``t``, is
-        ``sum_i (1 - i / T) g_i^2``.
-
-        Args:
-            steps, separation: as in :meth:`sensitivity`.
+        ``sum_i (1 - i / T) g_i^2``. Arguments are those of :meth:`sensitivity`.
         """
         numerator, denominator = self.series
         g_T = np.cumsum(_filtered(denominator, numerator, np.eye(1, steps)[0]))
@@ -101,16 +97,14 @@ class BandedNoise(NoiseMechanism):
     Args:
         count: b, at least 2.
         memory: ``"stored"``: the last rows ``w`` are kept, ``b - 1`` times the memory of the
-            parameters in fp32. ``"drawn_again"``: none is; step ``t`` draws the noise of all
-            ``t`` steps before it again, from where it was drawn, one parameter at a time. Both
-            add the same noise, bitwise.
+            parameters in fp32. ``"drawn_again"``: none is; step ``t`` draws the noise of all steps
+            before it again, one parameter at a time. Both add the same noise, bitwise.
         weights: what is on the diagonals, 1 first, never negative and never growing; see
             :meth:`optimised`.
 
     Source:
         The square root of the matrix of prefix sums, cut off after ``b`` diagonals
-        (arXiv 2405.13763); its coefficients are ``binom(2 j, j) / 4^j``. They do not depend on the
-        number of steps.
+        (arXiv 2405.13763): ``binom(2 j, j) / 4^j``, whatever the number of steps.
 
     Raises:
         ValueError: fewer than two diagonals; weights for which sensitivities are not known.
@@ -145,11 +139,6 @@ class BandedNoise(NoiseMechanism):
         The error is :meth:`error`, for samples whose steps are at least ``count`` apart. Found by
         L-BFGS-B from the closed form, among weights that never grow: not worse than the closed
         form. ε is computed for whatever they are.
-
-        Args:
-            count: b.
-            steps: T.
-            memory: as in the class.
 
         Raises:
             ValueError: fewer than two diagonals; fewer steps than diagonals.
@@ -229,8 +218,6 @@ class BandedInverseNoise(NoiseMechanism):
         worse than the closed form. ε is computed for whatever they are.
 
         Args:
-            count: b.
-            steps: T.
             separation: steps from one participation of a sample to the next: the number of batches
                 in an epoch. ``None``: every sample takes part once.
 
@@ -345,7 +332,6 @@ class BufferedNoise(NoiseMechanism):
 
         Args:
             buffers: d, 1 or more; above 6 little is gained.
-            steps: T.
             separation: as in :meth:`BandedInverseNoise.optimised`.
 
         Raises:
