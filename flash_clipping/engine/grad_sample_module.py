@@ -35,7 +35,7 @@ from flash_clipping.engine.grad_ledger import (
     published_norms,
 )
 from flash_clipping.engine.installed_taps import InstalledTaps
-from flash_clipping.engine.model_watch import ModelWatch
+from flash_clipping.engine.model_watch import ModelWatch, ParameterGuards, TrainableParameters
 from flash_clipping.engine.module_proxy import ModuleProxy
 from flash_clipping.engine.options import (
     Backend,
@@ -46,7 +46,6 @@ from flash_clipping.engine.options import (
     WrapperOptions,
     check_options,
 )
-from flash_clipping.engine.parameter_guards import ParameterGuards, TrainableParameters
 from flash_clipping.engine.token_losses import ModelLosses
 from flash_clipping.engine.unsupported import (
     refuse_mean,
@@ -239,9 +238,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             root, self._trainable, self._session, self.sum_dtype, handles
         )
         wrapper = self if isinstance(self, nn.Module) else root
-        self._watch = ModelWatch(
-            wrapper, root, self._session, self._taps, self._guards, self.strict
-        )
+        self._watch = ModelWatch(wrapper, self._taps, self._guards, self.strict)
         if self._sharded is not None:
             self._watch.sharded = self._sharded
             self._sharded.add_last_hooks(handles, self._taps.all)
