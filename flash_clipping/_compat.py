@@ -76,6 +76,11 @@ def _getter(holder: Any, *names: str) -> Any:
     return attrgetter(*names) if all(hasattr(holder, name) for name in names) else None
 
 
+def _optional(name: str) -> Callable[[Any], Any]:
+    """Reads this attribute, or ``None``."""
+    return lambda thing: getattr(thing, name, None)
+
+
 # -- tensors: memory, subclasses, operators, containers --------------------------------------------
 
 #: What tells one storage from another. Without: an error.
@@ -367,21 +372,21 @@ def call_of(module: Any) -> Any:
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-
-def _others(_: Any) -> Any:
-    return [[object()]]
-
-
 #: A module's hooks, kind by kind. Without: others at every look, so that no graph is replayed.
-hooks_of_module: Callable[[nn.Module], Sequence[Any]] = _getter(nn.Module(), *_HOOKS) or _others
+hooks_of_module: Callable[[nn.Module], Sequence[Any]] = _getter(nn.Module(), *_HOOKS) or (
+    lambda _: [[object()]]
+)
 
 #: The hooks of all modules alike, kind by kind. Without: likewise.
 global_hooks: Callable[[], Sequence[Any]] = partial(
-    _getter(nn.modules.module, *[f"_global{name}" for name in _HOOKS]) or _others, nn.modules.module
+    _getter(nn.modules.module, *[f"_global{name}" for name in _HOOKS]) or (lambda _: [[object()]]),
+    nn.modules.module,
 )
 
 #: A parameter's hooks, or ``None``. Without: likewise.
-hooks_of_parameter: Callable[[Tensor], Any] = _getter(Tensor, "_backward_hooks") or _others
+hooks_of_parameter: Callable[[Tensor], Any] = _getter(Tensor, "_backward_hooks") or (
+    lambda _: [object()]
+)
 
 #: All kinds of batch normalization. Without: those that PyTorch has now.
 BATCH_NORMS: tuple[type[nn.Module], ...] = (
@@ -454,11 +459,9 @@ def lacks_batch_axis(layer: Any, x: Tensor) -> bool:
 rms_norm: Callable[..., tuple[Tensor, Tensor]] = _needed("ops.aten._fused_rms_norm.default")
 
 
-def gate_of_experts(layer: Any) -> Any:
-    """What ``transformers``' experts compute between gate and up projections and the down
-    projection, or ``None``. Without: such layers have no rule, and are refused or served by the
-    generic one."""
-    return getattr(layer, "_apply_gate", None)
+#: What ``transformers``' experts compute between gate and up projections and the down projection,
+#: or ``None``. Without: such layers have no rule, and are refused or served by the generic one.
+gate_of_experts: Callable[[Any], Any] = _optional("_apply_gate")
 
 
 # -- data parallelism of PyTorch's own -------------------------------------------------------------
@@ -475,14 +478,15 @@ def runs_in_ddp() -> bool:
     return False
 
 
-def is_replica(module: nn.Module) -> bool:
-    """Whether DataParallel made this module. Without: its parameters are no leaves, and refused."""
-    return bool(getattr(module, "_is_replica", False))
+#: Whether DataParallel made this module. Without: its parameters are no leaves, and refused.
+is_replica: Callable[[nn.Module], Any] = _optional("_is_replica")
 
+#: Whether FSDP has made it a part of a flat parameter. Without: it is no ``nn.Parameter``.
+is_flattened: Callable[[Tensor], Any] = _optional("_fsdp_flattened")
 
-def is_flattened(param: Tensor) -> bool:
-    """Whether FSDP has made it a part of a flat parameter. Without: it is no ``nn.Parameter``."""
-    return bool(getattr(param, "_fsdp_flattened", False))
+#: Hooks that wait until autograd has accumulated a gradient, which never happens here. Without: not
+#: noticed; they do not run.
+awaits_gradient: Callable[[Tensor], Any] = _optional("_post_accumulate_grad_hooks")
 
 
 def is_awaited(x: Any) -> bool:
@@ -492,12 +496,6 @@ def is_awaited(x: Any) -> bool:
     functions = sys.modules.get("torch.distributed._functional_collectives")
     kind = _find(functions, "AsyncCollectiveTensor")
     return kind is not None and isinstance(x, kind)
-
-
-def awaits_gradient(param: Tensor) -> bool:
-    """Whether a hook waits until autograd has accumulated a gradient, which never happens here.
-    Without: not noticed; such hooks do not run."""
-    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def applied_to(module: nn.Module) -> Sequence[str]:
