@@ -144,13 +144,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         )
         refuse_unsupported(m)
         self._rounds_by_scale = rounds_by_scale(m)
-        self.strict = strict
-        self.mode = mode
-        self.backend = backend
-        self.clipping = clipping
-        self.sum_dtype = sum_dtype
+        self.strict, self.mode, self.backend, self.clipping = strict, mode, backend, clipping
+        self.sum_dtype, self.sample_of = sum_dtype, sample_of
         self.folded_modules = tuple(folded_modules)
-        self.sample_of = sample_of
         #: The clipped sums that backward left in ``p.grad`` and nobody has taken yet.
         self.running_step = GradLedger(m)
         #: What the samples of the last backward were clipped by: at least the norms of what is
@@ -163,8 +159,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._graphs: Any = None
         #: Norms over all stages of a pipeline, ``[B]``, in a stage.
         self.norms_over_stages: Tensor | None = None
-        owners = [module for module in m.modules() if module._parameters]
-        self._trainable = TrainableParameters(owners)
+        self._trainable = TrainableParameters([part for part in m.modules() if part._parameters])
         self._session = ClippingSession(
             clip=self._clip,
             note_sums=self.running_step.note_sums,
