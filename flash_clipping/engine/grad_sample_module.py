@@ -62,8 +62,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     After ``loss.backward()``, ``get_norm_sample()`` and ``get_clipping_coef()`` are the norms and
     clipping coefficients of all samples, and every ``p.grad`` holds the clipped sum
-    ``sum_b coef_b g_b``, where ``g_b`` is the gradient of sample ``b``'s own loss. This is what
-    Opacus' ghost clipping leaves for ``DPOptimizerFastGradientClipping``, after one backward.
+    ``sum_b coef_b g_b``, where ``g_b`` is the gradient of sample ``b``'s own loss: what Opacus'
+    ghost clipping leaves for ``DPOptimizerFastGradientClipping``, after one backward.
 
     Args:
         m: the model. Every trainable parameter in it is covered.
@@ -82,21 +82,19 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             activation checkpointing that would not fit otherwise.
         clipping: ``"flat"``, ``"per_layer"`` or ``"automatic"``
             (:func:`~flash_clipping.finish.clipping.clipping_coefficients`).
-        folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that see
-            several rows per sample along the batch axis: windows folded into the batch, say. All
-            rows of one sample must lie together, and every sample must have as many. Modules
-            below a named one are meant too.
+        folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that with
+            all below them see several rows per sample along the batch axis: windows folded into the
+            batch, say. All rows of one sample must lie together, and every sample have as many.
         sum_dtype: of clipped sums in ``p.grad``. ``"float32"`` (float64 for float64 parameters)
             rounds once, after the noise. ``"parameter"`` rounds every sum to the parameter's dtype
-            before the noise, which saves memory and weakens privacy: with bfloat16 parameters, one
-            of ``k`` samples with aligned gradients changes the sum by up to ``k / 128`` times
+            before the noise, which saves memory and weakens privacy: with bfloat16, one of ``k``
+            samples with aligned gradients changes the sum by up to ``k / 128`` times
             ``max_grad_norm``, where the noise is for one.
         fp32_precision: how per-sample gradients of convolutions are computed of fp32 operands on a
             GPU by NVIDIA. ``"ieee"``: in fp32, by three products on tensor cores. ``"tf32"``: by
-            one, of operands that are cut to TF32, as PyTorch's own convolutions are by default
-            (``torch.backends.cudnn.conv.fp32_precision``). The guarantees are the same, as what is
-            measured is what is released; a gradient then differs from fp32's by up to 2⁻⁹ of what
-            there would be if no position cancelled another.
+            one, of operands cut to TF32, as PyTorch's own convolutions are by default. The
+            guarantees are the same, as what is measured is what is released; a gradient differs
+            from fp32's by up to 2⁻⁹ of what there would be if no position cancelled another.
         sample_of: the name of an argument of the forward that says what a sample is, where that is
             no row: an integer tensor with the user, patient or document of every row ``[R]`` or
             position ``[R, T]``, 0 to ``U - 1``, or -1 for none; or
@@ -366,11 +364,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._session.drawn = n
 
     def expect_rows(self, order: Tensor | None) -> None:
-        """Tell which row of the loader's batch each row of the model's input is.
+        """Tell which row of the loader's batch, the last one, each row of the model's input is.
 
         Needed where it matters (``units``, ``max_batch_size``, batches in an order), and the model
-        is called with other tensors than the batch's: rows that the loop has changed, or put into
-        another order. It holds for the batch that the loader gave last.
+        is called with other tensors than the batch's: rows changed, or in another order.
 
         Args:
             order: ``[rows]``, integers; ``None``: the batch's own tensors again.
@@ -492,9 +489,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def max_grad_norm(self) -> Any:
         """Clipping bound; a list with one for each trainable parameter when per layer.
 
-        The optimizer's is the same one: whichever is set, both change. It may be set at any time,
-        and applies from the next step on: a backward pass that would go on with a step by another
-        bound is an error, and noise is for the bound that the step was clipped by.
+        The optimizer's is the same one. Set at any time, it applies from the next step on: a
+        backward pass that would go on with a step by another bound is an error, and noise is for
+        the bound that the step was clipped by.
 
         Raises:
             ValueError: when set to what is no positive number.

@@ -263,13 +263,13 @@ class FlashPrivacyEngine(PrivacyEngine):
                 shape; one warning says why not
                 (:mod:`flash_clipping.engine.graphs.graphed_model`). Memory of a step is kept;
                 flash only.
-            distributed: ``False``: although ``torch.distributed`` runs several processes, each
-                trains a model of its own, and releases it by itself. By default such a model must
-                be a ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was
-                applied to it; flash only.
-            units: ``[len(dataset)]``, integers: the user, patient, ... that each row of the
-                dataset belongs to. Every step then draws these, not rows, and a batch is all rows
-                of those that were drawn; "sample" means such a *unit* from then on; flash only.
+            distributed: ``False``: each process of ``torch.distributed`` trains a model of its own,
+                and releases it by itself. By default such a model must be a
+                ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was applied to
+                it; flash only.
+            units: ``[len(dataset)]``, integers: the user, patient, ... that each row of the dataset
+                belongs to. Every step then draws these, and a batch is all rows of those that were
+                drawn; "sample" means such a *unit* from then on; flash only.
             max_rows_per_unit: if a unit has more rows, that many are drawn, uniformly and anew each
                 time; with ``sampling="poisson_rows"`` once.
             sampling: ``"poisson"``; others need ``accountant="pld"``, and are flash only
@@ -278,10 +278,9 @@ class FlashPrivacyEngine(PrivacyEngine):
                 correlated noise, ``"fixed_order"`` and ``"cyclic_poisson"``.
             participations: of a sample in ``participations * len(data_loader)`` steps; with
                 ``sampling="random_allocation"``.
-            max_batch_size: every batch has this many rows, over all processes together. Where more
-                samples are drawn, a random subset of them is taken; where fewer, other rows fill
-                the batch up, which add exactly nothing. The sample rate is still the loader's;
-                flash only, and ``accountant="pld"``.
+            max_batch_size: every batch has this many rows, over all processes: of more samples a
+                random subset is taken; fewer are filled up by rows that add exactly nothing. The
+                sample rate is still the loader's; flash only, and ``accountant="pld"``.
             noise: how the noise of steps is correlated
                 (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
             noise_grid: round noisy sums to a grid that does not depend on data, against attacks on
@@ -289,18 +288,17 @@ class FlashPrivacyEngine(PrivacyEngine):
                 the law of a discrete Gaussian, drawn exactly, on the CPU, with
                 ``accountant="discrete_gaussian"`` (``docs/noise.md``); flash only.
             pipeline: ``True``, or a process group: the module is one stage of a pipeline, and all
-                stages' processes make this call, with the same dataset. They draw the same batches
+                stages' processes make this call, with the same dataset
                 (:class:`~flash_clipping.PrivateSchedule` runs them); flash only.
             **kwargs: of ``clipping="adaptive"``; of Opacus' modes.
 
         Guarantees:
-            Every step draws every sample independently with probability ``1 / len(data_loader)``,
-            the rate that is accounted; in several processes each sample is drawn by one of them
-            (all draw the same batch, and take parts of it, where it is cut or in an order). A step
-            whose batch is empty runs no model and adds noise only. Gradients are divided by the
-            expected batch size, ``len(dataset) / len(data_loader)`` rounded down, a public constant
-            (:meth:`get_epsilon`). With ``units`` these are drawn, with the same probability, and
-            gradients are divided by the expected number of units.
+            Every step draws every sample (unit) independently with probability
+            ``1 / len(data_loader)``, the rate that is accounted; in several processes each sample
+            is drawn by one of them (all draw the same batch, and take parts of it, where it is cut
+            or in an order). A step whose batch is empty runs no model and adds noise only.
+            Gradients are divided by the expected batch size, ``len(dataset) / len(data_loader)``
+            rounded down, or number of units: a public constant (:meth:`get_epsilon`).
 
         Warns:
             NotPoissonWarning: batches are not drawn in that way; once.
