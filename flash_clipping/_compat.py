@@ -562,12 +562,6 @@ def check_optimizer(optimizer: Any) -> None:
         _attribute(optimizer, name, "Opacus")
 
 
-def check_engine(engine: type) -> None:
-    """Methods of Opacus' engine that are overridden. Without: an error."""
-    for name in ("_model", "_data_loader", "_optimizer", "_criterion"):
-        _attribute(engine, f"_prepare{name}", "Opacus")
-
-
 def explain_flash_mode() -> None:
     """Have Opacus' own engines say where ``grad_sample_mode="flash"`` is. Without: they say which
     modes they know."""

@@ -130,10 +130,11 @@ def check_keywords(given: dict[str, Any], clipping: str) -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
     known = {*inspect.signature(PrivacyEngine.make_private).parameters}
     known |= {*PrivateOptions.__annotations__}
+    known -= {"self", "args", "kwargs"}
     if clipping != "adaptive":
         known -= {*ADAPTIVE}
     if unknown := [name for name in given if name not in known]:
-        listed = ", ".join(sorted(known - {"self", "args", "kwargs"}))
+        listed = ", ".join(sorted(known))
         only = ", ".join(name for name in unknown if name in ADAPTIVE)
         raise TypeError(
             f"make_private: found {', '.join(unknown)}, which nothing would read. Known with "
