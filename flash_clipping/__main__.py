@@ -21,6 +21,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import nn
 
 from flash_clipping import __version__, auditing, diagnostics, planning
 from flash_clipping.capture.inputs import map_tensors
-from flash_clipping.engine.report import compose, read_reports
+from flash_clipping.engine.report import compose
 from flash_clipping.ops.runtime.backend import BACKENDS
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -175,7 +176,8 @@ def _env(args: argparse.Namespace) -> int:
 
 def _compose(args: argparse.Namespace) -> int:
     try:
-        print(json.dumps(compose(read_reports(args.reports), delta=args.delta), indent=2))
+        reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in args.reports]
+        print(json.dumps(compose(reports, delta=args.delta), indent=2))
     except (OSError, ValueError) as error:
         print(f"flash-clipping compose: {error}", file=sys.stderr)
         return 2

@@ -35,7 +35,7 @@ class MissingInterface(ImportError):
     """A private interface that has no substitute is not in the installed version."""
 
 
-def _refuse(name: str, package: str = "PyTorch") -> NoReturn:
+def _refuse(name: str, *_: Any, package: str = "PyTorch", **__: Any) -> NoReturn:
     """Say that this private name is needed and missing."""
     raise MissingInterface(
         f"flash_clipping needs {name}, which the installed {package} does not have. Known to work: "
@@ -62,28 +62,31 @@ def _attribute(holder: Any, name: str, package: str = "PyTorch") -> Any:
     """A private attribute that has no substitute."""
     if not hasattr(holder, name):
         kind = holder if isinstance(holder, type | ModuleType) else type(holder)
-        _refuse(f"{kind.__name__}.{name}", package)
+        _refuse(f"{kind.__name__}.{name}", package=package)
     return getattr(holder, name)
 
 
 def _needed(path: str) -> Any:
     """What is at this dotted path in PyTorch, or what raises when it is called."""
+    return _find(torch, path) or partial(_refuse, f"torch.{path}")
 
-    def missing(*_: Any, **__: Any) -> NoReturn:
-        _refuse(f"torch.{path}")
 
-    return _find(torch, path) or missing
+def _getter(holder: Any, *names: str) -> Any:
+    """Reads these attributes of things like this one, or ``None`` where it lacks one."""
+    return attrgetter(*names) if all(hasattr(holder, name) for name in names) else None
+
+
+def _optional(name: str) -> Callable[[Any], Any]:
+    """Reads this attribute, or ``None``."""
+    return lambda thing: getattr(thing, name, None)
 
 
 # -- tensors: memory, subclasses, operators, containers --------------------------------------------
 
-
 #: What tells one storage from another. Without: an error.
-memory_id: Callable[[torch.UntypedStorage], int] = (
-    attrgetter("_cdata")
-    if hasattr(torch.UntypedStorage, "_cdata")
-    else _needed("UntypedStorage._cdata")
-)
+memory_id: Callable[[torch.UntypedStorage], int] = _getter(
+    torch.UntypedStorage, "_cdata"
+) or _needed("UntypedStorage._cdata")
 
 #: References to a storage, which is given by its ``memory_id``. Without: an error.
 references_to: Callable[[int], int] = _needed("_C._storage_Use_Count")
@@ -113,11 +116,9 @@ def _described(x: Tensor) -> tuple[Any, ...]:
 #: Context: torch functions see subclasses as plain tensors. Without: an error.
 plain_functions: Callable[[], Any] = _needed("_C.DisableTorchFunctionSubclass")
 
-
 #: Contexts: functions, and operators, of plain tensors are seen by no mode. Without: they are.
 unseen_functions: Callable[[], Any] = _find(torch, "_C.DisableTorchFunction") or nullcontext
 unseen_operators: Callable[[], Any] = _find(torch, "_C._DisableTorchDispatch") or nullcontext
-
 
 #: A tensor of a subclass, of the same memory. Without: an error.
 make_subclass: Callable[[Any, Tensor, bool], Any] = _needed("Tensor._make_subclass")
@@ -169,22 +170,19 @@ def assert_async(condition: Tensor, message: str) -> None:
 pin_memory: Callable[..., Any] = _needed("utils.data._utils.pin_memory.pin_memory")
 
 
-_grouped_mm = _find(torch, "nn.functional.grouped_mm") or _find(torch, "_grouped_mm")
+_grouped_mm = _find(torch, "nn.functional.grouped_mm")
 
-
+#: From so many runs on, PyTorch's grouped products refuse.
 _GROUPS = 1024
-"""From so many runs on, PyTorch's grouped products refuse."""
 
 
 def grouped_mm(X: Tensor, Y: Tensor, runs: int) -> Callable[..., Tensor] | None:
     """PyTorch's products of runs of rows with a matrix each, or of runs of columns with runs of
     rows, for these operands. Without, and for operands it does not take: ``None``, and a kernel of
     ours runs."""
-    if _grouped_mm is None or runs >= _GROUPS:
+    if _grouped_mm is None or runs >= _GROUPS or not X.is_cuda or torch.version.hip is not None:
         return None
     if X.dtype != torch.bfloat16 or Y.dtype != torch.bfloat16:
-        return None
-    if not X.is_cuda or torch.version.hip is not None:
         return None
     major = torch.cuda.get_device_capability(X.device)[0]
     # Blackwell leaves what it found in the product of a run without rows (pytorch#172439), and a
@@ -237,16 +235,14 @@ saved_tensors_hooks_now: Callable[[], Any] = partial(
 def has_lasting_node(param: Tensor) -> bool:
     """Whether somebody holds autograd's node of a parameter, on which marks last as long as it
     does. Without: yes, which keeps steps from being captured."""
-
-    def marks() -> Any:
+    for _ in range(2):
         node: Any = torch.autograd.graph.get_gradient_edge(param).node
-        return getattr(node, "metadata", None)
-
-    if (first := marks()) is None:
-        return True
-    first[has_lasting_node] = True
-    del first
-    return has_lasting_node in marks()
+        marks = getattr(node, "metadata", {has_lasting_node: True})
+        if has_lasting_node in marks:
+            return True
+        marks[has_lasting_node] = True
+        del node, marks
+    return False
 
 
 #: Whether autocast is on, on any device. Without: an error.
@@ -257,10 +253,7 @@ is_autocasting: Callable[[], bool] = _needed("_C._is_any_autocast_enabled")
 def checkpoints_replaced(by: Any) -> Iterator[None]:
     """Another function in the place of re-entrant checkpoints. Without: none, so layers in such
     checkpoints are refused where it matters what they read."""
-    before = getattr(checkpoint, "CheckpointFunction", None)
-    if before is None:
-        yield
-        return
+    before = checkpoint.CheckpointFunction
     setattr(checkpoint, "CheckpointFunction", by)  # noqa: B010 (mypy sees a type)
     try:
         yield
@@ -380,24 +373,19 @@ def call_of(module: Any) -> Any:
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 #: A module's hooks, kind by kind. Without: others at every look, so that no graph is replayed.
-hooks_of_module: Callable[[nn.Module], Sequence[Any]] = (
-    attrgetter(*_HOOKS)
-    if all(hasattr(nn.Module(), name) for name in _HOOKS)
-    else lambda _: [[object()]]
+hooks_of_module: Callable[[nn.Module], Sequence[Any]] = _getter(nn.Module(), *_HOOKS) or (
+    lambda _: [[object()]]
 )
 
-_GLOBAL_HOOKS = [f"_global{name}" for name in _HOOKS]
-
-#: The hooks of all modules alike, kind by kind. Without: others at every look, likewise.
-global_hooks: Callable[[], Sequence[Any]] = (
-    partial(attrgetter(*_GLOBAL_HOOKS), nn.modules.module)
-    if all(hasattr(nn.modules.module, name) for name in _GLOBAL_HOOKS)
-    else lambda: [[object()]]
+#: The hooks of all modules alike, kind by kind. Without: likewise.
+global_hooks: Callable[[], Sequence[Any]] = partial(
+    _getter(nn.modules.module, *[f"_global{name}" for name in _HOOKS]) or (lambda _: [[object()]]),
+    nn.modules.module,
 )
 
-#: A parameter's hooks, or ``None``. Without: others at every look, so that no graph is replayed.
-hooks_of_parameter: Callable[[Tensor], Any] = (
-    attrgetter("_backward_hooks") if hasattr(Tensor, "_backward_hooks") else lambda _: [object()]
+#: A parameter's hooks, or ``None``. Without: likewise.
+hooks_of_parameter: Callable[[Tensor], Any] = _getter(Tensor, "_backward_hooks") or (
+    lambda _: [object()]
 )
 
 #: All kinds of batch normalization. Without: those that PyTorch has now.
@@ -471,11 +459,9 @@ def lacks_batch_axis(layer: Any, x: Tensor) -> bool:
 rms_norm: Callable[..., tuple[Tensor, Tensor]] = _needed("ops.aten._fused_rms_norm.default")
 
 
-def gate_of_experts(layer: Any) -> Any:
-    """What ``transformers``' experts compute between gate and up projections and the down
-    projection, or ``None``. Without: such layers have no rule, and are refused or served by the
-    generic one."""
-    return getattr(layer, "_apply_gate", None)
+#: What ``transformers``' experts compute between gate and up projections and the down projection,
+#: or ``None``. Without: such layers have no rule, and are refused or served by the generic one.
+gate_of_experts: Callable[[Any], Any] = _optional("_apply_gate")
 
 
 # -- data parallelism of PyTorch's own -------------------------------------------------------------
@@ -492,14 +478,15 @@ def runs_in_ddp() -> bool:
     return False
 
 
-def is_replica(module: nn.Module) -> bool:
-    """Whether DataParallel made this module. Without: its parameters are no leaves, and refused."""
-    return bool(getattr(module, "_is_replica", False))
+#: Whether DataParallel made this module. Without: its parameters are no leaves, and refused.
+is_replica: Callable[[nn.Module], Any] = _optional("_is_replica")
 
+#: Whether FSDP has made it a part of a flat parameter. Without: it is no ``nn.Parameter``.
+is_flattened: Callable[[Tensor], Any] = _optional("_fsdp_flattened")
 
-def is_flattened(param: Tensor) -> bool:
-    """Whether FSDP has made it a part of a flat parameter. Without: it is no ``nn.Parameter``."""
-    return bool(getattr(param, "_fsdp_flattened", False))
+#: Hooks that wait until autograd has accumulated a gradient, which never happens here. Without: not
+#: noticed; they do not run.
+awaits_gradient: Callable[[Tensor], Any] = _optional("_post_accumulate_grad_hooks")
 
 
 def is_awaited(x: Any) -> bool:
@@ -509,12 +496,6 @@ def is_awaited(x: Any) -> bool:
     functions = sys.modules.get("torch.distributed._functional_collectives")
     kind = _find(functions, "AsyncCollectiveTensor")
     return kind is not None and isinstance(x, kind)
-
-
-def awaits_gradient(param: Tensor) -> bool:
-    """Whether a hook waits until autograd has accumulated a gradient, which never happens here.
-    Without: not noticed; such hooks do not run."""
-    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def applied_to(module: nn.Module) -> Sequence[str]:
@@ -579,12 +560,6 @@ def check_optimizer(optimizer: Any) -> None:
     """Attributes of Opacus' optimizer, by which skipped steps are known. Without: an error."""
     for name in ("_step_skip_queue", "_is_last_step_skipped"):
         _attribute(optimizer, name, "Opacus")
-
-
-def check_engine(engine: type) -> None:
-    """Methods of Opacus' engine that are overridden. Without: an error."""
-    for name in ("_model", "_data_loader", "_optimizer", "_criterion"):
-        _attribute(engine, f"_prepare{name}", "Opacus")
 
 
 def explain_flash_mode() -> None:

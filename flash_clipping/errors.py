@@ -27,6 +27,12 @@ def _with_text(kind: type[FlashClippingError], args: tuple[Any, ...], notes: lis
     return error
 
 
+def check_one_of(name: str, value: str, known: Sequence[str]) -> None:
+    """Raise ``ValueError`` for an option that is none of those that are known."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; expected one of {', '.join(known)}.")
+
+
 #: A note for ``torch.OutOfMemoryError`` in a loop that cannot go back to the batch.
 HALVE_PARTS = """\
 A loop cannot go back. Let parts of the batch that do not fit be halved, and run again:
@@ -40,18 +46,14 @@ def module_at(path: str) -> str:
     return "model" if path in ("", "the model") else f'model.get_submodule("{path}")'
 
 
-def parameters_at(path: str) -> str:
-    """Code that freezes a module; of the model itself, the parameters of its own."""
-    module = module_at(path)
-    if module == "model":
-        return "for param in model.parameters(recurse=False): param.requires_grad_(False)"
-    return f"{module}.requires_grad_(False)"
-
-
 def to_freeze(*paths: str) -> str:
-    """The last line of a refusal: code that freezes the modules that it names."""
+    """The last line of a refusal: code that freezes the modules that it names; of the model itself,
+    the parameters of its own."""
     if len(paths) == 1:
-        return f"\n    {parameters_at(paths[0])}"
+        module = module_at(paths[0])
+        if module == "model":
+            module = "for param in model.parameters(recurse=False): param"
+        return f"\n    {module}.requires_grad_(False)"
     bare = [path.partition(" (")[0].replace("the model", "") for path in paths]
     names = ", ".join(f'"{path}"' for path in bare)
     return f"\n    for path in [{names}]: model.get_submodule(path).requires_grad_(False)"

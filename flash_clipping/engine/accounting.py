@@ -11,8 +11,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, get_args
 
 from opacus.accountants import (
     GaussianAccountant,
@@ -23,18 +23,13 @@ from opacus.accountants import (
 )
 
 from flash_clipping.engine.releases import Release, dp_accounting, epsilon_by_pld
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, check_one_of
 from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 
 #: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
-SAMPLINGS = (
-    "poisson",
-    "cyclic_poisson",
-    "fixed_order",
-    "shuffled",
-    "random_allocation",
-    "poisson_rows",
-)
+Sampling = Literal[
+    "poisson", "fixed_order", "cyclic_poisson", "shuffled", "random_allocation", "poisson_rows"
+]
 
 #: The neighbouring relation of ε, in words.
 ADD_OR_REMOVE = "add or remove one sample"
@@ -82,10 +77,7 @@ class MechanismSpec:
     rows_per_unit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.sampling not in SAMPLINGS:
-            raise ValueError(
-                f"sampling={self.sampling!r} is unknown; expected one of {', '.join(SAMPLINGS)}."
-            )
+        check_one_of("sampling", self.sampling, get_args(Sampling))
         if isinstance(self.participations, bool) or self.participations < 1:
             raise ValueError(f"participations: found {self.participations!r}; expected 1 or more.")
         if self.participations > 1 and self.sampling != "random_allocation":
@@ -93,8 +85,7 @@ class MechanismSpec:
                 f"participations: found {self.participations} with sampling={self.sampling!r}; "
                 "expected sampling='random_allocation'."
             )
-        by_rows = self.sampling == "poisson_rows"
-        if by_rows != (self.rows_per_unit is not None):
+        if (self.sampling == "poisson_rows") != (self.rows_per_unit is not None):
             raise ValueError(
                 f"max_rows_per_unit: found {self.rows_per_unit} with sampling={self.sampling!r}; "
                 "expected sampling='poisson_rows' and the most rows of a unit, by which epsilon is "
@@ -180,15 +171,8 @@ class MechanismSpec:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, to compare with those of a checkpoint."""
-        return {
-            "sampling": self.sampling,
-            "samples": self.samples,
-            "max_batch_size": self.max_batch_size,
-            "cycle": self.cycle,
-            "participations": self.participations,
-            "rows_per_unit": self.rows_per_unit,
-            **self.noise.settings,
-        }
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "noise"}
+        return numbers | self.noise.settings
 
 
 class CountsSteps:
@@ -434,8 +418,7 @@ def with_right_length(accountant: Any) -> Any:
 
 def relation_of(accountant: Any) -> str:
     """The neighbouring relation of an accountant's ε, in words."""
-    process = getattr(accountant, "process", None)
-    return ADD_OR_REMOVE if process is None else str(process.relation)
+    return str(getattr(accountant, "process", MechanismSpec()).relation)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ A buffer is refused because forward changes it, not because it is there:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, NoReturn
@@ -29,7 +29,6 @@ from flash_clipping.capture.no_trace import MODELS_OWN, put_back, random_state, 
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.positions import other_tokens
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.engine.parameter_guards import Structure
 from flash_clipping.errors import module_at
 
 #: A module and the name of one of its buffers.
@@ -55,20 +54,17 @@ class _Before:
 class BufferWatch:
     """Looks at the buffers of a wrapped model, ``root``, before and after its forward."""
 
-    def __init__(self, root: nn.Module, structure: Structure, session: ClippingSession):
-        self.root = root
-        self.structure = structure
-        self.session = session
+    def __init__(self, root: nn.Module, session: ClippingSession):
+        self.root, self.session = root, session
         #: While a forward runs: every module that has buffers.
         self._before: list[_Before] | None = None
         #: Found before the first step: a buffer that forward writes in place.
         self._written: _Place | None = None
 
-    def before_forward(self) -> None:
+    def before_forward(self, modules: Sequence[nn.Module]) -> None:
         """Note what is there."""
         self._written = None
         self._before = []
-        modules = self.structure.modules
         of_all = [*map(_BUFFERS, modules)]  # most have none
         for module, buffers in compress(zip(modules, of_all, strict=True), of_all):
             versions = None if type(module) is SPECTRAL_NORM else _versions(buffers)
@@ -100,7 +96,9 @@ class BufferWatch:
         if self._written is not None:
             self._refuse(*self._written, _IN_PLACE)
 
-    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after_forward(
+        self, modules: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Raise ``NotImplementedError`` for buffers that this forward, of these arguments, has
         changed and that are no constants."""
         found, self._before = self._before, None
@@ -109,14 +107,11 @@ class BufferWatch:
         olds: dict[nn.Module, dict[str, Tensor | None]] = {}
         for before in found:
             olds[before.module] = before.buffers
-            if (
-                before.versions is not None
-                and (now := _versions(before.buffers)) != before.versions
-            ):
-                changed = [name for name in now if now[name] != before.versions[name]]
+            versions = before.versions
+            if versions is not None and (now := _versions(before.buffers)) != versions:
+                changed = [name for name in now if now[name] != versions[name]]
                 self._refuse(before.module, changed[0], _IN_PLACE)
         doubtful: list[_Place] = []
-        modules = self.structure.modules
         of_all = [*map(_BUFFERS, modules)]
         news = dict(compress(zip(modules, of_all, strict=True), of_all))
         for module in {**olds, **news}:
@@ -218,8 +213,7 @@ def _same_bits(x: Tensor | None, y: Tensor | None) -> bool:
     if x.layout != torch.strided:
         return False
     plain = [each.detach().resolve_conj().resolve_neg().contiguous() for each in (x, y)]
-    first, second = [each.reshape(-1).view(torch.uint8) for each in plain]
-    return torch.equal(first, second)
+    return torch.equal(*[each.reshape(-1).view(torch.uint8) for each in plain])
 
 
 def _others(samples: Samples) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

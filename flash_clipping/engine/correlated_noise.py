@@ -50,9 +50,8 @@ class CorrelatedNoise:
         #: Of banded noise the last rows of ``inv(C) Z``, the latest first; of buffered noise the
         #: buffers.
         self._rows: list[list[Tensor]] = []
-        #: Where ``z`` came from: of banded noise that is drawn again, in every step, the first
-        #: first; of noise with a banded inverse, in those that the next one takes back, the latest
-        #: first.
+        #: Where ``z`` came from: of banded noise that is drawn again, in every step, in order; of
+        #: noise with a banded inverse, in those that the next one takes back, the latest first.
         self._draws: list[Draw] = []
         self._shapes: Any = None
         #: Noise multiplier and standard deviation of the steps before.
@@ -71,18 +70,10 @@ class CorrelatedNoise:
         shards: Sequence[int] | None,
         dtypes: Sequence[torch.dtype],
     ) -> list[Tensor]:
-        """As :func:`flash_clipping.ops.noise.noisy_means`, with the next row of noise.
-
-        Args:
-            sums, std, divisor, shards, dtypes: as there.
-            batch: that of the step.
-            multiplier: the noise multiplier, which steps are accounted with.
-            stream, rounds: where independent noise comes from, and by how many rounds.
-
-        Raises:
-            FlashClippingError: the step may not be taken, by its batch, its noise or its
-                parameters; nothing was drawn.
-        """
+        """As :func:`flash_clipping.ops.noise.noisy_means`, with the next row of noise, of words of
+        ``stream`` by so many ``rounds``. ``FlashClippingError``, before anything is drawn, if the
+        step may not be taken: by its ``batch``, by another ``multiplier``, with which steps are
+        accounted for, or ``std`` than before, or by its parameters."""
         self._before_noise(batch)
         if self._settings not in (None, (multiplier, std)):
             raise FlashClippingError(
@@ -107,17 +98,8 @@ class CorrelatedNoise:
         shards: Sequence[int] | None = None,
         rounds: int = ALL_ROUNDS,
     ) -> list[Tensor]:
-        """Noise of unit scale for these sums: of their shapes and devices, fp32 or float64.
-
-        Args:
-            sums: of all trainable parameters, or this process's shards of them.
-            stream: where independent noise comes from.
-            shards: the number of each shard; ``None``: these are whole parameters.
-            rounds: of the cipher.
-
-        Raises:
-            FlashClippingError: sums of other shapes, dtypes or devices than in the steps before.
-        """
+        """Noise of unit scale for these sums of all trainable parameters, or this process's
+        ``shards`` of them, by number: of their shapes and devices, fp32 or float64."""
         shapes = [(tuple(s.shape), s.dtype, s.device) for s in sums]
         if self._shapes not in (None, shapes):
             raise FlashClippingError(
@@ -130,16 +112,18 @@ class CorrelatedNoise:
         numbers = [*enumerate([0] * len(sums) if shards is None else shards)]
         if isinstance(self.mechanism, BandedNoise) and self.mechanism.memory == "drawn_again":
             draws = [*self._draws, draw]
-            row = [
-                self._row_again(draws, number, summed)
-                for number, summed in zip(numbers, sums, strict=True)
-            ]
+            row = []
+            for number, summed in zip(numbers, sums, strict=True):
+                rows: list[list[Tensor]] = []
+                for before in draws:  # the same arithmetic as that of rows which are kept
+                    rows = self._with_next(_normals(before, [summed], [number]), rows)
+                row.append(rows[0][0])
             self._draws = draws  # a step that failed has taken nothing
             return row
         row = _normals(draw, sums, numbers)
         if isinstance(self.mechanism, BandedInverseNoise):
-            for share, before in zip(self.mechanism.taken_back, self._draws, strict=False):
-                for w, z in zip(row, _normals(before, sums, numbers), strict=True):
+            for share, drawn in zip(self.mechanism.taken_back, self._draws, strict=False):
+                for w, z in zip(row, _normals(drawn, sums, numbers), strict=True):
                     w.sub_(z, alpha=float(share))
             self._draws = [draw, *self._draws[: self.mechanism.count - 2]]
         elif isinstance(self.mechanism, BandedNoise):
@@ -167,14 +151,6 @@ class CorrelatedNoise:
             for w, w_before in zip(z, before, strict=True):
                 w.sub_(w_before, alpha=float(c))
         return [z, *rows[: self.mechanism.count - 2]]
-
-    def _row_again(self, draws: Sequence[Draw], number: tuple[int, int], summed: Tensor) -> Tensor:
-        """This parameter's noise, from that of all steps: the same arithmetic as that of rows which
-        are kept."""
-        rows: list[list[Tensor]] = []
-        for draw in draws:
-            rows = self._with_next(_normals(draw, [summed], [number]), rows)
-        return rows[0][0]
 
     def __getstate__(self) -> Any:
         raise FlashClippingError(

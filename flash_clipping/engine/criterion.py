@@ -74,10 +74,6 @@ class FlashTensor(DPTensorFastGradientClipping):
     def __float__(self) -> float:
         return float(self.item())
 
-    @classmethod
-    def of(cls, loss: DPTensorFastGradientClipping) -> FlashTensor:
-        return cls(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
-
 
 def _keeps_type(name: str) -> Any:
     # Opacus' arithmetic names its own class; the result must stay a one-pass loss.
@@ -91,7 +87,8 @@ def _keeps_type(name: str) -> Any:
                     "count once for every sample. Make both with criteria that give a loss for "
                     "each sample (a torch.nn loss, or a function with reduction=)."
                 )
-        found = FlashTensor.of(getattr(super(FlashTensor, self), name)(*args))
+        loss = getattr(super(FlashTensor, self), name)(*args)
+        found = FlashTensor(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
         if [*found.loss_per_sample.shape] != mine:
             raise ValueError(
                 f"loss.{name}: found losses of shape {mine}, and "
@@ -116,10 +113,6 @@ def _is_of_pytorch(criterion: Any) -> bool:
         return False
     of_module = type(criterion) if isinstance(criterion, nn.Module) else criterion
     return getattr(of_module, "__module__", "") in (nn.modules.loss.__name__, F.__name__)
-
-
-def _name_of(criterion: Any) -> str:
-    return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
 class FlashLoss(DPLossFastGradientClipping):
@@ -160,6 +153,7 @@ class FlashLoss(DPLossFastGradientClipping):
         if not self._is_attribute and "reduction" in self._takes:
             default = self._takes["reduction"].default
             own = default if default in ("mean", "sum") else None
+        self._name = getattr(criterion, "__name__", type(criterion).__name__)
         #: Whether its own mean, or sum, is known to be that of its losses.
         self._is_known = own is None or _is_of_pytorch(criterion)
         found = {
@@ -250,7 +244,7 @@ class FlashLoss(DPLossFastGradientClipping):
                 self.criterion.reduction = before
         if not isinstance(found, Tensor):
             raise TypeError(
-                f"criterion ({_name_of(self.criterion)}): found {type(found).__name__}; expected a "
+                f"criterion ({self._name}): found {type(found).__name__}; expected a "
                 "tensor: a loss for each sample, or a scalar."
             )
         return found
@@ -276,7 +270,7 @@ class FlashLoss(DPLossFastGradientClipping):
             self._is_known = True
             return
         raise ValueError(
-            f"criterion ({_name_of(self.criterion)}): found {float(own):.6g} with its own "
+            f"criterion ({self._name}): found {float(own):.6g} with its own "
             f"reduction, and {float(reduced):.6g} by reducing its losses of samples: it divides by "
             "something else than their number. Where that depends on other samples, no clipping "
             "bounds what one of them changes: divide each sample's loss by what belongs to that "

@@ -36,11 +36,10 @@ def register_flash_norm_samplers(backend: str = "auto") -> None:
     ) -> dict[nn.Parameter, Tensor]:
         A_BTd, G_BTp = as_BTd(activations[0]), as_BTd(backprops)
         norms: dict[nn.Parameter, Tensor] = {}
-        has_bias = layer.bias is not None and layer.bias.requires_grad
         if layer.weight.requires_grad:
             factor = LinearGrad(A_BTd.to(G_BTp.dtype), G_BTp)
             norms[layer.weight] = _bound(factor, backend)
-        if has_bias:
+        if layer.bias is not None and layer.bias.requires_grad:
             sums = G_BTp.sum(1, dtype=accumulation_dtype(G_BTp.dtype))
             norms[layer.bias] = torch.linalg.vector_norm(sums, dim=1)
         return norms

@@ -51,11 +51,7 @@ class StepRecord:
         return total_bound(self.bound)
 
     def check_same_bound(self, bound: float | tuple[float, ...], clipping: str) -> None:
-        """Raise unless a further backward pass of this step clips alike.
-
-        Raises:
-            FlashClippingError: the bound, or the way to clip, has changed within the step.
-        """
+        """Raise ``FlashClippingError`` unless a further backward pass of this step clips alike."""
         if (bound, clipping) == (self.bound, self.clipping):
             return
         found = f"clipping={clipping!r}, max_grad_norm={_shown(bound)}"
@@ -68,12 +64,9 @@ class StepRecord:
         )
 
     def plus(self, later: StepRecord) -> StepRecord:
-        """The record of these sums and of those of a later part of the same step.
-
-        Raises:
-            FlashClippingError: the parts were clipped differently, have other parameters, or are
-                of several draws.
-        """
+        """The record of these sums and of those of a later part of the same step;
+        ``FlashClippingError`` if they were clipped differently, have other parameters, or are of
+        several draws."""
         self.check_same_bound(later.bound, later.clipping)
         if self.params != later.params:
             raise FlashClippingError(
@@ -98,11 +91,7 @@ def added(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def checked_bound(value: Any) -> Bound:
-    """A clipping bound as it is kept: a float, or a list of one for each parameter.
-
-    Raises:
-        ValueError: a bound is not a positive number.
-    """
+    """A clipping bound as it is kept; ``ValueError`` unless it is positive."""
     bound: Bound = [float(one) for one in value] if isinstance(value, Sequence) else float(value)
     if not all(one > 0 for one in (bound if isinstance(bound, list) else [bound])):
         raise ValueError(f"max_grad_norm={value!r}: expected positive numbers.")
@@ -115,17 +104,14 @@ def total_bound(bound: float | Sequence[float]) -> float:
 
 
 def rescaled(bound: Bound, value: Any) -> Bound:
-    """What a bound becomes when it is set to ``value``.
-
-    Bounds of many parameters keep their proportions when one number is given, which becomes their
-    norm: clipping schedulers of Opacus know one number only.
-    """
-    if isinstance(bound, list) and not isinstance(value, Sequence):
-        total = checked_bound(value)
-        assert isinstance(total, float)
-        factor = total / total_bound(bound)
+    """What a bound becomes when it is set to ``value``. Bounds of many parameters keep their
+    proportions when one number is given, which becomes their norm: clipping schedulers of Opacus
+    know one number only."""
+    new = checked_bound(value)
+    if isinstance(bound, list) and isinstance(new, float):
+        factor = new / total_bound(bound)
         return [one * factor for one in bound]
-    return checked_bound(value)
+    return new
 
 
 def _shown(bound: float | tuple[float, ...]) -> str:
@@ -187,12 +173,8 @@ class GradLedger:
     def begin_backward(
         self, params: Iterable[nn.Parameter], clipping: str, may_accumulate: bool
     ) -> None:
-        """Look at what the sums of these parameters will be added to.
-
-        Raises:
-            FlashClippingError: to sums that were clipped otherwise.
-            ValueError: to other sums, which ``may_accumulate`` rules out.
-        """
+        """Look at what the sums of these parameters will be added to: ``FlashClippingError`` for
+        sums that were clipped otherwise; ``ValueError`` for any, unless they ``may_accumulate``."""
         held, foreign = 0, set()
         for param in params:
             if (grad := param.grad) is not None:
@@ -204,8 +186,7 @@ class GradLedger:
         if running is not None and (not running.backwards or len(foreign) == held):
             running = None
         before = running
-        follower = None if self._follower is None else self._follower()
-        if before is None and follower is not None:
+        if before is None and (follower := self.follower) is not None:
             before = follower.step_record
         bound = tuple(self.bound) if isinstance(self.bound, list) else self.bound
         if before is not None:
@@ -221,24 +202,19 @@ class GradLedger:
         self._left, self._foreign = {}, foreign
 
     def count_backward(self, total_B: Tensor, draw: DrawnBatch | None = None) -> None:
-        """Add a backward pass, whose samples have these norms and are of this draw, to the record.
-
-        Raises:
-            FlashClippingError: the record is of another draw.
-        """
+        """Add a backward pass, whose samples have these norms and are of this draw, to the record;
+        ``FlashClippingError`` if that is of another draw."""
         self.awaits_backward = False
         self.clipped_backwards += 1
         record = self.record
         assert record is not None
-        unclipped = record.unclipped
+        backwards, unclipped = record.backwards + 1, record.unclipped
         if self.counts_unclipped:
             within = (total_B <= record.sensitivity).sum(dtype=torch.float64) - total_B.numel() / 2
             unclipped = added(unclipped, within)
         if record.draw is not draw:
             draw = of_one_draw((record.draw, draw))
-        self.record = replace(
-            record, backwards=record.backwards + 1, unclipped=unclipped, draw=draw
-        )
+        self.record = replace(record, backwards=backwards, unclipped=unclipped, draw=draw)
 
     def note_cleared(self, params: Iterable[nn.Parameter]) -> None:
         """Gradients were cleared: those of these parameters that are there are zero."""
@@ -277,11 +253,8 @@ class GradLedger:
     # -- the optimizer's step -------------------------------------------------------------------
 
     def pending_record(self, params: Sequence[nn.Parameter]) -> StepRecord:
-        """The record of the sums in ``p.grad`` of these parameters, if that is what is there.
-
-        Raises:
-            ValueError: there was no clipped backward pass, or some ``p.grad`` is not what it left.
-        """
+        """The record of the sums in ``p.grad`` of these parameters; ``ValueError`` if there was no
+        clipped backward pass, or some ``p.grad`` is not what it left."""
         record = self.record
         if record is None or not record.backwards:
             raise ValueError(
@@ -296,10 +269,8 @@ class GradLedger:
 
     def name_of(self, param: nn.Parameter) -> str | None:
         """The parameter's name in the model; ``None`` for one that is not there."""
-        for name, found in self.model.named_parameters():
-            if found is param:
-                return name
-        return None
+        named = self.model.named_parameters()
+        return next((name for name, found in named if found is param), None)
 
     def _refuse_grad(self, param: nn.Parameter) -> NoReturn:
         name = self.name_of(param)
@@ -329,10 +300,8 @@ class GradLedger:
 def publish_norms(
     params: Sequence[nn.Parameter], norms_PB: Tensor, one_device: bool = False
 ) -> None:
-    """Leave every parameter its row of norms, ``[B]``, on its own device.
-
-    ``one_device``: the parameters are known to be all on one.
-    """
+    """Leave every parameter its row of norms, ``[B]``, on its own device (``one_device``: it is
+    known to be the same for all)."""
     index = norms_PB.get_device()
     near = one_device and params[0].get_device() == index
     for param, norm_B in zip(params, norms_PB.unbind(0), strict=True):
@@ -342,11 +311,8 @@ def publish_norms(
 
 
 def published_norms(params: Iterable[nn.Parameter]) -> Tensor:
-    """What was left with these parameters: ``[P, B]``.
-
-    Raises:
-        FlashClippingError: no backward pass has left anything with one of them.
-    """
+    """What was left with these parameters: ``[P, B]``; ``FlashClippingError`` where no backward
+    pass has left anything with one of them."""
     rows = published_rows(params)
     found = [row for row in rows if row is not None]
     if not found or len(found) < len(rows):

@@ -35,7 +35,7 @@ from flash_clipping.engine.grad_ledger import (
     published_norms,
 )
 from flash_clipping.engine.installed_taps import InstalledTaps
-from flash_clipping.engine.model_watch import ModelWatch
+from flash_clipping.engine.model_watch import ModelWatch, ParameterGuards, TrainableParameters
 from flash_clipping.engine.module_proxy import ModuleProxy
 from flash_clipping.engine.options import (
     Backend,
@@ -46,7 +46,6 @@ from flash_clipping.engine.options import (
     WrapperOptions,
     check_options,
 )
-from flash_clipping.engine.parameter_guards import ParameterGuards, TrainableParameters
 from flash_clipping.engine.token_losses import ModelLosses
 from flash_clipping.engine.unsupported import (
     refuse_mean,
@@ -63,8 +62,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     After ``loss.backward()``, ``get_norm_sample()`` and ``get_clipping_coef()`` are the norms and
     clipping coefficients of all samples, and every ``p.grad`` holds the clipped sum
-    ``sum_b coef_b g_b``, where ``g_b`` is the gradient of sample ``b``'s own loss. This is what
-    Opacus' ghost clipping leaves for ``DPOptimizerFastGradientClipping``, after one backward.
+    ``sum_b coef_b g_b``, where ``g_b`` is the gradient of sample ``b``'s own loss: what Opacus'
+    ghost clipping leaves for ``DPOptimizerFastGradientClipping``, after one backward.
 
     Args:
         m: the model. Every trainable parameter in it is covered.
@@ -83,21 +82,19 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             activation checkpointing that would not fit otherwise.
         clipping: ``"flat"``, ``"per_layer"`` or ``"automatic"``
             (:func:`~flash_clipping.finish.clipping.clipping_coefficients`).
-        folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that see
-            several rows per sample along the batch axis: windows folded into the batch, say. All
-            rows of one sample must lie together, and every sample must have as many. Modules
-            below a named one are meant too.
+        folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that with
+            all below them see several rows per sample along the batch axis: windows folded into the
+            batch, say. All rows of one sample must lie together, and every sample have as many.
         sum_dtype: of clipped sums in ``p.grad``. ``"float32"`` (float64 for float64 parameters)
             rounds once, after the noise. ``"parameter"`` rounds every sum to the parameter's dtype
-            before the noise, which saves memory and weakens privacy: with bfloat16 parameters, one
-            of ``k`` samples with aligned gradients changes the sum by up to ``k / 128`` times
+            before the noise, which saves memory and weakens privacy: with bfloat16, one of ``k``
+            samples with aligned gradients changes the sum by up to ``k / 128`` times
             ``max_grad_norm``, where the noise is for one.
         fp32_precision: how per-sample gradients of convolutions are computed of fp32 operands on a
             GPU by NVIDIA. ``"ieee"``: in fp32, by three products on tensor cores. ``"tf32"``: by
-            one, of operands that are cut to TF32, as PyTorch's own convolutions are by default
-            (``torch.backends.cudnn.conv.fp32_precision``). The guarantees are the same, as what is
-            measured is what is released; a gradient then differs from fp32's by up to 2⁻⁹ of what
-            there would be if no position cancelled another.
+            one, of operands cut to TF32, as PyTorch's own convolutions are by default. The
+            guarantees are the same, as what is measured is what is released; a gradient differs
+            from fp32's by up to 2⁻⁹ of what there would be if no position cancelled another.
         sample_of: the name of an argument of the forward that says what a sample is, where that is
             no row: an integer tensor with the user, patient or document of every row ``[R]`` or
             position ``[R, T]``, 0 to ``U - 1``, or -1 for none; or
@@ -135,16 +132,19 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         fp32_precision: Fp32Precision = "ieee",
         sample_of: str | Offsets | None = None,
     ):
-        check_options(loss_reduction, mode, backend, sum_dtype, fp32_precision, clipping)
+        check_options(
+            loss_reduction=loss_reduction,
+            mode=mode,
+            backend=backend,
+            sum_dtype=sum_dtype,
+            fp32_precision=fp32_precision,
+            clipping=clipping,
+        )
         refuse_unsupported(m)
         self._rounds_by_scale = rounds_by_scale(m)
-        self.strict = strict
-        self.mode = mode
-        self.backend = backend
-        self.clipping = clipping
-        self.sum_dtype = sum_dtype
+        self.strict, self.mode, self.backend, self.clipping = strict, mode, backend, clipping
+        self.sum_dtype, self.sample_of = sum_dtype, sample_of
         self.folded_modules = tuple(folded_modules)
-        self.sample_of = sample_of
         #: The clipped sums that backward left in ``p.grad`` and nobody has taken yet.
         self.running_step = GradLedger(m)
         #: What the samples of the last backward were clipped by: at least the norms of what is
@@ -157,8 +157,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._graphs: Any = None
         #: Norms over all stages of a pipeline, ``[B]``, in a stage.
         self.norms_over_stages: Tensor | None = None
-        owners = [module for module in m.modules() if module._parameters]
-        self._trainable = TrainableParameters(owners)
+        self._trainable = TrainableParameters([part for part in m.modules() if part._parameters])
         self._session = ClippingSession(
             clip=self._clip,
             note_sums=self.running_step.note_sums,
@@ -232,9 +231,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             root, self._trainable, self._session, self.sum_dtype, handles
         )
         wrapper = self if isinstance(self, nn.Module) else root
-        self._watch = ModelWatch(
-            wrapper, root, self._session, self._taps, self._guards, self.strict
-        )
+        self._watch = ModelWatch(wrapper, self._taps, self._guards, self.strict)
         if self._sharded is not None:
             self._watch.sharded = self._sharded
             self._sharded.add_last_hooks(handles, self._taps.all)
@@ -266,9 +263,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model's forward and backward, with arguments as of ``torch.compile``.
 
-        What clipping needs leaves the compiled graphs as outputs
-        (:mod:`flash_clipping.capture.compiled` tells what layers that serves), so that
-        ``fullgraph=True`` works wherever it does for the plain model. Norms and clipped sums are
+        ``fullgraph=True`` works wherever it does for the plain model
+        (:mod:`flash_clipping.capture.compiled` tells for what layers). Norms and clipped sums are
         those of the model that is not compiled.
         """
         if self._sharded is not None:
@@ -305,17 +301,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if units is not None and units.by_position:
             if session.may_prove():
                 unknown = not are_apart(session, units, self._guards.count, args, kwargs)
-                self._watch.prove_if(unknown, module, args, kwargs, positions=units)
+                subject = self._watch.subject(module, args, kwargs)
+                self._watch.prove_if(unknown, subject, positions=units)
         else:
-            kind = self._watch.kind_of(module, tensors, args, kwargs)
-            if kind != self._watch.covered:
-                self._prove_if_needed(kind, module, args, kwargs)
-            else:
-                gate = self._watch.gate
-                gate.calls += 1
-                # Not in a capture, which nothing may wait in: the next call makes up for it.
-                if gate.calls >= gate.next_audit and session.captured is None:
-                    self._watch.audit(module, args, kwargs)
+            self._watch.look_at(module, tensors, args, kwargs)
         call = session.begin_forward(tensors, units=units)
         call.made_up = made_up
         call.draw = draw
@@ -334,18 +323,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             stand_in.calls = 0
         return args, kwargs
 
-    def _prove_if_needed(
-        self, kind: list[Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """See which rows are samples, unless that is known of a call of this kind."""
-        session, watch = self._session, self._watch
-        if not session.may_prove():
-            return
-        if watch.prove_if(not watch.is_proven(module, args, kwargs), module, args, kwargs):
-            session.proven_with = self._guards.count
-        else:
-            watch.note_covered(kind)
-
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -361,11 +338,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             return
         call.ended = True
         if call.guesses or self._sharded is not None:
-            self._watch.prove_if(bool(call.guesses), module, args, kwargs, call)
+            subject = self._watch.subject(module, args, kwargs)
+            self._watch.prove_if(bool(call.guesses), subject, call)
         if self.mode == "two_pass":
             return
         if call.guesses:
-            self._watch.check_reached(module, args, kwargs, call, output)
+            self._watch.check_reached(subject, call, output)
 
         def start_backward(grad: Tensor, call: ForwardCall = call) -> None:
             if session.enabled:
@@ -376,10 +354,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 leaf.register_hook(start_backward)
 
     def expect_samples(self, n: int | None) -> None:
-        """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward.
-
-        From now on, a forward that records gradients must be called with that many samples, until
-        another number is given; ``None`` if it is not known.
+        """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward,
+        and for all others that record gradients, until another number is given; ``None`` if it is
+        not known.
 
         Raises:
             FlashClippingError: in forward, where the model is called with a batch of another size.
@@ -387,11 +364,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._session.drawn = n
 
     def expect_rows(self, order: Tensor | None) -> None:
-        """Tell which row of the loader's batch each row of the model's input is.
+        """Tell which row of the loader's batch, the last one, each row of the model's input is.
 
         Needed where it matters (``units``, ``max_batch_size``, batches in an order), and the model
-        is called with other tensors than the batch's: rows that the loop has changed, or put into
-        another order. It holds for the batch that the loader gave last.
+        is called with other tensors than the batch's: rows changed, or in another order.
 
         Args:
             order: ``[rows]``, integers; ``None``: the batch's own tensors again.
@@ -458,10 +434,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     @contextmanager
     def summed_loss(self) -> Iterator[bool]:
         """Take the gradients of a backward pass for samples' own, whatever ``loss_reduction`` says.
-
-        Yields whether that is so: with hooks disabled gradients are left alone, and so must the
-        loss be.
-        """
+        Yields whether that is so: with hooks disabled gradients and loss are left alone."""
         session = self._session
         before = session.loss_reduction
         if session.enabled:
@@ -497,8 +470,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         (:mod:`flash_clipping.ops.error_bounds`).
 
         Raises:
-            FlashClippingError: no backward pass has been recorded yet, or none since the last
-                forward.
+            FlashClippingError: as :meth:`get_norm_sample`.
         """
         published_norms(self.trainable_parameters)
         self._refuse_old_norms()
@@ -517,9 +489,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def max_grad_norm(self) -> Any:
         """Clipping bound; a list with one for each trainable parameter when per layer.
 
-        The optimizer's is the same one: whichever is set, both change. It may be set at any time,
-        and applies from the next step on: a backward pass that would go on with a step by another
-        bound is an error, and noise is for the bound that the step was clipped by.
+        The optimizer's is the same one. Set at any time, it applies from the next step on: a
+        backward pass that would go on with a step by another bound is an error, and noise is for
+        the bound that the step was clipped by.
 
         Raises:
             ValueError: when set to what is no positive number.
@@ -537,8 +509,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         buckets are fewer operations, and up to three of them are held at a time.
 
         Raises:
-            ValueError: when it is asked for or set, of a model without shards; when it is set to
-                anything but an integer from 64 to 1024.
+            ValueError: of a model without shards; or it is set to no integer from 64 to 1024.
         """
         return self._reducer().bucket_bytes >> 20
 

@@ -21,12 +21,7 @@ from flash_clipping.rules import find_rule, is_list_of_experts
 class InstalledTaps:
     """Stand-ins for the forwards of a model and its layers, from the moment that this is made.
 
-    Args:
-        root: the model.
-        session: what its taps share.
-        mode: ``"one_pass"`` or ``"two_pass"``.
-        force_generic: use the generic rule for every layer.
-        folded_modules: names of modules, as shell patterns, whose rows are parts of samples.
+    Arguments are those of a wrapped model.
 
     Attributes:
         all: every stand-in, in the order in which they were installed.
@@ -34,7 +29,7 @@ class InstalledTaps:
         regions: what is compiled of the model.
 
     Raises:
-        ValueError: a pattern fits no module, or a layer is tapped already.
+        ValueError: a pattern of ``folded_modules`` fits no module, or a layer is tapped already.
     """
 
     def __init__(
@@ -46,23 +41,17 @@ class InstalledTaps:
         force_generic: bool,
         folded_modules: Sequence[str],
     ):
-        self.all: list[Tap] = list(plan_taps(root, session, force_generic, folded_modules))
+        self.all = list(plan_taps(root, session, force_generic, folded_modules))
         for tap in self.all:
             tap.install()
         self.regions = Regions(root, session, self.all)
         self.of_root = EmptyBatchForward(root, session)
-        self._add(self.of_root)
-        self.find_compiled()
-        if mode == "two_pass":
-            self._add(TwoPassForward(root, session))
-
-    def _add(self, tap: Tap) -> None:
-        self.all.append(tap)
-        tap.install()
-
-    def find_compiled(self) -> None:
-        """Take over what was compiled of the model before, or since."""
+        self.of_root.install()
+        self.all.append(self.of_root)
         self.regions.find(self.of_root)
+        if mode == "two_pass":
+            self.all.append(TwoPassForward(root, session))
+            self.all[-1].install()
 
     def lend(self, root: nn.Module, borrowed: Borrowed) -> None:
         """Let modules stand in for parameters of others, which they were seen to use."""
@@ -100,10 +89,7 @@ class InstalledTaps:
 
 
 def plan_taps(
-    root: nn.Module,
-    session: ClippingSession,
-    force_generic: bool = False,
-    folded_modules: Sequence[str] = (),
+    root: nn.Module, session: ClippingSession, force_generic: bool, folded_modules: Sequence[str]
 ) -> Iterator[Tap]:
     """A tap for every module that owns parameters directly.
 

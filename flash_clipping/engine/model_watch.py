@@ -1,12 +1,17 @@
-"""What happens to a model after it was wrapped, and in its forward: looked for every time."""
+"""What happens to a model after it was wrapped, and in its forward: looked for every time.
+
+A gradient that autograd brings to a parameter went past every tap; layers that come after wrapping
+have none.
+"""
 
 from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, compress, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
+from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.proof.coverage import is_plain
 from flash_clipping.capture.proof.gate import Gate, check_reached
@@ -27,20 +33,153 @@ from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.capture.units import Units
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.installed_taps import InstalledTaps
-from flash_clipping.engine.parameter_guards import ParameterGuards, Structure
 from flash_clipping.engine.unsupported import (
     PIPELINES,
     batch_norms_of,
     refuse_around,
     refuse_batch_norms,
+    refuse_complex,
     refuse_in_pipeline,
     refuse_since,
 )
+from flash_clipping.errors import FlashClippingError, to_freeze_parameters
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.model import ShardedModel
 
+_PAST_THE_TAP = (
+    "added without being clipped. Use it in its own module's forward, which others call; or detach "
+    "it where it is used elsewhere. For a penalty on weights, use the optimizer's weight_decay. A "
+    "weight that a hook computes needs torch.nn.utils.parametrize instead; after pruning, "
+    "torch.nn.utils.prune.remove(module, name). Freeze it, and train adapters (LoRA on the model's "
+    "linear layers)."
+)
+
 _MODE = operator.attrgetter("training")
+_CHILDREN, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
+
+
+class TrainableParameters:
+    """The parameters of these modules that are trainable now, each once, in their order: the same
+    list again while nothing changes."""
+
+    def __init__(self, owners: Sequence[nn.Module]):
+        self.owners = owners
+        self._seen: tuple[list[int], list[bool]] | None = None
+        self._found: list[nn.Parameter] = []
+
+    def __call__(self) -> list[nn.Parameter]:
+        # Every step asks twice: walking the module tree takes milliseconds, and a loop a tenth.
+        held = [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self.owners)))]
+        is_trainable = [*map(getattr, held, repeat("requires_grad"), repeat(False))]
+        seen = [*map(id, held)], is_trainable
+        if seen != self._seen:
+            self._found = [*dict.fromkeys(compress(held, is_trainable))]
+            self._seen = seen
+        return self._found
+
+
+class ParameterGuards:
+    """Watches the trainable parameters of a wrapped model, and lets ``p.grad`` hold sums in fp32.
+
+    Hooks are added to ``handles``; to remove those ends the watch.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        trainable: TrainableParameters,
+        session: ClippingSession,
+        sum_dtype: str,
+        handles: list[Any],
+    ):
+        self.root, self.trainable, self.session = root, trainable, session
+        self.sum_dtype, self.handles = sum_dtype, handles
+        #: How many parameters are watched.
+        self.count = 0
+        self._guarded: dict[int, nn.Parameter] = {}
+        self._looked_at: list[nn.Parameter] | None = None
+        #: Parameters whose gradients had to have a dtype before, and which.
+        self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
+
+    def watch_new(self) -> bool:
+        """Watch parameters that have become trainable since the last look; whether any has.
+        ``FlashClippingError`` if one is complex."""
+        found, guarded = self.trainable(), self._guarded
+        if found is self._looked_at:
+            return False
+        new = {id(param): param for param in found if id(param) not in guarded}
+        names = {id(param): name for name, param in self.root.named_parameters()} if new else {}
+        for key, param in new.items():
+            refuse_complex(names[key], param)
+            if param.dtype in (torch.bfloat16, torch.float16) and self.sum_dtype == "float32":
+                self._grad_dtypes.append((param, param.grad_dtype))
+                param.grad_dtype = None  # any
+            why = _PAST_THE_TAP + to_freeze_parameters(names[key])
+            guard = Guard(names[key], why, self.session)
+            self.handles.append(param.register_hook(guard.__getitem__))
+            guarded[key] = param  # the last: what was refused is looked at again
+            self.count += 1
+        self._looked_at = found
+        return bool(new)
+
+    def remove(self) -> None:
+        """Gradients have to have the dtype again that they had to have before."""
+        self._guarded, self._looked_at = {}, None
+        while self._grad_dtypes:
+            param, dtype = self._grad_dtypes.pop()
+            if param.grad is None or dtype in (None, param.grad.dtype):
+                param.grad_dtype = dtype
+
+
+class Structure:
+    """The modules and parameters of a model as it was wrapped.
+
+    ``root`` is the wrapper, or the model itself where it is not wrapped; ``modules`` are all that
+    were there when this was last looked at.
+    """
+
+    def __init__(self, root: nn.Module):
+        self.root = root
+        self._look()
+        #: Modules that had parameters, and so have a tap, or a parent that serves them.
+        self._served = {
+            module
+            for module in self.modules
+            if any(param is not None for param in module._parameters.values())
+        }
+
+    def _look(self) -> None:
+        self.modules = [*self.root.modules()]
+        self._parts = self._parts_now()
+
+    def _parts_now(self) -> list[nn.Module | nn.Parameter | None]:
+        """Children and parameters of all modules that are known."""
+        # Flat, without a loop in Python: walking the tree of modules takes milliseconds a step.
+        held = chain(map(_CHILDREN, self.modules), map(_PARAMETERS, self.modules))
+        return [*chain.from_iterable(map(dict.values, filter(None, held)))]
+
+    def check(self) -> None:
+        """Raise ``FlashClippingError`` for trainable parameters that have come since the model was
+        wrapped, in a module that has no tap."""
+        before, now = self._parts, self._parts_now()
+        # Lists of tensors cannot be compared by ==, and modules need not be.
+        if len(before) == len(now) and all(map(operator.is_, before, now)):
+            return
+        for path, module in self.root.named_modules():
+            if module in self._served:
+                continue
+            for name, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    where = path.removeprefix("_module.") or "the model"
+                    raise FlashClippingError(
+                        f"{where} ({type(module).__name__}): its parameter {name!r} came after the "
+                        "model was wrapped, so its gradients would not be clipped. Wrap the model "
+                        "(make_private) when it is complete: take the wrapper off with "
+                        "to_standard_module() (or cleanup()), change the model, and wrap it again. "
+                        "What is no part of the model goes elsewhere than onto the wrapper."
+                    )
+        self._look()
 
 
 class ModelWatch:
@@ -48,26 +187,18 @@ class ModelWatch:
 
     Args:
         wrapper: the wrapped model; the model itself where it is used as it is.
-        root: the model.
-        session, taps, guards: its own.
+        taps, guards: the model's.
         strict: whether buffers that forward changes are refused.
     """
 
     def __init__(
-        self,
-        wrapper: nn.Module,
-        root: nn.Module,
-        session: ClippingSession,
-        taps: InstalledTaps,
-        guards: ParameterGuards,
-        strict: bool,
+        self, wrapper: nn.Module, taps: InstalledTaps, guards: ParameterGuards, strict: bool
     ):
-        self.wrapper, self.root = wrapper, root
-        self.session = session
-        self.taps = taps
-        self.guards = guards
+        root, session = guards.root, guards.session
+        self.wrapper, self.root, self.session = wrapper, root, session
+        self.taps, self.guards = taps, guards
         self._structure = Structure(wrapper)
-        self._buffers = BufferWatch(root, self._structure, session) if strict else None
+        self._buffers = BufferWatch(root, session) if strict else None
         self._embeddings = embeddings_of(root)
         self._batch_norms = batch_norms_of(root)
         #: Of a model with shards, whose processes look together.
@@ -100,7 +231,7 @@ class ModelWatch:
         if self._batch_norms:
             refuse_batch_norms(self._batch_norms)
         if self._buffers is not None:
-            self._buffers.before_forward()
+            self._buffers.before_forward(self._structure.modules)
         if self.guards.watch_new():
             self._looked_around = False
         if self._looked_around:
@@ -108,21 +239,23 @@ class ModelWatch:
         self.session.recover()  # no stand-in of a failed step may be in the way
         refuse_since(self.wrapper, () if self.sharded is None else self.sharded.slots.gathering)
         if not is_dynamo_compiling():
-            self.taps.find_compiled()
+            self.taps.regions.find(self.taps.of_root)
             if self.sharded is not None:
                 self.sharded.check_compiled(self.taps.regions.any_compiled)
         self._looked_around = True
 
-    def kind_of(
+    def look_at(
         self,
         module: nn.Module,
         tensors: list[Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> list[Any]:
-        """What decides whether a call must be looked at: its arguments but for their values, and
-        what may have changed since the last one. ``tensors`` are those in its arguments."""
-        kind: list[Any] = [self.session.epoch, self.guards.count]
+    ) -> None:
+        """See which rows are samples in a call that begins, unless that is known of its kind: its
+        arguments but for their values, and what may have changed since the last one. ``tensors``
+        are those in its arguments."""
+        session, gate = self.session, self.gate
+        kind: list[Any] = [session.epoch, self.guards.count]
         kind += (module.training, torch.is_grad_enabled(), [*map(_MODE, self._structure.modules)])
         for x in tensors:
             kind.append(x.shape)
@@ -131,19 +264,37 @@ class ModelWatch:
             kind.append(structure)
             for leaf in leaves:
                 kind.append((type(leaf), leaf if is_plain(leaf) else None))
-        return kind
+        if kind == self.covered:
+            gate.calls += 1
+            # Not in a capture, which nothing may wait in: the next call makes up for it.
+            if gate.calls < gate.next_audit or session.captured is not None:
+                return
+            if session.may_prove():
+                self._audit(self.subject(module, args, kwargs), gate.take_audit())
+            else:
+                gate.next_audit += 1
+        elif session.may_prove():
+            is_proven = self._is_proven(module, args, kwargs)
+            if self.prove_if(not is_proven, self.subject(module, args, kwargs)):
+                session.proven_with = self.guards.count
+            else:
+                # Processes of shards must ask each other; and what is known may depend on sizes.
+                depends = self.sharded is not None or self._depends_on_sizes()
+                self.covered = None if depends else kind
 
-    def note_covered(self, kind: list[Any]) -> None:
-        """Nothing has to be looked at for a call of this kind, nor for the next one."""
-        # Processes of shards must ask each other; and what is known may depend on other sizes.
-        self.covered = kind if self.sharded is None and not self._depends_on_sizes() else None
+    def subject(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
+        """A call as proofs take it: of the forward that ``mode="two_pass"`` stands around."""
+        forward = module.forward
+        if isinstance(forward, TwoPassForward):
+            forward = forward.original
+        return Subject(module, forward, self.session, args, kwargs)
 
     def _depends_on_sizes(self) -> bool:
         """Whether some layer reads rows that are not the samples."""
         session = self.session
         return bool(session.layouts) or not session.folded <= session.folded_by_rule
 
-    def is_proven(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_proven(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it was shown which rows are samples in calls such as this one."""
         session = self.session
         if session.proven_with != self.guards.count:
@@ -158,84 +309,52 @@ class ModelWatch:
     def prove_if(
         self,
         wanted: bool,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        subject: Subject,
         call: ForwardCall | None = None,
         positions: Units | None = None,
     ) -> bool:
-        """:meth:`prove` where that is wanted, or where another process wants to; whether it was
-        done."""
-        if self.sharded is not None:
-            run = partial(self.prove, module, args, kwargs, call, positions)
-            forward = partial(module.forward, *args, **kwargs)
-            return self.sharded.rehearse(wanted, self.guards.count, run, forward)
-        if wanted:
-            self.prove(module, args, kwargs, call, positions)
-        elif call is None and positions is None and (audit := self.gate.due()):
-            self._audit(Subject(module, _own(module.forward), self.session, args, kwargs), audit)
-        return wanted
-
-    def check_reached(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: ForwardCall,
-        output: Any,
-    ) -> None:
-        """Look at a call that has reached layers that no proof did."""
-        if self.sharded is None and call.units is None and not self.taps.regions.any_compiled:
-            subject = Subject(module, _own(module.forward), self.session, args, kwargs)
-            check_reached(subject, call, output, self.gate.is_fit)
-
-    def audit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare samples' gradients once more, if this call can be compared."""
-        if self.session.may_prove():
-            subject = Subject(module, _own(module.forward), self.session, args, kwargs)
-            self._audit(subject, self.gate.take_audit())
-        else:
-            self.gate.next_audit += 1
-
-    def prove(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: ForwardCall | None = None,
-        positions: Units | None = None,
-    ) -> None:
-        """See which rows are samples; after ``call``, whether it was right about that.
+        """See which rows are samples, where that is wanted, or where another process wants to;
+        after ``call``, whether it was right about that. Returns whether it was done.
 
         Raises:
             FlashClippingError: what layers read is no samples, or it cannot be seen.
             NotImplementedError: the forward writes into a buffer.
         """
-        session, forward = self.session, _own(module.forward)
+        if self.sharded is not None:
+            run = partial(self._prove, subject, call, positions)
+            forward = partial(subject.root.forward, *subject.args, **subject.kwargs)
+            return self.sharded.rehearse(wanted, self.guards.count, run, forward)
+        if wanted:
+            self._prove(subject, call, positions)
+        elif call is None and positions is None and (audit := self.gate.due()):
+            self._audit(subject, audit)
+        return wanted
+
+    def check_reached(self, subject: Subject, call: ForwardCall, output: Any) -> None:
+        """Look at a call that has reached layers that no proof did."""
+        if self.sharded is None and call.units is None and not self.taps.regions.any_compiled:
+            check_reached(subject, call, output, self.gate.is_fit)
+
+    def _prove(self, subject: Subject, call: ForwardCall | None, positions: Units | None) -> None:
+        session, module = self.session, subject.root
         session.epoch += 1
         session.has_oracle = self.sharded is None and positions is None
-        subject = Subject(module, forward, session, args, kwargs)
         if call is None and positions is None and not self.taps.regions.any_compiled:
-            serves = self.taps.serves
+            forward, serves = subject.forward, self.taps.serves
             try:
                 own = until_borrowed(module, forward, serves)
-                subject = self._prove(replace(subject, forward=own))
+                found = self._run(replace(subject, forward=own))
             except UsesOthers:
-                borrowed = find_borrowed(module, forward, session, args, kwargs, serves)
+                given = subject.args, subject.kwargs
+                borrowed = find_borrowed(module, forward, session, *given, serves)
                 self.taps.lend(module, borrowed)
-                subject = self._prove(subject)
+                found = self._run(subject)
         else:
-            subject = self._prove(subject, call, positions)
+            found = self._run(subject, call, positions)
         if positions is None:
-            self._audit(replace(subject, forward=forward))
+            self._audit(replace(found, forward=subject.forward))
 
-    def _audit(self, subject: Subject, audit: int = 0) -> None:
-        """See whether samples' gradients are what autograd gives."""
-        if self.sharded is None:  # others would have to run the model as often
-            with self.taps.regions.as_compiled():
-                self.gate.examine(subject, self.guards.count, audit)
-
-    def _prove(
+    def _run(
         self, subject: Subject, call: ForwardCall | None = None, positions: Units | None = None
     ) -> Subject:
         forward = subject.forward
@@ -253,6 +372,12 @@ class ModelWatch:
             self._buffers.refuse_rehearsed()
         return subject
 
+    def _audit(self, subject: Subject, audit: int = 0) -> None:
+        """See whether samples' gradients are what autograd gives."""
+        if self.sharded is None:  # others would have to run the model as often
+            with self.taps.regions.as_compiled():
+                self.gate.examine(subject, self.guards.count, audit)
+
     def after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -264,12 +389,7 @@ class ModelWatch:
             FlashClippingError: it records gradients, and a trainable parameter has no tap.
         """
         if self._buffers is not None:
-            self._buffers.after_forward(args, kwargs)
+            self._buffers.after_forward(self._structure.modules, args, kwargs)
         if torch.is_grad_enabled():
             self._structure.check()
             self.gate.refuse(module, self.session, args, kwargs, output)
-
-
-def _own(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward that ``mode="two_pass"`` stands around."""
-    return forward.original if isinstance(forward, TwoPassForward) else forward

@@ -23,7 +23,6 @@ from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.grad_ledger import (
     Bound,
     StepRecord,
-    checked_bound,
     rescaled,
     total_bound,
 )
@@ -75,12 +74,14 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     #: Whether parameters may be shards.
     _serves_shards = False
 
-    _bound: Bound
+    #: The record of the sums that the running step has taken so far into ``p.summed_grad``.
+    step_record: StepRecord | None = None
+
+    #: The bound, until a model is followed.
+    _bound: Bound = 1.0
     _module: Any = None
     _replaced = False
     _iterations = 1
-    #: The record of the sums in ``p.summed_grad``, whose step has not ended.
-    _record: StepRecord | None = None
     #: The generator that announces parts of logical batches: Opacus' ``BatchSplittingSampler``.
     _loop: FrameType | None = None
     #: How many batches its loop is ahead of the steps: workers, or a loop that fetches early.
@@ -157,11 +158,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             )
 
     @property
-    def step_record(self) -> StepRecord | None:
-        """The record of the sums that the running step has taken so far."""
-        return self._record
-
-    @property
     def max_grad_norm(self) -> float:
         """Sensitivity of the sum: the bound, or the norm of all parameters' bounds.
 
@@ -172,11 +168,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: Any) -> None:
-        if self._module is not None:
-            self._module.max_grad_norm = rescaled(self._module.max_grad_norm, value)
-            return
-        before = getattr(self, "_bound", None)
-        self._bound = checked_bound(value) if before is None else rescaled(before, value)
+        bound = rescaled(self._bound_now(), value)
+        if self._module is None:
+            self._bound = bound
+        else:
+            self._module.max_grad_norm = bound
 
     @property
     def max_grad_norms(self) -> list[float] | None:
@@ -215,9 +211,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """``torch.amp.GradScaler.step`` asks for this first, and is refused always. The scale is in
-        the norms, so that samples are clipped at ``max_grad_norm / scale``; and a step that is
-        skipped because of some sample's overflow is a release without noise."""
+        """``torch.amp.GradScaler.step`` asks for this first, and is refused: the scale is in the
+        norms; and a step that is skipped for some sample's overflow is a release without noise."""
         raise ValueError(
             "torch.amp.GradScaler: found scaler.step(optimizer) on a private optimizer. Gradients "
             "were clipped as they came, multiplied by the scale, and are divided by it before "
@@ -261,19 +256,18 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def _discard(self, because: str) -> None:
         """Let go of the sums of a logical batch that will never be complete; none was released."""
-        if self._record is None:
-            return
-        warnings.warn(
-            "The first parts of a logical batch had been added up when "
-            f"{because}. They are left out: nothing of them was released. Let every loop over "
-            "BatchMemoryManager's loader run to the end of a logical batch.",
-            stacklevel=3,
-        )
-        self.discard_step()
+        if self.step_record is not None:
+            warnings.warn(
+                "The first parts of a logical batch had been added up when "
+                f"{because}. They are left out: nothing of them was released. Let every loop over "
+                "BatchMemoryManager's loader run to the end of a logical batch.",
+                stacklevel=3,
+            )
+            self.discard_step()
 
     def discard_step(self) -> None:
         """Let go of the sums that skipped steps have added up; nothing of them was released."""
-        self._record = None
+        self.step_record = None
         self._is_last_step_skipped = False
         for p in self._all_params():
             p.summed_grad = None
@@ -290,11 +284,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             FlashClippingError: the sums were clipped otherwise than those taken before, or are of
                 the same samples.
         """
-        announced = len(self._step_skip_queue)
-        if self._loop is not None and not announced:
-            self._discard("the loop over BatchMemoryManager's loader was left")
-        elif self._loop is not None and self._ahead is None:
-            self._ahead = announced - 1
+        if self._loop is not None:
+            if not self._step_skip_queue:
+                self._discard("the loop over BatchMemoryManager's loader was left")
+            elif self._ahead is None:
+                self._ahead = len(self._step_skip_queue) - 1
         params = self.params
         record = self._checked(params)
         for p in params:
@@ -303,7 +297,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             p.grad = None
         if record is not None:
             self._module.running_step.forget()
-            self._record, self._iterations = record, max(1, record.backwards)
+            self.step_record, self._iterations = record, max(1, record.backwards)
             if record.draw is not None:
                 record.draw.taken = True
 
@@ -334,10 +328,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                     "which would be released without noise. Freeze parameters before backward(), "
                     "or clear gradients (optimizer.zero_grad()) after."
                 )
-        if self._record is None:
+        if (before := self.step_record) is None:
             return record
         draw = record.draw
-        if draw is not None and draw is self._record.draw and draw.samples and not draw.in_parts:
+        if draw is not None and draw is before.draw and draw.samples and not draw.in_parts:
             raise FlashClippingError(
                 f"optimizer.step(): found batch {draw.number} of the loader twice in one "
                 "step, of which the first was skipped (signal_skip_step). Each of its samples "
@@ -346,7 +340,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 "BatchMemoryManager do it, and begin the step anew:\n"
                 "    optimizer.discard_step()"
             )
-        return self._record.plus(record)
+        return before.plus(record)
 
     def _multiplier(self) -> float:
         """The noise multiplier of the sum."""
@@ -357,7 +351,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return self.noise_multiplier if multiplier is None else multiplier
 
     def _noise_std(self) -> float:
-        bound = self.max_grad_norm if self._record is None else self._record.sensitivity
+        record = self.step_record
+        bound = self.max_grad_norm if record is None else record.sensitivity
         std = self._multiplier() * bound
         if not math.isfinite(std) or std < 0:
             raise ValueError(
@@ -367,15 +362,14 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return std
 
     def _divisor(self) -> float:
-        if self.loss_reduction == "mean":
-            assert self.expected_batch_size is not None  # Opacus refuses "mean" without it
-            return float(self.expected_batch_size * self.accumulated_iterations)
-        return 1.0
+        if self.loss_reduction == "sum":
+            return 1.0
+        assert self.expected_batch_size is not None  # Opacus refuses "mean" without it
+        return float(self.expected_batch_size * self.accumulated_iterations)
 
     def add_noise(self) -> None:
-        """Leave the noisy gradient in ``p.grad``, scaled already (see :meth:`scale_grad`). Where
-        that fails nothing was released, and the step's sums are let go of: the next step's would be
-        added to them."""
+        """Leave the noisy gradient in ``p.grad``, scaled already. Where that fails nothing was
+        released, and the step's sums are let go of: the next step's would be added to them."""
         try:
             noisy = self._noisy_means()
         except BaseException:
@@ -393,7 +387,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 sums,
                 std,
                 divisor,
-                batch=None if self._record is None else self._record.draw,
+                batch=None if self.step_record is None else self.step_record.draw,
                 multiplier=self._multiplier(),
                 stream=self.stream,
                 rounds=rounds,
@@ -402,9 +396,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             )
         draw, grid = self.stream.draw(Purpose.NOISE, rounds), self.noise_grid
         if grid == "exact":
-            return discrete_noisy_means(
-                sums, std, self._multiplier(), divisor, draw=draw, dtypes=dtypes
-            )
+            multiplier = self._multiplier()
+            return discrete_noisy_means(sums, std, multiplier, divisor, draw=draw, dtypes=dtypes)
         return noisy_means(sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid)
 
     def _rounds(self, sums: Sequence[Tensor]) -> int:
@@ -416,9 +409,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def _unused_sums(self) -> list[Tensor]:
         """The sums of all parameters, of which no step has released any."""
-        for p in self.params:
-            _check_unused(p.summed_grad)
-        return [p.summed_grad for p in self.params]
+        sums = [p.summed_grad for p in self.params]
+        for summed in sums:
+            _check_unused(summed)
+        return sums
 
     def _release(self, grads: Sequence[Tensor]) -> None:
         """Leave these in ``p.grad``; no step takes the sums that they are made of again."""
@@ -426,10 +420,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             p.grad = self._placed(p, grad)
             _mark_used(p.summed_grad)
 
-    def _own(self, tensor: Any) -> Tensor:
+    def _own(self, tensor: Any) -> Any:
         """The part of a parameter or its sum that this process has."""
-        found: Tensor = tensor
-        return found
+        return tensor
 
     def _placed(self, param: Any, own: Tensor) -> Tensor:
         """A gradient as the parameter wants it, from what this process has of it."""
@@ -467,7 +460,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         _refuse_divided_losses()
         whole = super().pre_step(closure)
         if whole:
-            record, self._record = self._record, None
+            record, self.step_record = self.step_record, None
             if self.adaptive is not None:
                 self._move_bound(record)
         return whole

@@ -19,12 +19,13 @@ from flash_clipping.engine.accounting import (
     DiscreteGaussianAccountant,
     MechanismSpec,
     PldAccountant,
+    Sampling,
     without_hints,
 )
 from flash_clipping.engine.adaptive import AdaptiveBound
-from flash_clipping.finish.clipping import check_clipping
+from flash_clipping.errors import check_one_of
+from flash_clipping.finish.clipping import Clipping
 from flash_clipping.ops.noise import NoiseGrid
-from flash_clipping.ops.runtime.backend import BACKENDS
 from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 
 Mode = Literal["one_pass", "two_pass"]
@@ -36,14 +37,6 @@ SumDtype = Literal["float32", "parameter"]
 Fp32Precision = Literal["ieee", "tf32"]
 #: Whether a wrapped model's calls are replayed as CUDA graphs wherever that is exact.
 CudaGraphs = Literal["off", "auto"]
-Sampling = Literal[
-    "poisson",
-    "fixed_order",
-    "cyclic_poisson",
-    "shuffled",
-    "random_allocation",
-    "poisson_rows",
-]
 
 
 class ModelOptions(TypedDict, total=False):
@@ -66,7 +59,7 @@ class WrapperOptions(ModelOptions, total=False):
     force_functorch: bool
     max_grad_norm: float | Sequence[float]
     use_ghost_clipping: bool
-    clipping: Literal["flat", "per_layer", "automatic"]
+    clipping: Clipping
 
 
 class PrivateOptions(ModelOptions, total=False):
@@ -111,27 +104,22 @@ class EpsilonOptions(PrivateOptions, total=False):
     poisson: bool
 
 
-def check_options(
-    loss_reduction: str,
-    mode: str,
-    backend: str,
-    sum_dtype: str,
-    fp32_precision: str,
-    clipping: str,
-) -> None:
+#: The values of options that take a few.
+_VALUES: dict[str, Sequence[str]] = {
+    "loss_reduction": get_args(Reduction),
+    "mode": get_args(Mode),
+    "backend": get_args(Backend),
+    "sum_dtype": get_args(SumDtype),
+    "fp32_precision": get_args(Fp32Precision),
+    "cuda_graphs": get_args(CudaGraphs),
+    "clipping": get_args(Clipping),
+}
+
+
+def check_options(**given: str) -> None:
     """Raise ``ValueError`` for a value that is unknown."""
-    if loss_reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction={loss_reduction!r} is unknown; expected 'mean' or 'sum'.")
-    check_one_of("mode", mode, get_args(Mode))
-    check_one_of("backend", backend, BACKENDS)
-    check_one_of("sum_dtype", sum_dtype, get_args(SumDtype))
-    check_one_of("fp32_precision", fp32_precision, get_args(Fp32Precision))
-    check_clipping(clipping)
-
-
-def check_one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown; expected one of {', '.join(known)}.")
+    for name, value in given.items():
+        check_one_of(name, value, _VALUES[name])
 
 
 #: Arguments of ``clipping="adaptive"`` alone.
@@ -141,16 +129,17 @@ ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 def check_keywords(given: dict[str, Any], clipping: str) -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
     known = {*inspect.signature(PrivacyEngine.make_private).parameters}
-    known |= {*PrivateOptions.__annotations__} - {*ADAPTIVE}
-    if clipping == "adaptive":
-        known |= {*ADAPTIVE}
+    known |= {*PrivateOptions.__annotations__}
+    known -= {"self", "args", "kwargs"}
+    if clipping != "adaptive":
+        known -= {*ADAPTIVE}
     if unknown := [name for name in given if name not in known]:
-        listed = ", ".join(sorted(known - {"self", "args", "kwargs"}))
-        only = [name for name in unknown if name in ADAPTIVE]
+        listed = ", ".join(sorted(known))
+        only = ", ".join(name for name in unknown if name in ADAPTIVE)
         raise TypeError(
             f"make_private: found {', '.join(unknown)}, which nothing would read. Known with "
             f"clipping={clipping!r} are {listed}."
-            + (f" ({', '.join(only)}: with clipping='adaptive'.)" if only else "")
+            + (f" ({only}: with clipping='adaptive'.)" if only else "")
         )
 
 
@@ -185,45 +174,39 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> MechanismSpec:
         participations=participations,
         rows_per_unit=given.get("max_rows_per_unit") if by_rows else None,
     )
-    named = f"sampling={sampling!r}, noise={type(noise).__name__}, max_batch_size={max_batch_size}"
-    is_flash = given.get("grad_sample_mode", "flash") == "flash"
     with_units = given.get("units") is not None and not by_rows
-    with_units |= given.get("sample_of") is not None
-    refused = [
-        (
-            by_rows and given.get("units") is None,
-            "no units",
-            "Give the owner of every row, units=ids, for whom epsilon is",
-        ),
-        (not is_flash, "another grad_sample_mode than 'flash'", "Only 'flash' serves it"),
-        (with_units, "units or sample_of", "It is accounted for samples of the dataset only"),
-        (
-            given.get("clipping") == "adaptive",
-            "clipping='adaptive'",
-            "The bound, and with it the noise, would move",
-        ),
-        (
-            given.get("noise_grid", False) and not isinstance(noise, IndependentNoise),
-            "noise_grid=True",
-            "What is rounded off would not be taken back",
-        ),
-        (
-            not given.get("poisson_sampling", True),
-            "poisson_sampling=False",
-            "The engine must draw the batches. Leave it at its default",
-        ),
-        (
-            not isinstance(accountant, PldAccountant),
-            f"accountant={accountant.mechanism()!r}",
+    advice: dict[str, str] = {}
+    if by_rows and given.get("units") is None:
+        advice["no units"] = "Give the owner of every row, units=ids, for whom epsilon is"
+    if given.get("grad_sample_mode", "flash") != "flash":
+        advice["another grad_sample_mode than 'flash'"] = "Only 'flash' serves it"
+    if with_units or given.get("sample_of") is not None:
+        advice["units or sample_of"] = "It is accounted for samples of the dataset only"
+    if given.get("clipping") == "adaptive":
+        advice["clipping='adaptive'"] = "The bound, and with it the noise, would move"
+    if given.get("noise_grid", False) and not isinstance(noise, IndependentNoise):
+        advice["noise_grid=True"] = "What is rounded off would not be taken back"
+    if not given.get("poisson_sampling", True):
+        advice["poisson_sampling=False"] = (
+            "The engine must draw the batches. Leave it at its default"
+        )
+    if not isinstance(accountant, PldAccountant):
+        advice[f"accountant={accountant.mechanism()!r}"] = (
             "It knows ordinary Poisson sampling with independent noise only. Use "
-            "FlashPrivacyEngine(accountant='pld') (the extra flash-clipping[accounting])",
-        ),
-    ]
-    for found, name, advice in refused:
-        if found:
-            raise ValueError(f"make_private: found {named} with {name}. {advice}.")
+            "FlashPrivacyEngine(accountant='pld') (the extra flash-clipping[accounting])"
+        )
+    _refuse(
+        f"sampling={sampling!r}, noise={type(noise).__name__}, max_batch_size={max_batch_size}",
+        advice,
+    )
     accountant.follow(process)
     return process
+
+
+def _refuse(named: str, advice: dict[str, str]) -> None:
+    """Raise ``ValueError`` for the first of these, which were found with what is named."""
+    for found, instead in advice.items():
+        raise ValueError(f"make_private: found {named} with {found}. {instead}.")
 
 
 def check_noise_grid(accountant: Any, given: dict[str, Any]) -> None:
@@ -234,27 +217,21 @@ def check_noise_grid(accountant: Any, given: dict[str, Any]) -> None:
         raise ValueError(f"noise_grid: found {grid!r}; expected False, True or 'exact'.")
     if grid != "exact":
         return
-    refused = [
-        (
-            not isinstance(accountant, DiscreteGaussianAccountant),
-            f"accountant={accountant.mechanism()!r}",
+    advice: dict[str, str] = {}
+    if not isinstance(accountant, DiscreteGaussianAccountant):
+        advice[f"accountant={accountant.mechanism()!r}"] = (
             "Its formulas are those of the continuous Gaussian, which are not proven for discrete "
-            "noise. Use FlashPrivacyEngine(accountant='discrete_gaussian')",
-        ),
-        (
-            given["clipping"] == "adaptive",
-            "clipping='adaptive'",
-            "The noise on its count of samples is continuous. Use another clipping",
-        ),
-        (
-            not given["poisson_sampling"],
-            "poisson_sampling=False",
-            "Only Poisson batches are accounted for exactly. Leave it at its default",
-        ),
-    ]
-    for found, name, advice in refused:
-        if found:
-            raise ValueError(f"make_private: found noise_grid='exact' with {name}. {advice}.")
+            "noise. Use FlashPrivacyEngine(accountant='discrete_gaussian')"
+        )
+    if given["clipping"] == "adaptive":
+        advice["clipping='adaptive'"] = (
+            "The noise on its count of samples is continuous. Use another clipping"
+        )
+    if not given["poisson_sampling"]:
+        advice["poisson_sampling=False"] = (
+            "Only Poisson batches are accounted for exactly. Leave it at its default"
+        )
+    _refuse("noise_grid='exact'", advice)
 
 
 def planned_noise(

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args, overload
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from opacus import PrivacyEngine
+from opacus.data_loader import switch_generator
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _DataParallel
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader
 
-from flash_clipping._compat import check_engine, explain_flash_mode
+from flash_clipping._compat import explain_flash_mode
 from flash_clipping.capture.units import Offsets
-from flash_clipping.distributed import has_shards, processes_of, shared_in_group
+from flash_clipping.distributed import has_shards, is_sharded, processes_of, shared_in_group
 from flash_clipping.engine.accounting import (
     LargeDeltaWarning,
-    MechanismSpec,
     PldAccountant,
     relation_of,
     with_right_length,
@@ -32,7 +32,6 @@ from flash_clipping.engine.grad_sample_module import (
 from flash_clipping.engine.graphs.graphed_model import replay_calls
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.options import (
-    ADAPTIVE,
     Backend,
     CudaGraphs,
     EpsilonOptions,
@@ -44,7 +43,7 @@ from flash_clipping.engine.options import (
     SumDtype,
     check_keywords,
     check_noise_grid,
-    check_one_of,
+    check_options,
     planned_noise,
     requested_process,
 )
@@ -63,15 +62,13 @@ from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 from flash_clipping.randomness.stream import SecretStream, seed_notice
 
-if TYPE_CHECKING:
-    from flash_clipping.distributed.process_groups import ProcessGroups
-
-# Opacus returns the criterion too for every mode whose name contains "ghost".
-_FLASH = "flash-ghost"
-
 #: Arguments that Opacus' make_private gets in any mode.
-_OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm wrap_model batch_first
-loss_reduction poisson_sampling clipping noise_generator rand_on_empty"""
+_OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm grad_sample_mode
+wrap_model batch_first loss_reduction poisson_sampling clipping noise_generator rand_on_empty"""
+
+#: Arguments of the wrapped model.
+_OF_MODEL = """batch_first max_grad_norm loss_reduction clipping backend mode folded_modules
+sum_dtype fp32_precision strict sample_of"""
 
 #: The noise's stream in a checkpoint.
 _IN_CHECKPOINTS = "noise_stream_state_dict"
@@ -85,35 +82,6 @@ Private: TypeAlias = tuple[
 PrivateHooks: TypeAlias = tuple[
     GradSampleHooksFlashClipping, FlashDPOptimizer, FlashLoss | FlashAdaptiveLoss, DataLoader[Any]
 ]
-
-
-@dataclass
-class _Asked:
-    """The arguments of one call of make_private in mode ``"flash"``.
-
-    Attributes:
-        given: all arguments.
-        process: how batches are drawn and noise is made.
-        units: of the rows of the dataset.
-        pipeline: the processes of the pipeline that the module is a stage of.
-        processes: of a model whose parameters are shards, or whose layers are cut.
-        sampler: what draws batches, once there is one.
-    """
-
-    given: dict[str, Any]
-    process: MechanismSpec
-    units: UnitsOfRows | None
-    pipeline: Any
-    processes: ProcessGroups | None
-    sampler: Any = None
-
-    @property
-    def model_options(self) -> dict[str, Any]:
-        """Arguments of the wrapped model that Opacus' engine does not hand on."""
-        names = "backend mode folded_modules sum_dtype fp32_precision strict sample_of"
-        options = {name: self.given[name] for name in names.split()}
-        clipping = self.given["clipping"]
-        return options | {"clipping": "flat" if clipping == "adaptive" else clipping}
 
 
 class FlashPrivacyEngine(PrivacyEngine):
@@ -155,8 +123,6 @@ class FlashPrivacyEngine(PrivacyEngine):
 
     accountant: Any
     dataset: Any
-    #: The running call of make_private; ``None`` outside of it, and in modes of Opacus'.
-    _asked: _Asked | None = None
     #: How many samples, or units, the dataset of the last make_private has.
     _samples: int | None = None
     #: The unit that is hidden as a whole.
@@ -269,25 +235,21 @@ class FlashPrivacyEngine(PrivacyEngine):
                 moves the bound at the end of every step
                 (:mod:`flash_clipping.engine.adaptive`) and takes the arguments of Opacus'
                 ``PrivacyEngineAdaptiveClipping``.
-            backend: see :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
-            mode: ``"one_pass"`` or ``"two_pass"``; flash only.
-            folded_modules, sum_dtype, fp32_precision: see
-                :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
+            backend, mode, folded_modules, sum_dtype, fp32_precision, strict, sample_of: see
+                :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only. The units that
+                ``sample_of`` names must be the items that the loader drew, each by itself.
             cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as
                 CUDA graphs wherever that gives the same, after three steps with batches of one
                 shape; one warning says why not
                 (:mod:`flash_clipping.engine.graphs.graphed_model`). Memory of a step is kept;
                 flash only.
-            strict: refuse buffers that forward changes, in forward; flash only.
-            distributed: ``False``: although ``torch.distributed`` runs several processes, each
-                trains a model of its own, and releases it by itself. By default such a model must
-                be a ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was
-                applied to it; flash only.
-            sample_of: see :class:`~flash_clipping.GradSampleHooksFlashClipping`. The units of a
-                batch must be the items that the loader drew, each by itself; flash only.
-            units: ``[len(dataset)]``, integers: the user, patient, ... that each row of the
-                dataset belongs to. Every step then draws these, not rows, and a batch is all rows
-                of those that were drawn; "sample" means such a *unit* from then on; flash only.
+            distributed: ``False``: each process of ``torch.distributed`` trains a model of its own,
+                and releases it by itself. By default such a model must be a
+                ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was applied to
+                it; flash only.
+            units: ``[len(dataset)]``, integers: the user, patient, ... that each row of the dataset
+                belongs to. Every step then draws these, and a batch is all rows of those that were
+                drawn; "sample" means such a *unit* from then on; flash only.
             max_rows_per_unit: if a unit has more rows, that many are drawn, uniformly and anew each
                 time; with ``sampling="poisson_rows"`` once.
             sampling: ``"poisson"``; others need ``accountant="pld"``, and are flash only
@@ -296,10 +258,9 @@ class FlashPrivacyEngine(PrivacyEngine):
                 correlated noise, ``"fixed_order"`` and ``"cyclic_poisson"``.
             participations: of a sample in ``participations * len(data_loader)`` steps; with
                 ``sampling="random_allocation"``.
-            max_batch_size: every batch has this many rows, over all processes together. Where more
-                samples are drawn, a random subset of them is taken; where fewer, other rows fill
-                the batch up, which add exactly nothing. The sample rate is still the loader's;
-                flash only, and ``accountant="pld"``.
+            max_batch_size: every batch has this many rows, over all processes: of more samples a
+                random subset is taken; fewer are filled up by rows that add exactly nothing. The
+                sample rate is still the loader's; flash only, and ``accountant="pld"``.
             noise: how the noise of steps is correlated
                 (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
             noise_grid: round noisy sums to a grid that does not depend on data, against attacks on
@@ -307,18 +268,17 @@ class FlashPrivacyEngine(PrivacyEngine):
                 the law of a discrete Gaussian, drawn exactly, on the CPU, with
                 ``accountant="discrete_gaussian"`` (``docs/noise.md``); flash only.
             pipeline: ``True``, or a process group: the module is one stage of a pipeline, and all
-                stages' processes make this call, with the same dataset. They draw the same batches
+                stages' processes make this call, with the same dataset
                 (:class:`~flash_clipping.PrivateSchedule` runs them); flash only.
             **kwargs: of ``clipping="adaptive"``; of Opacus' modes.
 
         Guarantees:
-            Every step draws every sample independently with probability ``1 / len(data_loader)``,
-            the rate that is accounted; in several processes each sample is drawn by one of them
-            (all draw the same batch, and take parts of it, where it is cut or in an order). A step
-            whose batch is empty runs no model and adds noise only. Gradients are divided by the
-            expected batch size, ``len(dataset) / len(data_loader)`` rounded down, a public constant
-            (:meth:`get_epsilon`). With ``units`` these are drawn, with the same probability, and
-            gradients are divided by the expected number of units.
+            Every step draws every sample (unit) independently with probability
+            ``1 / len(data_loader)``, the rate that is accounted; in several processes each sample
+            is drawn by one of them (all draw the same batch, and take parts of it, where it is cut
+            or in an order). A step whose batch is empty runs no model and adds noise only.
+            Gradients are divided by the expected batch size, ``len(dataset) / len(data_loader)``
+            rounded down, or number of units: a public constant (:meth:`get_epsilon`).
 
         Warns:
             NotPoissonWarning: batches are not drawn in that way; once.
@@ -330,48 +290,89 @@ class FlashPrivacyEngine(PrivacyEngine):
             opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
         """
         given = {**locals(), **kwargs}
-        flash = grad_sample_mode == "flash"
         refuse_units(given)
         process = requested_process(self.accountant, given)
-        of_opacus = {name: given[name] for name in _OF_OPACUS.split()} | kwargs
-        if criterion is not None or flash:
-            default = nn.CrossEntropyLoss(reduction=loss_reduction)
-            of_opacus["criterion"] = default if criterion is None else criterion
-        if not flash:
-            for name, found in (("sample_of", sample_of is not None), ("noise_grid", noise_grid)):
-                if found:
-                    raise ValueError(f"{name}: found with another grad_sample_mode than 'flash'.")
+        if grad_sample_mode != "flash":
+            if sample_of is not None or noise_grid:
+                name = "noise_grid" if sample_of is None else "sample_of"
+                raise ValueError(f"{name}: found with another grad_sample_mode than 'flash'.")
             self._prepare_opacus_mode(grad_sample_mode)
-            return super().make_private(grad_sample_mode=grad_sample_mode, **of_opacus)
-        check_engine(PrivacyEngine)
-        check_keywords(of_opacus, clipping)
+            of_opacus = {name: given[name] for name in _OF_OPACUS.split()} | kwargs
+            if criterion is not None:
+                of_opacus["criterion"] = criterion
+            return super().make_private(**of_opacus)
+        check_keywords(kwargs, clipping)
+        if noise_generator and self.secure_mode:
+            raise ValueError(
+                "noise_generator: found a seed. Passing seed is prohibited in secure mode: whoever "
+                "knows it can subtract the noise. Leave it out."
+            )
         if isinstance(module, GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(module, optimizer)
         group = pipeline_group(pipeline, given)
         if group is None:
             refuse_alone(module, distributed)
         check_noise_grid(self.accountant, given)
-        check_one_of("cuda_graphs", cuda_graphs, get_args(CudaGraphs))
+        check_options(cuda_graphs=cuda_graphs)
         dataset: Any = data_loader.dataset
         of_rows = None
         if units is not None:
             of_rows = UnitsOfRows(units, len(dataset), 1 / len(data_loader), max_rows_per_unit)
-        self._asked = _Asked(given, process, of_rows, group, processes_of(module))
-        try:
-            wrapper, private, loss, loader = super().make_private(
-                grad_sample_mode=_FLASH, **of_opacus
+        params = {*module.parameters()}
+        if any(p not in params for settings in optimizer.param_groups for p in settings["params"]):
+            raise ValueError(  # in Opacus' words
+                "Module parameters are different than optimizer Parameters: optimizer has one that "
+                "the module has not; expected none. Make it anew:\n"
+                "    optimizer = torch.optim.AdamW(model.parameters())"
             )
-        finally:
-            self._asked = None
-        self._samples = len(dataset) if of_rows is None else of_rows.count
-        if of_rows is not None or sample_of is not None:
-            self._unit = "an owner of rows (units)" if of_rows is not None else f"{sample_of}"
+        in_parts = isinstance(module, _DataParallel) or is_sharded(module)
+        wrapper = self._wrapped(given)
+        if poisson_sampling:
+            wrapper.forbid_grad_accumulation()
+        refuse_loader(data_loader, poisson_sampling=poisson_sampling, distributed=in_parts)
+        self._note_dataset(dataset)
+        loader = data_loader
+        if poisson_sampling:
+            stream = self.stream.another()
+            loader = PoissonLoader.from_data_loader(
+                data_loader,
+                process=process,
+                fills_up=group is None,  # stages do that themselves
+                units=of_rows,
+                stream=stream if group is None else shared_in_group(group, stream),
+                distributed=in_parts,
+                processes=processes_of(module),
+                batch_first=batch_first,
+                rand_on_empty=rand_on_empty,
+            )
+        elif self.secure_mode:  # its order does not follow a seed
+            loader = switch_generator(data_loader=data_loader, generator=self.secure_rng)
+        sampler: Any = loader.batch_sampler
+        sample_rate = 1 / len(loader)
+        expected: float = int(len(dataset) * sample_rate)
+        if of_rows is not None:
+            expected = getattr(sampler, "total_size", sampler.num_samples) * of_rows.sample_rate
+        private = self._optimizer(given, expected, group)
+        if not isinstance(process.noise, IndependentNoise):
+            assert isinstance(self.accountant, PldAccountant)  # see requested_process
+            correlated = CorrelatedNoise(process.noise, sampler.check_step)
+            private.correlated, self.accountant.before_run = correlated, correlated.begin_run
+        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate))
+        if criterion is None:
+            criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
+        kind = FlashAdaptiveLoss if clipping == "adaptive" else FlashLoss
+        loss = kind(wrapper, private, criterion, loss_reduction, **kwargs)
+        self._samples = len(dataset)
+        if of_rows is not None:
+            self._samples, self._unit = of_rows.count, "an owner of rows (units)"
+        elif sample_of is not None:
+            self._unit = f"{sample_of}"
         private.follow(wrapper)
         watch_sampling(self, wrapper, private, loader)
         if isinstance(self.accountant, PldAccountant):
             self.accountant.is_used = True
-            if isinstance(loader.batch_sampler, RoundSampler) and not self.accountant.before_run:
-                self.accountant.before_run = loader.batch_sampler.begin_run
+            if isinstance(sampler, RoundSampler) and not self.accountant.before_run:
+                self.accountant.before_run = sampler.begin_run
         return wrapper, private, loss, loader
 
     @overload
@@ -446,127 +447,83 @@ class FlashPrivacyEngine(PrivacyEngine):
         if not self._has_opacus_randomness:
             self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
             self._has_opacus_randomness = True
-        if "ghost" in grad_sample_mode or self._explained_mode:
-            return
-        self._explained_mode = True
-        warnings.warn(
-            f"make_private: found grad_sample_mode={grad_sample_mode!r}, which is Opacus' own "
-            "clipping, not this library's, and returns (module, optimizer, data_loader). For flash "
-            "clipping leave grad_sample_mode out:\n"
-            "    model, optimizer, criterion, data_loader = engine.make_private(...)",
-            stacklevel=4,
-        )
-
-    def _prepare_model(self, module: nn.Module, **kwargs: Any) -> Any:
-        if (asked := self._asked) is None:
-            return super()._prepare_model(module, **kwargs)
-        kwargs.pop("grad_sample_mode")
-        validate(module)
-        options = asked.model_options
-        wrap_model = kwargs.pop("wrap_model", True)
-        if isinstance(module, GradSampleModuleFlashClipping) and wrap_model:
-            expected = {key: kwargs[key] for key in ("batch_first", "loss_reduction")}
-            defaults: dict[str, Any] = {"backend": "auto", "mode": "one_pass"}
-            defaults |= {"folded_modules": (), "sample_of": None}
-            for key, default in defaults.items():  # asked for by name
-                if (value := options[key]) != default:
-                    expected[key] = tuple(value) if key == "folded_modules" else value
-            if asked.units is not None:
-                expected["sample_of"] = None
-            found = {key: getattr(module, key) for key in expected}
-            if found != expected:
-                raise ValueError(
-                    f"The module is wrapped already, with {found}; this call asks for {expected}. "
-                    "Pass the plain nn.Module (module.to_standard_module())."
-                )
-            # The noise will be for the engine's bound, so clipping must be by the same.
-            module.max_grad_norm = kwargs["max_grad_norm"]
-            module.clipping = options["clipping"]
-            module.running_step.counts_unclipped = False  # until an adaptive criterion is made
-            return module
-        cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
-        model = cls(module, **kwargs, **options)
-        if asked.given["cuda_graphs"] == "auto":
-            replay_calls(model)
-        return model
-
-    def _prepare_data_loader(
-        self, data_loader: Any, *, poisson_sampling: bool, distributed: bool, **kwargs: Any
-    ) -> Any:
-        if (asked := self._asked) is not None:
-            refuse_loader(data_loader, poisson_sampling=poisson_sampling, distributed=distributed)
-        if asked is None or not poisson_sampling:
-            return super()._prepare_data_loader(
-                data_loader, poisson_sampling=poisson_sampling, distributed=distributed, **kwargs
+        if "ghost" not in grad_sample_mode and not self._explained_mode:
+            self._explained_mode = True
+            warnings.warn(
+                f"make_private: found grad_sample_mode={grad_sample_mode!r}, which is Opacus' own "
+                "clipping, not this library's, and returns (module, optimizer, data_loader). For "
+                "flash clipping leave grad_sample_mode out:\n"
+                "    model, optimizer, criterion, data_loader = engine.make_private(...)",
+                stacklevel=4,
             )
+
+    def _wrapped(self, given: dict[str, Any]) -> GradSampleHooksFlashClipping:
+        """The model of a call of make_private with these arguments, wrapped if it is not yet."""
+        module, wrap_model = given["module"], given["wrap_model"]
+        validate(module)
+        options = {name: given[name] for name in _OF_MODEL.split()}
+        options["folded_modules"] = tuple(options["folded_modules"])
+        if options["clipping"] == "adaptive":
+            options["clipping"] = "flat"
+        if not (isinstance(module, GradSampleModuleFlashClipping) and wrap_model):
+            cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
+            model = cls(module, **options)
+            if given["cuda_graphs"] == "auto":
+                replay_calls(model)
+            return model
+        expected = {key: options[key] for key in ("batch_first", "loss_reduction")}
+        defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": ()}
+        for key, default in {**defaults, "sample_of": None}.items():
+            if options[key] != default:  # asked for by name
+                expected[key] = options[key]
+        if given["units"] is not None:
+            expected["sample_of"] = None
+        found = {key: getattr(module, key) for key in expected}
+        if found != expected:
+            raise ValueError(
+                f"The module is wrapped already, with {found}; this call asks for {expected}. "
+                "Pass the plain nn.Module (module.to_standard_module())."
+            )
+        # The noise will be for the engine's bound, so clipping must be by the same.
+        module.max_grad_norm = options["max_grad_norm"]
+        module.clipping = options["clipping"]
+        module.running_step.counts_unclipped = False  # until an adaptive criterion is made
+        return module
+
+    def _note_dataset(self, dataset: Any) -> None:
         if self.dataset is None:
-            self.dataset = data_loader.dataset
-        elif self.dataset is not data_loader.dataset:
+            self.dataset = dataset
+        elif self.dataset is not dataset:
             warnings.warn(
                 "This engine has accounted for another dataset object before. Epsilon is for one "
                 "dataset: use a new engine for another one, unless both are the same data.",
-                stacklevel=4,
+                stacklevel=3,
             )
-        stream = self.stream.another()
-        if asked.pipeline is not None:
-            stream = shared_in_group(asked.pipeline, stream)
-        loader = PoissonLoader.from_data_loader(
-            data_loader,
-            process=asked.process,
-            fills_up=asked.pipeline is None,  # stages do that themselves
-            units=asked.units,
-            stream=stream,
-            distributed=distributed,
-            processes=asked.processes,
-            **kwargs,
-        )
-        asked.sampler = loader.batch_sampler
-        return loader
 
-    def _prepare_optimizer(self, *, optimizer: Any, **kwargs: Any) -> Any:
-        """The private optimizer, of the class for how noise is made, and how the model is spread
-        over processes."""
-        if (asked := self._asked) is None:
-            return super()._prepare_optimizer(optimizer=optimizer, **kwargs)
+    def _optimizer(self, given: dict[str, Any], expected: float, group: Any) -> FlashDPOptimizer:
+        """The private optimizer, of the class for how the model is spread over processes.
+
+        ``expected``: the batch size, over all processes; ``group``: those of a pipeline.
+        """
+        module, optimizer = given["module"], given["optimizer"]
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
-        for name in ("clipping", "grad_sample_mode"):
-            kwargs.pop(name, None)
-        distributed = kwargs.pop("distributed", False)
-        if asked.units is not None:
-            # Opacus counted all rows; it wants the number of one process.
-            sampler, processes = asked.sampler, dist.get_world_size() if distributed else 1
-            count = getattr(sampler, "total_size", sampler.num_samples)
-            kwargs["expected_batch_size"] = count * asked.units.sample_rate / processes
-        generator = kwargs.pop("noise_generator", None)
+        names = "noise_multiplier max_grad_norm loss_reduction noise_grid"
+        kwargs = {name: given[name] for name in names.split()}
+        generator = given["noise_generator"]
+        kwargs |= {"generator": generator, "secure_mode": self.secure_mode}
         kwargs["stream"] = self.stream if generator is None else None
-        kwargs.update(generator=generator, secure_mode=self.secure_mode)
-        kwargs["noise_grid"] = asked.given["noise_grid"]
-        cls: Any = DistributedFlashDPOptimizer if distributed else FlashDPOptimizer
-        if has_shards(asked.given["module"]):
+        cls: Any = FlashDPOptimizer
+        if has_shards(module):
             from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
 
-            if distributed:
-                kwargs["expected_batch_size"] *= dist.get_world_size()  # Opacus' is one process's
             cls = ShardedFlashDPOptimizer
-        elif asked.pipeline is not None:
-            cls = PipelineFlashDPOptimizer
-            kwargs["group"] = asked.pipeline
-        private = cls(optimizer, **kwargs)
-        if not isinstance(asked.process.noise, IndependentNoise):
-            assert isinstance(self.accountant, PldAccountant)  # see requested_process
-            correlated = CorrelatedNoise(asked.process.noise, asked.sampler.check_step)
-            private.correlated, self.accountant.before_run = correlated, correlated.begin_run
+        elif group is not None:
+            cls, kwargs["group"] = PipelineFlashDPOptimizer, group
+        elif isinstance(module, _DataParallel):
+            cls, expected = DistributedFlashDPOptimizer, expected / dist.get_world_size()
+        private: FlashDPOptimizer = cls(optimizer, expected_batch_size=expected, **kwargs)
         return private
-
-    def _prepare_criterion(self, *, module: Any, **kwargs: Any) -> Any:
-        if (asked := self._asked) is None:
-            return super()._prepare_criterion(module=module, **kwargs)
-        parts = module, kwargs["optimizer"], kwargs["criterion"], kwargs["loss_reduction"]
-        if asked.given["clipping"] == "adaptive":
-            settings = {name: kwargs[name] for name in ADAPTIVE if name in kwargs}
-            return FlashAdaptiveLoss(*parts, **settings)
-        return FlashLoss(*parts)
 
     def get_epsilon(self, delta: float) -> float:
         """The privacy spent so far: ``epsilon`` for this ``delta``, as the accountant has it.
@@ -599,12 +556,10 @@ class FlashPrivacyEngine(PrivacyEngine):
     def check_delta(self, delta: float | None, stacklevel: int = 1) -> None:
         """Warn once, with a ``LargeDeltaWarning``, of a δ that promises nothing for so many
         samples."""
-        if delta is None or self._samples is None or delta in self._large_deltas:
-            return
-        if delta * self._samples < 1:
+        samples = self._samples
+        if delta is None or samples is None or delta in self._large_deltas or delta * samples < 1:
             return
         self._large_deltas |= {delta}
-        samples = self._samples
         warnings.warn(
             f"delta: found {delta:g} for {samples} samples; expected less than 1 / {samples} = "
             f"{1 / samples:.3g}. A mechanism that publishes one sample in the clear, chosen at "
@@ -629,11 +584,8 @@ class FlashPrivacyEngine(PrivacyEngine):
         Guarantees:
             A seed is named, loudly: the engine's, or that of the optimizer's noise.
         """
-        found = f"ε = {self.get_epsilon(delta):.4g} at δ = {delta:g}"
-        relation = relation_of(self.accountant)
-        return f"{found} ({relation})" + seed_notice(
-            self.stream, getattr(optimizer, "stream", None)
-        )
+        found = f"ε = {self.get_epsilon(delta):.4g} at δ = {delta:g} ({self.relation})"
+        return found + seed_notice(self.stream, getattr(optimizer, "stream", None))
 
     def report(self, delta: float, *, optimizer: Any = None) -> dict[str, Any]:
         """All that ε depends on, to publish with a model: plain values, for ``json.dumps``.

@@ -6,13 +6,11 @@ what is assumed, seeds and versions. It has no data, and no key.
 
 from __future__ import annotations
 
-import json
 import math
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from opacus.accountants import RDPAccountant
@@ -27,6 +25,7 @@ from flash_clipping.engine.accounting import (
     without_hints,
 )
 from flash_clipping.engine.releases import Release, epsilon_by_pld
+from flash_clipping.randomness.stream import seeds_of
 
 #: Of the form of reports, raised when a reader of an older one would be misled.
 FORMAT = 1
@@ -69,31 +68,25 @@ def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
         [replace(release, is_discrete=is_discrete) for release in releases]
         for releases in zip(*runs, strict=True)
     ] or [[]]
-    violated = (
-        ["Batches are not those that are accounted for."] if engine._warned_not_poisson else []
-    )
-    streams = (engine.stream, getattr(optimizer, "stream", None))
+    warned = engine._warned_not_poisson
+    names = "noise_multiplier", "sample_rate", "steps"
+    part = {
+        "accountant": accountant.mechanism(),
+        "process": process.state_dict(),
+        "noise": "discrete" if is_discrete else "continuous",
+        "samples": engine._samples,
+        "steps": sum(steps for *_, steps in history),
+        "history": [dict(zip(names, entry, strict=True)) for entry in history],
+    }
     return _report(
         neighbours,
         delta,
         relation=relation_of(accountant),
         unit=engine._unit,
         assumptions=[_OF_SAMPLING[process.sampling], *_ASSUMPTIONS],
-        violated=violated,
-        seeds=sorted({str(s.seed) for s in streams if s is not None and s.seed is not None}),
-        parts=[
-            {
-                "accountant": accountant.mechanism(),
-                "process": process.state_dict(),
-                "noise": "discrete" if is_discrete else "continuous",
-                "samples": engine._samples,
-                "steps": sum(steps for *_, steps in history),
-                "history": [
-                    dict(zip(("noise_multiplier", "sample_rate", "steps"), entry, strict=True))
-                    for entry in history
-                ],
-            }
-        ],
+        violated=["Batches are not those that are accounted for."] if warned else [],
+        seeds=seeds_of(engine.stream, getattr(optimizer, "stream", None)),
+        parts=[part],
     )
 
 
@@ -181,6 +174,10 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
         [[Release(**release) for release in releases] for releases in report["releases"]]
         for report in reports
     ]
+
+    def all_of(key: str) -> list[Any]:
+        return [one for report in reports for one in report[key]]
+
     most = max(len(alternatives) for alternatives in neighbours)
     return _report(
         [
@@ -190,16 +187,11 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
         deltas.pop() if delta is None else delta,
         relation=relation,
         unit=unit,
-        assumptions=_once(a for report in reports for a in report["assumptions"]),
-        violated=_once(a for report in reports for a in report["violated"]),
-        seeds=_once(seed for report in reports for seed in report["seeds"]),
-        parts=[part for report in reports for part in report["parts"]],
+        assumptions=[*dict.fromkeys(all_of("assumptions"))],
+        violated=[*dict.fromkeys(all_of("violated"))],
+        seeds=[*dict.fromkeys(all_of("seeds"))],
+        parts=all_of("parts"),
     )
-
-
-def read_reports(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Reports in JSON files."""
-    return [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
 
 
 def _report(
@@ -207,12 +199,11 @@ def _report(
 ) -> dict[str, Any]:
     if not 0 < delta < 1:
         raise ValueError(f"delta: found {delta}; expected more than 0 and less than 1.")
+    epsilon = {name: _largest(by, neighbours, delta, bool(violated)) for name, by in _BY.items()}
     return {
         "format": FORMAT,
         "delta": delta,
-        "epsilon": {
-            name: _largest(by, neighbours, delta, bool(violated)) for name, by in _BY.items()
-        },
+        "epsilon": epsilon,
         "violated": violated,
         **said,
         "releases": [[asdict(release) for release in releases] for releases in neighbours],
@@ -229,11 +220,10 @@ def _largest(
     if by is not _by_rdp and any(r.is_discrete for releases in neighbours for r in releases):
         return {"epsilon": None, "is_bound": False, "why": "not proven for discrete noise"}
     found = [by(releases, delta) for releases in neighbours]
-    values = [value for value, _ in found]
-    why = found[0][1]
-    if any(value is None for value in values):
+    values, why = [value for value, _ in found if value is not None], found[0][1]
+    if len(values) < len(found):
         return {"epsilon": None, "is_bound": False, "why": why}
-    largest = max(value for value in values if value is not None)
+    largest = max(values)
     if math.isinf(largest):  # no JSON
         return {"epsilon": None, "is_bound": True, "why": "infinite: there is next to no noise"}
     if is_violated:
@@ -304,7 +294,3 @@ def _versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[package] = None
     return found
-
-
-def _once(values: Iterable[str]) -> list[str]:
-    return [*dict.fromkeys(values)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterable
-from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -84,8 +83,8 @@ def refuse_inside(path: str, module: nn.Module) -> None:
 
 
 def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
-    """Refuse a forward of a private model that is a replica, or runs inside
-    DistributedDataParallel, or with the positions of a sample in several processes."""
+    """Refuse a forward of a private model that is a replica, runs inside DistributedDataParallel,
+    or with the positions of a sample in several processes."""
     # All forms of context_parallel put a function of theirs in the place of this builtin.
     if _CONTEXT_PARALLEL in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
         raise FlashClippingError(
@@ -124,8 +123,7 @@ def refuse_in_pipeline(module: nn.Module) -> None:
 
 def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
     """Refuse a private model that was sharded or replicated after it was wrapped (``sharded``:
-    modules that were before), or in which something waits for gradients that autograd will not
-    accumulate."""
+    modules that were before), or in which a hook waits for gradients to be accumulated."""
     for path, part in module.named_modules():
         form = None if part in sharded else _form_of(part)
         for name, param in part._parameters.items():
@@ -156,8 +154,7 @@ def refuse_new_class(module: nn.Module, new: Any) -> None:
 
 def refuse_alone(module: Any, distributed: bool | None) -> None:
     """Raise ``ValueError`` for a model that several processes of ``torch.distributed`` would train
-    apart, with nothing to reduce its gradients; unless ``distributed=False`` says that this is
-    meant."""
+    apart, with nothing to reduce its gradients, unless ``distributed=False`` says so."""
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 
     if isinstance(module, DifferentiallyPrivateDistributedDataParallel) or is_sharded(module):
@@ -189,11 +186,10 @@ def refuse_alone(module: Any, distributed: bool | None) -> None:
 
 # -- layers and parameters -------------------------------------------------------------------------
 
-#: Hooks of ``torch.nn.utils`` that compute a weight, and the functions that put them there. (The
-#: functions have the names of the modules.)
-_COMPUTING_HOOKS: dict[type, str] = {
-    import_module("torch.nn.utils.spectral_norm").SpectralNorm: "spectral_norm",
-    import_module("torch.nn.utils.weight_norm").WeightNorm: "weight_norm",
+#: Modules whose hooks compute a weight, and the functions that put them there.
+_COMPUTING_HOOKS = {
+    "torch.nn.utils.spectral_norm": "spectral_norm",
+    "torch.nn.utils.weight_norm": "weight_norm",
 }
 
 #: Layers of other libraries that round rows.
@@ -277,16 +273,14 @@ def _refuse_hooked(path: str, module: nn.Module) -> None:
     """Refuse a trainable weight that a hook of ``torch.nn.utils`` computes before the forward."""
     before_forward: Any = hooks_of_module(module)[0]
     for hook in before_forward.values() if isinstance(before_forward, dict) else ():
-        name = getattr(hook, "_tensor_name" if isinstance(hook, _Pruning) else "name", "")
-        kind = _COMPUTING_HOOKS.get(type(hook))
+        is_pruned = isinstance(hook, _Pruning)
+        kind = "prune" if is_pruned else _COMPUTING_HOOKS.get(type(hook).__module__)
+        name = getattr(hook, "_tensor_name" if is_pruned else "name", "")
         sources = [module._parameters.get(f"{name}{end}") for end in ("_orig", "_g", "_v")]
-        if not any(source is not None and source.requires_grad for source in sources):
+        if kind is None or not any(x is not None and x.requires_grad for x in sources):
             continue
-        if isinstance(hook, _Pruning):
-            kind = "prune"
+        if is_pruned:
             line = f'torch.nn.utils.prune.remove({module_at(path)}, "{name}")'
-        elif kind is None:
-            continue
         else:
             line = f"layer = {module_at(path)}; torch.nn.utils.remove_{kind}(layer); "
             line += f"torch.nn.utils.parametrizations.{kind}(layer)"
@@ -320,8 +314,8 @@ def _refuse_unloaded(path: str, name: str, is_offloaded: bool) -> NoReturn:
 
 
 def _refuse_quantized(path: str, module: nn.Module) -> None:
-    """Refuse layers of other libraries that round the rows of a batch together (by one scale for
-    all, or with columns in more bits wherever some row has a large value), or lose gradients."""
+    """Refuse layers of other libraries that round the rows of a batch together, or lose
+    gradients."""
     where, names = f"{path or 'the model'} ({type(module).__name__})", kinds_of(module)
     layer: Any = module
     if _FLOAT8 in names:
@@ -340,9 +334,7 @@ def _refuse_quantized(path: str, module: nn.Module) -> None:
                     'from_recipe_name("rowwise_with_gw_hp"))'
                 )
     weight: Any = module._parameters.get("weight")
-    rounding = getattr(
-        weight, "act_quant_kwargs", None
-    )  # of what torchao's weight is multiplied by
+    rounding = getattr(weight, "act_quant_kwargs", None)  # of what torchao's multiplies it by
     granularity = type(getattr(rounding, "granularity", None)).__name__
     if granularity == "PerTensor" and getattr(weight, "act_quant_scale", None) is None:
         raise NotImplementedError(

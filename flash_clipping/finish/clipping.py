@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,6 @@ NORM_EPSILON = 1e-6
 
 #: Stability constant of automatic clipping (Bu, Wang, Zha and Karypis 2023, section 4).
 AUTOMATIC_GAMMA = 0.01
-
-
-def check_clipping(clipping: str) -> None:
-    """Raise ``ValueError`` unless ``clipping`` names a way to clip."""
-    if clipping not in get_args(Clipping):
-        raise ValueError(
-            f"clipping={clipping!r} is unknown; expected one of {', '.join(get_args(Clipping))}."
-        )
 
 
 def total_norm(norms_PB: Tensor) -> Tensor:

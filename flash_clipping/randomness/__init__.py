@@ -6,19 +6,10 @@
 """
 
 from flash_clipping.randomness.stream import (
-    ALL_ROUNDS,
-    FEWER_ROUNDS,
-    Draw,
-    Purpose,
-    SecretStream,
-    SeededNoiseWarning,
+    ALL_ROUNDS as ALL_ROUNDS,
+    FEWER_ROUNDS as FEWER_ROUNDS,
+    Draw as Draw,
+    Purpose as Purpose,
+    SecretStream as SecretStream,
+    SeededNoiseWarning as SeededNoiseWarning,
 )
-
-__all__ = [
-    "ALL_ROUNDS",
-    "FEWER_ROUNDS",
-    "Draw",
-    "Purpose",
-    "SecretStream",
-    "SeededNoiseWarning",
-]

@@ -22,16 +22,7 @@ BLOCK_BYTES, BLOCK_WORDS, MOST_BLOCKS = 64, 16, 1 << 32
 
 
 def words(draw: Draw, blocks: int, *, tensor: int = 0, shard: int = 0, first: int = 0) -> Tensor:
-    """``[blocks, 16]``, int32 (the bits of unsigned words), on the CPU.
-
-    Raises:
-        ValueError: blocks beyond the last: their counter would come back to the first.
-    """
-    if first < 0 or blocks < 0 or first + blocks > MOST_BLOCKS:
-        raise ValueError(
-            f"words: found blocks {first} to {first + blocks}; expected 0 or more, and "
-            f"{MOST_BLOCKS} at most: a nonce has no others."
-        )
+    """``[blocks, 16]``, int32 (the bits of unsigned words), on the CPU."""
     found = torch.empty(blocks, BLOCK_WORDS, dtype=torch.int32)
     Keystream(draw, tensor=tensor, shard=shard, first=first).fill(found)
     return found
@@ -47,27 +38,45 @@ class Keystream:
     Args:
         draw: whose words.
         tensor, shard: which of the draw's nonces.
-        first: counter of the first block. The caller sees to it that none is beyond the last.
+        first: counter of the first block.
+
+    Raises:
+        ValueError: when blocks beyond the last are asked for: their counter would come back to the
+            first.
     """
 
-    def __init__(self, draw: Draw, *, tensor: int, shard: int, first: int = 0) -> None:
+    def __init__(self, draw: Draw, *, tensor: int = 0, shard: int = 0, first: int = 0) -> None:
         # The package's nonce is the counter and RFC 8439's nonce, all of them little-endian.
-        nonce = struct.pack("<4I", first & 0xFFFFFFFF, *draw.nonce(tensor, shard))
-        self._rounds, self._first = draw.rounds, first
+        nonce = struct.pack("<4I", first, *draw.nonce(tensor, shard))
+        self._rounds, self._next = draw.rounds, first
         self._start_16 = np.frombuffer(b"expand 32-byte k" + draw.key + nonce, dtype="<u4")
         self._cipher = Cipher(algorithms.ChaCha20(draw.key, nonce), mode=None).encryptor()
 
     def fill(self, found: Tensor) -> None:
         """Write the words of the next blocks into ``[blocks, 16]``, int32, contiguous."""
+        first, self._next = self._next, self._next + len(found)
+        if self._next > MOST_BLOCKS:
+            raise ValueError(
+                f"Keystream: found {self._next} blocks of words for one tensor; expected "
+                f"{MOST_BLOCKS} at most: a nonce has no others. Split the parameter."
+            )
         if self._rounds != ALL_ROUNDS:
             start_16N = np.repeat(self._start_16[:, None], len(found), 1)
-            start_16N[12] = self._first + np.arange(len(found))
+            start_16N[12] = first + np.arange(len(found))
             found.numpy().view("uint32")[:] = _blocks(start_16N, self._rounds).T
-            self._first += len(found)
             return
         size = len(found) * BLOCK_BYTES
         zeros = _ZEROS[:size] if size <= len(_ZEROS) else bytes(size)
         self._cipher.update_into(zeros, found.numpy().view("uint8").data)
+
+    def take(self, count: int) -> np.ndarray:
+        """``[count]``, uint64: the next words of 64 bits; what is left of their last block is
+        dropped."""
+        found = torch.empty(-(-count // 8), BLOCK_WORDS, dtype=torch.int32)
+        if count:
+            self.fill(found)
+        numbers: np.ndarray = found.numpy().reshape(-1).view(np.uint64)[:count]
+        return numbers
 
 
 def _blocks(start_16N: np.ndarray, rounds: int) -> np.ndarray:
@@ -91,12 +100,3 @@ def _blocks(start_16N: np.ndarray, rounds: int) -> np.ndarray:
 def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
     found: np.ndarray = (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
     return found
-
-
-def uniform_bits(
-    draw: Draw, count: int, *, tensor: int = 0, shard: int = 0, first: int = 0
-) -> Tensor:
-    """``[count]``, int64: 64 random bits each, from block ``first`` on; the numpy view
-    ``.numpy().view("uint64")`` has them unsigned."""
-    found = words(draw, -(-count // 8), tensor=tensor, shard=shard, first=first)
-    return found.view(torch.int64).flatten()[:count]

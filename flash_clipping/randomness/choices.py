@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_clipping.randomness.chacha import BLOCK_WORDS, MOST_BLOCKS, Keystream, uniform_bits
+from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.stream import Draw
 
-#: Words of 64 bits that are drawn at a time, and of a block.
-_AT_A_TIME, _OF_BLOCK = 1 << 20, 8
+#: Words of 64 bits that are drawn at a time: whole blocks.
+_AT_A_TIME = 1 << 20
 
 
 def threshold(rate: float) -> int:
@@ -38,10 +38,10 @@ def coin_tosses(draw: Draw, count: int, rate: float, *, tensor: int = 0, shard: 
     below = threshold(rate)
     drawn_N = np.ones(count, dtype=bool)
     if below < 1 << 64:
+        words = Keystream(draw, tensor=tensor, shard=shard)
         for start in range(0, count, _AT_A_TIME):
             end = min(count, start + _AT_A_TIME)
-            bits = _unsigned(draw, end - start, tensor, shard, start // _OF_BLOCK)
-            drawn_N[start:end] = bits < np.uint64(below)
+            drawn_N[start:end] = words.take(end - start) < np.uint64(below)
     return torch.from_numpy(drawn_N)
 
 
@@ -56,15 +56,13 @@ def subset(draw: Draw, count: int, size: int, *, tensor: int = 0) -> Tensor:
     """
     if not 0 <= size <= count:
         raise ValueError(f"subset: found a size of {size}; expected 0 to {count}.")
-    blocks = -(-count // _OF_BLOCK)
-    first = 0
+    words = Keystream(draw, tensor=tensor)
     while True:
-        keys_N = _unsigned(draw, count, tensor, 0, first)
+        keys_N = words.take(count)
         order_N = np.argsort(keys_N, kind="stable")
         ordered_N = keys_N[order_N]
         if (ordered_N[1:] != ordered_N[:-1]).all():
             return torch.from_numpy(order_N[:size].astype(np.int64))
-        first += blocks
 
 
 def allocations(draw: Draw, count: int, steps: int, times: int) -> Tensor:
@@ -81,27 +79,19 @@ def allocations(draw: Draw, count: int, steps: int, times: int) -> Tensor:
         raise ValueError(f"allocations: found {times} of {steps}; expected 1 to {steps}.")
     chosen_NK = np.empty((count, times), dtype=np.int32)
     for k, j in enumerate(range(steps - times, steps)):
-        found_N = _below(draw, count, j + 1, tensor=k).astype(np.int32)
+        found_N = _below(Keystream(draw, tensor=k), count, j + 1).astype(np.int32)
         is_taken_N = (chosen_NK[:, :k] == found_N[:, None]).any(1)
         chosen_NK[:, k] = np.where(is_taken_N, np.int32(j), found_N)
     return torch.from_numpy(chosen_NK)
 
 
-def _below(draw: Draw, count: int, bound: int, *, tensor: int) -> np.ndarray:
+def _below(words: Keystream, count: int, bound: int) -> np.ndarray:
     """``[N]``, uint64: uniform numbers below ``bound``; words that would favour some are drawn
     again."""
-    words_N = _unsigned(draw, count, tensor, 0, 0)
-    surplus, first = (1 << 64) % bound, -(-count // _OF_BLOCK)
+    words_N, surplus = words.take(count), (1 << 64) % bound
     while surplus and (again := words_N >= np.uint64((1 << 64) - surplus)).any():
-        words_N[again] = _unsigned(draw, int(again.sum()), tensor, 0, first)
-        first += -(-int(again.sum()) // _OF_BLOCK)
+        words_N[again] = words.take(int(again.sum()))
     return words_N % np.uint64(bound)
-
-
-def _unsigned(draw: Draw, count: int, tensor: int, shard: int, first: int) -> np.ndarray:
-    bits = uniform_bits(draw, count, tensor=tensor, shard=shard, first=first)
-    found: np.ndarray = bits.numpy().view(np.uint64)
-    return found
 
 
 # -- integers with the law of a discrete Gaussian --------------------------------------------------
@@ -123,21 +113,15 @@ def discrete_gaussian(
     the probability that is left (Karney 2016, arXiv 1303.6257, algorithm N): with ``u = U / S``,
     ``exp(-(v + u)^2 / 2) = exp(-v^2 / 2) exp(-u v) exp(-u^2 / 2)``.
 
-    Args:
-        draw: whose words.
-        count: N.
-        bits: 1 to 31.
-        tensor, shard: which of the draw's nonces.
-
     Raises:
-        ValueError: other ``bits``; more words than a nonce has.
+        ValueError: ``bits`` that are not 1 to 31; more words than a nonce has.
 
     Guarantees:
         How long it takes depends on the words, and on nothing else: not on data.
     """
     if not 1 <= bits <= MOST_BITS:
         raise ValueError(f"discrete_gaussian: found {bits} bits; expected 1 to {MOST_BITS}.")
-    words = _Words(draw, tensor, shard)
+    words = Keystream(draw, tensor=tensor, shard=shard)
     found_N = np.empty(count, dtype=np.int64)
     for start in range(0, count, _EXACT_AT_A_TIME):
         part = found_N[start : start + _EXACT_AT_A_TIME]
@@ -149,7 +133,7 @@ def discrete_gaussian(
     return torch.from_numpy(found_N)
 
 
-def _proposals(words: _Words, count: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
+def _proposals(words: Keystream, count: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Values, and which of them may be taken."""
     halves = np.ones(count, dtype=np.uint64)
     whole = np.zeros(count, dtype=np.int64)  # v, geometric: each is exp(-1/2) times the one before
@@ -173,7 +157,7 @@ def _proposals(words: _Words, count: int, bits: int) -> tuple[np.ndarray, np.nda
     return np.where(is_negative, -values, values), taken
 
 
-def _often(words: _Words, n: np.ndarray, m: int, times: np.ndarray) -> np.ndarray:
+def _often(words: Keystream, n: np.ndarray, m: int, times: np.ndarray) -> np.ndarray:
     """Whether so many coins of probability ``exp(-n / 2^m)`` each all fall well."""
     found = np.ones(len(n), dtype=bool)
     alive, number = (times > 0).nonzero()[0], 0
@@ -185,7 +169,7 @@ def _often(words: _Words, n: np.ndarray, m: int, times: np.ndarray) -> np.ndarra
     return found
 
 
-def _exponential_coins(words: _Words, n: np.ndarray, m: int) -> np.ndarray:
+def _exponential_coins(words: Keystream, n: np.ndarray, m: int) -> np.ndarray:
     """Each true with probability ``exp(-n / 2^m)``; ``n``: uint64, 0 to ``2^m``; ``m``: 1 to 63.
 
     The first ``k`` for which a coin of probability ``n / (2^m k)`` falls the other way is odd with
@@ -202,32 +186,10 @@ def _exponential_coins(words: _Words, n: np.ndarray, m: int) -> np.ndarray:
     return found
 
 
-def _one_in(words: _Words, k: int, count: int) -> np.ndarray:
+def _one_in(words: Keystream, k: int, count: int) -> np.ndarray:
     """Each true with probability ``1 / k``; ``k``: 2 or more."""
     bits = (k - 1).bit_length()
     found = words.take(count) >> np.uint64(64 - bits)
     while len(beyond := (found >= k).nonzero()[0]):
         found[beyond] = words.take(len(beyond)) >> np.uint64(64 - bits)
     return found == 0
-
-
-class _Words:
-    """The words of a nonce, each taken once."""
-
-    def __init__(self, draw: Draw, tensor: int, shard: int) -> None:
-        self._keystream, self._blocks = Keystream(draw, tensor=tensor, shard=shard), 0
-
-    def take(self, count: int) -> np.ndarray:
-        """``[count]``, uint64: the next ones; what is left of their last block is dropped."""
-        blocks = -(-count // _OF_BLOCK)
-        self._blocks += blocks
-        if self._blocks > MOST_BLOCKS:
-            raise ValueError(
-                f"discrete_gaussian: found a tensor that needs more than the {MOST_BLOCKS} blocks "
-                "of words that a nonce has. Split the parameter."
-            )
-        found = torch.empty(blocks, BLOCK_WORDS, dtype=torch.int32)
-        if blocks:
-            self._keystream.fill(found)
-        numbers: np.ndarray = found.numpy().reshape(-1).view(np.uint64)[:count]
-        return numbers

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -46,7 +46,6 @@ class NoiseMechanism(ABC):
         """How far one sample moves ``C X`` in ``steps`` steps, in clipping bounds.
 
         Args:
-            steps: T.
             separation: a sample takes part in steps that are at least so many apart, and as often
                 as that allows; ``None``: once.
 
@@ -68,10 +67,7 @@ class NoiseMechanism(ABC):
 
         The sum of the noise of steps ``0 .. t`` is ``sum_i g_i z_{t-i}``, where ``g`` are the
         coefficients of ``1 / ((1 - x) c(x))``: its variance, averaged over ``t``, is
-        ``sum_i (1 - i / T) g_i^2``.
-
-        Args:
-            steps, separation: as in :meth:`sensitivity`.
+        ``sum_i (1 - i / T) g_i^2``. Arguments are those of :meth:`sensitivity`.
         """
         numerator, denominator = self.series
         g_T = np.cumsum(_filtered(denominator, numerator, np.eye(1, steps)[0]))
@@ -101,16 +97,14 @@ class BandedNoise(NoiseMechanism):
     Args:
         count: b, at least 2.
         memory: ``"stored"``: the last rows ``w`` are kept, ``b - 1`` times the memory of the
-            parameters in fp32. ``"drawn_again"``: none is; step ``t`` draws the noise of all
-            ``t`` steps before it again, from where it was drawn, one parameter at a time. Both
-            add the same noise, bitwise.
+            parameters in fp32. ``"drawn_again"``: none is; step ``t`` draws the noise of all steps
+            before it again, one parameter at a time. Both add the same noise, bitwise.
         weights: what is on the diagonals, 1 first, never negative and never growing; see
             :meth:`optimised`.
 
     Source:
         The square root of the matrix of prefix sums, cut off after ``b`` diagonals
-        (arXiv 2405.13763); its coefficients are ``binom(2 j, j) / 4^j``. They do not depend on the
-        number of steps.
+        (arXiv 2405.13763): ``binom(2 j, j) / 4^j``, whatever the number of steps.
 
     Raises:
         ValueError: fewer than two diagonals; weights for which sensitivities are not known.
@@ -121,25 +115,19 @@ class BandedNoise(NoiseMechanism):
     weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or self.count < 2:
-            raise ValueError(
-                f"BandedNoise: found {self.count!r} diagonals; expected 2 or more. With one, noise "
-                "is independent: IndependentNoise()."
-            )
+        _check_diagonals("BandedNoise", self.count)
         if self.memory not in ("stored", "drawn_again"):
             raise ValueError(
                 f"BandedNoise: found memory={self.memory!r}; expected 'stored' or 'drawn_again'."
             )
-        if self.weights is not None:
-            object.__setattr__(self, "weights", tuple(float(c) for c in self.weights))
-            self._check(self.weights)
-
-    def _check(self, weights: Sequence[float]) -> None:
-        c = np.asarray(weights)
+        if self.weights is None:
+            return
+        object.__setattr__(self, "weights", tuple(float(c) for c in self.weights))
+        c = np.asarray(self.weights)
         if not (len(c) == self.count and c[0] == 1 and (c >= 0).all() and (np.diff(c) <= 0).all()):
             raise ValueError(
-                f"BandedNoise: found weights {weights}; expected {self.count} of them, 1 first, "
-                "never negative and never growing: for others sensitivities are not known."
+                f"BandedNoise: found weights {self.weights}; expected {self.count} of them, 1 "
+                "first, never negative and never growing: for others sensitivities are not known."
             )
 
     @classmethod
@@ -148,16 +136,9 @@ class BandedNoise(NoiseMechanism):
     ) -> BandedNoise:
         """Weights that make the error of prefix sums least, for a run of so many steps.
 
-        The error is the variance of the sum of the noise of steps ``0 .. t``, averaged over ``t``,
-        times the squared norm of the weights (:meth:`error`): what it is at one sensitivity, for
-        samples whose steps are at least ``count`` apart. Found by L-BFGS-B from the closed form,
-        among weights that never grow: not worse than the closed form. The weights only decide how
-        much noise helps; ε is computed for whatever they are.
-
-        Args:
-            count: b.
-            steps: T.
-            memory: as in the class.
+        The error is :meth:`error`, for samples whose steps are at least ``count`` apart. Found by
+        L-BFGS-B from the closed form, among weights that never grow: not worse than the closed
+        form. ε is computed for whatever they are.
 
         Raises:
             ValueError: fewer than two diagonals; fewer steps than diagonals.
@@ -175,9 +156,7 @@ class BandedNoise(NoiseMechanism):
     @property
     def coefficients(self) -> np.ndarray:
         """``[b]``, float64: what is on the diagonals, 1 first."""
-        if self.weights is not None:
-            return np.array(self.weights)
-        return _square_root(self.count)
+        return _square_root(self.count) if self.weights is None else np.array(self.weights)
 
     @property
     def series(self) -> tuple[np.ndarray, np.ndarray]:
@@ -185,10 +164,7 @@ class BandedNoise(NoiseMechanism):
 
     @property
     def settings(self) -> dict[str, float | str]:
-        found: dict[str, float | str] = {"noise": "banded", "count": self.count}
-        if self.weights is not None:
-            found["weights"] = " ".join(map(repr, self.weights))
-        return found
+        return {"noise": "banded", "count": self.count, **_listed(weights=self.weights)}
 
 
 @dataclass(frozen=True)
@@ -220,11 +196,7 @@ class BandedInverseNoise(NoiseMechanism):
     shares: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or self.count < 2:
-            raise ValueError(
-                f"BandedInverseNoise: found {self.count!r} diagonals; expected 2 or more. With "
-                "one, noise is independent: IndependentNoise()."
-            )
+        _check_diagonals("BandedInverseNoise", self.count)
         if self.shares is None:
             return
         object.__setattr__(self, "shares", tuple(float(a) for a in self.shares))
@@ -246,8 +218,6 @@ class BandedInverseNoise(NoiseMechanism):
         worse than the closed form. ε is computed for whatever they are.
 
         Args:
-            count: b.
-            steps: T.
             separation: steps from one participation of a sample to the next: the number of batches
                 in an epoch. ``None``: every sample takes part once.
 
@@ -283,10 +253,7 @@ class BandedInverseNoise(NoiseMechanism):
 
     @property
     def settings(self) -> dict[str, float | str]:
-        found: dict[str, float | str] = {"noise": "banded_inverse", "count": self.count}
-        if self.shares is not None:
-            found["shares"] = " ".join(map(repr, self.shares))
-        return found
+        return {"noise": "banded_inverse", "count": self.count, **_listed(shares=self.shares)}
 
 
 class OneStepNoise(BandedInverseNoise):
@@ -365,7 +332,6 @@ class BufferedNoise(NoiseMechanism):
 
         Args:
             buffers: d, 1 or more; above 6 little is gained.
-            steps: T.
             separation: as in :meth:`BandedInverseNoise.optimised`.
 
         Raises:
@@ -414,11 +380,12 @@ class BufferedNoise(NoiseMechanism):
 
     @property
     def settings(self) -> dict[str, float | str]:
-        return {
-            "noise": "buffered",
-            "weights": " ".join(map(repr, self.weights)),
-            "decays": " ".join(map(repr, self.decays)),
-        }
+        return {"noise": "buffered"} | _listed(weights=self.weights, decays=self.decays)
+
+
+def _listed(**numbers: tuple[float, ...] | None) -> dict[str, float | str]:
+    """Numbers that were given, for a checkpoint."""
+    return {name: " ".join(map(repr, n)) for name, n in numbers.items() if n is not None}
 
 
 def _square_root(count: int) -> np.ndarray:
@@ -433,6 +400,14 @@ def _filtered(numerator: np.ndarray, denominator: np.ndarray, x_T: np.ndarray) -
 
     found: np.ndarray = lfilter(numerator, denominator, x_T)
     return found
+
+
+def _check_diagonals(name: str, count: int) -> None:
+    if isinstance(count, bool) or count < 2:
+        raise ValueError(
+            f"{name}: found {count!r} diagonals; expected 2 or more. With one, noise is "
+            "independent: IndependentNoise()."
+        )
 
 
 def _check_steps(name: str, steps: int, least: int) -> None:

@@ -240,13 +240,16 @@ def stream_of(
     return SecretStream(seed=int(seed))
 
 
+def seeds_of(*streams: SecretStream | None) -> list[str]:
+    """The seeds that noise or batches come from."""
+    seeds = {s.seed for s in streams if s is not None and s.seed is not None}
+    return [str(seed) for seed in sorted(seeds)]
+
+
 def seed_notice(*streams: SecretStream | None) -> str:
     """A warning to stand behind ε, where noise or batches come from a seed; else empty."""
-    seeds = sorted({s.seed for s in streams if s is not None and s.seed is not None})
-    if not seeds:
-        return ""
-    named = ", ".join(map(str, seeds))
-    return f"   SEEDED ({named}): NO ε HOLDS against whoever knows the seed"
+    seeds = ", ".join(seeds_of(*streams))
+    return seeds and f"   SEEDED ({seeds}): NO ε HOLDS against whoever knows the seed"
 
 
 def _key_of(seed: str) -> bytes:

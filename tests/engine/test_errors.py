@@ -230,7 +230,7 @@ def test_error_reductions_do_not_match() -> None:
             {"clipping": "adaptive!"},
             "clipping='adaptive!' is unknown; expected one of flat, per_layer, automatic",
         ),
-        ({"loss_reduction": "none"}, "loss_reduction='none' is unknown; expected 'mean' or 'sum'"),
+        ({"loss_reduction": "none"}, "loss_reduction='none' is unknown; expected one of mean, sum"),
     ],
 )
 def test_error_unknown_option(option: dict[str, Any], text: str) -> None:

@@ -16,6 +16,7 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
+from flash_clipping.capture.proof.gate import Gate
 from tests.support.graphs import assert_same_tensors, batches, replay_by_hand, small_network
 from tests.support.models import squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
@@ -245,14 +246,13 @@ def test_a_setting_in_a_dict_is_another_graph() -> None:
 def test_audits_come_between_replays(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the first capture would be of the call that is due."""
     audited = []
-    watch = GradSampleModuleFlashClipping(nn.Linear(2, 2))._watch
-    audit = type(watch).audit
+    take_audit = Gate.take_audit
 
-    def noted(self: Any, *args: Any) -> None:
-        audited.append(self.gate.calls)
-        audit(self, *args)
+    def noted(gate: Gate) -> int:
+        audited.append(gate.calls)
+        return take_audit(gate)
 
-    monkeypatch.setattr(type(watch), "audit", noted)
+    monkeypatch.setattr(Gate, "take_audit", noted)
     training = Training(True)
     training.model._watch.gate.calls = calls
     for x in batches(12):

@@ -16,12 +16,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
-from flash_clipping.engine import random_allocation
+from flash_clipping.engine import releases
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, MechanismSpec, PldAccountant
-from flash_clipping.engine.random_allocation import allocation_losses, grid_step
-from flash_clipping.engine.releases import Release, epsilon_by_pld
+from flash_clipping.engine.releases import (
+    Release,
+    allocation_losses,
+    epsilon_by_pld,
+    grid_step,
+)
 from flash_clipping.engine.sampling.samplers import AllocationSampler, ShuffledSampler
 from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.choices import _below, allocations
 
 pytest.importorskip("dp_accounting")
@@ -80,7 +85,7 @@ def test_chance_agrees(noise: float, steps: int) -> None:
 def test_moments_are_those_of_a_mean_of_lognormals_and_never_less(noise: float, steps: int) -> None:
     """``E_Q[S^2]`` and ``E_Q[S^3]``, which are convex as well: rounding adds to them, next to
     nothing."""
-    s = random_allocation._mean_of_lognormals(noise, steps, grid_step(noise, steps))
+    s = releases._mean_of_lognormals(noise, steps, grid_step(noise, steps))
     value = np.exp(np.arange(s.low, s.high + 1) * s.h)
     u = [math.exp(n * (n - 1) / 2 / noise**2) for n in range(4)]  # moments of one of them
     second = u[2] / steps + (1 - 1 / steps)
@@ -139,8 +144,8 @@ def test_a_shuffled_epoch_has_every_sample_once() -> None:
 def test_any_grid_gives_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     fine = epsilon_by_pld([Release(1.0, 3, "one_of", size=50)], 1e-5)
     for coarse in (0.1, 0.5):
-        monkeypatch.setattr(random_allocation, "_FINENESS", coarse)
-        monkeypatch.setattr(random_allocation, "_COARSEST", 1.0)
+        monkeypatch.setattr(releases, "_FINENESS", coarse)
+        monkeypatch.setattr(releases, "_COARSEST", 1.0)
         found = epsilon_by_pld([Release(1.0, 3, "one_of", size=50)], 1e-5)
         assert found > fine
         fine = found
@@ -189,12 +194,12 @@ def test_noise_changes_between_rounds_only(sampling: str) -> None:
 def test_uniform_numbers_below_a_bound() -> None:
     draw = SecretStream(key=bytes(32)).draw(Purpose.SAMPLING)
     for bound in (1, 7, 8, 100):
-        counts = np.bincount(_below(draw, 100_000, bound, tensor=0).astype(int), minlength=bound)
+        counts = np.bincount(_below(Keystream(draw), 100_000, bound).astype(int), minlength=bound)
         assert len(counts) == bound
         assert abs(counts - 100_000 / bound).max() < 5 * (100_000 / bound) ** 0.5
     # Of a bound that half of all words exceed, those are drawn again.
     bound = (1 << 63) + 1
-    numbers = _below(draw, 1000, bound, tensor=0)
+    numbers = _below(Keystream(draw), 1000, bound)
     assert (numbers < bound).all() and len(set(numbers.tolist())) == 1000
     assert abs(numbers.astype(float).mean() / 2**62 - 1) < 0.1
 

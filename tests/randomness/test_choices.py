@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flash_clipping.randomness import Draw, Purpose, choices
+from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.choices import coin_tosses, discrete_gaussian, subset, threshold
 
 stats = pytest.importorskip("scipy.stats")
@@ -43,8 +44,7 @@ def test_words_below_the_threshold_are_drawn(monkeypatch: pytest.MonkeyPatch) ->
     rate = 0.75 + 2.0**-53
     edge = threshold(rate)
     words = np.array([0, edge - 1, edge, edge + 1, (1 << 64) - 1, 1 << 63], dtype=np.uint64)
-    found = torch.from_numpy(words.view(np.int64))
-    monkeypatch.setattr(choices, "uniform_bits", lambda *_, **__: found)
+    monkeypatch.setattr(Keystream, "take", lambda *_: words)
     assert coin_tosses(draw(), 6, rate).tolist() == [True, True, False, False, False, True]
     assert coin_tosses(draw(), 6, 1.0).all() and not coin_tosses(draw(), 6, 2.0**-70).any()
 
@@ -94,14 +94,14 @@ def test_subsets_are_equally_likely_in_every_order() -> None:
 
 def test_equal_words_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their order would favour the first."""
-    real, asked = choices.uniform_bits, []
+    real, asked = Keystream.take, []
 
-    def bits(*args: object, first: int, **kwargs: object) -> torch.Tensor:
-        asked.append(first)
-        found = real(*args, first=first, **kwargs)  # type: ignore[arg-type]
-        return found // 2**63 if len(asked) == 1 else found
+    def take(words: Keystream, count: int) -> np.ndarray:
+        asked.append(words._next)
+        found = real(words, count)
+        return found // np.uint64(2**63) if len(asked) == 1 else found
 
-    monkeypatch.setattr(choices, "uniform_bits", bits)
+    monkeypatch.setattr(Keystream, "take", take)
     assert sorted(subset(draw(), 20, 20).tolist()) == [*range(20)]
     assert asked == [0, 3]  # other blocks of the nonce
 
@@ -155,7 +155,7 @@ def test_wide_discrete_gaussians(bits: int) -> None:
 @pytest.mark.parametrize(("n", "m"), [(0, 1), (1, 1), (2, 1), (3, 2), (5, 3), (2**40 - 1, 41)])
 def test_coins_of_an_exponential(n: int, m: int) -> None:
     count = 200_000
-    words = choices._Words(draw(2), 0, 0)
+    words = Keystream(draw(2))
     fell = choices._exponential_coins(words, np.full(count, n, dtype=np.uint64), m).sum()
     rate = np.exp(-n / 2**m)
     assert abs(fell - count * rate) <= 5 * (count * rate * (1 - rate)) ** 0.5
@@ -164,7 +164,7 @@ def test_coins_of_an_exponential(n: int, m: int) -> None:
 @pytest.mark.parametrize("k", [2, 3, 5, 7, 8])
 def test_one_in_so_many(k: int) -> None:
     count = 100_000
-    fell = choices._one_in(choices._Words(draw(3), 0, 0), k, count).sum()
+    fell = choices._one_in(Keystream(draw(3)), k, count).sum()
     assert abs(fell - count / k) < 5 * (count / k * (1 - 1 / k)) ** 0.5
 
 
@@ -182,8 +182,7 @@ def test_discrete_gaussians_are_those_of_their_draw_and_nonce() -> None:
 
 
 def test_no_word_is_used_beyond_a_nonces_last() -> None:
-    words = choices._Words(draw(), 0, 0)
-    words._blocks = (1 << 32) - 1
+    words = Keystream(draw(), first=(1 << 32) - 1)
     words.take(8)
     with pytest.raises(ValueError, match="Split the parameter"):
         words.take(1)

@@ -25,7 +25,6 @@ from flash_clipping.randomness.chacha import (
     MOST_BLOCKS,
     Keystream,
     _blocks,
-    uniform_bits,
     words,
 )
 
@@ -193,12 +192,11 @@ def test_blocks_are_addressed(rounds: int) -> None:
     draw = SecretStream().draw(Purpose.SAMPLING, rounds)
     whole = words(draw, 40)
     assert torch.equal(words(draw, 8, first=32), whole[32:])
-    assert torch.equal(
-        uniform_bits(draw, 21, first=2), whole[2:].reshape(-1).view(torch.int64)[:21]
-    )
+    numbers = Keystream(draw, first=2).take(21)
+    assert np.array_equal(numbers, whole[2:].numpy().reshape(-1).view(np.uint64)[:21])
     assert not torch.equal(words(draw, 8, tensor=1), whole[:8])
     parts = torch.empty(40, 16, dtype=torch.int32)
-    keystream = Keystream(draw, tensor=0, shard=0)
+    keystream = Keystream(draw)
     keystream.fill(parts[:13]), keystream.fill(parts[13:])
     assert torch.equal(parts, whole)
 
