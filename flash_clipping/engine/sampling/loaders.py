@@ -7,7 +7,7 @@ import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,30 +45,28 @@ from flash_clipping.engine.sampling.samplers import (
     FixedShapeSampler,
     OrderedSampler,
     PoissonSampler,
+    RowsOfUnitsSampler,
     ShardedPoissonSampler,
     ShuffledSampler,
     UnitsOfRows,
 )
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness import SecretStream
 from flash_clipping.randomness.stream import stream_of
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.process_groups import ProcessGroups
 
 
+@dataclass(eq=False)
 class OrderedCollate:
-    """A collate function that is refused unless it keeps order.
+    """A collate function that is refused unless it keeps order: samples in reverse order must give
+    rows in reverse order. That is looked at in the first batches, in every process that collates,
+    until one had rows that differ."""
 
-    Samples in reverse order must give rows in reverse order; otherwise nothing tells which sample a
-    row is of. That is looked at in the first batches, in every process that collates, until one had
-    rows that differ.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], what: str):
-        self.wrapped_collator_fn = collate
-        self.what = what
-        self._is_known = False
+    wrapped_collator_fn: Callable[[list[Any]], Any]
+    what: str
+    _is_known: bool = False
 
     def __call__(self, samples: Any) -> Any:
         if self._is_known or not isinstance(samples, list) or len(samples) < 2:
@@ -96,6 +94,7 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
 
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
+_OTHERS = {"fixed_order": FixedOrderSampler, "shuffled": ShuffledSampler}
 
 
 class NotPoissonWarning(UserWarning):
@@ -105,8 +104,7 @@ class NotPoissonWarning(UserWarning):
 class PoissonLoader(DPDataLoader):
     """Opacus' ``DPDataLoader`` with the samplers of this module.
 
-    Batches may be empty: they have the structure of the others. Made by ``from_data_loader``, which
-    takes all but the sampling from another loader.
+    Batches may be empty. ``from_data_loader`` takes all but the sampling from another loader.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
@@ -195,16 +193,12 @@ class PoissonLoader(DPDataLoader):
             if process.max_batch_size is not None:
                 options |= {"max_batch_size": process.max_batch_size, "fills_up": fills_up}
                 sampler = FixedShapeSampler(**options)
-            elif process.sampling == "fixed_order":
-                sampler = FixedOrderSampler(**options)
-            elif process.sampling == "shuffled":
-                sampler = ShuffledSampler(**options)
             elif process.sampling == "random_allocation":
                 sampler = AllocationSampler(participations=process.participations, **options)
             elif process.sampling == "cyclic_poisson":
                 sampler = CyclicPoissonSampler(cycle=process.cycle, **options)
             else:
-                sampler = PoissonSampler(**options)
+                sampler = _OTHERS.get(process.sampling, PoissonSampler)(**options)
         collate: Any = collate_fn or default_collate
         while hasattr(collate, "wrapped_collator_fn"):  # that of a loader which is private already
             collate = collate.wrapped_collator_fn
@@ -270,9 +264,9 @@ class _AnnouncingCollate(CollateWithEmpty):
         self.announce = announce
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        #: Whether what is collated is a list of samples; a dataset may fetch a batch as it likes.
-        #: Other batches, and those that are compared, are announced by the loader.
-        fetches_batches = callable(getattr(dataset, "__getitems__", None))
+        fetches_batches = callable(getattr(dataset, "__getitems__", None))  # of any kind
+        #: Whether what is collated is a list of samples. Other batches, and those that are
+        #: compared, are announced by the loader.
         self.counts = not (fetches_batches or announce.strict)
 
     def __call__(self, samples: list[Any]) -> Any:
@@ -405,20 +399,6 @@ def _name(thing: Any) -> str:
     return type(thing).__name__
 
 
-class RowsOfUnitsSampler(PoissonSampler):
-    """Every step draws every row independently, with the same probability; of a unit with too many
-    rows some are chosen uniformly, once, and the others are never drawn."""
-
-    def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
-        super().__init__(num_samples=0, sample_rate=units.sample_rate, **kwargs)
-        draw = self.stream.draw(Purpose.SAMPLING)
-        self._kept = sorted(row for unit in range(units.count) for row in units.rows_of(unit, draw))
-        self.num_samples = len(self._kept)
-
-    def _batch(self, number: int) -> list[int]:
-        return [self._kept[place] for place in super()._batch(number)]
-
-
 def refuse_units(given: dict[str, Any]) -> None:
     """Raise ``ValueError`` for arguments of ``make_private`` that do not go with ``units``."""
     if given["units"] is None:
@@ -443,11 +423,7 @@ def refuse_units(given: dict[str, Any]) -> None:
 
 def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
     """Raise ``FlashClippingError`` for steps on other batches than were drawn: parts that somebody
-    else cut, or several together.
-
-    Parts of one unit would be clipped one by one; and who is drawn in two batches of one step would
-    add twice the bound.
-    """
+    else cut, or several together (``by_hand``)."""
     if module is None or not module._session.whole_batches:
         return
     if by_hand:
