@@ -25,8 +25,12 @@ except ImportError as error:
 
 from flash_clipping.engine.sampling.loaders import PoissonLoader, refuse_loader
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
-from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
+from flash_clipping.trainers.private_run import (
+    LogicalBatch,
+    LogicalLoader,
+    PrivateRun,
+    ReportsPrivacy,
+)
 
 __all__ = ["PrivacyArguments", "PrivateTraining"]
 

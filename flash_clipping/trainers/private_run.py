@@ -5,19 +5,29 @@ The model keeps its class and its names: it gets hooks, no wrapper.
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
+from torch.utils.data import default_collate
 
+from flash_clipping._compat import pin_memory
+from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.distributed import processes_of
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
-from flash_clipping.engine.micro_batches import StepInParts
+from flash_clipping.engine.micro_batches import Parts, StepInParts
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
+from flash_clipping.engine.sampling.loaders import PoissonLoader
+from flash_clipping.randomness import SecretStream
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics, accounted_steps
-from flash_clipping.trainers.physical_batches import LogicalLoader
+
+if TYPE_CHECKING:
+    from flash_clipping.distributed.process_groups import ProcessGroups
 
 
 class ReportsPrivacy:
@@ -42,8 +52,6 @@ class PrivateRun:
     :meth:`attach`, train.
 
     Attributes:
-        engine: accounts for the steps.
-        sampling_stream: what batches are drawn with.
         hooks, optimizer, statistics, in_parts: after :meth:`attach`: the hooks on the model, the
             private optimizer, the :class:`~flash_clipping.trainers.dashboard.ClippingStatistics`,
             and the :class:`~flash_clipping.engine.micro_batches.StepInParts` of its steps.
@@ -89,8 +97,8 @@ class PrivateRun:
         Again after :meth:`detach`: the accountant, the bound and the noise go on.
 
         Args:
-            model: all trainable parameters of it are covered. In several processes: inside of
-                Opacus' ``DifferentiallyPrivateDistributedDataParallel``.
+            model: in several processes inside of Opacus'
+                ``DifferentiallyPrivateDistributedDataParallel``.
             loader: draws Poisson batches, with the rate ``1 / len(loader)``.
             steps: of the whole run.
             options: of the engine, unless the user gave others.
@@ -133,7 +141,7 @@ class PrivateRun:
             module.training = mode
 
     def detach(self) -> None:
-        """Take the hooks off: the model is as it was."""
+        """Take the hooks off."""
         if self.hooks is not None:
             self.hooks.cleanup()
             self.hooks = None
@@ -190,7 +198,7 @@ class PrivateRun:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, float]:
-        """Settings that a run may not change when it is resumed; beside the data."""
+        """What a run may not change when it is resumed, beside the data."""
         names = ("noise_multiplier", "sample_rate", "max_grad_norm")
         return {name: getattr(self, name) for name in names}
 
@@ -233,3 +241,93 @@ class PrivateRun:
             self.optimizer.stream.load_state_dict(state["noise_stream"])
         if self.arguments.seed is not None and "sampling_stream" in state:
             self.sampling_stream.load_state_dict(state["sampling_stream"])
+
+
+# -- Poisson batches in parts that fit in memory ------------------------------------------------
+
+
+@dataclass
+class LogicalBatch(Parts):
+    """All samples of one step, in parts that were collated each by itself; an empty batch has one
+    part, without samples.
+
+    Attributes:
+        items: the samples themselves, where parts may have to be collated anew.
+        collate: collates a part.
+    """
+
+    items: list[Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def samples(self, start: int, stop: int) -> Any:
+        assert self.items is not None and self.collate is not None
+        return self.collate(self.items[start:stop])
+
+    def pin_memory(self, device: Any = None) -> LogicalBatch:
+        """Called by PyTorch's loader, which does not look into classes."""
+        return replace(self, parts=[pin_memory(part, device) for part in self.parts])
+
+
+class CollateParts:
+    """Collates a logical batch in parts; ``keeps_items``: with the samples, so that it can be done
+    again."""
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        dataset: Any,
+        part_size: int,
+        keeps_items: bool = False,
+    ):
+        #: Collates one part.
+        self.part = CollateWithEmpty(collate, dataset)
+        self.part_size, self.keeps_items = part_size, keeps_items
+
+    def __call__(self, samples: list[Any]) -> LogicalBatch:
+        items = None
+        if self.keeps_items:  # collate functions may take samples apart
+            items = [copy.copy(sample) for sample in samples]
+        starts = range(0, max(1, len(samples)), self.part_size)
+        parts = [samples[start : start + self.part_size] for start in starts]
+        return LogicalBatch([self.part(part) for part in parts], [*map(len, parts)], items)
+
+
+class LogicalLoader(PoissonLoader):
+    """Poisson batches in parts of at most ``part_size`` samples, which can be halved where batches
+    keep their samples (``keeps_items``)."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        part_size: int,
+        collate_fn: Any,
+        keeps_items: bool = False,
+        **kwargs: Any,
+    ):
+        super().__init__(dataset, collate_fn=collate_fn, **kwargs)
+        # In the place of one that announces batches to the model, which sees parts only.
+        collate = collate_fn or default_collate
+        self.collate_fn = CollateParts(collate, dataset, part_size, keeps_items)
+        self._processes: ProcessGroups | None = None
+
+    def share(self, processes: ProcessGroups) -> None:
+        """Draw this process's samples, in as many parts as the other processes have, some of them
+        empty: all run the model equally often."""
+        super().share(processes)
+        self._processes, self.batch_sampler.part_size = processes, self.collate_fn.part_size
+
+    def draw_with(self, stream: SecretStream) -> None:
+        """Draw the next epochs' batches with it; all processes of a sharded model call it."""
+        processes = self._processes
+        self.batch_sampler.stream = stream if processes is None else processes.shared_stream(stream)
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            batch.collate = self.collate_fn.part
+            if self._processes is not None:
+                while len(batch.parts) < self.batch_sampler.parts[0]:
+                    batch.parts.append(self.collate_fn.part([]))
+                    batch.sizes.append(0)
+                self.batch_sampler.parts.popleft()
+            yield batch
