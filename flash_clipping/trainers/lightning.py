@@ -1,8 +1,7 @@
 """Differential privacy in Lightning's ``Trainer``: a callback.
 
 When ``fit`` begins, the callback replaces the training loader by one of Poisson batches, puts hooks
-on the module that is to be private, and wraps the optimizer. All of them keep their types and their
-names, so that checkpoints, schedulers and loggers work as before.
+on the module that is to be private, and wraps the optimizer: all keep their types and names.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 "items of the dataset and rows of the batch. Use FlashPrivacyEngine in a loop of "
                 "your own (docs/units.md)."
             )
-        self.privacy, self.module = privacy, module
-        self.max_physical_batch_size = max_physical_batch_size
+        self.privacy, self.run = privacy, PrivateRun(privacy)
+        self.module, self.max_physical_batch_size = module, max_physical_batch_size
         self._loader: Any = None
         self._loaded: dict[str, Any] | None = None
 
@@ -93,14 +92,12 @@ class PrivateTraining(ReportsPrivacy, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Accountant and settings; empty before the first ``fit``."""
-        if self.run is None or self.run.optimizer is None:
-            return {}
-        return self.run.state_dict()
+        return {} if self.run.optimizer is None else self.run.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Taken by the next ``fit``; where Lightning loads after it has begun, by that one."""
         self._loaded = dict(state_dict)
-        if self.run is not None and self._loaded:
+        if self._loader is not None and self._loaded:
             self.run.load_state_dict(self._loaded)
 
     # -- before the first step ------------------------------------------------------------------
@@ -109,13 +106,12 @@ class PrivateTraining(ReportsPrivacy, Callback):
         """Make loader, module and optimizer private."""
         model = pl_module if self.module is None else getattr(pl_module, self.module)
         _refuse(trainer, model)
-        if self.run is not None:
+        if self._loader is not None:
             raise ValueError(
                 "PrivateTraining: found a second fit(). The module has its hooks and the "
                 "accountant its steps from the first. Give the number of epochs at once, or resume "
                 "from a checkpoint with new objects (Trainer, LightningModule, PrivateTraining)."
             )
-        self.run = PrivateRun(self.privacy)
         self._loader = self._private_loader(trainer, pl_module, distributed=is_sharded(model))
         loop = trainer.fit_loop
         loop._data_source.instance = self._loader
@@ -124,7 +120,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
             model,
             trainer.optimizers[0],
             self._loader,
-            max_grad_norm=self.privacy.max_grad_norm or 0.0,
+            max_grad_norm=self.run.arguments.max_grad_norm or 0.0,
             steps=int(trainer.estimated_stepping_batches),
         )
         if self._loaded:
@@ -190,8 +186,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Gather what the dashboard shows."""
-        if self.run is not None:
-            self.run.statistics.note_backward()
+        self.run.statistics.note_backward()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Check that the step is accounted; log."""
@@ -201,9 +196,8 @@ class PrivateTraining(ReportsPrivacy, Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the hooks off; the module is as it was."""
-        if self.run is not None and self.run.hooks is not None:
-            pl_module.__dict__.pop("training_step", None)
-            self.run.hooks.cleanup()
+        pl_module.__dict__.pop("training_step", None)
+        self.run.detach()
 
 
 def _refuse(trainer: Any, model: nn.Module) -> None:

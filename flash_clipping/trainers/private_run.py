@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 from flash_clipping._compat import pin_memory
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.distributed import processes_of
-from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
+from flash_clipping.engine.accounting import without_hints
 from flash_clipping.engine.micro_batches import Parts, StepInParts
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import PoissonLoader
@@ -33,18 +33,17 @@ if TYPE_CHECKING:
 class ReportsPrivacy:
     """A trainer, or its callback, whose run tells what it has spent."""
 
-    #: The :class:`PrivateRun`, once there is one.
-    run: Any = None
+    run: PrivateRun
 
     @property
     def epsilon(self) -> float:
         """ε that is spent so far, for ``privacy.target_delta``."""
-        return 0.0 if self.run is None else float(self.run.epsilon())
+        return self.run.epsilon()
 
     @property
     def relation(self) -> str:
         """The neighbouring relation of ε, in words."""
-        return ADD_OR_REMOVE if self.run is None else str(self.run.engine.relation)
+        return self.run.engine.relation
 
 
 class PrivateRun:

@@ -108,7 +108,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         bound = _bound(type(self), arguments, kwargs)
         given = bound.arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
         refuse_arguments(given)
-        self.privacy = privacy
+        self.privacy, self.run = privacy, PrivateRun(privacy)
         self._max_grad_norm = _clipping_bound(given.max_grad_norm, privacy.max_grad_norm)
         self._logical_batch_size = (
             given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size
@@ -145,20 +145,18 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             ValueError: ``target_epsilon`` would be exceeded; a resumed trainer has trained before;
                 sample losses that are not the model's own loss.
         """
-        if resume_from_checkpoint and self.run is not None and self.run.steps:
+        if resume_from_checkpoint and self.run.steps:
             raise ValueError(
                 f"resume_from_checkpoint: found a trainer that has done {self.run.steps} private "
                 "steps. Its accountant would forget them. Make a new PrivateTrainer to resume with."
             )
-        if self.run is not None:
-            self.run.steps_before = self.run.steps
+        self.run.steps_before = self.run.steps
         # Accelerate keeps this number for the process; another Accelerator may have set it.
         self.accelerator.gradient_accumulation_steps = 1
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            if self.run is not None:
-                self.run.detach()
+            self.run.detach()
 
     def get_train_dataloader(self) -> Any:
         """Poisson batches of ``train_dataset``, each a ``LogicalBatch``."""
@@ -169,8 +167,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             refuse_loader(plain)
             size = len(plain.dataset)  # type: ignore[arg-type]
             self._drawn_from = (dataset, size)
-            if self.run is None:
-                self.run = PrivateRun(self.privacy)
             self._loader = LogicalLoader.from_data_loader(
                 plain,
                 sample_rate=1 / -(-size // self._logical_batch_size),
@@ -185,7 +181,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         """The Trainer's schedule, of an optimizer that adds noise to clipped sums: this is called
         when Accelerate has prepared (and sharded) model and optimizer, before either is used."""
         run, prepared = self.run, self.optimizer
-        if run is not None and run.hooks is None and isinstance(prepared, AcceleratedOptimizer):
+        if run.hooks is None and isinstance(prepared, AcceleratedOptimizer):
             self._compare_with_own_loss()
             assert self.model is not None
             run.attach(
@@ -245,7 +241,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
     ) -> Tensor:
         """Leave the clipped sums of a batch with the optimizer; return the mean of its losses, in
         which those that are not finite count nothing, as in the step."""
-        if self.run is None or self.run.hooks is None or not isinstance(inputs, LogicalBatch):
+        if self.run.hooks is None or not isinstance(inputs, LogicalBatch):
             raise ValueError(
                 f"PrivateTrainer: found a training batch of type {type(inputs).__name__}; expected "
                 "one of its own loader, which draws Poisson batches. Do not override "
@@ -313,7 +309,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 )
             found = self._units.of_call(index, batched_inputs((), without), self._samples)
             units = found.map.index_M.view(found.shape), found.count
-            if self.run is None or self.run.hooks is None:  # which would take the argument off
+            if self.run.hooks is None:  # which would take the argument off
                 inputs = without
         losses: Tensor | None
         if self.compute_loss_func is not None:
@@ -361,7 +357,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in ``Trainer``; logs of training have ``epsilon``, and what clipping did since the
         last: ``clipped_share``, ``median_norm``, ``samples_per_second``."""
-        if self.run is not None and self.run.steps:
+        if self.run.steps:
             if "loss" in logs and self.run.statistics is not None:
                 logs.update(self.run.statistics.read().logs(self.epsilon))  # of self.relation
             elif "train_loss" in logs:
@@ -428,7 +424,7 @@ class _Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._trainer.run
-        if run is None or run.optimizer is None:
+        if run.optimizer is None:
             raise RuntimeError(
                 "PrivateTrainer: training begins, and the optimizer is not private. Do not "
                 "override create_scheduler or get_train_dataloader."
