@@ -88,8 +88,6 @@ class PrivateTraining(ReportsPrivacy, Callback):
         self._loader: Any = None
         self._loaded: dict[str, Any] | None = None
 
-    # -- checkpoints: Lightning loads before fit begins -----------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Accountant and settings; empty before the first ``fit``."""
         return {} if self.run.optimizer is None else self.run.state_dict()
@@ -99,8 +97,6 @@ class PrivateTraining(ReportsPrivacy, Callback):
         self._loaded = dict(state_dict)
         if self._loader is not None and self._loaded:
             self.run.load_state_dict(self._loaded)
-
-    # -- before the first step ------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make loader, module and optimizer private."""
@@ -148,8 +144,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
         return LogicalLoader.from_data_loader(plain, **options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let Lightning step with noise, now that it has loaded the plain optimizer's state; check
-        that it trains with what was made private."""
+        """Let Lightning step with noise, now that it has loaded the plain optimizer's state."""
         trainer.strategy.optimizers = [self.run.optimizer]
         if trainer.train_dataloader is not self._loader:
             raise RuntimeError(
@@ -158,8 +153,6 @@ class PrivateTraining(ReportsPrivacy, Callback):
             )
         self.run.check_steps(trainer.global_step)
         self.run.check_budget(int(trainer.estimated_stepping_batches) - trainer.global_step)
-
-    # -- a step ---------------------------------------------------------------------------------
 
     def _in_parts(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         """``training_step`` for a logical batch: all parts but the last have had their backward
