@@ -70,7 +70,6 @@ class PrivateRun:
         self.engine = FlashPrivacyEngine(
             accountant=arguments.accountant, secure_mode=arguments.secure_mode, seed=arguments.seed
         )
-        self._epsilon: tuple[int, float] | None = None
         #: Steps that were accounted for before the trainer began to count its own.
         self.steps_before = 0
         self.sampling_stream = self.engine.stream.another()
@@ -168,9 +167,7 @@ class PrivateRun:
         steps = self.steps
         if not steps or not self.noise_multiplier:
             return math.inf if steps else 0.0
-        if self._epsilon is None or self._epsilon[0] != steps:
-            self._epsilon = (steps, self.engine.get_epsilon(self.arguments.target_delta))
-        return self._epsilon[1]
+        return self.engine.get_epsilon(self.arguments.target_delta)
 
     def check_steps(self, counted: int) -> None:
         """Raise ``RuntimeError`` unless the steps that a trainer counts are those accounted for."""

@@ -218,10 +218,7 @@ class PoissonLoader(DPDataLoader):
         cls, data_loader: DataLoader[Any], *, generator: Any = None, **kwargs: Any
     ) -> Any:
         """This loader for another one's data, at that one's rate unless ``sample_rate`` is given.
-
-        That one's own generator, which shuffled its batches, goes on seeding workers. It does not
-        tell what is drawn: people set it to a number that everybody knows.
-        """
+        That one's own generator goes on seeding workers; it does not tell what is drawn."""
         if isinstance(data_loader.dataset, IterableDataset):
             raise ValueError("Uniform sampling is not supported for IterableDataset")
         names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
@@ -252,10 +249,8 @@ class PoissonLoader(DPDataLoader):
 
 
 class _AnnouncingCollate(CollateWithEmpty):
-    """Announces what it collates in the process of the model: whoever called it takes it next.
-
-    It goes with the loader into what others make of it, as ``BatchMemoryManager`` does.
-    """
+    """Announces what it collates in the process of the model: whoever called it takes it next. It
+    goes with the loader into what others make of it, as ``BatchMemoryManager`` does."""
 
     def __init__(
         self, collate: Callable[[list[Any]], Any], dataset: Any, announce: BatchSizeNotifier
@@ -284,8 +279,7 @@ class _AnnouncingCollate(CollateWithEmpty):
 def _announced(
     batches: Any, announce: BatchSizeNotifier, pending: deque[DrawnBatch] | None
 ) -> Iterator[Any]:
-    """Batches that workers have collated ahead, whose samples cannot be counted when they are
-    collated, or whose rows are compared with what the model is called with."""
+    """Batches that are not announced when they are collated (``_AnnouncingCollate``)."""
     try:
         for batch in batches:
             draw = announce.last if pending is None else pending.popleft()

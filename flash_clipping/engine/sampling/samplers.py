@@ -141,7 +141,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         is_last_part: whether the batch ends with the part that was given last.
 
     Guarantees:
-        No state of PyTorch's, NumPy's or Python's generators is read or changed while batches are
+        PyTorch's, NumPy's and Python's generators are neither read nor changed while batches are
         drawn. A copy, a pickled sampler and a forked process draw with keys of their own.
 
     Warns:
@@ -227,9 +227,9 @@ class PoissonSampler(UniformWithReplacementSampler):
         return None
 
     def _splits_for(self, optimizer: Any) -> bool:
-        """Whether to give the ``BatchMemoryManager`` of this optimizer parts of batches. Opacus'
-        own are of any samples, and each process may have another number of them. Of optimizers of
-        other libraries nobody would be told which part is the last."""
+        """Whether the ``BatchMemoryManager`` of this optimizer gets parts that are alike in all
+        processes, unlike Opacus' own. Only optimizers of this library are told which is the last.
+        """
         return self.may_be_split and hasattr(optimizer, "_serves_shards")
 
     def _parts_of(self, size: int) -> int:
@@ -318,11 +318,9 @@ class ShardedPoissonSampler(PoissonSampler):
 class FixedShapeSampler(PoissonSampler):
     """Every step draws every sample independently, and takes at most ``max_batch_size`` of them.
 
-    Of more samples a uniformly random subset of that size is left. Of fewer the batch is filled up
-    with samples that were not drawn: other rows than those that count, so that a rehearsal can tell
-    rows apart. Rows that count are the first.
-
-    Of several processes each gets as many rows, and those that count are spread evenly.
+    Of more samples a uniformly random subset of that size is left. Fewer are filled up with samples
+    that were not drawn, behind those that count. Of several processes each gets as many rows, and
+    those that count are spread evenly.
 
     Args:
         max_batch_size: of all processes together.
