@@ -35,9 +35,7 @@ __all__ = ["PrivacyArguments", "PrivateTraining"]
 
 
 class PrivateTraining(ReportsPrivacy, Callback):
-    """Differential privacy for every sample of the training data.
-
-    Example::
+    """Differential privacy for every sample of the training data::
 
         trainer = lightning.Trainer(max_epochs=3, callbacks=[PrivateTraining(
             PrivacyArguments(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0))])
@@ -104,9 +102,8 @@ class PrivateTraining(ReportsPrivacy, Callback):
         _refuse(trainer, model)
         if self._loader is not None:
             raise ValueError(
-                "PrivateTraining: found a second fit(). The module has its hooks and the "
-                "accountant its steps from the first. Give the number of epochs at once, or resume "
-                "from a checkpoint with new objects (Trainer, LightningModule, PrivateTraining)."
+                "PrivateTraining: found a second fit(). Give the number of epochs at once, or "
+                "resume from a checkpoint with new objects (Trainer, LightningModule, callback)."
             )
         self._loader = self._private_loader(trainer, pl_module, distributed=is_sharded(model))
         loop = trainer.fit_loop
