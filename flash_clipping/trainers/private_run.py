@@ -174,10 +174,8 @@ class PrivateRun:
         accounted = self.steps - self.steps_before
         if accounted != counted:
             raise RuntimeError(
-                f"The trainer counts {counted} steps, and {accounted} are accounted. Weights were "
-                "changed without noise, a step was left out, or a checkpoint without an accountant "
-                "was loaded: something overrides the optimizer, its step() or the checkpoint's "
-                "loading."
+                f"The trainer counts {counted} steps, and {accounted} are accounted. Something "
+                "overrides the optimizer, its step() or the loading of a checkpoint."
             )
 
     def check_budget(self, remaining: int) -> None:
@@ -213,9 +211,8 @@ class PrivateRun:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the accounting of a checkpoint; noise is drawn afresh, unless from a seed.
-        ``ValueError`` if the run has done steps already, or is another run than the checkpoint's.
-        """
+        """Go on with the accounting of a checkpoint, of this run, in which no step was done yet;
+        noise is drawn afresh, unless from a seed."""
         if self.steps:
             raise ValueError(
                 f"resume: found a run that has done {self.steps} private steps. Its accountant "
@@ -226,9 +223,8 @@ class PrivateRun:
         if changed:
             listed = "; ".join(f"{name} was {then[name]}, is {now[name]}" for name in changed)
             raise ValueError(
-                f"resume: the checkpoint is of another run: {listed}. Noise and "
-                "epsilon were computed for those. Use the same data, batch size, number of steps "
-                "and privacy arguments."
+                f"resume: the checkpoint is of another run: {listed}. Use the same data, batch "
+                "size, number of steps and privacy arguments."
             )
         self.steps_before = state["steps_before"]
         self.engine.accountant.load_state_dict(state["accountant"])
