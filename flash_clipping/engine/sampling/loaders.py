@@ -312,7 +312,7 @@ def _refuse_different(size: int, steps: int, units: UnitsOfRows | None) -> None:
 def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> None:
     """Raise ``ValueError`` for a loader whose sampling can be neither replaced nor accounted for:
     that samples in another way than all of the dataset alike, once per epoch."""
-    dataset: Any = loader.dataset
+    dataset, batches = loader.dataset, loader.batch_sampler
     if isinstance(dataset, IterableDataset) and poisson_sampling:
         _refuse(
             f"its dataset is a {_name(dataset)}, an IterableDataset"
@@ -324,19 +324,17 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
             + "])\nof flash_clipping.engine.sampling.streams; or poisson_sampling=False, for which "
             "epsilon is an approximation",
         )
-    if not hasattr(loader.dataset, "__len__"):
+    if not hasattr(dataset, "__len__"):
         _refuse(
-            f"its dataset ({type(loader.dataset).__name__}) has no __len__",
+            f"its dataset ({_name(dataset)}) has no __len__",
             "The sample rate and the expected batch size need the number of samples",
         )
-    batches = loader.batch_sampler
-    if batches is None and (poisson_sampling or not isinstance(loader.dataset, IterableDataset)):
+    if batches is None and (poisson_sampling or not isinstance(dataset, IterableDataset)):
         _refuse("batch_size=None", "Give it a batch size: samples are one axis of a batch")
+    size = len(dataset)
     if not len(loader):
-        _refuse(
-            f"no batch: {len(loader.dataset)} samples and drop_last=True",
-            "Use a smaller batch size, or drop_last=False",
-        )
+        found = f"no batch: {size} samples and drop_last=True"
+        _refuse(found, "Use a smaller batch size, or drop_last=False")
     if isinstance(batches, FixedShapeSampler | OrderedSampler) and not poisson_sampling:
         _refuse(
             f"batch_sampler={_name(batches)}, of another engine, with poisson_sampling=False",
@@ -355,13 +353,11 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
         if poisson_sampling:
             _refuse(
                 f"batch_sampler={_name(batches)}",
-                "Poisson sampling would replace it, and draw batches of another kind. Use "
-                "DataLoader(dataset, batch_size=..., shuffle=True), as it was before anything "
-                "prepared it",
+                "Poisson sampling would replace it. Use DataLoader(dataset, batch_size=..., "
+                "shuffle=True), as it was before anything prepared it",
             )
         return
     sampler: Any = batches.sampler
-    size = len(loader.dataset)
     if type(sampler) is DistributedSampler and poisson_sampling:
         if not distributed and sampler.num_replicas > 1:
             _refuse(
@@ -370,15 +366,13 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
             )
         return
     is_plain = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == size
-    is_odd = isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler)
-    found = f"{_name(sampler)}, with {len(sampler)} of {size} samples"
-    if isinstance(sampler, RandomSampler):
-        is_odd = sampler.replacement or len(sampler) != size
-        found = f"RandomSampler(replacement={sampler.replacement}, num_samples={len(sampler)})"
-        found += f" over {size} samples"
+    replaces = isinstance(sampler, RandomSampler) and sampler.replacement
+    is_odd = isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler) or replaces
+    is_odd |= isinstance(sampler, RandomSampler) and len(sampler) != size
     if is_odd or (poisson_sampling and not is_plain):
+        found = f"sampler={_name(sampler)}, with {len(sampler)} of {size} samples"
         _refuse(
-            f"sampler={found}",
+            found + ", replaced when drawn" * replaces,
             "Epsilon is for batches that draw all of the dataset alike, with one probability. Use "
             "DataLoader(dataset, batch_size=..., shuffle=True), with torch.utils.data.Subset for "
             "a part of the data, and weights in the loss of each sample",
