@@ -70,22 +70,30 @@ class FactoryError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
+    args = argparse.Namespace(refusals=())
     try:
         try:
-            args = _parser().parse_args(argv)
-            status: int = args.run(args)
+            status: int = _parser().parse_args(argv, args).run(args)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read the output (head) has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as of a process that SIGPIPE has ended
+    except args.refusals as error:
+        place = f" {args.file}:" if "file" in args else ""
+        print(f"flash-clipping {args.command}:{place} {error}", file=sys.stderr)
+        return 2
     return status
+
+
+def _show(report: dict[str, Any], text: object, args: argparse.Namespace) -> None:
+    print(json.dumps(report, indent=2) if args.json else text)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flash-clipping", description="Flash Clipping's tools.")
     parser.add_argument("--version", action="version", version=f"flash-clipping {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     check = commands.add_parser(
         "check",
         help="compare a model's norms and clipped sums with a float64 oracle",
@@ -118,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--seed", type=int, default=0)
     check.add_argument("--json", action="store_true", help="print the report as JSON")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, refusals=(FactoryError, diagnostics.BadBatchError))
     plan = commands.add_parser(
         "plan",
         help="what noise an epsilon needs, and what batches and epochs cost",
@@ -137,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--parameters", type=int, help="trainable ones, for noise over signal")
     plan.add_argument("--plot", metavar="FILE", help="draw the table of epsilon (needs matplotlib)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, refusals=(ImportError, ValueError))
     audit = commands.add_parser(
         "audit",
         help="a lower bound on epsilon, from scores of canaries",
@@ -149,14 +157,14 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("--confidence", type=float, default=0.95)
     audit.add_argument("--gaussian", action="store_true", help="the tighter bound, of Gaussians")
     audit.add_argument("--json", action="store_true", help="print what was found as JSON")
-    audit.set_defaults(run=_audit)
+    audit.set_defaults(run=_audit, refusals=(OSError, TypeError, ValueError))
     env = commands.add_parser(
         "env",
         help="describe the installation, for a bug report",
         description="Print versions, devices, Triton's state and settings, for a bug report.",
     )
     env.add_argument("--json", action="store_true", help="print the report as JSON")
-    env.set_defaults(run=_env)
+    env.set_defaults(run=_env, refusals=())
     composed = commands.add_parser(
         "compose",
         help="epsilon of several runs on one dataset, from their reports",
@@ -164,77 +172,62 @@ def _parser() -> argparse.ArgumentParser:
     )
     composed.add_argument("reports", metavar="FILE", nargs="+", help="JSON of engine.report(delta)")
     composed.add_argument("--delta", type=float, help="by default that of the reports")
-    composed.set_defaults(run=_compose)
+    composed.set_defaults(run=_compose, refusals=(OSError, ValueError))
     return parser
 
 
 def _env(args: argparse.Namespace) -> int:
     report = diagnostics.environment()
-    print(json.dumps(report, indent=2) if args.json else diagnostics.environment_text(report))
+    _show(report, diagnostics.environment_text(report), args)
     return 0
 
 
 def _compose(args: argparse.Namespace) -> int:
-    try:
-        reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in args.reports]
-        print(json.dumps(compose(reports, delta=args.delta), indent=2))
-    except (OSError, ValueError) as error:
-        print(f"flash-clipping compose: {error}", file=sys.stderr)
-        return 2
+    reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in args.reports]
+    print(json.dumps(compose(reports, delta=args.delta), indent=2))
     return 0
 
 
 def _check(args: argparse.Namespace) -> int:
     # Expected of a model whose first layer takes integers; nothing a reader can act on.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
-    try:
-        torch.manual_seed(args.seed)
-        model, batch, loss = load_factory(args.factory)
-        if args.device is not None:
-            model = model.to(args.device)
-            batch = map_tensors(lambda x: x.to(args.device), batch, packed=True)
-        report = diagnostics.check(
-            model,
-            batch,
-            loss,
-            loss_reduction=args.loss_reduction,
-            batch_first=not args.batch_second,
-            max_grad_norm=args.max_grad_norm,
-            dtype=getattr(torch, args.dtype) if args.dtype else None,
-            tolerance=args.tolerance,
-            removals=args.removals,
-            seed=args.seed,
-            mode=args.mode,
-            backend=args.backend,
-            strict=not args.no_strict,
-            folded_modules=args.folded,
-        )
-    except (FactoryError, diagnostics.BadBatchError) as error:
-        print(f"flash-clipping check: {error}", file=sys.stderr)
-        return 2
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        print(_coloured(str(report)) if in_colour else report)
+    torch.manual_seed(args.seed)
+    model, batch, loss = load_factory(args.factory)
+    if args.device is not None:
+        model = model.to(args.device)
+        batch = map_tensors(lambda x: x.to(args.device), batch, packed=True)
+    report = diagnostics.check(
+        model,
+        batch,
+        loss,
+        loss_reduction=args.loss_reduction,
+        batch_first=not args.batch_second,
+        max_grad_norm=args.max_grad_norm,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        tolerance=args.tolerance,
+        removals=args.removals,
+        seed=args.seed,
+        mode=args.mode,
+        backend=args.backend,
+        strict=not args.no_strict,
+        folded_modules=args.folded,
+    )
+    in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    _show(report.to_dict(), _coloured(str(report)) if in_colour else report, args)
     return 0 if report.passed else 1
 
 
 def _plan(args: argparse.Namespace) -> int:
-    try:
-        found = planning.plan(
-            args.samples,
-            args.batch_size,
-            epochs=args.epochs,
-            steps=args.steps,
-            epsilon=args.epsilon,
-            noise_multiplier=args.noise_multiplier,
-            delta=args.delta,
-            accountant=args.accountant,
-        )
-    except (ImportError, ValueError) as error:
-        print(f"flash-clipping plan: {error}", file=sys.stderr)
-        return 2
+    found = planning.plan(
+        args.samples,
+        args.batch_size,
+        epochs=args.epochs,
+        steps=args.steps,
+        epsilon=args.epsilon,
+        noise_multiplier=args.noise_multiplier,
+        delta=args.delta,
+        accountant=args.accountant,
+    )
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0
@@ -254,15 +247,16 @@ def _plan(args: argparse.Namespace) -> int:
             f"\nδ = {found.delta:g} is not below 1 / {found.samples:,}: to publish one sample as "
             f"it is, chosen at random, has such a δ. Take --delta {0.1 / found.samples:.1g}."
         )
-    return _draw(args.plot, batches, epochs, grid) if args.plot else 0
+    if args.plot:
+        _draw(args.plot, batches, epochs, grid)
+    return 0
 
 
-def _draw(file: str, batches: list[int], epochs: list[float], grid: Any) -> int:
+def _draw(file: str, batches: list[int], epochs: list[float], grid: Any) -> None:
     try:
         from matplotlib.figure import Figure
-    except ImportError:
-        print("flash-clipping plan: --plot needs matplotlib:\n    pip install matplotlib")
-        return 2
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib:\n    pip install matplotlib") from error
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for batch, row in zip(batches, grid, strict=True):
@@ -271,29 +265,24 @@ def _draw(file: str, batches: list[int], epochs: list[float], grid: Any) -> int:
     axes.legend()
     figure.savefig(file)
     print(f"\n{file}")
-    return 0
 
 
 def _audit(args: argparse.Namespace) -> int:
-    try:
-        with open(args.file) as file:
-            told = json.load(file)
-        missing = [n for n in ("scores", "included", "epsilon", "delta") if n not in told]
-        if missing:
-            raise ValueError(f"found no {', '.join(missing)}; expected them beside each other.")
-        found = auditing.audit(
-            torch.tensor(told["scores"]),
-            torch.tensor(told["included"], dtype=torch.bool),
-            guesses=args.guesses,
-            epsilon=float(told["epsilon"]),
-            delta=float(told["delta"]),
-            confidence=args.confidence,
-            gaussian=args.gaussian,
-        )
-    except (OSError, TypeError, ValueError) as error:
-        print(f"flash-clipping audit: {args.file}: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+    with open(args.file) as file:
+        told = json.load(file)
+    missing = [n for n in ("scores", "included", "epsilon", "delta") if n not in told]
+    if missing:
+        raise ValueError(f"found no {', '.join(missing)}; expected them beside each other.")
+    found = auditing.audit(
+        torch.tensor(told["scores"]),
+        torch.tensor(told["included"], dtype=torch.bool),
+        guesses=args.guesses,
+        epsilon=float(told["epsilon"]),
+        delta=float(told["delta"]),
+        confidence=args.confidence,
+        gaussian=args.gaussian,
+    )
+    _show(found.to_dict(), found, args)
     return 1 if found.violated else 0
 
 
@@ -339,10 +328,6 @@ def load_factory(name: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         made = found()
     except Exception as error:
         raise FactoryError(f"{name}() failed: {_where(error)}") from error
-    return _checked(name, made)
-
-
-def _checked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         size = f" of {len(made)}" if isinstance(made, tuple) else ""
         raise FactoryError(

@@ -1,9 +1,8 @@
 """Does ε hold in practice? Lower bounds on ε from one training run with canaries.
 
-Every one of m canaries is put into the training data by a fair coin. After training, somebody who
-does not know the coins ranks the canaries by a score, guesses "in" for the highest and "out" for
-the lowest, and abstains on the rest. If training is private, too many right guesses are improbable,
-whatever the score; what is improbable below some ε is a lower bound on ε::
+Fair coins put canaries into the training data. After training, somebody who does not know the coins
+ranks the canaries by a score, guesses "in" for the highest and "out" for the lowest, and abstains
+on the rest. If training is private, too many right guesses are improbable, whatever the score::
 
     canaries = Canaries(mislabelled(images, classes=10))
     train(canaries.among(dataset))
@@ -50,9 +49,6 @@ __all__ = [
     "random_texts",
     "right_guesses",
 ]
-
-#: Bounds are given to this many halvings of the first interval.
-_HALVINGS = 40
 
 #: The first step in which an ε, or a μ, is looked for.
 _STEP = 1 / 16
@@ -165,15 +161,14 @@ def epsilon_lower_bound(
 
 
 def _first_kept(rejected: Callable[[float], bool]) -> float:
-    """The first value that is not rejected; step by step at first, as δ's part of a p-value need
-    not grow with ε."""
+    """The first value that is not rejected, in 40 halvings of the step that it is in; step by step
+    at first, as δ's part of a p-value need not grow with ε."""
     if not rejected(0.0):
         return 0.0
-    low = 0.0
-    while rejected(low + _STEP):
-        low += _STEP
-    high = low + _STEP
-    for _ in range(_HALVINGS):
+    low, high = 0.0, _STEP
+    while rejected(high):
+        low, high = high, high + _STEP
+    for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if rejected(middle) else (low, middle)
     return low
@@ -259,7 +254,6 @@ def audit(
     if not epsilon >= 0:
         raise ValueError(f"audit: found epsilon={epsilon}; expected 0 or more.")
     correct = right_guesses(score_M, included_M, guesses)
-    low, high = bootstrap(area_under_curve, score_M, included_M)
     return Audit(
         canaries=m,
         included=int(included_M.sum()),
@@ -271,7 +265,7 @@ def audit(
         relation=relation,
         lower_bound=epsilon_lower_bound(m, guesses, correct, delta, confidence, gaussian=gaussian),
         area_under_curve=area_under_curve(score_M, included_M),
-        area_interval=(low, high),
+        area_interval=bootstrap(area_under_curve, score_M, included_M),
     )
 
 
@@ -319,7 +313,6 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
         if self.violated:
             return "The run leaked more than the accountant says."
         return "Nothing contradicts the accountant."
@@ -330,9 +323,8 @@ class Audit:
 
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.rows())
-        return "\n".join(
-            [*(f"{name:<{width}}  {value}" for name, value in self.rows()), self.verdict]
-        )
+        lines = [f"{name:<{width}}  {value}" for name, value in self.rows()]
+        return "\n".join([*lines, self.verdict])
 
 
 def right_guesses(score_M: Tensor, included_M: Tensor, guesses: int) -> int:
@@ -367,11 +359,9 @@ def bootstrap(
     seed: int = 0,
 ) -> tuple[float, float]:
     """An interval of a statistic of scores and coins, by drawing canaries anew with replacement
-    (Efron's percentiles). It describes the canaries' luck; it is no bound on ε, as
-    :func:`epsilon_lower_bound` is."""
+    (Efron's percentiles): the canaries' luck, and no bound on ε."""
     generator = torch.Generator().manual_seed(seed)
-    m = len(score_M)
-    found = []
+    m, found = len(score_M), []
     for _ in range(resamples):
         drawn = torch.randint(m, (m,), generator=generator)
         found.append(statistic(score_M[drawn], included_M[drawn]))
@@ -420,12 +410,10 @@ def loss_scores(
         ValueError: not one loss for each sample.
     """
     found = []
-    for one in (model, reference):
-        if one is None:
-            continue
+    loader = DataLoader(samples, batch_size=batch_size, collate_fn=collate_fn)
+    for one in [model] if reference is None else [model, reference]:
         modes = [module.training for module in one.modules()]
         one.eval()
-        loader = DataLoader(samples, batch_size=batch_size, collate_fn=collate_fn)
         found.append(torch.cat([losses(one, batch).double().cpu() for batch in loader]))
         for module, mode in zip(one.modules(), modes, strict=True):
             module.training = mode

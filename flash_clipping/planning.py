@@ -1,8 +1,7 @@
 """What a private run will cost, before it starts: ``flash-clipping plan``.
 
-Everyone asks the same: how much noise for this ε, how large a batch, how many epochs. :func:`plan`
-answers for one run, :meth:`Plan.over` for other batch sizes and epochs beside it, and
-:func:`first_bound` looks at public data for a clipping bound to begin with.
+How much noise for this ε, how large a batch, how many epochs: :func:`plan` answers for one run,
+:meth:`Plan.over` for others beside it. :func:`first_bound` looks for a clipping bound.
 
 Shape suffixes: ``B`` samples.
 """
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
+from flash_clipping.engine.graphs.graphed_step import without_gradients
 from flash_clipping.engine.micro_batches import free_memory
 
 __all__ = ["Plan", "first_bound", "largest_physical_batch", "plan"]
@@ -102,31 +102,21 @@ class Plan:
 
         Source: "TAN without a burn" (Sander, Stock and Sablayrolles, ICML 2023, arXiv 2210.03403).
         """
-        return plan(
-            self.samples,
-            batch_size,
-            steps=self.steps,
-            noise_multiplier=self.noise_multiplier * batch_size / self.batch_size,
-            delta=self.delta,
-            accountant=self.accountant,
-        )
+        noise = self.noise_multiplier * batch_size / self.batch_size
+        return self._with(batch_size, steps=self.steps, noise_multiplier=noise)
 
     def over(self, batch_sizes: Sequence[int], epochs: Sequence[float]) -> list[list[Plan]]:
         """Plans with this noise multiplier, for each of these batch sizes (rows) and epochs."""
+        noise = self.noise_multiplier
         return [
-            [
-                plan(
-                    self.samples,
-                    batch,
-                    epochs=count,
-                    noise_multiplier=self.noise_multiplier,
-                    delta=self.delta,
-                    accountant=self.accountant,
-                )
-                for count in epochs
-            ]
+            [self._with(batch, epochs=count, noise_multiplier=noise) for count in epochs]
             for batch in batch_sizes
         ]
+
+    def _with(self, batch_size: int, **options: Any) -> Plan:
+        return plan(
+            self.samples, batch_size, delta=self.delta, accountant=self.accountant, **options
+        )
 
     def rows(
         self, max_physical_batch_size: int | None = None, parameters: int | None = None
@@ -179,26 +169,28 @@ def plan(
     Raises:
         ValueError: not exactly one of each pair; numbers that no run can have.
     """
-    if (epochs is None) == (steps is None):
-        raise ValueError(f"plan: found epochs={epochs} and steps={steps}; expected one of them.")
-    if (epsilon is None) == (noise_multiplier is None):
-        raise ValueError(
-            f"plan: found epsilon={epsilon} and noise_multiplier={noise_multiplier}; expected one "
-            "of them."
-        )
-    if epsilon is not None and not 0 < epsilon < math.inf:
-        raise ValueError(f"plan: found epsilon={epsilon}; expected a finite number above 0.")
-    delta = 0.1 / max(1, samples) if delta is None else delta
-    if not 0 < batch_size <= samples:
-        raise ValueError(
-            f"plan: found a batch of {batch_size} of {samples} samples; expected 1 to {samples}."
-        )
-    if not 0 < delta < 1:
-        raise ValueError(f"plan: found delta={delta}; expected a number between 0 and 1.")
+
+    def expect(holds: bool, found: str, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"plan: found {found}; expected {expected}.")
+
+    expect((epochs is None) != (steps is None), f"{epochs=} and {steps=}", "one of them")
+    given = f"{epsilon=} and {noise_multiplier=}"
+    expect((epsilon is None) != (noise_multiplier is None), given, "one of them")
+    is_finite = epsilon is None or 0 < epsilon < math.inf
+    expect(is_finite, f"{epsilon=}", "a finite number above 0")
+    expect(
+        0 < batch_size <= samples,
+        f"a batch of {batch_size} of {samples} samples",
+        f"1 to {samples}",
+    )
+    delta = 0.1 / samples if delta is None else delta
+    expect(0 < delta < 1, f"{delta=}", "a number between 0 and 1")
     per_epoch = -(-samples // batch_size)
     count = steps if steps is not None else math.ceil(per_epoch * epochs)  # type: ignore[operator]
-    if count < 1:
-        raise ValueError(f"plan: found {count} steps; expected one at least.")
+    expect(count >= 1, f"{count} steps", "one at least")
+    is_noise = noise_multiplier is None or noise_multiplier > 0
+    expect(is_noise, f"{noise_multiplier=}", "one above 0")
     rate = 1 / per_epoch
     with without_hints():
         if noise_multiplier is None:
@@ -208,10 +200,6 @@ def plan(
                 sample_rate=rate,
                 steps=count,
                 accountant=accountant,
-            )
-        elif not noise_multiplier > 0:
-            raise ValueError(
-                f"plan: found noise_multiplier={noise_multiplier}; expected one above 0."
             )
         counted = create_accountant(accountant)
         counted.history = [(noise_multiplier, rate, count)]
@@ -294,11 +282,8 @@ def largest_physical_batch(
 
     low, high = 1, at_most + 1  # what fits, and what does not
     fits(1)
-    while low < at_most and high > at_most:
-        size = min(2 * low, at_most)
-        low, high = (size, high) if fits(size) else (low, size)
-    while high - low > 1 and high <= at_most:
-        size = (low + high) // 2
+    while high - low > 1:
+        size = min(2 * low, at_most) if high > at_most else (low + high) // 2
         low, high = (size, high) if fits(size) else (low, size)
     return low
 
@@ -306,13 +291,9 @@ def largest_physical_batch(
 @contextmanager
 def _wrapped(model: nn.Module) -> Iterator[GradSampleModuleFlashClipping]:
     """The model with hooks, which come off again; its gradients are put back."""
-    grads = [param.grad for param in model.parameters()]
-    for param in model.parameters():
-        param.grad = None
-    wrapped = GradSampleModuleFlashClipping(model, loss_reduction="sum")
-    try:
-        yield wrapped
-    finally:
-        wrapped.to_standard_module()
-        for param, grad in zip(model.parameters(), grads, strict=True):
-            param.grad = grad
+    with without_gradients([*model.parameters()]):
+        wrapped = GradSampleModuleFlashClipping(model, loss_reduction="sum")
+        try:
+            yield wrapped
+        finally:
+            wrapped.to_standard_module()

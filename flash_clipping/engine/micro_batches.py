@@ -44,20 +44,19 @@ class Parts:
         self.sizes[place : place + 1] = [stop - start for start, stop in pairs]
 
 
+@dataclass
 class StepInParts:
     """Steps of a private optimizer whose backward passes are of parts of a batch.
 
-    Args:
-        optimizer: the private one.
-        most: samples of a part; ``None``: any number.
-        halves: whether a part that runs out of memory is halved.
-
     Attributes:
-        most: what was found to fit, or what it was.
+        optimizer: the private one.
+        most: samples of a part, as far as is known; ``None``: any number.
+        halves: whether a part that runs out of memory is halved.
     """
 
-    def __init__(self, optimizer: Any, *, most: int | None = None, halves: bool = True):
-        self.optimizer, self.most, self.halves = optimizer, most, halves
+    optimizer: Any
+    most: int | None = None
+    halves: bool = True
 
     def begin(self) -> None:
         """A logical batch begins, or has failed: parts of one are let go of."""
@@ -80,24 +79,19 @@ class StepInParts:
         self.begin()
         results: list[_T] = []
         try:
-            while len(results) < len(batch.parts):
-                self._advance(batch, work, results)
+            while (place := len(results)) < len(batch.parts):
+                if self.most is not None and batch.sizes[place] > self.most:
+                    batch.split(place, self.most)
+                size = batch.sizes[place]
+                if not self._run(work, batch.parts[place], size, results):
+                    self.most = -(-size // 2)
+                    self._let_go()
+                elif len(results) < len(batch.parts):
+                    self.keep_sums()
         except BaseException:
             self.begin()  # a step without parts, on whatever comes next, would take the sums
             raise
         return results
-
-    def _advance(self, batch: Parts, work: Callable[[Any, int], _T], results: list[_T]) -> None:
-        """Run the next part, or halve it."""
-        place = len(results)
-        if self.most is not None and batch.sizes[place] > self.most:
-            batch.split(place, self.most)
-        size = batch.sizes[place]
-        if not self._run(work, batch.parts[place], size, results):
-            self.most = -(-size // 2)
-            self._let_go()
-        elif len(results) < len(batch.parts):
-            self.keep_sums()
 
     def _run(self, work: Callable[[Any, int], _T], part: Any, size: int, results: list[_T]) -> bool:
         """Whether there was memory for it. (The error holds all frames it came through, and these
@@ -157,10 +151,8 @@ class _Rows(Parts):
             values = [self._cut(value, start, stop) for value in x]
             return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
         if is_dataclass(x) and not isinstance(x, type):
-            parts = {
-                f.name: self._cut(getattr(x, f.name), start, stop) for f in fields(x) if f.init
-            }
-            return replace(x, **parts)
+            names = [field.name for field in fields(x) if field.init]
+            return replace(x, **{n: self._cut(getattr(x, n), start, stop) for n in names})
         if x is None or isinstance(x, bool | int | float | str):
             return x
         raise FlashClippingError(
@@ -238,8 +230,7 @@ class MicroBatches:
     def __call__(self, run: Callable[..., _T], *batch: Any) -> list[_T]:
         """Run ``run(*part)`` for every part of the batch; ``optimizer.step()`` comes next.
 
-        Gradients are cleared before. ``run`` may be called again with samples that it was called
-        with: what it changes besides gradients is its own affair.
+        Gradients are cleared before. ``run`` may be called again with the same samples.
 
         Args:
             run: computes the loss of its arguments, and calls ``backward()`` on it.

@@ -58,8 +58,7 @@ def per_sample_loss(
     Raises:
         ValueError: the shapes do not fit.
     """
-    if not isinstance(logits, Tensor):
-        logits = logits_of(logits)
+    logits = logits if isinstance(logits, Tensor) else logits_of(logits)
     if logits.shape[:-1] != labels.shape or labels.dim() == 0:
         raise ValueError(
             f"per_sample_loss: found logits {tuple(logits.shape)} and labels "
@@ -76,11 +75,11 @@ def per_sample_loss(
         reduction="none",
         label_smoothing=label_smoothing,
     )
-    B = len(labels)
     if labels.dim() == 1:
         return losses
-    counts_B = (labels != ignore_index).reshape(B, labels[:1].numel()).sum(1).clamp(min=1)
-    return losses.reshape(B, labels[:1].numel()).sum(1) / counts_B
+    shape = len(labels), labels[:1].numel()
+    counts_B = (labels != ignore_index).reshape(shape).sum(1).clamp(min=1)
+    return losses.reshape(shape).sum(1) / counts_B
 
 
 def logits_of(output: Any) -> Tensor:
@@ -112,7 +111,6 @@ class SampleMeans:
         self.items: int | None = None
 
     def remove(self) -> None:
-        """The model's loss function is again what it was."""
         self.module.loss_function = self.original
         for name in self._added:
             delattr(self.module, name)
@@ -146,33 +144,28 @@ class SampleMeans:
     def _check_items(self, items: Any) -> None:
         """Refuse to divide by what depends on the batch."""
         if self.session.loss_reduction != "sum" or not isinstance(items, int):
-            raise FlashClippingError(
-                f"{self.path or 'the model'}: found num_items_in_batch ({type(items).__name__}) "
-                f"and loss_reduction={self.session.loss_reduction!r}. A number of tokens that is "
-                "counted in the batch makes one sample's gradient depend on the others. Leave it "
-                "out, and each sample's loss is the mean over its own labels; or pass an int that "
-                'is the same for every batch, with loss_reduction="sum".'
-            )
-        if self.items not in (None, items):
-            raise FlashClippingError(
-                f"{self.path or 'the model'}: found num_items_in_batch={items} after {self.items}. "
-                "Expected the same number for every batch: a number of tokens that is counted in "
-                "the batch makes one sample's gradient depend on the others."
-            )
-        self.items = items
+            found = f" ({type(items).__name__}) and loss_reduction={self.session.loss_reduction!r}"
+        elif self.items not in (None, items):
+            found = f"={items} after {self.items}"
+        else:
+            self.items = items
+            return
+        raise FlashClippingError(
+            f"{self.path or 'the model'}: found num_items_in_batch{found}. A number of tokens "
+            "that is counted in the batch makes one sample's gradient depend on the others. Leave "
+            "it out, and each sample's loss is the mean over its own labels; or pass an int that "
+            'is the same for every batch, with loss_reduction="sum".'
+        )
 
 
 class ModelLosses:
     """The losses that a model of transformers computes itself."""
 
     def __init__(self, root: nn.Module, session: ClippingSession):
-        self.session = session
-        self._root = root
+        self.session, self._root = session, root
         #: The stand-ins for the models' loss functions.
         self.stand_ins: list[SampleMeans] = []
-        #: PEFT's AdaLoRA adds a penalty on its weights to the model's loss.
-        adapters = getattr(root, "peft_config", {})
-        self.penalised = any(hasattr(config, "orth_reg_weight") for config in adapters.values())
+        self.penalised = has_penalty(root)
         self.of_library = is_of(type(root), "transformers") or is_of(type(root), "peft")
         for path, module in root.named_modules():
             cls = type(module)
@@ -185,13 +178,12 @@ class ModelLosses:
                 self.stand_ins.append(SampleMeans(module, path, session))
 
     def remove(self) -> None:
-        """The models' loss functions are again what they were."""
         while self.stand_ins:
             self.stand_ins.pop().remove()
 
     def refuse_penalty(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise ``FlashClippingError`` in a forward whose loss holds a penalty on weights. What
-        computes it are weights alone, so that no layer could be found to be at fault."""
+        """Raise ``FlashClippingError`` in a forward whose loss holds a penalty on weights, which no
+        layer could be found to be at fault for."""
         if self.penalised and kwargs.get("labels") is not None:
             raise FlashClippingError(
                 "the model: its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), "
@@ -201,8 +193,7 @@ class ModelLosses:
             )
 
     def after_forward(self, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Let a backward pass fail that reaches a loss which samples share. Nothing is wrong with
-        it otherwise: the output's logits may be used."""
+        """Let a backward pass fail that reaches a loss which samples share."""
         loss = loss_of(output)
         if loss is None or not loss.requires_grad:
             return
@@ -233,7 +224,6 @@ class ModelLosses:
                 "samples of the batch. Call the model with output_router_logits=False, and balance "
                 "each sample by itself (docs/mixture-of-experts.md)."
             )
-        reduction = self.session.loss_reduction
         by_position = self.session.positions is not None
         means = any(stand_in.calls for stand_in in self.stand_ins)
         if means and not by_position:
@@ -253,17 +243,21 @@ class ModelLosses:
                     f"its own loss of {name} is a mean over rows, whose parts are units. Compute "
                     "losses of positions from the logits, as docs/units.md does."
                 )
-            if labels.is_floating_point() or labels.dim() < 2 or labels.shape[1] < 2:
-                continue
-            if len(labels) == 0:  # no samples share it
-                continue
-            return (
-                f"its own loss of {name} {tuple(labels.shape)} is a mean over the labels of the "
-                "whole batch, so that each sample's gradient depends on how many labels the others "
-                "have, and no clipping bounds what one sample changes. "
-                + _INSTEAD.format(shift="", reduction=reduction)
-            )
+            is_of_tokens = labels.dim() > 1 and labels.shape[1] > 1
+            if is_of_tokens and len(labels) and not labels.is_floating_point():
+                return (
+                    f"its own loss of {name} {tuple(labels.shape)} is a mean over the labels of "
+                    "the whole batch, so that each sample's gradient depends on how many labels "
+                    "the others have, and no clipping bounds what one sample changes. "
+                    + _INSTEAD.format(shift="", reduction=self.session.loss_reduction)
+                )
         return ""
+
+
+def has_penalty(model: Any) -> bool:
+    """Whether PEFT's AdaLoRA adds a penalty on its weights to the model's own loss."""
+    adapters = getattr(model, "peft_config", {})
+    return any(hasattr(config, "orth_reg_weight") for config in adapters.values())
 
 
 def is_of(thing: Any, library: str) -> bool:

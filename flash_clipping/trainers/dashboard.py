@@ -6,6 +6,7 @@ private samples without noise: for the person who trains, not for publication.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Reading:
 
     @property
     def samples_per_second(self) -> float:
-        return self.samples / self.seconds if self.seconds > 0 else float("nan")
+        return self.samples / self.seconds if self.seconds > 0 else math.nan
 
     def logs(self, epsilon: float) -> dict[str, float]:
         """The numbers that trainers log, with ε."""
@@ -72,7 +73,7 @@ class ClippingStatistics:
         """All samples since the last reading; waits for the device."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
-        samples, share, median = 0, float("nan"), float("nan")
+        samples, share, median = 0, math.nan, math.nan
         if self._passes:
             norms, clipped, is_padding = map(torch.cat, zip(*self._passes, strict=True))
             counts = (~is_padding).nonzero().flatten()
@@ -123,7 +124,8 @@ class PrivacyDashboard:
         self._engine, self._delta, self._every, self._show = engine, delta, every, show
         self._model, self._statistics = model, ClippingStatistics(model)
         self._shown = accounted_steps(engine)
-        self._named = False
+        #: Whether a line has said which datasets ε compares.
+        self._is_named = False
 
     def __enter__(self) -> PrivacyDashboard:
         return self
@@ -134,22 +136,21 @@ class PrivacyDashboard:
 
     def update(self) -> None:
         """Between ``backward()`` and ``optimizer.step()``; for every part of a logical batch."""
-        # Steps are counted by the accountant: those of other parts were skipped.
         if accounted_steps(self._engine) - self._shown >= self._every:
             self._line()
         self._statistics.note_backward()
 
     def _line(self) -> None:
-        # Said once: which datasets ε compares.
-        named, self._named = self._named, True
-        relation = "" if named else f"   (ε: {relation_of(self._engine.accountant)})"
         # The model's optimizer may have a seed of its own.
         optimizer = getattr(getattr(self._model, "running_step", None), "follower", None)
         streams = [getattr(x, "stream", None) for x in (self._engine, optimizer)]
         self._shown = accounted_steps(self._engine)
         epsilon = self._engine.get_epsilon(self._delta)
         shown = line(self._shown, epsilon, self._statistics.read())
-        self._show(shown + relation + seed_notice(*streams))
+        if not self._is_named:
+            shown += f"   (ε: {relation_of(self._engine.accountant)})"
+        self._is_named = True
+        self._show(shown + seed_notice(*streams))
 
 
 def line(step: int, epsilon: float, reading: Reading) -> str:

@@ -1,8 +1,7 @@
 """Differential privacy in Lightning's ``Trainer``: a callback.
 
 When ``fit`` begins, the callback replaces the training loader by one of Poisson batches, puts hooks
-on the module that is to be private, and wraps the optimizer. All of them keep their types and their
-names, so that checkpoints, schedulers and loggers work as before.
+on the module that is to be private, and wraps the optimizer: all keep their types and names.
 """
 
 from __future__ import annotations
@@ -25,16 +24,18 @@ except ImportError as error:
 
 from flash_clipping.engine.sampling.loaders import PoissonLoader, refuse_loader
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
-from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
+from flash_clipping.trainers.private_run import (
+    LogicalBatch,
+    LogicalLoader,
+    PrivateRun,
+    ReportsPrivacy,
+)
 
 __all__ = ["PrivacyArguments", "PrivateTraining"]
 
 
 class PrivateTraining(ReportsPrivacy, Callback):
-    """Differential privacy for every sample of the training data.
-
-    Example::
+    """Differential privacy for every sample of the training data::
 
         trainer = lightning.Trainer(max_epochs=3, callbacks=[PrivateTraining(
             PrivacyArguments(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0))])
@@ -80,38 +81,30 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 "items of the dataset and rows of the batch. Use FlashPrivacyEngine in a loop of "
                 "your own (docs/units.md)."
             )
-        self.privacy, self.module = privacy, module
-        self.max_physical_batch_size = max_physical_batch_size
+        self.privacy, self.run = privacy, PrivateRun(privacy)
+        self.module, self.max_physical_batch_size = module, max_physical_batch_size
         self._loader: Any = None
         self._loaded: dict[str, Any] | None = None
 
-    # -- checkpoints: Lightning loads before fit begins -----------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Accountant and settings; empty before the first ``fit``."""
-        if self.run is None or self.run.optimizer is None:
-            return {}
-        return self.run.state_dict()
+        return {} if self.run.optimizer is None else self.run.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Taken by the next ``fit``; where Lightning loads after it has begun, by that one."""
         self._loaded = dict(state_dict)
-        if self.run is not None and self._loaded:
+        if self._loader is not None and self._loaded:
             self.run.load_state_dict(self._loaded)
-
-    # -- before the first step ------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make loader, module and optimizer private."""
         model = pl_module if self.module is None else getattr(pl_module, self.module)
         _refuse(trainer, model)
-        if self.run is not None:
+        if self._loader is not None:
             raise ValueError(
-                "PrivateTraining: found a second fit(). The module has its hooks and the "
-                "accountant its steps from the first. Give the number of epochs at once, or resume "
-                "from a checkpoint with new objects (Trainer, LightningModule, PrivateTraining)."
+                "PrivateTraining: found a second fit(). Give the number of epochs at once, or "
+                "resume from a checkpoint with new objects (Trainer, LightningModule, callback)."
             )
-        self.run = PrivateRun(self.privacy)
         self._loader = self._private_loader(trainer, pl_module, distributed=is_sharded(model))
         loop = trainer.fit_loop
         loop._data_source.instance = self._loader
@@ -120,7 +113,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
             model,
             trainer.optimizers[0],
             self._loader,
-            max_grad_norm=self.privacy.max_grad_norm or 0.0,
+            max_grad_norm=self.run.arguments.max_grad_norm or 0.0,
             steps=int(trainer.estimated_stepping_batches),
         )
         if self._loaded:
@@ -148,8 +141,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
         return LogicalLoader.from_data_loader(plain, **options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let Lightning step with noise, now that it has loaded the plain optimizer's state; check
-        that it trains with what was made private."""
+        """Let Lightning step with noise, now that it has loaded the plain optimizer's state."""
         trainer.strategy.optimizers = [self.run.optimizer]
         if trainer.train_dataloader is not self._loader:
             raise RuntimeError(
@@ -158,8 +150,6 @@ class PrivateTraining(ReportsPrivacy, Callback):
             )
         self.run.check_steps(trainer.global_step)
         self.run.check_budget(int(trainer.estimated_stepping_batches) - trainer.global_step)
-
-    # -- a step ---------------------------------------------------------------------------------
 
     def _in_parts(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         """``training_step`` for a logical batch: all parts but the last have had their backward
@@ -186,8 +176,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Gather what the dashboard shows."""
-        if self.run is not None:
-            self.run.statistics.note_backward()
+        self.run.statistics.note_backward()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Check that the step is accounted; log."""
@@ -197,9 +186,8 @@ class PrivateTraining(ReportsPrivacy, Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the hooks off; the module is as it was."""
-        if self.run is not None and self.run.hooks is not None:
-            pl_module.__dict__.pop("training_step", None)
-            self.run.hooks.cleanup()
+        pl_module.__dict__.pop("training_step", None)
+        self.run.detach()
 
 
 def _refuse(trainer: Any, model: nn.Module) -> None:

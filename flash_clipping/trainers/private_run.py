@@ -5,36 +5,45 @@ The model keeps its class and its names: it gets hooks, no wrapper.
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
+from torch.utils.data import default_collate
 
+from flash_clipping._compat import pin_memory
+from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.distributed import processes_of
-from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
-from flash_clipping.engine.micro_batches import StepInParts
+from flash_clipping.engine.accounting import without_hints
+from flash_clipping.engine.micro_batches import Parts, StepInParts
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
+from flash_clipping.engine.sampling.loaders import PoissonLoader
+from flash_clipping.randomness import SecretStream
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics, accounted_steps
-from flash_clipping.trainers.physical_batches import LogicalLoader
+
+if TYPE_CHECKING:
+    from flash_clipping.distributed.process_groups import ProcessGroups
 
 
 class ReportsPrivacy:
     """A trainer, or its callback, whose run tells what it has spent."""
 
-    #: The :class:`PrivateRun`, once there is one.
-    run: Any = None
+    run: PrivateRun
 
     @property
     def epsilon(self) -> float:
         """ε that is spent so far, for ``privacy.target_delta``."""
-        return 0.0 if self.run is None else float(self.run.epsilon())
+        return self.run.epsilon()
 
     @property
     def relation(self) -> str:
         """The neighbouring relation of ε, in words."""
-        return ADD_OR_REMOVE if self.run is None else str(self.run.engine.relation)
+        return self.run.engine.relation
 
 
 class PrivateRun:
@@ -42,8 +51,6 @@ class PrivateRun:
     :meth:`attach`, train.
 
     Attributes:
-        engine: accounts for the steps.
-        sampling_stream: what batches are drawn with.
         hooks, optimizer, statistics, in_parts: after :meth:`attach`: the hooks on the model, the
             private optimizer, the :class:`~flash_clipping.trainers.dashboard.ClippingStatistics`,
             and the :class:`~flash_clipping.engine.micro_batches.StepInParts` of its steps.
@@ -63,7 +70,6 @@ class PrivateRun:
         self.engine = FlashPrivacyEngine(
             accountant=arguments.accountant, secure_mode=arguments.secure_mode, seed=arguments.seed
         )
-        self._epsilon: tuple[int, float] | None = None
         #: Steps that were accounted for before the trainer began to count its own.
         self.steps_before = 0
         self.sampling_stream = self.engine.stream.another()
@@ -89,8 +95,8 @@ class PrivateRun:
         Again after :meth:`detach`: the accountant, the bound and the noise go on.
 
         Args:
-            model: all trainable parameters of it are covered. In several processes: inside of
-                Opacus' ``DifferentiallyPrivateDistributedDataParallel``.
+            model: in several processes inside of Opacus'
+                ``DifferentiallyPrivateDistributedDataParallel``.
             loader: draws Poisson batches, with the rate ``1 / len(loader)``.
             steps: of the whole run.
             options: of the engine, unless the user gave others.
@@ -133,7 +139,7 @@ class PrivateRun:
             module.training = mode
 
     def detach(self) -> None:
-        """Take the hooks off: the model is as it was."""
+        """Take the hooks off."""
         if self.hooks is not None:
             self.hooks.cleanup()
             self.hooks = None
@@ -161,19 +167,15 @@ class PrivateRun:
         steps = self.steps
         if not steps or not self.noise_multiplier:
             return math.inf if steps else 0.0
-        if self._epsilon is None or self._epsilon[0] != steps:
-            self._epsilon = (steps, self.engine.get_epsilon(self.arguments.target_delta))
-        return self._epsilon[1]
+        return self.engine.get_epsilon(self.arguments.target_delta)
 
     def check_steps(self, counted: int) -> None:
         """Raise ``RuntimeError`` unless the steps that a trainer counts are those accounted for."""
         accounted = self.steps - self.steps_before
         if accounted != counted:
             raise RuntimeError(
-                f"The trainer counts {counted} steps, and {accounted} are accounted. Weights were "
-                "changed without noise, a step was left out, or a checkpoint without an accountant "
-                "was loaded: something overrides the optimizer, its step() or the checkpoint's "
-                "loading."
+                f"The trainer counts {counted} steps, and {accounted} are accounted. Something "
+                "overrides the optimizer, its step() or the loading of a checkpoint."
             )
 
     def check_budget(self, remaining: int) -> None:
@@ -190,7 +192,7 @@ class PrivateRun:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, float]:
-        """Settings that a run may not change when it is resumed; beside the data."""
+        """What a run may not change when it is resumed, beside the data."""
         names = ("noise_multiplier", "sample_rate", "max_grad_norm")
         return {name: getattr(self, name) for name in names}
 
@@ -209,9 +211,8 @@ class PrivateRun:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the accounting of a checkpoint; noise is drawn afresh, unless from a seed.
-        ``ValueError`` if the run has done steps already, or is another run than the checkpoint's.
-        """
+        """Go on with the accounting of a checkpoint, of this run, in which no step was done yet;
+        noise is drawn afresh, unless from a seed."""
         if self.steps:
             raise ValueError(
                 f"resume: found a run that has done {self.steps} private steps. Its accountant "
@@ -222,9 +223,8 @@ class PrivateRun:
         if changed:
             listed = "; ".join(f"{name} was {then[name]}, is {now[name]}" for name in changed)
             raise ValueError(
-                f"resume: the checkpoint is of another run: {listed}. Noise and "
-                "epsilon were computed for those. Use the same data, batch size, number of steps "
-                "and privacy arguments."
+                f"resume: the checkpoint is of another run: {listed}. Use the same data, batch "
+                "size, number of steps and privacy arguments."
             )
         self.steps_before = state["steps_before"]
         self.engine.accountant.load_state_dict(state["accountant"])
@@ -233,3 +233,93 @@ class PrivateRun:
             self.optimizer.stream.load_state_dict(state["noise_stream"])
         if self.arguments.seed is not None and "sampling_stream" in state:
             self.sampling_stream.load_state_dict(state["sampling_stream"])
+
+
+# -- Poisson batches in parts that fit in memory ------------------------------------------------
+
+
+@dataclass
+class LogicalBatch(Parts):
+    """All samples of one step, in parts that were collated each by itself; an empty batch has one
+    part, without samples.
+
+    Attributes:
+        items: the samples themselves, where parts may have to be collated anew.
+        collate: collates a part.
+    """
+
+    items: list[Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def samples(self, start: int, stop: int) -> Any:
+        assert self.items is not None and self.collate is not None
+        return self.collate(self.items[start:stop])
+
+    def pin_memory(self, device: Any = None) -> LogicalBatch:
+        """Called by PyTorch's loader, which does not look into classes."""
+        return replace(self, parts=[pin_memory(part, device) for part in self.parts])
+
+
+class CollateParts:
+    """Collates a logical batch in parts; ``keeps_items``: with the samples, so that it can be done
+    again."""
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        dataset: Any,
+        part_size: int,
+        keeps_items: bool = False,
+    ):
+        #: Collates one part.
+        self.part = CollateWithEmpty(collate, dataset)
+        self.part_size, self.keeps_items = part_size, keeps_items
+
+    def __call__(self, samples: list[Any]) -> LogicalBatch:
+        items = None
+        if self.keeps_items:  # collate functions may take samples apart
+            items = [copy.copy(sample) for sample in samples]
+        starts = range(0, max(1, len(samples)), self.part_size)
+        parts = [samples[start : start + self.part_size] for start in starts]
+        return LogicalBatch([self.part(part) for part in parts], [*map(len, parts)], items)
+
+
+class LogicalLoader(PoissonLoader):
+    """Poisson batches in parts of at most ``part_size`` samples, which can be halved where batches
+    keep their samples (``keeps_items``)."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        part_size: int,
+        collate_fn: Any,
+        keeps_items: bool = False,
+        **kwargs: Any,
+    ):
+        super().__init__(dataset, collate_fn=collate_fn, **kwargs)
+        # In the place of one that announces batches to the model, which sees parts only.
+        collate = collate_fn or default_collate
+        self.collate_fn = CollateParts(collate, dataset, part_size, keeps_items)
+        self._processes: ProcessGroups | None = None
+
+    def share(self, processes: ProcessGroups) -> None:
+        """Draw this process's samples, in as many parts as the other processes have, some of them
+        empty: all run the model equally often."""
+        super().share(processes)
+        self._processes, self.batch_sampler.part_size = processes, self.collate_fn.part_size
+
+    def draw_with(self, stream: SecretStream) -> None:
+        """Draw the next epochs' batches with it; all processes of a sharded model call it."""
+        processes = self._processes
+        self.batch_sampler.stream = stream if processes is None else processes.shared_stream(stream)
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            batch.collate = self.collate_fn.part
+            if self._processes is not None:
+                while len(batch.parts) < self.batch_sampler.parts[0]:
+                    batch.parts.append(self.collate_fn.part([]))
+                    batch.sizes.append(0)
+                self.batch_sampler.parts.popleft()
+            yield batch

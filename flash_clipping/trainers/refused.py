@@ -9,10 +9,9 @@ from torch.utils.data import RandomSampler
 from flash_clipping.distributed import has_shards
 
 _SEVERAL = (
-    "PrivateTrainer trains with one device in each process: whole models, or shards of FSDP2. "
-    "Start a process for every GPU (torchrun, accelerate launch), with fsdp_version: 2 (in "
-    "TrainingArguments fsdp=True, fsdp_config={'version': 2}) for models that do not fit; or use "
-    "FlashPrivacyEngine after fully_shard or parallelize_module"
+    "PrivateTrainer trains with one device in each process. Start a process for every GPU "
+    "(torchrun, accelerate launch), with fsdp_version: 2 (in TrainingArguments fsdp=True, "
+    "fsdp_config={'version': 2}) for models that do not fit; or use FlashPrivacyEngine"
 )
 
 
@@ -26,8 +25,7 @@ def refuse_arguments(args: Any) -> None:
     _refuse_if(
         get("fp16"),
         "fp16=True",
-        "It scales the loss: samples would be clipped by their scaled gradients, and a step that "
-        "is skipped for a sample's overflow shows that sample. Use bf16=True",
+        "It scales the loss, and samples would be clipped by scaled gradients. Use bf16=True",
     )
     form = str(getattr(get("parallel_mode"), "value", "distributed"))
     is_several = get("world_size", 1) > 1
@@ -35,17 +33,13 @@ def refuse_arguments(args: Any) -> None:
     _refuse_if(is_several and get("parallelism_config"), "parallelism_config", _SEVERAL)
     _refuse_if(get("deepspeed"), "deepspeed", _SEVERAL)
     _refuse_if(get("n_gpu", 1) > 1, f"{get('n_gpu', 1)} GPUs (DataParallel)", _SEVERAL)
-    _refuse_if(
-        get("torch_compile"),
-        "torch_compile=True",
-        "The Trainer would compile the model with its hooks. Leave it out",
-    )
+    compiles = "The Trainer would compile the model with its hooks. Leave it out"
+    _refuse_if(get("torch_compile"), "torch_compile=True", compiles)
     alpha = get("neftune_noise_alpha")
     _refuse_if(
         alpha is not None,
         f"neftune_noise_alpha={alpha}",
-        "The size of its noise is that of the longest text beside a sample: one text more changes "
-        "the gradients of others. Leave it out",
+        "Its noise is as large as the longest text of the batch. Leave it out",
     )
     strategy = str(get("train_sampling_strategy", "random"))
     _refuse_if(
@@ -62,29 +56,25 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None:
-    """Raise ``ValueError`` for what else a trainer was given.
-
-    ``trainer_class`` is that of transformers, ``private_class`` the one that replaces parts of it.
-    """
+    """Raise ``ValueError`` for what else a trainer was given. ``private_class`` replaces parts of
+    ``trainer_class``, that of transformers."""
     cls = type(trainer)
     _refuse_if(
         trainer.model_init is not None,
         "model_init",
-        "Every model that is trained on the data spends epsilon, and each would have an accountant "
-        "of its own. Give model=",
+        "Every model that it makes would have an accountant of its own. Give model=",
     )
     _refuse_if(
         cls.compute_loss is not trainer_class.compute_loss
         and cls.compute_sample_losses is private_class.compute_sample_losses,
         f"compute_loss of {cls.__name__}",
         "It returns one loss for the whole batch. Override compute_sample_losses(model, inputs), "
-        "which returns one loss for each sample, [B]; compute_loss is for evaluation then",
+        "which returns one for each sample, [B]",
     )
     _refuse_if(
         hasattr(trainer.model, "autograd_grad_sample_hooks"),
         "a model that is private already",
-        "Give the plain model, or take the hooks off first: model.to_standard_module(), or "
-        "hooks.cleanup()",
+        "Give model.to_standard_module(), or take the hooks off first: hooks.cleanup()",
     )
     _refuse_if(
         has_shards(trainer.model),
@@ -98,22 +88,20 @@ def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None
     _refuse_if(
         asked and not trainer.is_fsdp_enabled,
         "fsdp, and Accelerate does not shard here",
-        "It shards in several processes with a GPU each. Start them by torchrun or accelerate "
-        "launch, or leave fsdp out",
+        "It needs several processes with a GPU each (torchrun). Start them, or leave fsdp out",
     )
     _refuse_if(
         trainer.is_fsdp_enabled and trainer._finds_batch_size,
         "auto_find_batch_size=True, and shards",
-        "All processes must run as many parts, and those that have memory would wait for the "
-        "others. Give per_device_train_batch_size what fits, and the rest to "
-        "gradient_accumulation_steps",
+        "All processes must run as many parts. Give per_device_train_batch_size what fits, and the "
+        "rest to gradient_accumulation_steps",
     )
     config = getattr(trainer.model, "config", None)
     _refuse_if(
         getattr(config, "output_router_logits", False),
         "output_router_logits=True in the model's config",
-        "Its auxiliary loss balances experts over all samples of a batch, so that samples mix. Set "
-        "it to False; with TRL's trainers, which set it themselves, router_aux_loss_coef=0.0",
+        "Its auxiliary loss mixes the samples of a batch. Set it to False; with TRL's trainers, "
+        "which set it themselves, router_aux_loss_coef=0.0",
     )
 
 
@@ -123,8 +111,7 @@ def refuse_loader(loader: Any) -> None:
     _refuse_if(
         not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"),
         f"train_dataset of type {type(dataset).__name__}",
-        "Poisson sampling draws samples by their index. Give a dataset with __len__ and "
-        "__getitem__",
+        "Samples are drawn by their index. Give a dataset with __len__ and __getitem__",
     )
     _refuse_if(not len(dataset), "a train_dataset without samples", "Give one that has some")
     # Accelerate's, which gives each of several processes some of the batches, has one inside.

@@ -1,27 +1,28 @@
 """The loss of every sample by itself, from what a Hugging Face model returns and the labels.
 
-``outputs.loss`` of a model is a mean over the whole batch, often over its tokens: there one sample
-changes how much another one counts. Here each sample's loss depends on that sample only: a mean
-over its own tokens.
-
 Shapes: ``B`` samples, ``T`` positions, ``K`` classes or tokens of the vocabulary; ``R`` rows and
 ``U`` units where a sample is no row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from flash_clipping.engine.token_losses import part_of, per_sample_loss
+from flash_clipping.capture.no_trace import random_state, untouched
+from flash_clipping.engine.token_losses import has_penalty, loss_of, part_of, per_sample_loss
 from flash_clipping.ops.runtime.checks import check_on_device
 
 #: Labels with this value count nothing, in per_sample_loss as well.
 IGNORED = -100
+
+#: Relative differences that are rounding: losses are means of many terms. 5e-2 in 16 bits.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 _INSTEAD = "Give compute_loss_func, which returns one loss for each sample, [B]."
 
@@ -67,8 +68,7 @@ def sample_losses(
             for end in ("start", "end")
         ]
         return _of_rows((ends[0] + ends[1]) / 2, units)
-    is_tuple = isinstance(outputs, tuple | list) and len(outputs)  # return_dict=False
-    logits = outputs[0] if is_tuple else part_of(outputs, "logits")
+    logits = _logits_of(outputs)
     if labels.keys() != {"labels"} or logits is None:
         found = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise ValueError(
@@ -78,12 +78,8 @@ def sample_losses(
         )
     target = labels["labels"]
     if problem_type is None:
-        if logits.shape[-1] == 1:
-            problem_type = "regression"
-        elif target.is_floating_point():
-            problem_type = "multi_label_classification"
-        else:
-            problem_type = "single_label_classification"
+        kind = "multi" if target.is_floating_point() else "single"
+        problem_type = "regression" if logits.shape[-1] == 1 else f"{kind}_label_classification"
     logits = _wide(logits)
     is_single = problem_type == "single_label_classification"
     are_classes = logits.dim() in (2, 3) and logits.shape[:-1] == target.shape
@@ -116,17 +112,12 @@ def losses_of_kind(
     labels: Mapping[str, Tensor],
     units: tuple[Tensor, int] | None = None,
 ) -> Tensor | None:
-    """The losses of models whose loss needs more than outputs and labels, ``[B]``, fp32: speech
-    (:func:`ctc_losses`) and masked images (:func:`masked_image_losses`); ``None`` for others.
+    """The losses of models whose loss needs more than outputs and labels (as in
+    :func:`sample_losses`), ``[B]``, fp32: speech and masked images; ``None`` for others.
 
-    Args:
-        model: of ``transformers``; ``inputs``, ``outputs``: what it was called with and returned.
-        labels: as of :func:`sample_losses`.
-        units: of every row, as there.
+    ``model``: of ``transformers``; ``inputs``: what it was called with.
     """
-    is_tuple = isinstance(outputs, tuple | list) and len(outputs)
-    logits = outputs[0] if is_tuple else part_of(outputs, "logits")
-    target = labels.get("labels")
+    logits, target = _logits_of(outputs), labels.get("labels")
     if hasattr(model.config, "ctc_loss_reduction") and target is not None:
         if logits.dim() == 3 and target.dim() == 2:
             return _of_rows(ctc_losses(model, inputs, logits, target), units)
@@ -137,12 +128,9 @@ def losses_of_kind(
 
 
 def ctc_losses(model: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Tensor) -> Tensor:
-    """Connectionist temporal classification for each sample, ``[B]``, fp32.
-
-    ``model``: a ``...ForCTC`` of ``transformers``, whose config says how losses are reduced;
-    ``inputs``: what it was called with, the signal first; ``logits``: ``[B, T, K]``; ``labels``:
-    ``[B, L]``, characters, and negative numbers or blanks behind the last.
-    """
+    """Connectionist temporal classification for each sample, ``[B]``, fp32, by a ``...ForCTC`` of
+    ``transformers``; ``logits``: ``[B, T, K]``; ``labels``: ``[B, L]``, characters, and negative
+    numbers or blanks behind the last."""
     signal, mask = inputs[model.main_input_name], inputs.get("attention_mask")
     if mask is None:
         mask = torch.ones(signal.shape[:2], dtype=torch.long, device=signal.device)
@@ -170,22 +158,14 @@ def ctc_losses(model: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Te
 def masked_image_losses(
     model: Any, inputs: Mapping[str, Any], outputs: Any, labels: Tensor | None
 ) -> Tensor | None:
-    """The loss of every image of which patches are hidden, ``[B]``, fp32.
+    """The loss of every image ``[B, C, H, W]`` of which patches are hidden, ``[B]``, fp32; ``None``
+    for a model that is none of these.
 
     * ViTMAE: squared errors of the patches that the model itself hides, averaged over them.
     * SimMIM (ViT, DeiT, Swin, Swin 2, FocalNet): absolute errors of pixels under
       ``bool_masked_pos`` ``[B, L]``, averaged over them.
     * BEiT: cross-entropy of the hidden patches' visual tokens, ``labels`` ``[M]``: those of all
-      images, one behind the other.
-
-    Args:
-        model, inputs, outputs: a model of ``transformers``, with ``pixel_values`` ``[B, C, H, W]``.
-
-    Returns:
-        ``None`` for a model that is none of these.
-
-    Raises:
-        FlashClippingError: BEiT's labels are not one for each hidden patch.
+      images, one behind the other; ``FlashClippingError`` if there is not one for each.
     """
     pixels, hidden = inputs["pixel_values"], inputs.get("bool_masked_pos")
     logits, rebuilt = part_of(outputs, "logits"), part_of(outputs, "reconstruction")
@@ -219,6 +199,12 @@ def masked_image_losses(
         return None
     weights = weights.flatten(1).to(errors.dtype)
     return (errors.flatten(1) * weights).sum(1) / weights.sum(1).clamp(min=1)
+
+
+def _logits_of(outputs: Any) -> Any:
+    if isinstance(outputs, tuple | list) and len(outputs):  # return_dict=False
+        return outputs[0]
+    return part_of(outputs, "logits")
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -280,7 +266,111 @@ def _means(losses_M: Tensor, counted_M: Tensor, index_M: Tensor, count: int) -> 
 
 def _positions_loss(logits_BT: Tensor, position_B: Tensor) -> Tensor:
     """The loss of where an answer starts or ends; positions outside count nothing."""
-    length = logits_BT.shape[1]
     position_B = position_B.flatten()
-    outside_B = (position_B < 0) | (position_B >= length)
+    outside_B = (position_B < 0) | (position_B >= logits_BT.shape[1])
     return per_sample_loss(logits_BT, torch.where(outside_B, IGNORED, position_B))
+
+
+# -- the model's own loss: whether it shifts labels, and whether losses of samples are equal to it -
+#
+# transformers has no public answer to the first question, and a wrong one trains a language model
+# to copy its input while every number of the run looks healthy. So the model is asked.
+
+
+@contextmanager
+def asking(model: nn.Module) -> Iterator[None]:
+    """Run a model without gradients and dropout; nothing of it is changed."""
+    with untouched(model), _seeded(model), torch.no_grad():
+        model.eval()
+        yield
+
+
+def _seeded(model: nn.Module) -> Any:
+    return random_state(list({p.device for p in model.parameters() if p.is_cuda}), seed=0)
+
+
+def _own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
+    """The loss that a model of ``transformers`` returns, a scalar; ``None`` if it has none."""
+    inside: Any = model
+    if has_penalty(model):
+        inside = inside.get_base_model()
+    with _seeded(model):
+        return loss_of(inside(**inputs))
+
+
+def shifts_labels(
+    model: nn.Module, samples: list[Any], collate: Callable[[list[Any]], Any]
+) -> bool | None:
+    """Whether position ``t`` predicts the label of position ``t + 1`` in the model's own loss;
+    ``None`` if it has none. A loss that shifts labels does not see the first one: with that label
+    alone it is a mean of nothing."""
+    for sample in samples:
+        inputs = collate([sample])
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() < 2:
+            return False
+        counted = labels[labels >= 0]
+        if labels.shape[1] < 2 or not len(counted):
+            continue
+        first = torch.full_like(labels, IGNORED)
+        first[:, 0] = counted[0]
+        loss = _own_loss(model, {**inputs, "labels": first})
+        return None if loss is None else not bool(loss > 0)
+    return False
+
+
+def compare(
+    model: nn.Module,
+    samples: list[Any],
+    collate: Callable[[list[Any]], Any],
+    losses: Callable[[Any, int], Tensor],
+) -> None:
+    """Raise ``ValueError``, with both numbers, where the losses of samples differ from the model's
+    own: of one sample at a time, and of two with labels of different number in one batch."""
+    found: dict[int, Any] = {}
+    for sample in samples:
+        batch = collate([sample])
+        own = _own_loss(model, batch) if isinstance(batch, Mapping) else None
+        if own is None:
+            return
+        if own.isfinite():  # a mean over no label is NaN
+            with _seeded(model):  # ViTMAE draws what it hides
+                ours = losses(batch, 1)
+            _compare(model, own, ours, "one sample")
+            found.setdefault(_count_of_labels(batch), sample)
+        if len(found) == 2:
+            break
+    pair = list(found.values())
+    batch = collate(pair) if len(pair) == 2 else {}
+    if not batch or any(not isinstance(x, Tensor) or len(x) != 2 for x in batch.values()):
+        return  # rows of the batch are no samples
+    both = losses(batch, 2)
+    for row in (0, 1):
+        own = _own_loss(model, {name: x[row : row + 1] for name, x in batch.items()})
+        if own is not None and own.isfinite():
+            _compare(model, own, both[row : row + 1], "a sample in a batch of two")
+
+
+def _compare(model: nn.Module, own: Tensor, losses: Tensor, what: str) -> None:
+    dtypes = {own.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
+    if torch.is_autocast_enabled(own.device.type):
+        dtypes.add(torch.get_autocast_dtype(own.device.type))
+    tolerance = max(_TOLERANCES.get(dtype, 5e-2) for dtype in dtypes)
+    ours, expected = float(losses.sum()), float(own)
+    if losses.shape == (1,) and abs(ours - expected) <= tolerance * max(1.0, abs(expected)):
+        return
+    name = type(model).__name__
+    raise ValueError(
+        f"PrivateTrainer: found a loss of {ours:.6g} for {what} of train_dataset, where {name} "
+        f"itself has {expected:.6g}. compute_sample_losses would train for something else than "
+        f"{name} is evaluated by. Override it, with one loss for each sample:\n"
+        "    class MyTrainer(PrivateTrainer):\n"
+        "        def compute_sample_losses(self, model, inputs):  # [B], not reduced\n"
+        "            ..."
+    )
+
+
+def _count_of_labels(batch: Mapping[str, Any]) -> int:
+    """How many labels count: samples of different length differ in it."""
+    labels = [x for name, x in batch.items() if name.endswith("labels") and isinstance(x, Tensor)]
+    return sum(int((x != IGNORED).sum()) for x in labels)

@@ -2,11 +2,8 @@
 
 ``transformers`` owns the loop, the schedule, logs, evaluation and checkpoints. This class replaces
 four things in it: the training loader (Poisson batches), the loss (one for each sample), the
-optimizer (clipped sums with noise), and what is logged and saved of privacy.
-
-A batch of the loader is all samples of one step, in parts that fit in memory
-(:mod:`flash_clipping.trainers.physical_batches`). So one batch is one step to the Trainer, and its
-own gradient accumulation is switched off.
+optimizer (clipped sums with noise), and what is logged and saved of privacy. A batch of the loader
+is all samples of one step, in parts: one batch is one step to the Trainer.
 """
 
 from __future__ import annotations
@@ -44,11 +41,20 @@ from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.units import UnitsOfCalls
 from flash_clipping.distributed import reshard
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.model_loss import asking, compare, shifts_labels
-from flash_clipping.trainers.physical_batches import LogicalBatch, LogicalLoader
-from flash_clipping.trainers.private_run import PrivateRun, ReportsPrivacy
+from flash_clipping.trainers.private_run import (
+    LogicalBatch,
+    LogicalLoader,
+    PrivateRun,
+    ReportsPrivacy,
+)
 from flash_clipping.trainers.refused import refuse_arguments, refuse_loader, refuse_trainer
-from flash_clipping.trainers.sample_losses import losses_of_kind, sample_losses
+from flash_clipping.trainers.sample_losses import (
+    asking,
+    compare,
+    losses_of_kind,
+    sample_losses,
+    shifts_labels,
+)
 
 __all__ = ["PrivacyArguments", "PrivateSeq2SeqTrainer", "PrivateTrainer"]
 
@@ -85,8 +91,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         max_grad_norm: the clipping bound of every *sample's* gradient, unless
             ``PrivacyArguments.max_grad_norm`` is given. The noisy sum is not clipped again.
 
-    ``trainer.args`` is a copy, in which these two hold what the Trainer's own loop is to do (1, and
-    0 for no clipping).
+    ``trainer.args`` is a copy, in which these hold what the Trainer's own loop is to do.
 
     Guarantees:
         ``(ε, δ)`` of :meth:`flash_clipping.FlashPrivacyEngine.get_epsilon`, for the weights after
@@ -101,23 +106,20 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
         bound = _bound(type(self), arguments, kwargs)
-        given = bound.arguments.get("args")
-        if given is None:
-            given = TrainingArguments(output_dir="tmp_trainer")
+        given = bound.arguments.get("args") or TrainingArguments(output_dir="tmp_trainer")
         refuse_arguments(given)
-        self.privacy = privacy
+        self.privacy, self.run = privacy, PrivateRun(privacy)
         self._max_grad_norm = _clipping_bound(given.max_grad_norm, privacy.max_grad_norm)
         self._logical_batch_size = (
             given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size
         )
-        own = copy.copy(given)
+        bound.arguments["args"] = own = copy.copy(given)
         own.gradient_accumulation_steps = 1
         own.max_grad_norm = 0.0
         # The Trainer would begin its loop anew, with batches of another rate.
         self._finds_batch_size = bool(getattr(given, "auto_find_batch_size", False))
         own.auto_find_batch_size = False
         own.logging_nan_inf_filter = False  # it waits for the device in every step
-        bound.arguments["args"] = own
         sample_of = privacy.engine_options.get("sample_of")
         self._units = None if sample_of is None else UnitsOfCalls(sample_of, batch_first=True)
         #: Samples of the batch whose losses are computed.
@@ -137,27 +139,24 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As in ``Trainer``. A second call goes on with the same accountant, also on another
-        ``train_dataset``: ε is then for a sample of either. At the end the model is as it was
-        given, without hooks.
+        ``train_dataset``: ε is then for a sample of either. At the end the model has no hooks.
 
         Raises:
             ValueError: ``target_epsilon`` would be exceeded; a resumed trainer has trained before;
                 sample losses that are not the model's own loss.
         """
-        if resume_from_checkpoint and self.run is not None and self.run.steps:
+        if resume_from_checkpoint and self.run.steps:
             raise ValueError(
                 f"resume_from_checkpoint: found a trainer that has done {self.run.steps} private "
                 "steps. Its accountant would forget them. Make a new PrivateTrainer to resume with."
             )
-        if self.run is not None:
-            self.run.steps_before = self.run.steps
+        self.run.steps_before = self.run.steps
         # Accelerate keeps this number for the process; another Accelerator may have set it.
         self.accelerator.gradient_accumulation_steps = 1
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            if self.run is not None:
-                self.run.detach()
+            self.run.detach()
 
     def get_train_dataloader(self) -> Any:
         """Poisson batches of ``train_dataset``, each a ``LogicalBatch``."""
@@ -168,8 +167,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             refuse_loader(plain)
             size = len(plain.dataset)  # type: ignore[arg-type]
             self._drawn_from = (dataset, size)
-            if self.run is None:
-                self.run = PrivateRun(self.privacy)
             self._loader = LogicalLoader.from_data_loader(
                 plain,
                 sample_rate=1 / -(-size // self._logical_batch_size),
@@ -181,13 +178,10 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         return self._loader
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's schedule, of an optimizer that adds noise to clipped sums.
-
-        Called when Accelerate has prepared model and optimizer, and before either is used: hooks
-        are to come off again, and those of a model that is sharded go by its shards.
-        """
+        """The Trainer's schedule, of an optimizer that adds noise to clipped sums: this is called
+        when Accelerate has prepared (and sharded) model and optimizer, before either is used."""
         run, prepared = self.run, self.optimizer
-        if run is not None and run.hooks is None and isinstance(prepared, AcceleratedOptimizer):
+        if run.hooks is None and isinstance(prepared, AcceleratedOptimizer):
             self._compare_with_own_loss()
             assert self.model is not None
             run.attach(
@@ -202,7 +196,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         return super().create_scheduler(num_training_steps, *args, **kwargs)
 
     def _compare_with_own_loss(self) -> None:
-        """Ask the model whether its loss shifts labels, and compare its loss with ours."""
         model, loader = self.accelerator.unwrap_model(self.model), self._loader
         cls, own_losses = type(self), PrivateTrainer.compute_sample_losses
         is_ours = self.compute_loss_func is None and cls.compute_sample_losses is own_losses
@@ -227,7 +220,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         reshard(model)
 
     def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """For data parallelism: what Opacus has in the place of PyTorch's own."""
         if training and self.args.world_size > 1 and not self.is_fsdp_enabled:
             if self._data_parallel is None:
                 self._data_parallel = DifferentiallyPrivateDistributedDataParallel(self.model)
@@ -241,17 +233,15 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
     # -- a step ---------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
-        """The next batches. No loss is divided by the tokens of a batch, so none are counted."""
+        """The next batches, and no count of their tokens."""
         return list(islice(epoch_iterator, num_batches)), None
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Leave the clipped sums of a batch with the optimizer; return the mean of its losses.
-
-        Losses that are not finite count nothing in the mean, as their samples do in the step.
-        """
-        if self.run is None or self.run.hooks is None or not isinstance(inputs, LogicalBatch):
+        """Leave the clipped sums of a batch with the optimizer; return the mean of its losses, in
+        which those that are not finite count nothing, as in the step."""
+        if self.run.hooks is None or not isinstance(inputs, LogicalBatch):
             raise ValueError(
                 f"PrivateTrainer: found a training batch of type {type(inputs).__name__}; expected "
                 "one of its own loader, which draws Poisson batches. Do not override "
@@ -261,7 +251,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         model.train()
 
         def backward(part: Any, size: int) -> Tensor:
-            """The sum of the losses of a part."""
             hooks.expect_samples(size)
             self._samples = size
             with self.compute_loss_context_manager():
@@ -320,24 +309,23 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 )
             found = self._units.of_call(index, batched_inputs((), without), self._samples)
             units = found.map.index_M.view(found.shape), found.count
-            if self.run is None or self.run.hooks is None:  # which would take the argument off
+            if self.run.hooks is None:  # which would take the argument off
                 inputs = without
+        losses: Tensor | None
         if self.compute_loss_func is not None:
             target = inputs.pop("labels", None)
-            losses: Tensor = self.compute_loss_func(
-                model(**inputs), target, num_items_in_batch=None
-            )
+            losses = self.compute_loss_func(model(**inputs), target, num_items_in_batch=None)
             return losses
         # Scripts for masked images name these as labels, so that evaluation has a loss.
         names = [n for n in self.label_names if n not in ("pixel_values", "bool_masked_pos")]
         labels = {name: inputs.pop(name) for name in names if name in inputs}
         called = inputs
         if labels.keys() == {"labels"} and labels["labels"].dim() > 1:
-            called = self._with_decoder_inputs(plain, inputs, labels["labels"])
+            called = inputs | _decoder_inputs(plain, inputs, labels["labels"])
         outputs = model(**called)
-        of_kind = losses_of_kind(plain, inputs, outputs, labels, units)
-        if of_kind is not None:
-            return of_kind
+        losses = losses_of_kind(plain, inputs, outputs, labels, units)
+        if losses is not None:
+            return losses
         return sample_losses(
             outputs,
             labels,
@@ -347,20 +335,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             mask=inputs.get("attention_mask"),
             units=units,
         )
-
-    @staticmethod
-    def _with_decoder_inputs(plain: Any, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
-        """The inputs with those of the decoder, made of the labels as the model would."""
-        if any(
-            inputs.get(f"decoder_{name}") is not None for name in ("input_ids", "inputs_embeds")
-        ):
-            return inputs
-        shifted = getattr(plain, "prepare_decoder_input_ids_from_labels", None)
-        if shifted is not None:
-            return inputs | {"decoder_input_ids": shifted(labels)}
-        if getattr(plain.config, "is_encoder_decoder", False):
-            return inputs | {"labels": labels}  # it shifts them itself; its loss is left aside
-        return inputs
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Nothing: samples are clipped already."""
@@ -383,7 +357,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in ``Trainer``; logs of training have ``epsilon``, and what clipping did since the
         last: ``clipped_share``, ``median_norm``, ``samples_per_second``."""
-        if self.run is not None and self.run.steps:
+        if self.run.steps:
             if "loss" in logs and self.run.statistics is not None:
                 logs.update(self.run.statistics.read().logs(self.epsilon))  # of self.relation
             elif "train_loss" in logs:
@@ -438,14 +412,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
 class PrivateSeq2SeqTrainer(PrivateTrainer, Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` with differential privacy for every sample of
-    ``train_dataset``.
-
-    Evaluation and ``predict`` generate texts with ``predict_with_generate``, as there.
-
-    Args:
-        *arguments, **kwargs: as in ``Seq2SeqTrainer``; ``args`` are ``Seq2SeqTrainingArguments``.
-        privacy: how private the run is.
-    """
+    ``train_dataset``; ``args`` are ``Seq2SeqTrainingArguments``, the rest is as in
+    :class:`PrivateTrainer`."""
 
 
 class _Watch(TrainerCallback):
@@ -456,7 +424,7 @@ class _Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._trainer.run
-        if run is None or run.optimizer is None:
+        if run.optimizer is None:
             raise RuntimeError(
                 "PrivateTrainer: training begins, and the optimizer is not private. Do not "
                 "override create_scheduler or get_train_dataloader."
@@ -474,6 +442,17 @@ class _Watch(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._trainings += 1
+
+
+def _decoder_inputs(plain: Any, inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+    """Inputs of the decoder, made of the labels as the model would; none where they are given."""
+    if any(inputs.get(f"decoder_{name}") is not None for name in ("input_ids", "inputs_embeds")):
+        return {}
+    shifted = getattr(plain, "prepare_decoder_input_ids_from_labels", None)
+    if shifted is not None:
+        return {"decoder_input_ids": shifted(labels)}
+    # Others shift them themselves; their loss is left aside.
+    return {"labels": labels} if getattr(plain.config, "is_encoder_decoder", False) else {}
 
 
 def _clipping_bound(of_trainer: float | None, of_privacy: float | None) -> float:

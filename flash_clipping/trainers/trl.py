@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,16 +35,13 @@ _DPO_LOSSES: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-class _Tagged:
-    """A data collator whose batches say whose each row, or position, is."""
-
-    def __init__(self, collate: Any, name: str, whose: Callable[[list[Any], Any], Tensor]) -> None:
-        self.collate, self.name, self.whose = collate, name, whose
-
-    def __call__(self, items: list[Any]) -> Any:
-        batch = self.collate(items)
-        batch[self.name] = self.whose(items, batch)
-        return batch
+def _tagged(
+    collate: Any, name: str, whose: Callable[[list[Any], Any], Tensor], items: list[Any]
+) -> Any:
+    """A batch that says whose each row, or position, is."""
+    batch = collate(items)
+    batch[name] = whose(items, batch)
+    return batch
 
 
 def _by(privacy: PrivacyArguments, name: str) -> PrivacyArguments:
@@ -86,9 +84,8 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):  # type: ignore[misc]
         args: SFTConfig = _config(type(self), SFTConfig, arguments, kwargs)
         if args.packing:
             raise ValueError(
-                "PrivateSFTTrainer: found packing=True. Which texts share a row is chosen by the "
-                "lengths of all texts: one more changes other rows, and no text is a sample. Let "
-                "the texts that a step draws lie end to end, without padding:\n"
+                "PrivateSFTTrainer: found packing=True. Which texts share a row depends on all "
+                "texts. Let those that a step draws lie end to end, without padding:\n"
                 "    SFTConfig(packing=False, padding_free=True)"
             )
         if args.loss_type != "nll":
@@ -100,7 +97,7 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):  # type: ignore[misc]
             privacy = _by(privacy, "document")
         super().__init__(*arguments, privacy=privacy, **kwargs)
         if args.padding_free:
-            self.data_collator = _Tagged(self.data_collator, "document", _documents)
+            self.data_collator = partial(_tagged, self.data_collator, "document", _documents)
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of every text, ``[B]``: the mean over its own tokens, fp32."""
@@ -156,7 +153,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
             )
         self._loss_of_margin = _DPO_LOSSES[losses[0]]
         super().__init__(*arguments, privacy=_by(privacy, "pair"), **kwargs)
-        self.data_collator = _Tagged(self.data_collator, "pair", _pairs)
+        self.data_collator = partial(_tagged, self.data_collator, "pair", _pairs)
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of every pair, ``[B]``, fp32."""
@@ -174,7 +171,9 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         if not len(mask_RT):
             # Of a pair that is made up: a model that is not private need not run on no samples, and
             # one whose parameters are shards runs in all processes together.
-            inputs, mask_RT = _made_up_pair(inputs), mask_RT.new_zeros(2, mask_RT.shape[1])
+            inputs = {name: x.new_zeros(2, *x.shape[1:]) for name, x in inputs.items()}
+            inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+            mask_RT = mask_RT.new_zeros(2, mask_RT.shape[1])
             chosen, rejected = self._of_reference(inputs, mask_RT)
             return chosen[:0], rejected[:0]
         if self.ref_model is not None:
@@ -193,9 +192,3 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         gains_R = torch.where(mask_RT[:, 1:] != 0, gains_RT, 0.0).sum(1)
         chosen, rejected = gains_R.chunk(2)
         return chosen, rejected
-
-
-def _made_up_pair(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Two rows of one pair, in the form of a batch without rows."""
-    made = {n: x.new_zeros(2, *x.shape[1:]) for n, x in inputs.items()}
-    return made | {"attention_mask": torch.ones_like(made["attention_mask"])}

@@ -201,8 +201,8 @@ def test_parts_of_a_batch_are_one_step(alike: bool, ahead: bool) -> None:
     sizes = [0, 1, 2, 9, 7, 3, 4, 5]  # of 9 rows in 3 parts: those of the last end in 2 and 1
     sampler, draw = loader.batch_sampler, loader.batch_sampler._draw
 
-    def drawn() -> tuple[list[int], DrawnBatch]:
-        indices, batch = draw()
+    def drawn(number: int) -> tuple[list[int], DrawnBatch]:
+        indices, batch = draw(number)
         return indices, replace(batch, samples=sizes[batch.number])
 
     sampler._draw = drawn

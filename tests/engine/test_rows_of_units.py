@@ -16,7 +16,7 @@ from flash_clipping import FlashPrivacyEngine
 from flash_clipping.engine import releases
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, MechanismSpec
 from flash_clipping.engine.releases import Release, epsilon_by_pld
-from flash_clipping.engine.sampling.loaders import RowsOfUnitsSampler, UnitsOfRows
+from flash_clipping.engine.sampling.samplers import RowsOfUnitsSampler, UnitsOfRows
 from tests.support.users import BATCH, IDS, ROWS, SIZES, private, step
 
 pytest.importorskip("dp_accounting")

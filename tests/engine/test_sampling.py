@@ -96,11 +96,11 @@ def loaders() -> dict[str, tuple[Any, str]]:
         ),
         "replacement": (
             with_sampler(RandomSampler(dataset, replacement=True)),
-            r"RandomSampler\(replacement=True.*shuffle=True",
+            "RandomSampler.*replaced when drawn.*shuffle=True",
         ),
         "more_samples": (
             with_sampler(RandomSampler(dataset, num_samples=2 * N)),
-            "num_samples=120.*over 60",
+            "with 120 of 60 samples",
         ),
         "part": (with_sampler(SequentialSampler(range(12))), "12 of 60 samples.*Subset"),
         "own": (with_sampler(ByLength(dataset)), "ByLength.*shuffle=True"),

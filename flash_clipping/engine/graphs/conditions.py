@@ -38,24 +38,9 @@ def key(
     models: Sequence[GradSampleHooksFlashClipping],
     device: torch.device,
 ) -> tuple[Hashable, Hashable]:
-    """The key of a graph: the layout of arguments, and the circumstances of the call."""
+    """The key of a graph: the layout of arguments, and all else that Python decides by on the way
+    through the step."""
     layout = str(structure), *map(_layout, leaves)
-    return layout, _circumstances(modules, models, device)
-
-
-def _layout(leaf: Any) -> Hashable:
-    """All of an argument but the values of tensors."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype
-    return type(leaf), repr(leaf)  # 0.0 and -0.0 are equal
-
-
-def _circumstances(
-    modules: Sequence[nn.Module],
-    models: Sequence[GradSampleHooksFlashClipping],
-    device: torch.device,
-) -> Hashable:
-    """All that Python decides by on the way through the step."""
     bounds: list[Hashable] = []
     convolutions: Any = torch.backends.cudnn
     # The newer settings: once these are used, PyTorch refuses to tell the older.
@@ -65,7 +50,7 @@ def _circumstances(
         bound, session = wrapped.max_grad_norm, wrapped._session
         bounds += [tuple(bound) if isinstance(bound, Sequence) else bound, wrapped.clipping]
         bounds += [wrapped.loss_reduction, session.enabled, session.backend, session.padding.rows]
-    return (
+    circumstances = (
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         *precise,
@@ -88,6 +73,14 @@ def _circumstances(
             if buffer is not None
         ],
     )
+    return layout, circumstances
+
+
+def _layout(leaf: Any) -> Hashable:
+    """All of an argument but the values of tensors."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return type(leaf), repr(leaf)  # 0.0 and -0.0 are equal
 
 
 class _Same:
@@ -197,7 +190,7 @@ def rehearse(
     held = [each for each in held if each[1].layout == torch.strided]
     counts = [wrapped.running_step.clipped_backwards for wrapped in models]
     randomness = _randomness_of_the_host()
-    with _no_waiting(device), _as_if_captured():
+    with _as_if_captured(device):
         output = run()
     if randomness != _randomness_of_the_host():
         refuse(
@@ -236,29 +229,20 @@ def _randomness_of_the_host() -> tuple[Any, ...]:
 
 
 @contextmanager
-def _as_if_captured() -> Iterator[None]:
-    """Take the way that the capture will take: who asks whether a graph is being captured hears
-    that one is. ``transformers`` looks into its masks, and waits for them, in no capture."""
-    before = torch.cuda.is_current_stream_capturing
+def _as_if_captured(device: torch.device) -> Iterator[None]:
+    """Take the way that the capture will take, and refuse what waits for the device: who asks
+    whether a graph is being captured hears that one is (``transformers`` looks into its masks, and
+    waits for them, in no capture)."""
+    on_gpu = device.type == "cuda"
+    told = torch.cuda.is_current_stream_capturing
+    mode = torch.cuda.get_sync_debug_mode() if on_gpu else 0
     torch.cuda.is_current_stream_capturing = lambda: True
     try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = before
-
-
-@contextmanager
-def _no_waiting(device: torch.device) -> Iterator[None]:
-    """Refuse what waits for the device, which a capture could not hold."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("error")
         yield
     except RuntimeError as error:
-        if "synchroniz" not in str(error):
+        if not on_gpu or "synchroniz" not in str(error):
             raise
         refuse(
             f"waits for the device ({error}), which no CUDA graph can. Take item(), print() of "
@@ -266,7 +250,9 @@ def _no_waiting(device: torch.device) -> Iterator[None]:
             error,
         )
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.is_current_stream_capturing = told
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def refuse(what: str, cause: Exception | None = None) -> NoReturn:

@@ -1,8 +1,7 @@
 """A private model whose forward and backward are replayed as CUDA graphs, without being asked.
 
-:class:`GraphedStep` needs the step as a function. Here the loop stays as it is: the model's call is
-one launch, ``loss.backward()`` comes back to it through one node of autograd's, and is another. The
-loss in between is the user's and runs as it is.
+The loop stays as it is: the model's call is one launch, ``loss.backward()`` comes back to it
+through one node of autograd's, and is another. The loss in between runs as it is.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ WARMUP = 3
 
 
 def replay_calls(model: GradSampleHooksFlashClipping) -> None:
-    """Replay calls of this private model as CUDA graphs: ``make_private(cuda_graphs="auto")``.
-
-    What replays them stands where ``nn.Module.compile()`` puts what replaces a module's call.
-    """
+    """Replay calls of this private model as CUDA graphs: ``make_private(cuda_graphs="auto")``."""
+    # It stands where nn.Module.compile() puts what replaces a module's call.
     root: Any = model._module
     if (call := call_of(root)) is not None:
         model._graphs = root._compiled_call_impl = GraphedModel(model, call)
@@ -107,10 +104,9 @@ class GraphedModel(GraphedStep):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = self.model._session
-        waiting = self._waiting is not None and self._waiting() is not None
         if (
             self.off is not None
-            or waiting
+            or (self._waiting is not None and self._waiting() is not None)
             or not session.enabled
             or not torch.is_grad_enabled()
             or in_backward()
@@ -144,8 +140,7 @@ class GraphedModel(GraphedStep):
         return self._replay_call(call, leaves, args, kwargs)
 
     def _module(self) -> nn.Module:
-        module: nn.Module = self.model._module
-        return module
+        return self.model._module  # type: ignore[no-any-return]
 
     def __reduce__(self) -> Any:
         return type(None), ()  # copies and pickles of the model run without graphs
@@ -155,8 +150,6 @@ class GraphedModel(GraphedStep):
         return (
             session.live_calls() > 0 or has_lasting_node(session.anchor) or super()._meets_others()
         )
-
-    # -- where graphs are exact ------------------------------------------------------------------
 
     def _reason(self, modules: Sequence[nn.Module]) -> str | None:
         """Why no replay would be what the model's own call is; ``None`` if it would."""
@@ -215,8 +208,6 @@ class GraphedModel(GraphedStep):
         use.grads.add(number)
         use.reductions.add(session.loss_reduction)
 
-    # -- capture ---------------------------------------------------------------------------------
-
     def _capture_call(self, use: Use, *given: Any) -> GraphedCall:
         """Record both graphs, after a trial; ``given``: as of :meth:`_new_graph`. Raises
         ``FlashClippingError`` where a replay would be something else."""
@@ -265,8 +256,6 @@ class GraphedModel(GraphedStep):
         if not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves_out):
             raise FlashClippingError("it returns something else than tensors")
         return call
-
-    # -- replay ----------------------------------------------------------------------------------
 
     def _replay_call(
         self,
@@ -334,11 +323,8 @@ def _differentiable(leaves: Sequence[Any]) -> set[int]:
 
 
 def _backward_of(leaves: list[Any]) -> Callable[[Sequence[Tensor | None]], None]:
-    """The model's own backward from its results, once.
-
-    Autograd's nodes of parameters belong to the stream that they were made on, and live as long as
-    somebody holds the loss. A capture needs new ones, so the loss is held apart from them.
-    """
+    """The model's own backward from its results, once. Autograd's nodes of parameters live as long
+    as somebody holds the loss; a capture needs new ones, so the loss is held apart from them."""
 
     def backward(grads: Sequence[Tensor | None]) -> None:
         if not leaves:

@@ -1,9 +1,8 @@
 """A training step replayed as a CUDA graph: one launch where the host made thousands.
 
-The step of a small model waits for the host. A graph takes the host out of it, but reads and
-writes the memory it was captured with, and runs none of the Python around its kernels. What that
-Python decided is therefore part of what a graph is found by, and what it left behind (norms on the
-module, a count of backward passes) is left again after every replay.
+A graph reads and writes the memory it was captured with, and runs none of the Python around its
+kernels. What that Python decided is part of what a graph is found by, and what it left behind
+(norms on the module, a count of backward passes) is left again after every replay.
 """
 
 from __future__ import annotations
@@ -98,9 +97,7 @@ class Graph:
 
     Attributes:
         circumstances: what it was captured under, besides the layout of its arguments.
-        device: that of everything.
-        inputs: the tensors among its arguments.
-        output: what the step returned.
+        inputs, output: the tensors among its arguments, and what the step returned.
         grads: every parameter that it gives a gradient, and that gradient.
         of_modules: what it leaves on wrapped models.
         storages: memory of the gradients, and how many references to it are its own.
@@ -265,11 +262,8 @@ class GraphedStep:
         return self._replay(graph, leaves)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The step as it is."""
         # Detached, so that nobody keeps nodes of autograd's graph: see _meets_others.
         return detached(self.step(*args, **kwargs))
-
-    # -- the model, and room for graphs ---------------------------------------------------------
 
     def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device | None:
         """The GPU that everything is on, or ``None`` without one."""
@@ -318,8 +312,6 @@ class GraphedStep:
         """
         params = self._module().parameters()
         return any([has_lasting_node(param) for param in params if param.requires_grad])
-
-    # -- capture and replay -------------------------------------------------------------------
 
     def _new_graph(
         self,

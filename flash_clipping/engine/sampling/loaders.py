@@ -7,7 +7,7 @@ import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,30 +45,28 @@ from flash_clipping.engine.sampling.samplers import (
     FixedShapeSampler,
     OrderedSampler,
     PoissonSampler,
+    RowsOfUnitsSampler,
     ShardedPoissonSampler,
     ShuffledSampler,
     UnitsOfRows,
 )
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.randomness import Purpose, SecretStream
+from flash_clipping.randomness import SecretStream
 from flash_clipping.randomness.stream import stream_of
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.process_groups import ProcessGroups
 
 
+@dataclass(eq=False)
 class OrderedCollate:
-    """A collate function that is refused unless it keeps order.
+    """A collate function that is refused unless it keeps order: samples in reverse order must give
+    rows in reverse order. That is looked at in the first batches, in every process that collates,
+    until one had rows that differ."""
 
-    Samples in reverse order must give rows in reverse order; otherwise nothing tells which sample a
-    row is of. That is looked at in the first batches, in every process that collates, until one had
-    rows that differ.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], what: str):
-        self.wrapped_collator_fn = collate
-        self.what = what
-        self._is_known = False
+    wrapped_collator_fn: Callable[[list[Any]], Any]
+    what: str
+    _is_known: bool = False
 
     def __call__(self, samples: Any) -> Any:
         if self._is_known or not isinstance(samples, list) or len(samples) < 2:
@@ -96,6 +94,7 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
 
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
+_OTHERS = {"fixed_order": FixedOrderSampler, "shuffled": ShuffledSampler}
 
 
 class NotPoissonWarning(UserWarning):
@@ -105,8 +104,7 @@ class NotPoissonWarning(UserWarning):
 class PoissonLoader(DPDataLoader):
     """Opacus' ``DPDataLoader`` with the samplers of this module.
 
-    Batches may be empty: they have the structure of the others. Made by ``from_data_loader``, which
-    takes all but the sampling from another loader.
+    Batches may be empty. ``from_data_loader`` takes all but the sampling from another loader.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
@@ -195,16 +193,12 @@ class PoissonLoader(DPDataLoader):
             if process.max_batch_size is not None:
                 options |= {"max_batch_size": process.max_batch_size, "fills_up": fills_up}
                 sampler = FixedShapeSampler(**options)
-            elif process.sampling == "fixed_order":
-                sampler = FixedOrderSampler(**options)
-            elif process.sampling == "shuffled":
-                sampler = ShuffledSampler(**options)
             elif process.sampling == "random_allocation":
                 sampler = AllocationSampler(participations=process.participations, **options)
             elif process.sampling == "cyclic_poisson":
                 sampler = CyclicPoissonSampler(cycle=process.cycle, **options)
             else:
-                sampler = PoissonSampler(**options)
+                sampler = _OTHERS.get(process.sampling, PoissonSampler)(**options)
         collate: Any = collate_fn or default_collate
         while hasattr(collate, "wrapped_collator_fn"):  # that of a loader which is private already
             collate = collate.wrapped_collator_fn
@@ -224,10 +218,7 @@ class PoissonLoader(DPDataLoader):
         cls, data_loader: DataLoader[Any], *, generator: Any = None, **kwargs: Any
     ) -> Any:
         """This loader for another one's data, at that one's rate unless ``sample_rate`` is given.
-
-        That one's own generator, which shuffled its batches, goes on seeding workers. It does not
-        tell what is drawn: people set it to a number that everybody knows.
-        """
+        That one's own generator goes on seeding workers; it does not tell what is drawn."""
         if isinstance(data_loader.dataset, IterableDataset):
             raise ValueError("Uniform sampling is not supported for IterableDataset")
         names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
@@ -258,10 +249,8 @@ class PoissonLoader(DPDataLoader):
 
 
 class _AnnouncingCollate(CollateWithEmpty):
-    """Announces what it collates in the process of the model: whoever called it takes it next.
-
-    It goes with the loader into what others make of it, as ``BatchMemoryManager`` does.
-    """
+    """Announces what it collates in the process of the model: whoever called it takes it next. It
+    goes with the loader into what others make of it, as ``BatchMemoryManager`` does."""
 
     def __init__(
         self, collate: Callable[[list[Any]], Any], dataset: Any, announce: BatchSizeNotifier
@@ -270,9 +259,9 @@ class _AnnouncingCollate(CollateWithEmpty):
         self.announce = announce
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        #: Whether what is collated is a list of samples; a dataset may fetch a batch as it likes.
-        #: Other batches, and those that are compared, are announced by the loader.
-        fetches_batches = callable(getattr(dataset, "__getitems__", None))
+        fetches_batches = callable(getattr(dataset, "__getitems__", None))  # of any kind
+        #: Whether what is collated is a list of samples. Other batches, and those that are
+        #: compared, are announced by the loader.
         self.counts = not (fetches_batches or announce.strict)
 
     def __call__(self, samples: list[Any]) -> Any:
@@ -290,8 +279,7 @@ class _AnnouncingCollate(CollateWithEmpty):
 def _announced(
     batches: Any, announce: BatchSizeNotifier, pending: deque[DrawnBatch] | None
 ) -> Iterator[Any]:
-    """Batches that workers have collated ahead, whose samples cannot be counted when they are
-    collated, or whose rows are compared with what the model is called with."""
+    """Batches that are not announced when they are collated (``_AnnouncingCollate``)."""
     try:
         for batch in batches:
             draw = announce.last if pending is None else pending.popleft()
@@ -324,7 +312,7 @@ def _refuse_different(size: int, steps: int, units: UnitsOfRows | None) -> None:
 def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> None:
     """Raise ``ValueError`` for a loader whose sampling can be neither replaced nor accounted for:
     that samples in another way than all of the dataset alike, once per epoch."""
-    dataset: Any = loader.dataset
+    dataset, batches = loader.dataset, loader.batch_sampler
     if isinstance(dataset, IterableDataset) and poisson_sampling:
         _refuse(
             f"its dataset is a {_name(dataset)}, an IterableDataset"
@@ -336,19 +324,17 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
             + "])\nof flash_clipping.engine.sampling.streams; or poisson_sampling=False, for which "
             "epsilon is an approximation",
         )
-    if not hasattr(loader.dataset, "__len__"):
+    if not hasattr(dataset, "__len__"):
         _refuse(
-            f"its dataset ({type(loader.dataset).__name__}) has no __len__",
+            f"its dataset ({_name(dataset)}) has no __len__",
             "The sample rate and the expected batch size need the number of samples",
         )
-    batches = loader.batch_sampler
-    if batches is None and (poisson_sampling or not isinstance(loader.dataset, IterableDataset)):
+    if batches is None and (poisson_sampling or not isinstance(dataset, IterableDataset)):
         _refuse("batch_size=None", "Give it a batch size: samples are one axis of a batch")
+    size = len(dataset)
     if not len(loader):
-        _refuse(
-            f"no batch: {len(loader.dataset)} samples and drop_last=True",
-            "Use a smaller batch size, or drop_last=False",
-        )
+        found = f"no batch: {size} samples and drop_last=True"
+        _refuse(found, "Use a smaller batch size, or drop_last=False")
     if isinstance(batches, FixedShapeSampler | OrderedSampler) and not poisson_sampling:
         _refuse(
             f"batch_sampler={_name(batches)}, of another engine, with poisson_sampling=False",
@@ -367,13 +353,11 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
         if poisson_sampling:
             _refuse(
                 f"batch_sampler={_name(batches)}",
-                "Poisson sampling would replace it, and draw batches of another kind. Use "
-                "DataLoader(dataset, batch_size=..., shuffle=True), as it was before anything "
-                "prepared it",
+                "Poisson sampling would replace it. Use DataLoader(dataset, batch_size=..., "
+                "shuffle=True), as it was before anything prepared it",
             )
         return
     sampler: Any = batches.sampler
-    size = len(loader.dataset)
     if type(sampler) is DistributedSampler and poisson_sampling:
         if not distributed and sampler.num_replicas > 1:
             _refuse(
@@ -382,15 +366,13 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
             )
         return
     is_plain = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == size
-    is_odd = isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler)
-    found = f"{_name(sampler)}, with {len(sampler)} of {size} samples"
-    if isinstance(sampler, RandomSampler):
-        is_odd = sampler.replacement or len(sampler) != size
-        found = f"RandomSampler(replacement={sampler.replacement}, num_samples={len(sampler)})"
-        found += f" over {size} samples"
+    replaces = isinstance(sampler, RandomSampler) and sampler.replacement
+    is_odd = isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler) or replaces
+    is_odd |= isinstance(sampler, RandomSampler) and len(sampler) != size
     if is_odd or (poisson_sampling and not is_plain):
+        found = f"sampler={_name(sampler)}, with {len(sampler)} of {size} samples"
         _refuse(
-            f"sampler={found}",
+            found + ", replaced when drawn" * replaces,
             "Epsilon is for batches that draw all of the dataset alike, with one probability. Use "
             "DataLoader(dataset, batch_size=..., shuffle=True), with torch.utils.data.Subset for "
             "a part of the data, and weights in the loss of each sample",
@@ -403,20 +385,6 @@ def _refuse(found: str, advice: str) -> None:
 
 def _name(thing: Any) -> str:
     return type(thing).__name__
-
-
-class RowsOfUnitsSampler(PoissonSampler):
-    """Every step draws every row independently, with the same probability; of a unit with too many
-    rows some are chosen uniformly, once, and the others are never drawn."""
-
-    def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
-        super().__init__(num_samples=0, sample_rate=units.sample_rate, **kwargs)
-        draw = self.stream.draw(Purpose.SAMPLING)
-        self._kept = sorted(row for unit in range(units.count) for row in units.rows_of(unit, draw))
-        self.num_samples = len(self._kept)
-
-    def _batch(self, number: int) -> list[int]:
-        return [self._kept[place] for place in super()._batch(number)]
 
 
 def refuse_units(given: dict[str, Any]) -> None:
@@ -443,11 +411,7 @@ def refuse_units(given: dict[str, Any]) -> None:
 
 def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
     """Raise ``FlashClippingError`` for steps on other batches than were drawn: parts that somebody
-    else cut, or several together.
-
-    Parts of one unit would be clipped one by one; and who is drawn in two batches of one step would
-    add twice the bound.
-    """
+    else cut, or several together (``by_hand``)."""
     if module is None or not module._session.whole_batches:
         return
     if by_hand:

@@ -1,14 +1,11 @@
 """Samplers of batches of indices, which draw from a secret stream of their own.
 
 Accountants assume that every step draws every sample independently with the *sample rate* ``q``
-that they are told, and that nobody can guess who took part. Other samplers are for processes that
-an accountant of ours knows: batches of one size, cut or filled up, and batches in an order, for
-noise that is correlated over steps, or because who takes part in a step depends on the others.
+that they are told, and that nobody can guess who took part. Other samplers (batches of one size,
+batches in an order) are for processes that an accountant of ours knows.
 
-Of several processes each gets a part. Of an ordinary Poisson batch it draws its own samples, which
-are independent of the others'. Other batches are cut, or are in an order: there all processes draw
-the whole batch, from a key that they share, and each takes some of its rows. Together that is the
-batch that one process would have, and costs as much.
+Of several processes each draws its own samples of a Poisson batch. Other batches are drawn whole by
+all processes, from a key that they share, and each takes some of the rows.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -35,6 +32,7 @@ from flash_clipping.randomness.choices import allocations, coin_tosses, subset
 from flash_clipping.randomness.stream import stream_of
 
 
+@dataclass(eq=False)
 class BatchSizeNotifier:
     """Gives the wrapped model's ledger what the loader gives to the loop.
 
@@ -42,16 +40,15 @@ class BatchSizeNotifier:
         strict: whether forwards must be of such batches, row by row.
         last: the batch, or part, that was drawn last, whichever iterator it is for.
         given: of how many draws the loop was given something.
+        in_parts: whether that are parts, of which the sampler says how many there are.
     """
 
-    def __init__(self, strict: bool = False) -> None:
-        self.strict = strict
-        self._module: weakref.ref[Any] | None = None
-        self.last = DrawnBatch(-1, 0, 0)
-        self.given = 0
-        #: Whether what the loop is given are parts, of which the sampler says how many there are.
-        self.in_parts = False
-        self._number: int | None = None
+    strict: bool
+    last: DrawnBatch = field(default_factory=lambda: DrawnBatch(-1, 0, 0))
+    given: int = 0
+    in_parts: bool = False
+    _number: int | None = None
+    _module: weakref.ref[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a worker has no model
         return self.__dict__ | {"_module": None}
@@ -63,7 +60,6 @@ class BatchSizeNotifier:
 
     @property
     def draws(self) -> Draws:
-        """The wrapped model's; without one, nobody's."""
         module = None if self._module is None else self._module()
         return Draws() if module is None else module._session.draws
 
@@ -122,8 +118,7 @@ class UnitsOfRows:
         if self.max_rows is not None and len(rows) > self.max_rows:
             # The units themselves are tensor 0 of the step's draw.
             rows = rows[subset(draw, len(rows), self.max_rows, tensor=1 + unit)]
-        found: list[int] = rows.tolist()
-        return found
+        return rows.tolist()
 
 
 class PoissonSampler(UniformWithReplacementSampler):
@@ -146,7 +141,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         is_last_part: whether the batch ends with the part that was given last.
 
     Guarantees:
-        No state of PyTorch's, NumPy's or Python's generators is read or changed while batches are
+        PyTorch's, NumPy's and Python's generators are neither read nor changed while batches are
         drawn. A copy, a pickled sampler and a forked process draw with keys of their own.
 
     Warns:
@@ -155,16 +150,15 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     #: The part of each draw that is this process's.
     shard = 0
-
     #: Whether forwards must be of its batches, row by row.
     is_strict = False
-
     #: Whether the sampler itself cuts batches that are too large.
     may_be_split = False
-
     is_last_part = True
+    part_size: int | None = None
     #: Samples, in the batch that was drawn last, of the process that has most of them.
     _most = 0
+    _last: Draw | None = None
 
     def __init__(
         self,
@@ -178,18 +172,14 @@ class PoissonSampler(UniformWithReplacementSampler):
         world_size: int = 1,
         units: UnitsOfRows | None = None,
     ):
-        self.num_samples = num_samples
-        self.sample_rate = sample_rate
-        self.units = units
-        self.steps = steps
+        self.num_samples, self.sample_rate = num_samples, sample_rate
+        self.units, self.steps = units, steps
         self.stream = stream_of(None, generator) if stream is None else stream
         self.rank, self.world_size = rank, world_size
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
         self.announce = BatchSizeNotifier(self.is_strict or units is not None)
-        self._last: Draw | None = None
-        self.part_size: int | None = None
         self.parts: deque[int] = deque()
 
     @property
@@ -203,9 +193,10 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.announce.draws.begin_epoch()
         self.pending = pending = deque[DrawnBatch]()
         self.parts = deque()
+        first = self._first()
         try:
-            for _ in range(self.steps):
-                indices, draw = self._draw()
+            for place in range(self.steps):
+                indices, draw = self._draw(self.drawn if first is None else first + place)
                 self.drawn += 1
                 if self.part_size is not None:
                     self.parts.append(self._parts_of(self.part_size))
@@ -222,41 +213,42 @@ class PoissonSampler(UniformWithReplacementSampler):
         finally:  # a loop that was left early, too
             self.announce.draws.end_epoch()
 
+    def _first(self) -> int | None:
+        """The number of an epoch's first batch, where steps must take them in order."""
+        return None
+
     def _limit_for(self, asking: FrameType) -> int | None:
         """How many samples a part may have, for the frame that asks for the first batch; ``None``:
         batches are given whole. (A generator that kept its reader would outlive the loop, and its
         end would not be noticed.)"""
         reader = asking.f_locals.get("self")
         if isinstance(reader, BatchSplittingSampler) and self._splits_for(reader.optimizer):
-            limit: int = reader.max_batch_size
-            return limit
+            return int(reader.max_batch_size)
         return None
 
     def _splits_for(self, optimizer: Any) -> bool:
-        """Whether to give the ``BatchMemoryManager`` of this optimizer parts of batches. Opacus'
-        own are of any samples, and each process may have another number of them. Of optimizers of
-        other libraries nobody would be told which part is the last."""
+        """Whether the ``BatchMemoryManager`` of this optimizer gets parts that are alike in all
+        processes, unlike Opacus' own. Only optimizers of this library are told which is the last.
+        """
         return self.may_be_split and hasattr(optimizer, "_serves_shards")
 
     def _parts_of(self, size: int) -> int:
-        """Parts of so many samples at most that the batch which was drawn last has in all
-        processes."""
+        """Parts of so many samples at most that the last batch has in all processes."""
         return max(1, -(-self._largest() // size))
 
     def _largest(self) -> int:
-        """Samples of the process that has most of the batch that was drawn last."""
         return self._most
 
-    def _draw(self) -> tuple[list[int], DrawnBatch]:
+    def _draw(self, number: int) -> tuple[list[int], DrawnBatch]:
         """The next batch, and what is told of it."""
-        drawn = self._batch(self.drawn)
+        drawn = self._batch(number)
         if self.units is None:
-            return drawn, DrawnBatch(self.drawn, len(drawn), len(drawn))
+            return drawn, DrawnBatch(number, len(drawn), len(drawn))
         assert self._last is not None
         rows = [self.units.rows_of(unit, self._last) for unit in drawn]
         unit_R = torch.tensor([place for place, own in enumerate(rows) for _ in own]).long()
         indices = [*chain.from_iterable(rows)]
-        return indices, DrawnBatch(self.drawn, len(drawn), len(indices), unit_R)
+        return indices, DrawnBatch(number, len(drawn), len(indices), unit_R)
 
     def _batch(self, number: int) -> list[int]:
         """The samples of a batch, which are all that was drawn."""
@@ -266,8 +258,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     def _own(self, indices: Tensor) -> list[int]:
         """This process's part of a batch that all processes draw alike."""
         self._most = -(-len(indices) // self.world_size)
-        own: list[int] = indices[self.rank :: self.world_size].tolist()
-        return own
+        return indices[self.rank :: self.world_size].tolist()
 
     def _places(self, draw: Draw) -> Tensor:
         """``[drawn]``, int64: which of ``num_samples`` are drawn, in order."""
@@ -280,11 +271,9 @@ class ShardedPoissonSampler(PoissonSampler):
 
     Every sample is one process's, which draws it in every step with the given probability; a unit
     with all of its rows. All processes take as many steps, with local batches that may be empty.
-    What they draw is independent, seeded or not: every process has a key of its own, or its own
-    part of the words of one that they share.
-
-    Where they share one, and step together, the sampler gives ``BatchMemoryManager`` as many parts
-    of a batch in every process as the largest batch needs; some may be empty.
+    What they draw is independent, seeded or not. Where they share a key and step together,
+    ``BatchMemoryManager`` gets as many parts of a batch in every process as the largest batch
+    needs; some may be empty.
 
     Args:
         total_size: samples (or units) in the dataset, the same for all processes.
@@ -322,18 +311,16 @@ class ShardedPoissonSampler(PoissonSampler):
 
     def _batch(self, number: int) -> list[int]:
         self._last = self.stream.draw(Purpose.SAMPLING)
-        places: list[int] = self._places(self._last).tolist()
+        places = self._places(self._last).tolist()
         return [place * self.world_size + self.rank for place in places]
 
 
 class FixedShapeSampler(PoissonSampler):
     """Every step draws every sample independently, and takes at most ``max_batch_size`` of them.
 
-    Of more samples a uniformly random subset of that size is left. Of fewer the batch is filled up
-    with samples that were not drawn: other rows than those that count, so that a rehearsal can tell
-    rows apart. Rows that count are the first.
-
-    Of several processes each gets as many rows, and those that count are spread evenly.
+    Of more samples a uniformly random subset of that size is left. Fewer are filled up with samples
+    that were not drawn, behind those that count. Of several processes each gets as many rows, and
+    those that count are spread evenly.
 
     Args:
         max_batch_size: of all processes together.
@@ -363,7 +350,7 @@ class FixedShapeSampler(PoissonSampler):
         self.max_batch_size = max_batch_size
         self.rows = max_batch_size // self.world_size if fills_up else None
 
-    def _draw(self) -> tuple[list[int], DrawnBatch]:
+    def _draw(self, number: int) -> tuple[list[int], DrawnBatch]:
         draw = self.stream.draw(Purpose.SAMPLING)
         mask_N = coin_tosses(draw, self.num_samples, self.sample_rate)
         counted = mask_N.nonzero().flatten()
@@ -374,7 +361,7 @@ class FixedShapeSampler(PoissonSampler):
         if self.rows is not None:
             padding = (~mask_N).nonzero().flatten()[: self.max_batch_size - len(counted)]
             indices = self._own(torch.cat([counted, padding]))
-        return indices, DrawnBatch(self.drawn, len(own), len(indices))
+        return indices, DrawnBatch(number, len(own), len(indices))
 
 
 class OrderedSampler(PoissonSampler):
@@ -383,16 +370,9 @@ class OrderedSampler(PoissonSampler):
     is_strict = may_be_split = True
     #: Steps that were taken.
     taken = 0
-    _next = 0
 
-    def __iter__(self) -> Iterator[list[int]]:
-        self._next = self.taken
-        return super().__iter__()
-
-    def _draw(self) -> tuple[list[int], DrawnBatch]:
-        number, self._next = self._next, self._next + 1
-        indices = self._batch(number)
-        return indices, DrawnBatch(number, len(indices), len(indices))
+    def _first(self) -> int | None:
+        return self.taken
 
     def check_step(self, draw: DrawnBatch | None) -> None:
         """Raise ``FlashClippingError`` for a step on another batch than this step's: the loop has
@@ -407,14 +387,8 @@ class OrderedSampler(PoissonSampler):
 
 
 class RoundSampler(OrderedSampler):
-    """The batches of a round of steps are drawn together, and kept until it has ended.
-
-    Args:
-        **kwargs: as in :class:`PoissonSampler`.
-
-    Attributes:
-        round_steps: steps of a round: an epoch, unless a subclass says otherwise.
-    """
+    """The batches of a round of steps (``round_steps``: an epoch, unless a subclass says otherwise)
+    are drawn together, and kept until it has ended."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -470,10 +444,23 @@ class AllocationSampler(RoundSampler):
         return by_step.split(sizes.tolist())
 
 
+class RowsOfUnitsSampler(PoissonSampler):
+    """Every step draws every row independently, with the same probability; of a unit with too many
+    rows some are chosen uniformly, once, and the others are never drawn."""
+
+    def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
+        super().__init__(num_samples=0, sample_rate=units.sample_rate, **kwargs)
+        draw = self.stream.draw(Purpose.SAMPLING)
+        self._kept = sorted(row for unit in range(units.count) for row in units.rows_of(unit, draw))
+        self.num_samples = len(self._kept)
+
+    def _batch(self, number: int) -> list[int]:
+        return [self._kept[place] for place in super()._batch(number)]
+
+
 class CyclicPoissonSampler(OrderedSampler):
     """Samples are in ``cycle`` groups, by their number modulo ``cycle``; each step draws from the
-    next one, every sample independently, with probability ``cycle * sample_rate``.
-    """
+    next one, every sample independently, with probability ``cycle * sample_rate``."""
 
     def __init__(self, *, cycle: int, **kwargs: Any):
         super().__init__(**kwargs)
