@@ -190,9 +190,7 @@ class GroupedFactors:
                 operands = [*map(pairs.pop, keys)]
                 coef_B = one if one is not None else coef[keys[0]]
                 memo = plan.memos["clipped_sums", part, number, *(() if keys is launch else keys)]
-                sums = clipped_sums_many(
-                    operands, coef_B, backend=self.backend, checked=True, memo=memo
-                )
+                sums = clipped_sums_many(operands, coef_B, backend=self.backend, memo=memo)
                 add(keys, sums)
                 del operands, sums
         while self.stacks:

@@ -20,10 +20,9 @@ from flash_clipping.ops.runtime import backend as backends, shapes
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """``A_BTd`` and ``G_BTp`` of one layer."""
 
-
 COLUMNS = 10
-"""Of a row: address, strides of samples and positions, and width of G, then of A; address of the
-result; first of the layer's tiles."""
+"""Of the table of a launch: address, strides of samples and positions, and width of G, then of A;
+address of the result; first of the layer's tiles."""
 
 SMALL_FLOP = 10e9
 """A product of fewer FLOP takes the host longer to launch than the device to compute."""
@@ -53,24 +52,23 @@ def clipped_sums_many(
     coef_B: Tensor,
     *,
     backend: str = "auto",
-    checked: bool = False,
     memo: shapes.LaunchCache | None = None,
 ) -> list[Tensor]:
     """:func:`clipped_sums` for many layers ``(A, G)`` at once: on a GPU one launch for those of one
     B, T and dtype.
 
-    ``checked`` and ``memo``: the caller has seen to shapes and devices, and hands on what was kept
-    for pairs of the same layout.
+    ``memo``: what was kept for pairs of the same layout, from a caller who has seen to shapes and
+    devices.
 
     Returns:
         ``[p, d]`` for each pair, in fp32 (float64 for float64).
     """
-    if not checked:
+    if memo is None:
+        memo = {}
         groups = shapes.checked_groups([(A, [G]) for A, G in pairs])
         for A_BTd, _ in groups:
             shapes.check_coefficients(coef_B, A_BTd, "A")
         pairs = [(A_BTd, Gs[0]) for A_BTd, Gs in groups]
-    memo = {} if memo is None else memo
     kinds: list[list[int]] | None = memo.get("kinds")
     if kinds is None:
         kinds = memo["kinds"] = shapes.busy_kinds([(A, (G,)) for A, G in pairs])
