@@ -87,10 +87,12 @@ def weighted_sums_many(
     grads: Sequence[Tensor], coef_B: Tensor, *, backend: str = "auto"
 ) -> list[Tensor]:
     """:func:`weighted_sum` of several tensors by the same coefficients: one launch on a GPU."""
-    for tensor in grads:
+    kinds: dict[object, list[int]] = {}
+    for i, tensor in enumerate(grads):
         shapes.check_coefficients(coef_B, tensor, "grads")
+        kinds.setdefault((tensor.get_device(), tensor.dtype), []).append(i)
     results: dict[int, Tensor] = {}
-    for members in shapes.by_kind([(tensor, ()) for tensor in grads]):
+    for members in kinds.values():
         alike = [grads[i] for i in members]
         sums = backends.run(reference.weighted_sums_many, backend, alike[0], alike, coef_B)
         results.update(zip(members, sums, strict=True))
