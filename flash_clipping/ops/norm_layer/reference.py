@@ -17,10 +17,6 @@ from flash_clipping.ops.runtime.shapes import accumulator
 BUFFER = 2**16
 """About how many elements a temporary holds (one sample at least): few enough for a cache."""
 
-LARGE, LONG = 2**13, 1024
-"""Elements of a sample from which PyTorch's kernel is called for it alone, and the positions up to
-which it may be: it adds them up one after the other in the operands' dtype."""
-
 
 def norm_backward(
     x_BTd: Tensor,
@@ -38,14 +34,11 @@ def norm_backward(
     mean_BT, rstd_BT = None if mean is None else mean.reshape(B, T), rstd.reshape(B, T)
     dtype = accumulator(x_BTd)
     dx_BTd = native_BTd = None
-    if mean_BT is not None and _native_serves(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d):
-        wanted = [input_grad, weight_grad, bias_grad]
-        large = x_BTd.device.type == "cpu" and B and d * T >= LARGE and T <= LONG
-        if large and weight_d is not None and (weight_grad or bias_grad):
-            return _sample_by_sample(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d, wanted)
-        if input_grad:
-            wanted = [True, False, False]
-            native_BTd = _native(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d, wanted)[0]
+    if input_grad and mean is not None and _native_serves(x_BTd, G_BTd, mean, rstd, weight_d):
+        statistics = mean.reshape(B, T, 1).contiguous(), rstd.reshape(B, T, 1).contiguous()
+        native_BTd = torch.ops.aten.native_layer_norm_backward(
+            G_BTd, x_BTd, (d,), *statistics, weight_d, None, [True, False, False]
+        )[0]
     elif input_grad:
         dx_BTd = torch.empty(x_BTd.shape, dtype=x_BTd.dtype, device=x_BTd.device)
     vectors_PBd = x_BTd.new_empty((weight_grad + bias_grad, B, d), dtype=dtype)
@@ -82,32 +75,6 @@ def _native_serves(x_BTd: Tensor, *others: Tensor | None) -> bool:
     """Whether PyTorch's LayerNorm kernel takes these: it wants one dtype, not a narrow one."""
     alike = all(other is None or other.dtype == x_BTd.dtype for other in others)
     return alike and accumulator(x_BTd) == x_BTd.dtype
-
-
-def _native(
-    x: Tensor, G: Tensor, mean: Tensor, rstd: Tensor, weight_d: Tensor | None, wanted: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias; of the bias only the shape is asked for."""
-    statistics = (mean.unsqueeze(-1).contiguous(), rstd.unsqueeze(-1).contiguous())
-    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_layer_norm_backward(
-        G, x, x.shape[-1:], *statistics, weight_d, weight_d, wanted
-    )
-    return grads
-
-
-def _sample_by_sample(
-    x_BTd: Tensor,
-    G_BTd: Tensor,
-    mean_BT: Tensor,
-    rstd_BT: Tensor,
-    weight_d: Tensor | None,
-    wanted: list[bool],
-) -> tuple[Tensor | None, Tensor]:
-    """A sample as a batch of its own: PyTorch's kernel gives all three gradients in one pass."""
-    rows = zip(x_BTd, G_BTd, mean_BT, rstd_BT, strict=True)
-    dx, w, b = zip(*[_native(*row, weight_d, wanted) for row in rows], strict=True)
-    vectors = [torch.stack(v) for v, is_wanted in ((w, wanted[1]), (b, wanted[2])) if is_wanted]
-    return torch.stack(dx) if wanted[0] else None, torch.stack(vectors).unsqueeze(2)
 
 
 def _mean_of(x_BTd: Tensor, weight_d: Tensor | None) -> Tensor:
