@@ -25,11 +25,10 @@ ALIGNMENT = 16
 
 
 class SqnormBlock(NamedTuple):
-    """Squared norms of some layers, in whatever order they come out.
+    """Squared norms ``[R, B]`` of some layers, in whatever order they come out.
 
     Attributes:
         order: which layer each row is of: its group, and its number there.
-        sq_RB: squared norms ``[R, B]``.
         doubt_RB: what rounding may hide of them (:mod:`flash_clipping.ops.error_bounds`), or None.
         spread_sq_RB: squares of ``Σ_t ‖a_t‖ ‖g_t‖``, where Gram matrices gave the norms.
     """
@@ -41,11 +40,8 @@ class SqnormBlock(NamedTuple):
 
 
 class Normalized(NamedTuple):
-    """``x̂ = (x - mean) · rstd``, not yet formed; ``x`` is ``[B, T, n]``.
-
-    The statistics are those of ``B·T`` rows in their order, whatever axes they lie along: layers
-    have them as ``[B, ..., 1]``, and a view of each takes the host a while.
-    """
+    """``x̂ = (x - mean) · rstd``, not yet formed; ``x`` is ``[B, T, n]``. The statistics are those
+    of ``B·T`` rows in their order, along whatever axes: views take the host a while."""
 
     x_BTn: Tensor
     mean: Tensor
