@@ -55,14 +55,8 @@ def clipped_sums_many(
     memo: shapes.LaunchCache | None = None,
 ) -> list[Tensor]:
     """:func:`clipped_sums` for many layers ``(A, G)`` at once: on a GPU one launch for those of one
-    B, T and dtype.
-
-    ``memo``: what was kept for pairs of the same layout, from a caller who has seen to shapes and
-    devices.
-
-    Returns:
-        ``[p, d]`` for each pair, in fp32 (float64 for float64).
-    """
+    B, T and dtype. ``memo``: what was kept for pairs of the same layout, from a caller who has seen
+    to shapes and devices."""
     if memo is None:
         memo = {}
         groups = shapes.checked_groups([(A, [G]) for A, G in pairs])

@@ -78,17 +78,13 @@ def _clipped_sums_kernel(
 
 
 class Products(Table):
-    """The table of one launch, for pairs of one B, T and dtype.
-
-    Attributes:
-        shapes: ``(p, d)`` of every result.
-        G_whole, A_whole: whether rows of these operands are multiples of 16 bytes as well, in all
-            pairs.
-    """
+    """The table of one launch, for pairs of one B, T and dtype."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         super().__init__(COLUMNS)
+        #: ``(p, d)`` of every result.
         self.shapes = [(G.shape[2], A.shape[2]) for A, G in pairs]
+        #: Whether rows of these operands are multiples of 16 bytes as well, in all pairs.
         self.G_whole = all([is_whole(G.shape[2], G.element_size()) for _, G in pairs])
         self.A_whole = all([is_whole(A.shape[2], A.element_size()) for A, _ in pairs])
         for A, G in pairs:
@@ -177,30 +173,25 @@ def clipped_sums_many(
 def launch_clipped_sums(
     work: Products, kind: Kind, coef_B: Tensor, config: Config | None = None
 ) -> list[Tensor]:
-    """One launch for products of one kind; ``config`` is open to benchmarks.
-
-    Returns:
-        ``[p, d]`` of every pair, in fp32.
-    """
+    """One launch for products of one kind: ``[p, d]`` of every pair, in fp32."""
     device = coef_B.device
     config = config or config_for(work, kind, device)
     results = [torch.empty(shape, dtype=torch.float32, device=device) for shape in work.shapes]
     work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
-    most = max(FEWEST, tiles.next_power_of_2(layers))
     count = work.cut(tiles.RING_TILE[1] if config.ring else BLOCK)
     arguments = (work.on(device), coef_B.contiguous(), layers, count, kind.B, kind.T)
-    # The tiles of small layers take no longer than a program takes to start.
-    each = kind.small and not config.ring
-    programs = count if each else min(count, tiles.sm_count(device))
     if config.ring:
         from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
 
         launch(
-            _clipped_sums_ring_kernel, programs, *arguments,
+            _clipped_sums_ring_kernel, min(count, tiles.sm_count(device)), *arguments,
             DTYPE=tiles.TL_DTYPE[kind.A_dtype], workspace=True, num_warps=4,
         )  # fmt: skip
     else:
+        # The tiles of small layers take no longer than a program takes to start.
+        programs = count if kind.small else min(count, tiles.sm_count(device))
+        most = max(FEWEST, tiles.next_power_of_2(layers))
         launch(
             _clipped_sums_kernel, programs, *arguments,
             DTYPE=tiles.TL_DTYPE[kind.A_dtype], ALIGNED=work.aligned,

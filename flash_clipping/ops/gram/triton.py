@@ -293,12 +293,8 @@ def gram_blocks(groups: Sequence[Group], memo: LaunchCache | None = None) -> lis
 
 
 def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch for groups of one kind, by the ``config`` of a test or the rule's.
-
-    Returns:
-        Squared norms, what rounding may hide of them, and squared spreads, ``[R, B]`` each, by the
-        table's rows.
-    """
+    """One launch for groups of one kind: squared norms, what rounding may hide of them, and squared
+    spreads, ``[R, B]`` each, by the table's rows."""
     B, T, A_dtype, G_dtype, aligned, whole, device = work.kind
     wider = torch.promote_types(A_dtype, G_dtype)
     if config is None:

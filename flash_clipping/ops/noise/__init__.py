@@ -112,7 +112,6 @@ def discrete_noisy_means(
         sums: the clipped sums of all parameters, whole: of fp32 or fp64, on any device.
         std: standard deviation that the noise would have if sums were not rounded.
         multiplier: that of the noise, which steps are accounted with.
-        divisor, draw, dtypes: as of :func:`noisy_means`.
 
     Raises:
         ValueError: rounding would count for too much: see :func:`discrete_grid`.

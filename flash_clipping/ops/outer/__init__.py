@@ -44,11 +44,9 @@ def outer_sqnorms(
 
 
 def outer_grads(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
-    """The gradients ``G_bᵀ A_b`` alone, ``[B, p, d]`` in the operands' dtype (the wider).
-
-    One product of a library: where ``p`` or ``d`` is small it is faster than a kernel that squares
-    and sums as well, and takes the host a quarter of the time.
-    """
+    """The gradients ``G_bᵀ A_b`` alone, ``[B, p, d]`` in the operands' dtype (the wider). Where
+    ``p`` or ``d`` is small a library is faster than a kernel that squares and sums as well, and
+    takes the host a quarter of the time."""
     A_BTd, G_BTp = shapes.in_one_dtype(A_BTd, G_BTp)
     if not torch.is_grad_enabled() and backends.is_always_precise(A_BTd):
         return torch.bmm(G_BTp.mT, A_BTd)  # as in every step: context managers take a while
@@ -57,11 +55,8 @@ def outer_grads(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
 
 
 def sum_parts(parts: Sequence[Tensor]) -> list[tuple[list[int], Tensor]]:
-    """Squared norms from parts ``[B, n]``, a launch for all of one shape, dtype and device.
-
-    Returns:
-        Indices of those of one kind, and their squared norms, one row ``[B]`` for each.
-    """
+    """Squared norms from parts ``[B, n]``, a launch for all of one shape, dtype and device: indices
+    of these, and their squared norms, one row ``[B]`` for each."""
     alike: dict[object, list[int]] = {}
     for i, parts_Bn in enumerate(parts):
         kind = (parts_Bn.shape, parts_Bn.dtype, parts_Bn.get_device())

@@ -57,14 +57,11 @@ class Rows(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A list with some entries for every segment, one segment after the other; all int32.
+    """A list with some entries for every segment, one segment after the other; all int32."""
 
-    Attributes:
-        of_M: the segment of every entry; S for entries behind the last that is used.
-        firsts: ``[S + 1]``: the first entry of every segment. The last is how many are used.
-    """
-
+    #: The segment of every entry; S for entries behind the last that is used.
     of_M: Tensor
+    #: ``[S + 1]``: the first entry of every segment. The last is how many are used.
     firsts: Tensor
 
 
@@ -78,21 +75,15 @@ def work_list(entries_S: Tensor, most: int) -> Work:
 
 
 class Blocks(NamedTuple):
-    """Segments cut into blocks of rows; int32.
+    """Segments cut into blocks of rows; int32."""
 
-    Attributes:
-        begin_M, end_M: the rows of every block; those that are not used begin no sooner than they
-            end.
-        of_M: the segment of every block; S for those that are not used.
-        firsts: ``[S + 1]``: the first block of every segment.
-        place_M: its number among the blocks of its segment.
-        last_M: whether it is the last of these (a bool).
-    """
-
+    #: The rows of every block; those that are not used begin no sooner than they end.
     begin_M: Tensor
     end_M: Tensor
+    #: As of :class:`Work`.
     of_M: Tensor
     firsts: Tensor
+    #: Its number among the blocks of its segment, and whether it is the last of these (a bool).
     place_M: Tensor
     last_M: Tensor
 
