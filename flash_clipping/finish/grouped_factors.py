@@ -14,8 +14,7 @@ from torch import Tensor
 from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.finish.clipping import Coefficients
 from flash_clipping.finish.plan import Plan
-from flash_clipping.ops.clipped_sum import clipped_sums_many, in_turn
-from flash_clipping.ops.clipped_sum.table import AT_ONCE
+from flash_clipping.ops.clipped_sum import AT_ONCE, clipped_sums_many, in_turn
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.outer import sum_parts, weighted_sum, weighted_sums_many
 from flash_clipping.ops.rows import row_sums
@@ -191,9 +190,7 @@ class GroupedFactors:
                 operands = [*map(pairs.pop, keys)]
                 coef_B = one if one is not None else coef[keys[0]]
                 memo = plan.memos["clipped_sums", part, number, *(() if keys is launch else keys)]
-                sums = clipped_sums_many(
-                    operands, coef_B, backend=self.backend, checked=True, memo=memo
-                )
+                sums = clipped_sums_many(operands, coef_B, backend=self.backend, memo=memo)
                 add(keys, sums)
                 del operands, sums
         while self.stacks:

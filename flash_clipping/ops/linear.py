@@ -13,14 +13,8 @@ from torch import Tensor
 from flash_clipping.ops.error_bounds import error_bound, spread
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.outer import outer_sqnorms, sum_parts
-from flash_clipping.ops.runtime import cost
-from flash_clipping.ops.runtime.shapes import (
-    Group,
-    LaunchCache,
-    SqnormBlock,
-    accumulator,
-    checked_groups,
-)
+from flash_clipping.ops.runtime import cost, shapes
+from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock
 
 
 def linear_sqnorms(
@@ -37,11 +31,12 @@ def linear_sqnorms(
         Squared norms ``[L, B]`` for each group and what rounding may hide of them
         (:mod:`flash_clipping.ops.error_bounds`), fp32 (float64 for float64).
     """
-    ready = checked_groups(groups)
+    ready = shapes.checked_groups(groups)
     results = []
     for A_BTd, Gs in ready:
-        zeros_LB = A_BTd.new_zeros((len(Gs), len(A_BTd)), dtype=accumulator(A_BTd, *Gs))
-        results.append((zeros_LB, torch.zeros_like(zeros_LB)))
+        size, dtype = (2, len(Gs), len(A_BTd)), shapes.accumulator(A_BTd, *Gs)
+        sq_LB, doubt_LB = A_BTd.new_zeros(size, dtype=dtype)
+        results.append((sq_LB, doubt_LB))
     for order, sq_RB, doubt_RB, _ in linear_sqnorm_blocks(ready, backend=backend):
         for row, (group, layer) in enumerate(order):
             sq_LB, doubt_LB = results[group]
@@ -54,12 +49,9 @@ def linear_sqnorms(
 def linear_sqnorm_blocks(
     ready: Sequence[Group], *, backend: str = "auto", memo: LaunchCache | None = None
 ) -> list[SqnormBlock]:
-    """:func:`linear_sqnorms` in whatever blocks the norms come out.
-
-    For a caller who has seen to shapes, ``[B, T, features]``, and devices; ``memo`` is what was
-    kept for operands of the same layout. A step takes its norms in this way, as it puts them into
-    an order of its own anyway.
-    """
+    """:func:`linear_sqnorms` in whatever blocks the norms come out: for a step, which puts them
+    into an order of its own anyway, and has seen to shapes, ``[B, T, features]``, and devices.
+    ``memo``: what was kept for operands of the same layout."""
     memo = {} if memo is None else memo
     by_algorithm = memo.get("algorithms")
     if by_algorithm is None:
@@ -76,8 +68,6 @@ def linear_sqnorm_blocks(
             doubt_LB = torch.stack([doubts[i] for i in members])
             blocks.append(SqnormBlock([outer[i] for i in members], sq_LB, doubt_LB))
     # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
-    if blocks and not by_algorithm["gram"]:
-        return blocks
     if not blocks:
         return gram_blocks(ready, backend=backend, memo=memo)
     left: list[list[int]] = [[] for _ in ready]  # their layers in each group
@@ -94,14 +84,10 @@ def _algorithms(ready: Sequence[Group]) -> dict[str, list[tuple[int, int]]]:
     """Layers, by their group and their number there, that take each algorithm."""
     found: dict[str, list[tuple[int, int]]] = {"gram": [], "outer": [], "rank_one": []}
     for group, (A_BTd, Gs_BTp) in enumerate(ready):
-        B, T, d = A_BTd.shape
+        device_type, itemsize, shared = A_BTd.device.type, A_BTd.element_size(), len(Gs_BTp)
         for layer, G in enumerate(Gs_BTp):
-            algorithm = cost.choose_on(
-                A_BTd.device.type,
-                *(B, T, d, G.shape[2], A_BTd.element_size()),
-                may_store=False,
-                shared=len(Gs_BTp),
-            )
+            sizes = *A_BTd.shape, G.shape[2], itemsize
+            algorithm = cost.choose_on(device_type, *sizes, may_store=False, shared=shared)
             found[algorithm].append((group, layer))
     return found
 
@@ -114,4 +100,4 @@ def rank_one_sqnorms(A_B1d: Tensor, G_B1p: Tensor) -> Tensor:
     """
     A_norm = torch.linalg.vector_norm(A_B1d, dim=(1, 2), dtype=torch.float64)
     G_norm = torch.linalg.vector_norm(G_B1p, dim=(1, 2), dtype=torch.float64)
-    return A_norm.mul_(G_norm).square_().to(accumulator(A_B1d, G_B1p))
+    return A_norm.mul_(G_norm).square_().to(shapes.accumulator(A_B1d, G_B1p))

@@ -228,8 +228,8 @@ def test_offsets_of_64_bits_are_the_same_places(
 ) -> None:
     module = pytest.importorskip("flash_clipping.ops.convolution.triton")
 
-    def wide(of: Geometry, x: Tensor) -> geometry.InThree:
-        return geometry.in_three(of, x)._replace(is_wide=True)
+    def wide(*convolution: Any) -> geometry.InThree:
+        return geometry.in_three(*convolution)._replace(is_wide=True)
 
     monkeypatch.setattr(module, "in_three", wide)
     check(*operands(name, case), case)
@@ -237,10 +237,9 @@ def test_offsets_of_64_bits_are_the_same_places(
 
 def test_samples_that_need_64_bits_are_known() -> None:
     of = Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1)
-    x = torch.empty(2, 4, 1 << 15, 1 << 14, device="meta")
-    assert geometry.in_three(of, x[:, :3]).is_wide is False
-    assert geometry.in_three(of, x.expand(2, 4, 1 << 15, 1 << 14)).is_wide is False
-    assert geometry.in_three(of, torch.empty(2, 5, 1 << 15, 1 << 14, device="meta")).is_wide
+    x, y = (torch.empty(2, C, 1 << 15, 1 << 14, device="meta") for C in (4, 5))
+    for seen, is_wide in ((x[:, :3], False), (x, False), (y, True)):
+        assert geometry.in_three(of, seen.shape, seen.stride()).is_wide is is_wide
 
 
 def test_outputs_that_need_64_bits_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

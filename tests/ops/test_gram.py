@@ -206,7 +206,7 @@ def test_rows_on_16_bytes_of_any_width(
     if not tma:
         monkeypatch.setattr(kernels.tiles, "has_tma", lambda device: False)
     if sliced:
-        gram_table = pytest.importorskip("flash_clipping.ops.gram.table")
+        gram_table = pytest.importorskip("flash_clipping.ops.gram.triton")
         monkeypatch.setattr(gram_table, "SLICE", 64)
         monkeypatch.setattr(gram_table, "SLICE_IN_INPUTS", 2)
     groups = [
@@ -439,7 +439,7 @@ def test_layers_of_many_features_are_shared_out(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case.backend == "triton":
-        gram_table = pytest.importorskip("flash_clipping.ops.gram.table")
+        gram_table = pytest.importorskip("flash_clipping.ops.gram.triton")
         monkeypatch.setattr(gram_table, "SLICE", 64)
         monkeypatch.setattr(gram_table, "SLICE_IN_INPUTS", 2)
     memo: dict = {}

@@ -9,19 +9,27 @@ only: a coefficient times a bf16 operand, rounded to bf16 again, would be up to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from flash_clipping.ops.clipped_sum import reference
-from flash_clipping.ops.clipped_sum.table import Pair, parts_of
-from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.runtime.shapes import (
-    LaunchCache,
-    accumulator,
-    busy_kinds,
-    check_coefficients,
-    checked_groups,
-)
+from flash_clipping.ops.runtime import backend as backends, shapes
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""``A_BTd`` and ``G_BTp`` of one layer."""
+
+COLUMNS = 10
+"""Of the table of a launch: address, strides of samples and positions, and width of G, then of A;
+address of the result; first of the layer's tiles."""
+
+SMALL_FLOP = 10e9
+"""A product of fewer FLOP takes the host longer to launch than the device to compute."""
+
+AT_ONCE = 1 << 26
+"""Elements of clipped sums that are made in one go, of operands or of stored gradients: enough to
+keep the device busy, and little beside what letting go of these frees."""
 
 
 def clipped_sums(
@@ -44,47 +52,60 @@ def clipped_sums_many(
     coef_B: Tensor,
     *,
     backend: str = "auto",
-    checked: bool = False,
-    memo: LaunchCache | None = None,
+    memo: shapes.LaunchCache | None = None,
 ) -> list[Tensor]:
     """:func:`clipped_sums` for many layers ``(A, G)`` at once: on a GPU one launch for those of one
-    B, T and dtype.
-
-    ``checked`` and ``memo``: the caller has seen to shapes and devices, and hands on what was kept
-    for pairs of the same layout.
-
-    Returns:
-        ``[p, d]`` for each pair, in fp32 (float64 for float64).
-    """
-    if not checked:
-        groups = checked_groups([(A, [G]) for A, G in pairs])
+    B, T and dtype. ``memo``: what was kept for pairs of the same layout, from a caller who has seen
+    to shapes and devices."""
+    if memo is None:
+        memo = {}
+        groups = shapes.checked_groups([(A, [G]) for A, G in pairs])
         for A_BTd, _ in groups:
-            check_coefficients(coef_B, A_BTd, "A")
+            shapes.check_coefficients(coef_B, A_BTd, "A")
         pairs = [(A_BTd, Gs[0]) for A_BTd, Gs in groups]
-    memo = {} if memo is None else memo
     kinds: list[list[int]] | None = memo.get("kinds")
     if kinds is None:
-        kinds = memo["kinds"] = busy_kinds([(A, (G,)) for A, G in pairs])
+        kinds = memo["kinds"] = shapes.busy_kinds([(A, (G,)) for A, G in pairs])
     results: dict[int, Tensor] = {}
     for number, members in enumerate(kinds):
-        alike = pairs if len(members) == len(pairs) else [pairs[i] for i in members]
+        alike = [pairs[i] for i in members]
         decides = max(alike[0], key=Tensor.element_size)  # whose dtype an implementation must take
         run = reference.clipped_sums_many
         sums = backends.run(run, backend, decides, alike, coef_B, memo.setdefault(number, {}))
-        if alike is pairs:
-            return sums
         results.update(zip(members, sums, strict=True))
-    if len(results) < len(pairs):
-        for idle in {*range(len(pairs))}.difference(results):
-            A, G = pairs[idle]
-            results[idle] = A.new_zeros((G.shape[2], A.shape[2]), dtype=accumulator(A, G))
+    for i, (A, G) in enumerate(pairs):
+        if i not in results:  # without elements
+            size, dtype = (G.shape[2], A.shape[2]), shapes.accumulator(A, G)
+            results[i] = A.new_zeros(size, dtype=dtype)
     return [results[i] for i in range(len(pairs))]
+
+
+class Kind(NamedTuple):
+    """Properties that the products of one launch share."""
+
+    B: int
+    T: int
+    A_dtype: torch.dtype
+    G_dtype: torch.dtype
+    device: int
+    small: bool
+
+
+def kinds_of(pairs: Sequence[Pair]) -> dict[Kind, list[int]]:
+    """The products of every kind, by their places in ``pairs``."""
+    kinds: dict[Kind, list[int]] = {}
+    for i, (A, G) in enumerate(pairs):
+        B, T, d = A.shape
+        small = 2 * B * T * d * G.shape[2] <= SMALL_FLOP
+        kind = Kind(B, T, A.dtype, G.dtype, A.get_device(), small)
+        kinds.setdefault(kind, []).append(i)
+    return kinds
 
 
 def in_turn(pairs: Sequence[Pair], *, backend: str = "auto") -> list[list[int]]:
     """Which of these products :func:`clipped_sums_many` had best be asked for together: as many as
-    one launch serves, but not so many that all results stand beside all operands. Without kernels,
-    those that read one input, which is then scaled once."""
+    one launch serves, but no more than :data:`AT_ONCE` elements of results. Without kernels, those
+    that read one input, which is then scaled once."""
     on_kernels: list[int] = []
     by_input: dict[int, list[int]] = {}
     for i, (A, _) in enumerate(pairs):
@@ -92,5 +113,15 @@ def in_turn(pairs: Sequence[Pair], *, backend: str = "auto") -> list[list[int]]:
             by_input.setdefault(id(A), []).append(i)
         else:
             on_kernels.append(i)
-    parts = parts_of([pairs[i] for i in on_kernels])
-    return [[on_kernels[i] for i in part] for part in parts] + list(by_input.values())
+    parts: list[list[int]] = []
+    for members in kinds_of([pairs[i] for i in on_kernels]).values():
+        room = 0
+        for i in [on_kernels[member] for member in members]:
+            A, G = pairs[i]
+            elements = A.shape[2] * G.shape[2]
+            if elements > room:
+                parts.append([])
+                room = AT_ONCE
+            parts[-1].append(i)
+            room -= elements
+    return parts + list(by_input.values())

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flash_clipping.ops.clipped_sum import table
+from flash_clipping.ops import clipped_sum
 from flash_clipping.ops.runtime.ring import (
     BLOCK,
     HALF,
@@ -29,7 +29,7 @@ from flash_clipping.ops.runtime.ring import (
 )
 from flash_clipping.ops.runtime.tiles import operand
 
-COLUMNS = gl.constexpr(table.COLUMNS)
+COLUMNS = gl.constexpr(clipped_sum.COLUMNS)
 BLOCK_T = gl.constexpr(32)
 """Positions of a step."""
 STAGES = gl.constexpr(6)

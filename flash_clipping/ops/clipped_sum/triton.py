@@ -6,8 +6,8 @@ A program owns a tile of a layer's result and walks over all positions of all sa
 tensor cores add up is one sample's product, or a part of it; its coefficient is applied to that in
 fp32. So nothing is scaled in memory, one sample's rounding does not depend on another's, and a
 dropped sample (coefficient 0) adds nothing even where its operands are not finite. A table names
-the operands of all layers (:mod:`flash_clipping.ops.clipped_sum.table`): a product that takes the
-device ten microseconds takes the host longer than that to launch.
+the operands of all layers: a product that takes the device ten microseconds takes the host longer
+than that to launch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flash_clipping.ops.clipped_sum import reference
-from flash_clipping.ops.clipped_sum.table import (
-    BLOCK,
-    COLUMNS,
-    Kind,
-    Pair,
-    Products,
-    kinds_of,
-)
+from flash_clipping.ops.clipped_sum import COLUMNS, Kind, Pair, kinds_of, reference
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.backend import full_precision
 from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
 from flash_clipping.ops.runtime.shapes import LaunchCache
+from flash_clipping.ops.runtime.tables import Table, firsts_of, is_whole
 from flash_clipping.ops.runtime.tiles import load_tile, operand, row_of, tile_in_groups
+
+BLOCK = 128
+"""Side of a tile of the result."""
 
 
 @jit
@@ -81,9 +77,37 @@ def _clipped_sums_kernel(
         tl.store(place, total, mask=(rows < p) & (columns < d))
 
 
+class Products(Table):
+    """The table of one launch, for pairs of one B, T and dtype."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        super().__init__(COLUMNS)
+        #: ``(p, d)`` of every result.
+        self.shapes = [(G.shape[2], A.shape[2]) for A, G in pairs]
+        #: Whether rows of these operands are multiples of 16 bytes as well, in all pairs.
+        self.G_whole = all([is_whole(G.shape[2], G.element_size()) for _, G in pairs])
+        self.A_whole = all([is_whole(A.shape[2], A.element_size()) for A, _ in pairs])
+        for A, G in pairs:
+            self.numbers.extend(self.describe(G))
+            self.numbers.extend(self.describe(A))
+            self.numbers.extend((0, 0))
+
+    def cut(self, width: int) -> int:
+        """Share out tiles of so many columns; how many there are."""
+        tiles = [-(-p // BLOCK) * -(-d // width) for p, d in self.shapes]
+        firsts, count = firsts_of(tiles)
+        self.set_column(COLUMNS - 1, firsts)
+        return count
+
+    def read(self, pairs: Sequence[Pair]) -> None:
+        """Take the addresses of operands of the layout that the table was made for."""
+        self.set_column(0, [G.data_ptr() for _, G in pairs])
+        self.set_column(4, [A.data_ptr() for A, _ in pairs])
+
+
 @dataclass(frozen=True)
 class Config:
-    """A launch's parameters, open to benchmarks."""
+    """A launch's parameters."""
 
     block_t: int = 64
     promote: int = 16
@@ -124,21 +148,22 @@ def clipped_sums_many(
     if kinds is None:
         kinds = memo["kinds"] = kinds_of(pairs)
     for kind, members in kinds.items():
-        alike, of_kind = [pairs[i] for i in members], memo.setdefault(kind, {})
+        alike = [pairs[i] for i in members]
         if kind.T == 1 and kind.small and kind.B > MOST_ROWS:
             with full_precision(coef_B.device):
                 products = reference.clipped_sums_many(alike, coef_B)
             sums.update(zip(members, products, strict=True))
             continue
+        work: Products | None = memo.get(kind)
         if kind.A_dtype != kind.G_dtype:
             dtype = torch.promote_types(kind.A_dtype, kind.G_dtype)
-            alike, of_kind = [(A.to(dtype), G.to(dtype)) for A, G in alike], None
+            alike = [(A.to(dtype), G.to(dtype)) for A, G in alike]
             kind = kind._replace(A_dtype=dtype, G_dtype=dtype)
-        work: Products | None = of_kind.get("table") if of_kind is not None else None
-        if work is None:
             work = Products(alike)
-            if of_kind is not None and not work.copied:
-                of_kind["table"] = work
+        elif work is None:
+            work = Products(alike)
+            if not work.copied:
+                memo[kind] = work
         else:
             work.read(alike)
         sums.update(zip(members, launch_clipped_sums(work, kind, coef_B), strict=True))
@@ -148,30 +173,25 @@ def clipped_sums_many(
 def launch_clipped_sums(
     work: Products, kind: Kind, coef_B: Tensor, config: Config | None = None
 ) -> list[Tensor]:
-    """One launch for products of one kind; ``config`` is open to benchmarks.
-
-    Returns:
-        ``[p, d]`` of every pair, in fp32.
-    """
+    """One launch for products of one kind: ``[p, d]`` of every pair, in fp32."""
     device = coef_B.device
     config = config or config_for(work, kind, device)
     results = [torch.empty(shape, dtype=torch.float32, device=device) for shape in work.shapes]
     work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
-    most = max(FEWEST, tiles.next_power_of_2(layers))
     count = work.cut(tiles.RING_TILE[1] if config.ring else BLOCK)
     arguments = (work.on(device), coef_B.contiguous(), layers, count, kind.B, kind.T)
-    # The tiles of small layers take no longer than a program takes to start.
-    each = kind.small and not config.ring
-    programs = count if each else min(count, tiles.sm_count(device))
     if config.ring:
         from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
 
         launch(
-            _clipped_sums_ring_kernel, programs, *arguments,
+            _clipped_sums_ring_kernel, min(count, tiles.sm_count(device)), *arguments,
             DTYPE=tiles.TL_DTYPE[kind.A_dtype], workspace=True, num_warps=4,
         )  # fmt: skip
     else:
+        # The tiles of small layers take no longer than a program takes to start.
+        programs = count if kind.small else min(count, tiles.sm_count(device))
+        most = max(FEWEST, tiles.next_power_of_2(layers))
         launch(
             _clipped_sums_kernel, programs, *arguments,
             DTYPE=tiles.TL_DTYPE[kind.A_dtype], ALIGNED=work.aligned,

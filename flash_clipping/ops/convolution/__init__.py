@@ -33,17 +33,13 @@ def laid_out(
 def convolution_sqnorms(
     x: Tensor, G: Tensor, geometry: Geometry, *, tf32: bool = False, backend: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """Squared norms of the per-sample gradients of a convolution's weight.
-
-    On a GPU by one launch, which writes nothing of the size of its operands: windows are read where
-    they lie in ``x``.
+    """Squared norms of the per-sample gradients of a convolution's weight, on a GPU by one launch,
+    which writes nothing of the size of its operands.
 
     Args:
         x: the layer's input, ``[B, groups·C, *in]``, in any memory format.
         G: its output gradient, ``[B, O, *out]``.
-        geometry: of the convolution.
         tf32: see above.
-        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:
         Squared norms in parts ``[B, n]`` that are still to be added up, and what rounding may hide
@@ -60,12 +56,9 @@ def convolution_sqnorms(
 def convolution_grads(
     x: Tensor, G: Tensor, geometry: Geometry, *, tf32: bool = False, backend: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """The per-sample gradients themselves.
-
-    Returns:
-        ``[B, O, C, *kernel]`` in G's dtype or wider, in any order in memory, and their squared
-        norms in parts ``[B, n]``, or None where they are still to be taken. What is squared is the
-        rounded value that is kept, so that what is measured is what is released.
+    """The per-sample gradients themselves, ``[B, O, C, *kernel]`` in G's dtype or wider, in any
+    order in memory, and their squared norms in parts ``[B, n]``, or None where they are still to be
+    taken. What is squared is the rounded value that is kept: what is measured is released.
     """
     x, G = _checked(x, G, geometry)
     return backends.run(reference.convolution_grads, backend, G, x, G, geometry, tf32)

@@ -96,13 +96,9 @@ class InThree(NamedTuple):
     is_wide: bool
 
 
-def in_three(geometry: Geometry, x: Tensor) -> InThree:
-    """The convolution of ``x``, over three axes; remembered by shape and strides."""
-    return _in_three(geometry, x.shape, x.stride())
-
-
 @functools.lru_cache(maxsize=1024)
-def _in_three(geometry: Geometry, shape: torch.Size, strides: tuple[int, ...]) -> InThree:
+def in_three(geometry: Geometry, shape: torch.Size, strides: tuple[int, ...]) -> InThree:
+    """The convolution over three axes, of an input of this shape and strides."""
     missing = 3 - len(geometry.kernel)
     out_sizes = geometry.out_sizes(shape)
 
@@ -114,12 +110,9 @@ def _in_three(geometry: Geometry, shape: torch.Size, strides: tuple[int, ...]) -
     # Of samples and axes of one element strides say nothing.
     span = sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True))
     positions = math.prod(shape[2:])
-    sees_each_once = set(geometry.kernel) == set(geometry.stride) == {1} and not any(
-        geometry.padding
-    )
-    at_one_distance = all(
-        strides[axis] == strides[axis + 1] * shape[axis + 1] for axis in range(2, len(shape) - 1)
-    )
+    of_one = set(geometry.kernel) == set(geometry.stride) == {1} and not any(geometry.padding)
+    axes = range(2, len(shape) - 1)
+    at_one_distance = all(strides[i] == strides[i + 1] * shape[i + 1] for i in axes)
     return InThree(
         filled(geometry.kernel, 1),
         filled(geometry.stride, 1),
@@ -129,6 +122,6 @@ def _in_three(geometry: Geometry, shape: torch.Size, strides: tuple[int, ...]) -
         filled(out_sizes, 1),
         (strides[0], strides[1], *spatial),
         strides[1] == 1 and positions > 1,
-        sees_each_once and at_one_distance,
+        of_one and at_one_distance,
         span >= 1 << 31,
     )

@@ -195,7 +195,7 @@ def _convolution_kernel(
 
 @dataclass(frozen=True)
 class Config:
-    """A launch's parameters, open to benchmarks. ``programs``: on one multiprocessor, about."""
+    """A launch's parameters. ``programs``: on one multiprocessor, about."""
 
     block_o: int = 64
     block_n: int = 64
@@ -238,7 +238,7 @@ def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         return channels_last(x), channels_last(G)
     if x.element_size() > 2:
         return x, G  # numbers of 32 bits are fetched one by one as they are
-    three = in_three(geometry, x)
+    three = in_three(geometry, x.shape, x.stride())
     T = G.shape[2:].numel()
     in_rows = T % (16 // G.element_size()) == 0
     lies_well = three.is_flat and in_rows and T > LONG
@@ -287,14 +287,20 @@ def launch_convolution(
     config: Config | None = None,
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """One launch; ``config`` is open to benchmarks.
-
-    Returns:
-        Squared norms in parts ``[B, n]`` (nothing in mode ``"sum"``); and per-sample gradients
-        ``[B, O, K·C]`` in G's dtype, or sums over some samples each, ``[chunks, O, K·C]`` in fp32.
-    """
+    """One launch. Squared norms in parts ``[B, n]`` (nothing in mode ``"sum"``); and per-sample
+    gradients ``[B, O, K·C]`` in G's dtype, or sums over some samples each, ``[chunks, O, K·C]`` in
+    fp32."""
     G = G.flatten(2)  # a view in every memory format
-    like = mode, geometry, in_three(geometry, x), x.shape[1], G.shape, G.stride(), config, tf32
+    like = (
+        mode,
+        geometry,
+        in_three(geometry, x.shape, x.stride()),
+        x.shape[1],
+        G.shape,
+        G.stride(),
+        config,
+        tf32,
+    )
     programs, size_of_parts, size_of_out, numbers, constants = _planned(*like, x.dtype, x.device)
     parts = x.new_empty(size_of_parts, dtype=torch.float32)
     out: Tensor | None = None
@@ -492,7 +498,7 @@ def depthwise_grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     """Per-sample gradients ``[B, O, 1, *kernel]`` in fp32."""
     G = G.flatten(2)
     B, O, T = G.shape  # noqa: E741
-    three = in_three(geometry, x)
+    three = in_three(geometry, x.shape, x.stride())
     K, of_each = geometry.offsets, O // geometry.groups
     block_o, block_w = DEPTHWISE
     block_k = 4 if K <= 16 else 8

@@ -174,7 +174,11 @@ def embedding_sqnorms(
     # The vectors are to be small beside G; and a row of padding may hold anything: times a zero it
     # would not always be one.
     if rows * LONG_RUN <= min(T, 4 * d) and T > UNSORTED and padding_idx is None:
-        return outer_triton.outer_sqnorms(_one_hot(ids_BT, rows, G_BTd), G_BTd, False)[0]
+        # One-hot vectors, of which the table is a linear map, in rows of a multiple of 16 bytes,
+        # which tensor descriptors want; no id is as high.
+        every_id = torch.arange(tiles.cdiv(rows, 8) * 8, device=ids_BT.device)
+        one_hot = (ids_BT.unsqueeze(-1) == every_id).to(G_BTd.dtype)
+        return outer_triton.outer_sqnorms(one_hot, G_BTd, False)[0]
     padding = {"HAS_PADDING": padding_idx is not None}
     if T <= UNSORTED:
         block_d = BLOCK_BYTES // G_BTd.element_size()
@@ -209,13 +213,6 @@ def _start(device: torch.device) -> dict[str, bool]:
     """Options of a launch, which starts before what it depends on has ended where it can."""
     early = tiles.starts_early(device)
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
-def _one_hot(ids_BT: Tensor, num_embeddings: int, G_BTd: Tensor) -> Tensor:
-    """One-hot vectors, of which the table is a linear map: a way that does not mind long runs."""
-    # Rows of a multiple of 16 bytes, which tensor descriptors want; no id is as high.
-    width = tiles.cdiv(num_embeddings, 8) * 8
-    return (ids_BT.unsqueeze(-1) == torch.arange(width, device=ids_BT.device)).to(G_BTd.dtype)
 
 
 def _in_order(ids_BT: Tensor) -> Tensor:

@@ -10,19 +10,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_clipping.ops.gram import reference
-from flash_clipping.ops.runtime import backend as backends
-from flash_clipping.ops.runtime.shapes import (
-    Group,
-    GroupSqnorms,
-    LaunchCache,
-    SqnormBlock,
-    accumulator,
-    busy_kinds,
-    checked_groups,
-)
+from flash_clipping.ops.runtime import backend as backends, shapes
+from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock
 
 
-def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") -> GroupSqnorms:
+def gram_sqnorms(
+    A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Squared norms of ``G_l,bᵀ A_b`` for every sample ``b`` and layer ``l`` reading ``A``.
 
     ``‖G_bᵀ A_b‖² = Σ_{t,t'} (A_b A_bᵀ)_{tt'} (G_b G_bᵀ)_{tt'}``. The tiles of ``A Aᵀ`` are computed
@@ -39,7 +33,7 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") 
         (:mod:`flash_clipping.ops.error_bounds`); fp32 (float64 for float64). A sum that cancels may
         come out below zero by up to the second; one that overflows is inf or NaN.
     """
-    ((_, sq_LB, doubt_LB, _),) = gram_blocks(checked_groups([(A_BTd, Gs)]), backend=backend)
+    ((_, sq_LB, doubt_LB, _),) = gram_blocks(shapes.checked_groups([(A_BTd, Gs)]), backend=backend)
     assert doubt_LB is not None
     return sq_LB, doubt_LB
 
@@ -47,17 +41,14 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor], *, backend: str = "auto") 
 def gram_blocks(
     ready: Sequence[Group], *, backend: str = "auto", memo: LaunchCache | None = None
 ) -> list[SqnormBlock]:
-    """:func:`gram_sqnorms` of many groups ``(A, [G, ...])``, on a GPU in one launch for each kind
-    (B, T and dtypes), in whatever blocks the norms come out.
-
-    For a caller who has seen to shapes and devices, and puts norms into an order of his own anyway:
-    cutting them up takes the host as long as a launch. ``memo`` is what was kept for groups of the
-    same layout. Groups without layers have no rows.
-    """
+    """:func:`gram_sqnorms` of many groups, on a GPU in one launch for each kind (B, T and dtypes),
+    in whatever blocks the norms come out: cutting them up takes the host as long as a launch.
+    ``memo`` as in :func:`flash_clipping.ops.linear.linear_sqnorm_blocks`. Groups without layers
+    have no rows."""
     memo = {} if memo is None else memo
     kinds: list[list[int]] | None = memo.get("kinds")
     if kinds is None:
-        kinds = memo["kinds"] = busy_kinds(ready)
+        kinds = memo["kinds"] = shapes.busy_kinds(ready)
     blocks: list[SqnormBlock] = []
     for number, busy in enumerate(kinds):
         groups = [ready[i] for i in busy]
@@ -73,9 +64,9 @@ def gram_blocks(
     if sum(map(len, kinds)) < len(ready):
         for idle in {*range(len(ready))}.difference(*kinds):
             A_BTd, Gs = ready[idle]
-            if not Gs:
-                continue
-            order = [(idle, layer) for layer in range(len(Gs))]
-            zeros_LB = A_BTd.new_zeros((len(Gs), len(A_BTd)), dtype=accumulator(A_BTd, *Gs))
-            blocks.append(SqnormBlock(order, zeros_LB, zeros_LB.clone(), zeros_LB.clone()))
+            if Gs:
+                order = [(idle, layer) for layer in range(len(Gs))]
+                size, dtype = (len(Gs), len(A_BTd)), shapes.accumulator(A_BTd, *Gs)
+                zeros = [A_BTd.new_zeros(size, dtype=dtype) for _ in range(3)]
+                blocks.append(SqnormBlock(order, *zeros))
     return blocks

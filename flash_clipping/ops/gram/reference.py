@@ -15,11 +15,8 @@ TILE = 256
 
 
 def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`flash_clipping.ops.gram.gram_sqnorms`; squared spreads as well.
-
-    In float64: where positions cancel, what is left of a norm is less than what products in fp32
-    may lose, and a sample can be made so that they lose it.
-    """
+    """See :func:`flash_clipping.ops.gram.gram_sqnorms`; squared spreads as well. In float64: where
+    positions cancel, products in fp32 may lose more than what is left of a norm."""
     B, T, d = A_BTd.shape
     wanted, dtype = accumulator(A_BTd, *Gs), torch.float64
     sq_LB = A_BTd.new_zeros((len(Gs), B), dtype=dtype)

@@ -16,7 +16,7 @@ from flash_clipping.ops.runtime.tiles import operand
 
 @dataclass(frozen=True)
 class Config:
-    """A launch's parameters, open to benchmarks."""
+    """A launch's parameters."""
 
     block: int = 128
     block_f: int = 64

@@ -18,7 +18,10 @@ launch where small layers would be bound by launches.
 from __future__ import annotations
 
 import functools
+from array import array
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,11 +29,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.error_bounds import FLOOR, gram_doubt
-from flash_clipping.ops.gram.table import Launch, launches_of
 from flash_clipping.ops.gram.tiles import RING, Config, sample_of, tile_of
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
 from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock
+from flash_clipping.ops.runtime.tables import is_whole, operand_row
 from flash_clipping.ops.runtime.tiles import sum_by_warp
 from flash_clipping.ops.runtime.upload import to_device
 
@@ -148,11 +151,127 @@ def _gram_kernel(
             )  # fmt: skip
 
 
+# -- a launch and its table ------------------------------------------------------------------------
+
+SLICE = 4096
+SLICE_IN_INPUTS = 8
+"""Features of an output gradient that one program walks over for a tile: so many, or so many times
+those of the input, whose tile every slice computes anew. A vocabulary's would keep a few programs
+at work long after all others are done."""
+
+
+def launches_of(groups: Sequence[Group]) -> list[Launch]:
+    """A launch for all groups of one kind."""
+    rows = [Rows(A, Gs) for A, Gs in groups]
+    kinds: dict[Kind, list[int]] = {}
+    for index, each in enumerate(rows):
+        kinds.setdefault(each.kind, []).append(index)
+    # Costly groups first, so that the grid ends on short tiles.
+    ordered = [sorted(members, key=lambda i: -rows[i].width) for members in kinds.values()]
+    return [Launch(members, [rows[i] for i in members]) for members in ordered]
+
+
+class Kind(NamedTuple):
+    """What the groups of one launch share. ``aligned``: descriptors can serve all operands;
+    ``whole``: where there are none, rows are multiples of 16 bytes as well."""
+
+    B: int
+    T: int
+    A_dtype: torch.dtype
+    G_dtype: torch.dtype
+    aligned: bool
+    whole: bool
+    device: torch.device
+
+
+class Rows:
+    """A group's rows of the table. Layers of very many features are cut into slices, each with an
+    input of its own; the squared norm is the sum of those of the slices."""
+
+    def __init__(self, A: Tensor, Gs: Sequence[Tensor]) -> None:
+        given = [A, *Gs]
+        if any([G.dtype != Gs[0].dtype for G in Gs]):
+            Gs = [G.float() for G in Gs]
+        A, self.input, aligned = operand_row(A)
+        self.held = [A]  # until the kernel has been launched
+        widest = max(SLICE, SLICE_IN_INPUTS * A.shape[2])
+        #: Every slice: its layer, where it begins in bytes, strides and width.
+        self.places: list[tuple[int, int, int, int, int]] = []
+        for layer, G in enumerate(Gs):
+            G, (_, stride_b, stride_t, width), G_aligned = operand_row(G)
+            self.held.append(G)
+            aligned = aligned and G_aligned
+            count = tiles.cdiv(width, widest)
+            each = tiles.cdiv(width, 64 * count) * 64 if count > 1 else max(1, width)
+            for start in range(0, max(1, width), each):
+                offset = start * G.element_size()
+                place = (layer, offset, stride_b, stride_t, min(each, width - start))
+                self.places.append(place)
+        self.shared_out = len(self.places) > len(Gs)
+        widths = [place[-1] for place in self.places]
+        self.widest = max(A.shape[2], *widths)
+        self.width = A.shape[2] + (max(widths) if self.shared_out else sum(widths))
+        self.copied = any([x is not y for x, y in zip(given, self.held, strict=True)])
+        whole = aligned and not tiles.has_tma(A.device)
+        whole = whole and all([is_whole(n, Gs[0].element_size()) for n in widths])
+        whole = whole and is_whole(A.shape[2], A.element_size())
+        B, T, _ = A.shape
+        self.kind = Kind(B, T, A.dtype, Gs[0].dtype, aligned, whole, A.device)
+
+
+class Launch:
+    """Groups of one kind and their table: rows of six for inputs, then rows of four for layers."""
+
+    def __init__(self, members: Sequence[int], groups: Sequence[Rows]) -> None:
+        self.kind = groups[0].kind
+        self.copied = any([group.copied for group in groups])
+        #: The most features of an operand.
+        self.widest = max([group.widest for group in groups])
+        self.held = [x for group in groups for x in group.held]  # until the kernel is launched
+        #: Whose row it is: of an input its group, of a layer group, layer and offset in bytes.
+        self.inputs: list[int] = []
+        self.layers: list[tuple[int, int, int]] = []
+        inputs: list[int] = []
+        layers: list[int] = []
+        for index, group in zip(members, groups, strict=True):
+            first = len(self.layers)
+            for layer, offset, *rest in group.places:
+                self.layers.append((index, layer, offset))
+                layers += (group.held[1 + layer].data_ptr() + offset, *rest)
+            each = 1 if group.shared_out else len(group.places)
+            for place in range(first, len(self.layers), each):
+                self.inputs.append(index)
+                inputs += (*group.input, place, each)
+        self.table = array("q", inputs + layers)
+        slices = Counter((index, layer) for index, layer, _ in self.layers)
+        #: The layers, slices put together.
+        self.order = list(slices)
+        #: The table's rows for layers, in runs: how many, and whether they are slices of one layer.
+        self.runs: list[tuple[int, bool]] = []
+        for count in slices.values():
+            if count == 1 and self.runs and not self.runs[-1][1]:
+                self.runs[-1] = self.runs[-1][0] + 1, False
+            else:
+                self.runs.append((count, count > 1))
+
+    def read(self, groups: Sequence[Group]) -> None:
+        """Take the addresses of operands of the layout that the table was made for."""
+        addresses = [groups[index][0].data_ptr() for index in self.inputs]
+        self.table[: 6 * len(addresses) : 6] = array("q", addresses)
+        addresses = [groups[i][1][layer].data_ptr() + offset for i, layer, offset in self.layers]
+        self.table[6 * len(self.inputs) :: 4] = array("q", addresses)
+
+    def of_layers(self, sq_RB: Tensor) -> Tensor:
+        """Squared norms of the table's rows for layers -> of the layers, in their order."""
+        if not any([sliced for _, sliced in self.runs]):
+            return sq_RB
+        parts = zip(sq_RB.split([rows for rows, _ in self.runs]), self.runs, strict=True)
+        return torch.cat([part.sum(0, keepdim=True) if run[1] else part for part, run in parts])
+
+
 @functools.cache
-def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
+def config_for(dtype: torch.dtype, tma: bool) -> Config:
     """By rule, not by search: few kernels, quick to compile."""
-    if ring:
-        return RING
     if dtype == torch.float32:  # three TF32 products of 8 features for one of 16
         return Config(block_f=32, promote=2, num_stages=3, tma=tma)
     return Config() if tma else Config(block_f=32, promote=8, num_stages=3, tma=False)
@@ -160,33 +279,28 @@ def config_for(dtype: torch.dtype, tma: bool, ring: bool = False) -> Config:
 
 def gram_blocks(groups: Sequence[Group], memo: LaunchCache | None = None) -> list[SqnormBlock]:
     """See :func:`flash_clipping.ops.gram.gram_blocks`: as they come, a block for every launch."""
-    launches: list[Launch] | None = memo.get("launches") if memo is not None else None
+    memo = {} if memo is None else memo
+    launches: list[Launch] | None = memo.get("launches")
     if launches is None:
         launches = launches_of(groups)
+        if not any([work.copied for work in launches]):
+            memo["launches"] = launches
     else:
         for work in launches:
             work.read(groups)
-    blocks = []
-    for work in launches:
-        # Slices of one layer give orthogonal parts of its gradient: squares add up.
-        blocks.append(SqnormBlock(work.order, *map(work.of_layers, launch_gram(work))))
-    if memo is not None and not any([work.copied for work in launches]):
-        memo["launches"] = launches
-    return blocks
+    # Slices of one layer give orthogonal parts of its gradient: squares add up.
+    return [SqnormBlock(work.order, *map(work.of_layers, launch_gram(work))) for work in launches]
 
 
 def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch for groups of one kind; ``config`` is open to benchmarks.
-
-    Returns:
-        Squared norms, what rounding may hide of them, and squared spreads, ``[R, B]`` each, by the
-        table's rows.
-    """
+    """One launch for groups of one kind: squared norms, what rounding may hide of them, and squared
+    spreads, ``[R, B]`` each, by the table's rows."""
     B, T, A_dtype, G_dtype, aligned, whole, device = work.kind
-    tma = aligned and tiles.has_tma(device)
-    ring = tma and A_dtype == G_dtype != torch.float32 and tiles.is_hopper(device)
     wider = torch.promote_types(A_dtype, G_dtype)
-    config = config or config_for(wider, tma, ring and has_gluon())
+    if config is None:
+        tma = aligned and tiles.has_tma(device)
+        ring = tma and A_dtype == G_dtype != torch.float32 and tiles.is_hopper(device)
+        config = RING if ring and has_gluon() else config_for(wider, tma)
     table = to_device(work.table, device, torch.int64, repeats=True)
     groups, layers = len(work.inputs), len(work.layers)
     rows = tiles.cdiv(T, config.block)

@@ -39,12 +39,11 @@ def noisy_means(
     """``(sum + N(0, std^2)) / divisor`` of each: fresh, contiguous tensors of the sums' shapes.
 
     Noise is made of ChaCha's words (RFC 8439) with the draw's number of rounds; ``reference.py``
-    says which element takes which. It is added in fp32 (fp64 for fp64), divided, and rounded once
-    to the wanted dtype.
+    says which element takes which. It is added in fp32 (fp64 for fp64), divided, and rounded once.
 
     Args:
-        sums: clipped sums, of any shapes, dtypes and devices. Those that kernels can serve take
-            one launch for each dtype and device (of up to 256 tensors).
+        sums: clipped sums, of any shapes, dtypes and devices; kernels take a launch for each dtype
+            and device (of up to 256 tensors).
         std: standard deviation of the noise on a sum; 0 adds none and takes no words.
         divisor: what the noisy sums are divided by (the expected batch size, or 1).
         draw: whose words. Each draw is for one call of this function.
@@ -66,7 +65,7 @@ def noisy_means(
     if std == 0:
         return [(summed / divisor).to(dtype) for summed, dtype in zip(sums, wanted, strict=True)]
     numbers = _numbers(sums, tensors, shards)
-    results: list[Tensor | None] = [None] * len(sums)
+    results: dict[int, Tensor] = {}
     together: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
     for index, (summed, dtype) in enumerate(zip(sums, wanted, strict=True)):
         if summed.numel():
@@ -78,21 +77,12 @@ def noisy_means(
         some = [sums[index] for index in members]
         if resolve(backend, some[0]) == "triton":
             some = [summed.contiguous() for summed in some]
-        noisy = run(
-            reference.noisy_means,
-            backend,
-            some[0],
-            some,
-            std,
-            divisor,
-            draw,
-            [numbers[index] for index in members],
-            grid_of(std, summed_dtype) if grid else 0.0,
-            dtype,
-        )
-        for index, result in zip(members, noisy, strict=True):
-            results[index] = result
-    return [result for result in results if result is not None]
+        of_some = [numbers[index] for index in members]
+        cell = grid_of(std, summed_dtype) if grid else 0.0
+        operands = some, std, divisor, draw, of_some, cell, dtype
+        noisy = run(reference.noisy_means, backend, some[0], *operands)
+        results.update(zip(members, noisy, strict=True))
+    return [results[index] for index in range(len(sums))]
 
 
 def grid_of(std: float, dtype: torch.dtype) -> float:
@@ -102,9 +92,7 @@ def grid_of(std: float, dtype: torch.dtype) -> float:
     return math.ldexp(1.0, math.frexp(std)[1] - 1 - finer)
 
 
-#: On the grid of discrete noise: how far rounding may move the sum by one sample, as a share of
-#: how far the sample does, and cells on either side of 0.
-_MOST_ROUNDING = 2.0**-10
+#: Cells of the grid of discrete noise on either side of 0.
 _MOST_DISCRETE_CELLS = 2.0**45
 
 
@@ -124,7 +112,6 @@ def discrete_noisy_means(
         sums: the clipped sums of all parameters, whole: of fp32 or fp64, on any device.
         std: standard deviation that the noise would have if sums were not rounded.
         multiplier: that of the noise, which steps are accounted with.
-        divisor, draw, dtypes: as of :func:`noisy_means`.
 
     Raises:
         ValueError: rounding would count for too much: see :func:`discrete_grid`.
@@ -165,7 +152,7 @@ def discrete_grid(std: float, multiplier: float, elements: int) -> tuple[float, 
         ValueError: the noise would need more than 31 bits.
     """
     rounding = 1.01 * multiplier * math.sqrt(elements)  # times 2^-bits: in what a sample moves
-    bits = max(8, math.ceil(math.log2(rounding / _MOST_ROUNDING)))
+    bits = max(8, math.ceil(math.log2(rounding * 2.0**10)))
     if bits > MOST_BITS:
         raise ValueError(
             f"noise_grid='exact': found {elements} elements with a noise multiplier of "

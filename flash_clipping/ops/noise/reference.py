@@ -40,11 +40,8 @@ def noisy_means(
     grid: float,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """``(sum + std * normal) / divisor``, of sums of one dtype on one device.
-
-    ``numbers``: tensor and shard of each sum. ``grid``: what noisy sums are rounded to multiples
-    of; 0 for none.
-    """
+    """``(sum + std * normal) / divisor``, of sums of one dtype on one device. ``numbers``: tensor
+    and shard of each sum. ``grid``: what noisy sums are rounded to multiples of; 0 for none."""
     words_N16 = torch.empty(CHUNK, BLOCK_WORDS, dtype=torch.int32)
     means = []
     for summed, (tensor, shard) in zip(sums, numbers, strict=True):

@@ -19,6 +19,7 @@ from flash_clipping.ops.noise.box_muller import normal_pair
 from flash_clipping.ops.noise.reference import PER_BLOCK, cells
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
+from flash_clipping.ops.runtime.tables import firsts_of
 from flash_clipping.ops.runtime.upload import to_device
 from flash_clipping.randomness import Draw
 
@@ -228,9 +229,9 @@ def noisy_means(
 ) -> list[Tensor]:
     """``(sum + std * normal) / divisor`` of contiguous tensors that are not empty."""
     if len(sums) > MOST:
-        options = grid, dtype
-        first = noisy_means(sums[:MOST], std, divisor, draw, numbers[:MOST], *options)
-        return first + noisy_means(sums[MOST:], std, divisor, draw, numbers[MOST:], *options)
+        first, rest = slice(MOST), slice(MOST, None)
+        parts = [(sums[part], std, divisor, draw, numbers[part]) for part in (first, rest)]
+        return [mean for part in parts for mean in noisy_means(*part, grid, dtype)]
     outs = [torch.empty_like(summed, dtype=dtype) for summed in sums]
     width = tiles.next_power_of_2(len(sums))
     table = array("q", bytes(8 * (_HEADER + 6 * width)))
@@ -241,10 +242,7 @@ def noisy_means(
     sizes = [summed.numel() for summed in sums]
     part = BLOCKS * PER_BLOCK
     table[9] = of_program = part * min(PARTS, max(1, sum(sizes) // (part * PROGRAMS)))
-    firsts, programs = [], 0
-    for size in sizes:
-        firsts.append(programs)
-        programs += tiles.cdiv(size, of_program)
+    firsts, programs = firsts_of([tiles.cdiv(size, of_program) for size in sizes])
     none = [1 << 62] * (width - len(sums))
     addresses = [x.data_ptr() for x in sums], [x.data_ptr() for x in outs]
     # As the draw itself has them, which checks that they fit.

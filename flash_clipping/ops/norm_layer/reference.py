@@ -2,9 +2,7 @@
 
 With ``g = G · weight``, ``x̂ = (x - mean) · rstd`` and ``⟨·⟩`` the mean over the features of a row:
 ``dx = rstd · (g - ⟨g⟩ - x̂ ⟨g·x̂⟩)``. RMSNorm subtracts no mean: there ``x̂ = x · rstd`` and ``⟨g⟩``
-is absent. A row's ``rstd`` is taken out of sums over features, ``⟨g·x̂⟩ = rstd ⟨g·(x - mean)⟩``, and
-made the weights of sums over positions: these are matrix products, which saves half of the passes.
-PyTorch's own kernel gives LayerNorm's ``dx`` in one pass where all dtypes are one.
+is absent. PyTorch's own kernel gives LayerNorm's ``dx`` in one pass where all dtypes are one.
 """
 
 from __future__ import annotations
@@ -16,10 +14,6 @@ from flash_clipping.ops.runtime.shapes import accumulator
 
 BUFFER = 2**16
 """About how many elements a temporary holds (one sample at least): few enough for a cache."""
-
-LARGE, LONG = 2**13, 1024
-"""Elements of a sample from which PyTorch's kernel is called for it alone, and the positions up to
-which it may be: it adds them up one after the other in the operands' dtype."""
 
 
 def norm_backward(
@@ -35,46 +29,35 @@ def norm_backward(
     """``dx``, and the wanted ones of ``Σ_t G·x̂`` and ``Σ_t G``, in that order, ``[0 to 2, B, n,
     d]``: in ``n`` parts for a kernel's convenience, here in one."""
     B, T, d = x_BTd.shape
-    mean_BT, rstd_BT = None if mean is None else mean.reshape(B, T), rstd.reshape(B, T)
+    mean_BT1, rstd_BT1 = None if mean is None else mean.reshape(B, T, 1), rstd.reshape(B, T, 1)
     dtype = accumulator(x_BTd)
     dx_BTd = native_BTd = None
-    if mean_BT is not None and _native_serves(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d):
-        wanted = [input_grad, weight_grad, bias_grad]
-        large = x_BTd.device.type == "cpu" and B and d * T >= LARGE and T <= LONG
-        if large and weight_d is not None and (weight_grad or bias_grad):
-            return _sample_by_sample(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d, wanted)
-        if input_grad:
-            wanted = [True, False, False]
-            native_BTd = _native(x_BTd, G_BTd, mean_BT, rstd_BT, weight_d, wanted)[0]
+    if input_grad and mean_BT1 is not None and _native_serves(x_BTd, G_BTd, mean, rstd, weight_d):
+        statistics = mean_BT1.contiguous(), rstd_BT1.contiguous()
+        native_BTd = torch.ops.aten.native_layer_norm_backward(
+            G_BTd, x_BTd, (d,), *statistics, weight_d, None, [True, False, False]
+        )[0]
     elif input_grad:
         dx_BTd = torch.empty(x_BTd.shape, dtype=x_BTd.dtype, device=x_BTd.device)
     vectors_PBd = x_BTd.new_empty((weight_grad + bias_grad, B, d), dtype=dtype)
-    w_Bd = vectors_PBd[0] if weight_grad else None
-    b_Bd = vectors_PBd[-1] if bias_grad else None
-    weight = None if weight_d is None else weight_d.to(dtype)
     samples = max(1, BUFFER // max(1, T * d))
     for b in range(0, B, samples):
         chunk = slice(b, b + samples)
         G = G_BTd[chunk].to(dtype)
-        if b_Bd is not None:
-            torch.sum(G, 1, out=b_Bd[chunk])
-        if dx_BTd is None and w_Bd is None:
+        if bias_grad:
+            torch.sum(G, 1, out=vectors_PBd[-1, chunk])
+        if dx_BTd is None and not weight_grad:
             continue
-        x, rstd_bT1 = x_BTd[chunk].to(dtype), rstd_BT[chunk].unsqueeze(-1).to(dtype)
-        centred = x if mean_BT is None else x - mean_BT[chunk].unsqueeze(-1)
-        in_place = centred is not x and dx_BTd is None
-        products = centred.mul_(G) if in_place else G * centred
-        if w_Bd is not None:
-            torch.bmm(rstd_bT1.mT, products, out=w_Bd[chunk].unsqueeze(1))
+        x, rstd_bT1 = x_BTd[chunk].to(dtype), rstd_BT1[chunk].to(dtype)
+        x_hat = (x if mean_BT1 is None else x - mean_BT1[chunk]) * rstd_bT1
+        if weight_grad:
+            torch.sum(G * x_hat, 1, out=vectors_PBd[0, chunk])
         if dx_BTd is not None:
-            dx = dx_BTd[chunk] if dx_BTd.dtype == dtype else torch.empty_like(G)
-            torch.mul(G, 1 if weight is None else weight, out=dx)
-            if mean_BT is not None:
-                dx -= _mean_of(G, weight)
-            slope = _mean_of(products, weight) * rstd_bT1.pow(3)
-            dx.mul_(rstd_bT1).addcmul_(centred, slope, value=-1)
-            if dx_BTd.dtype != dtype:
-                dx_BTd[chunk] = dx
+            g = G if weight_d is None else G * weight_d.to(dtype)
+            dx = g - x_hat * (g * x_hat).mean(-1, keepdim=True)
+            if mean is not None:
+                dx -= g.mean(-1, keepdim=True)
+            dx_BTd[chunk] = dx.mul_(rstd_bT1)
     return (dx_BTd if native_BTd is None else native_BTd), vectors_PBd.unsqueeze(2)
 
 
@@ -82,39 +65,6 @@ def _native_serves(x_BTd: Tensor, *others: Tensor | None) -> bool:
     """Whether PyTorch's LayerNorm kernel takes these: it wants one dtype, not a narrow one."""
     alike = all(other is None or other.dtype == x_BTd.dtype for other in others)
     return alike and accumulator(x_BTd) == x_BTd.dtype
-
-
-def _native(
-    x: Tensor, G: Tensor, mean: Tensor, rstd: Tensor, weight_d: Tensor | None, wanted: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias; of the bias only the shape is asked for."""
-    statistics = (mean.unsqueeze(-1).contiguous(), rstd.unsqueeze(-1).contiguous())
-    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_layer_norm_backward(
-        G, x, x.shape[-1:], *statistics, weight_d, weight_d, wanted
-    )
-    return grads
-
-
-def _sample_by_sample(
-    x_BTd: Tensor,
-    G_BTd: Tensor,
-    mean_BT: Tensor,
-    rstd_BT: Tensor,
-    weight_d: Tensor | None,
-    wanted: list[bool],
-) -> tuple[Tensor | None, Tensor]:
-    """A sample as a batch of its own: PyTorch's kernel gives all three gradients in one pass."""
-    rows = zip(x_BTd, G_BTd, mean_BT, rstd_BT, strict=True)
-    dx, w, b = zip(*[_native(*row, weight_d, wanted) for row in rows], strict=True)
-    vectors = [torch.stack(v) for v, is_wanted in ((w, wanted[1]), (b, wanted[2])) if is_wanted]
-    return torch.stack(dx) if wanted[0] else None, torch.stack(vectors).unsqueeze(2)
-
-
-def _mean_of(x_BTd: Tensor, weight_d: Tensor | None) -> Tensor:
-    """Mean of ``x · weight`` over the features of each row, ``[B, T, 1]``."""
-    if weight_d is None:
-        return x_BTd.mean(-1, keepdim=True)
-    return (x_BTd @ weight_d).unsqueeze(-1) / x_BTd.shape[-1]
 
 
 def group_norm_grads(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import has_gluon, jit, launch
-from flash_clipping.ops.runtime.tables import Table, firsts_of
+from flash_clipping.ops.runtime.tables import firsts_of
 from flash_clipping.ops.runtime.tiles import load_tile, sum_by_warp, tile_in_groups
+from flash_clipping.ops.runtime.upload import to_device
 
 GROUP = 4
 """Tile rows walked together, so that the operands of a wave stay in the L2 cache."""
@@ -74,36 +75,24 @@ def _outer_kernel(
         tl.store(partial_ptr + parts, sum_by_warp(squares, BLOCK_P, PARTS))
 
 
-@dataclass(frozen=True)
-class Config:
-    """A launch's parameters."""
-
-    block_p: int = 128
-    block_d: int = 128
-    block_t: int = 64
-    promote: int = 0
-    num_warps: int = 4
-    num_stages: int = 3
-    flatten: bool = True
-    tma: bool = True
-    per_multiprocessor: int = 2
-
-
 @functools.lru_cache(maxsize=1024)
-def config_for(dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: bool) -> Config:
-    """By rule, not by search: few kernels, quick to compile."""
-    block_p, block_d = 64 if p <= 64 else 128, 64 if d <= 64 else 128
-    alone = Config(block_p, block_d, num_warps=8, flatten=False, tma=tma, per_multiprocessor=1)
+def config_for(
+    dtype: torch.dtype, T: int, d: int, p: int, store: bool, tma: bool
+) -> tuple[int, dict[str, Any]]:
+    """Programs on a multiprocessor, and the kernel's constants. By rule, not by search: few
+    kernels, quick to compile."""
+    tile = dict(BLOCK_P=64 if p <= 64 else 128, BLOCK_D=64 if d <= 64 else 128, BLOCK_T=64)
+    alone = dict(tile, PROMOTE=0, FLATTEN=False, num_warps=8, num_stages=3)
     if dtype == torch.float32:
-        return replace(alone, block_t=32, promote=2)
+        return 1, dict(alone, BLOCK_T=32, PROMOTE=2)
     if not tma:
-        return replace(alone, block_t=32, promote=32)
+        return 1, dict(alone, BLOCK_T=32, PROMOTE=32)
     # There are registers for a second accumulator only in a program of twice the threads. Norms
     # of kept gradients need none: what is measured is what was kept.
     if not store and T > 2048:
-        return replace(alone, promote=16, num_stages=4)
+        return 1, dict(alone, PROMOTE=16, num_stages=4)
     # Two programs on a multiprocessor: one multiplies while the other squares, sums and stores.
-    return Config(block_p, block_d)
+    return 2, dict(alone, FLATTEN=True, num_warps=4)
 
 
 def fills_ring(A_BTd: Tensor, G_BTp: Tensor) -> bool:
@@ -115,44 +104,34 @@ def fills_ring(A_BTd: Tensor, G_BTp: Tensor) -> bool:
     return fits and tiles.fits_tma(A_BTd, G_BTp)
 
 
-def _in_ring(A_BTd: Tensor, G_BTp: Tensor) -> tuple[Tensor, Tensor]:
-    from flash_clipping.ops.outer import hopper  # not every Triton can
-
-    B, T, d = A_BTd.shape
-    p = G_BTp.shape[-1]
-    per_sample = tiles.cdiv(p, hopper.BLOCK.value) * tiles.cdiv(d, hopper.WIDE.value)
-    grads_Bpd = A_BTd.new_empty((B, p, d))
-    partial = A_BTd.new_empty((B, per_sample * hopper.PARTS.value), dtype=torch.float32)
-    launch(
-        hopper._outer_ring_kernel, min(B * per_sample, tiles.sm_count(A_BTd.device)),
-        A_BTd, G_BTp, grads_Bpd, partial, B, T, d, p, *A_BTd.stride()[:2], *G_BTp.stride()[:2],
-        B * per_sample,
-        DTYPE=tiles.TL_DTYPE[A_BTd.dtype],
-        workspace=True, num_warps=4,
-    )  # fmt: skip
-    return partial, grads_Bpd
-
-
 def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
     A_BTd, G_BTp = tiles.with_unit_stride(A_BTd), tiles.with_unit_stride(G_BTp)
-    B, T, d = A_BTd.shape
-    p = G_BTp.shape[-1]
-    if store and fills_ring(A_BTd, G_BTp):
-        return _in_ring(A_BTd, G_BTp)
-    tma = tiles.has_tma(A_BTd.device) and tiles.fits_tma(A_BTd, G_BTp)
-    config = config_for(A_BTd.dtype, T, d, p, store, tma)
-    tiles_p, tiles_d = tiles.cdiv(p, config.block_p), tiles.cdiv(d, config.block_d)
+    (B, T, d), p = A_BTd.shape, G_BTp.shape[-1]
+    sizes = B, T, d, p, *A_BTd.stride()[:2], *G_BTp.stride()[:2]
     grads_Bpd = A_BTd.new_empty((B, p, d)) if store else None
-    partial = A_BTd.new_empty((B, tiles_p * tiles_d * config.num_warps), dtype=torch.float32)
-    at_once = config.per_multiprocessor * tiles.sm_count(A_BTd.device)
+    if store and fills_ring(A_BTd, G_BTp):
+        from flash_clipping.ops.outer import hopper  # not every Triton can
+
+        per_sample = tiles.cdiv(p, hopper.BLOCK.value) * tiles.cdiv(d, hopper.WIDE.value)
+        partial = A_BTd.new_empty((B, per_sample * hopper.PARTS.value), dtype=torch.float32)
+        launch(
+            hopper._outer_ring_kernel, min(B * per_sample, tiles.sm_count(A_BTd.device)),
+            A_BTd, G_BTp, grads_Bpd, partial, *sizes, B * per_sample,
+            DTYPE=tiles.TL_DTYPE[A_BTd.dtype],
+            workspace=True, num_warps=4,
+        )  # fmt: skip
+        return partial, grads_Bpd
+    tma = tiles.has_tma(A_BTd.device) and tiles.fits_tma(A_BTd, G_BTp)
+    at_once, constants = config_for(A_BTd.dtype, T, d, p, store, tma)
+    tiles_p, tiles_d = tiles.cdiv(p, constants["BLOCK_P"]), tiles.cdiv(d, constants["BLOCK_D"])
+    parts = constants["num_warps"]
+    partial = A_BTd.new_empty((B, tiles_p * tiles_d * parts), dtype=torch.float32)
     launch(
-        _outer_kernel, min(B * tiles_p * tiles_d, at_once),
-        A_BTd, G_BTp, partial if grads_Bpd is None else grads_Bpd, partial, B, T, d, p,
-        *A_BTd.stride()[:2], *G_BTp.stride()[:2], tiles_p, tiles_d,
-        STORE=store, TMA=tma, BLOCK_P=config.block_p, BLOCK_D=config.block_d,
-        BLOCK_T=config.block_t, PROMOTE=config.promote, GROUP=GROUP, PARTS=config.num_warps,
-        PRECISION=tiles.dot_precision(A_BTd.dtype), FLATTEN=config.flatten,
-        workspace=tma, num_warps=config.num_warps, num_stages=config.num_stages,
+        _outer_kernel, min(B * tiles_p * tiles_d, at_once * tiles.sm_count(A_BTd.device)),
+        A_BTd, G_BTp, partial if grads_Bpd is None else grads_Bpd, partial, *sizes,
+        tiles_p, tiles_d,
+        STORE=store, TMA=tma, GROUP=GROUP, PARTS=parts,
+        PRECISION=tiles.dot_precision(A_BTd.dtype), workspace=tma, **constants,
     )  # fmt: skip
     return partial, grads_Bpd
 
@@ -257,14 +236,13 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     outs = [first.new_empty(tensor.shape[1:], dtype=torch.float32) for tensor in grads]
     firsts, blocks = firsts_of([tiles.cdiv(size, WEIGHTED_BLOCK) for size in sizes])
     addresses = [x.data_ptr() for x in lying], [x.data_ptr() for x in outs]
-    table = Table(columns=6)
-    places = zip(*addresses, sizes, Ks, Cs, firsts, strict=True)
-    table.numbers.extend(itertools.chain(*places))
+    rows = zip(*addresses, sizes, Ks, Cs, firsts, strict=True)
+    table = to_device([*itertools.chain(*rows)], first.device, torch.int64, repeats=True)
     launch(
         _weighted_sums_kernel, blocks,
-        table.on(first.device), coef_B.contiguous(), len(grads), B,
+        table, coef_B.contiguous(), len(grads), B,
         DTYPE=tiles.TL_DTYPE[first.dtype], TENSORS=tiles.next_power_of_2(len(grads)),
-        COLUMNS=table.columns, BLOCK=WEIGHTED_BLOCK, UNROLL=WEIGHTED_UNROLL,
+        COLUMNS=6, BLOCK=WEIGHTED_BLOCK, UNROLL=WEIGHTED_UNROLL,
         num_warps=4,
     )  # fmt: skip
     return outs

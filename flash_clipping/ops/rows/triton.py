@@ -174,7 +174,7 @@ def _row_sums_kernel(
 
 
 class _Sums(Table):
-    """Operands of one launch."""
+    """The table of one launch."""
 
     def __init__(self, rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> None:
         super().__init__(_COLUMNS)
@@ -210,9 +210,12 @@ def row_sums(
 ) -> tuple[Tensor, Tensor]:
     first = rows[0]
     B, T, _ = first.shape
-    table: _Sums | None = memo.get("table") if memo is not None else None
+    memo = {} if memo is None else memo
+    table: _Sums | None = memo.get("table")
     if table is None:
         table = _Sums(rows, normalized)
+        if not table.copied:
+            memo["table"] = table
     else:
         table.read(rows, normalized)
     tensors, N, blocks, widest = len(rows), sum(table.sizes), table.count, max(table.blocks)
@@ -230,6 +233,4 @@ def row_sums(
         num_warps=4,
     )  # fmt: skip
     table.held = []
-    if memo is not None and not table.copied:
-        memo["table"] = table
     return sums_BN, squares_BPw.sum(2).T

@@ -48,17 +48,21 @@ _NOT_OURS = torch.OutOfMemoryError, torch.AcceleratorError
 
 
 class _Backward(threading.local):
-    """The backward pass that this thread was in last: its number, the implementations chosen in it,
-    by backend and kind of tensor, and, at its end, the device type on which products are precise
-    already. And whether this thread's launches compile and start nothing: another thread's, of an
-    operation that was under way before, do."""
+    """The backward pass that this thread was in last.
 
-    task = -1
-    precise_on = ""
-    only_compiles = False
+    Attributes:
+        task: its number.
+        chosen: the implementations chosen in it, by backend and kind of tensor.
+        precise_on: at its end, the device type on which products are precise already.
+        only_compiles: whether this thread's launches compile and start nothing. (Another thread's
+            start, of an operation that was under way before.)
+    """
 
     def __init__(self) -> None:
+        self.task = -1
         self.chosen: dict[tuple[str, torch.dtype, bool], str] = {}
+        self.precise_on = ""
+        self.only_compiles = False
 
 
 _backward = _Backward()
@@ -67,15 +71,10 @@ compilation: Any = None
 
 _broken: set[tuple[str, torch.dtype]] = set()
 _warned: set[str] = set()
-
-
 logger = logging.getLogger("flash_clipping")
 
 QUIET = 1.0
 """Seconds of compilation of which nothing is said."""
-
-MOST_THREADS = 16
-"""That compile at one time."""
 
 
 class TritonFallbackWarning(UserWarning):
@@ -135,9 +134,8 @@ def resolve(backend: str, tensor: Tensor) -> str:
 def run(
     reference: Callable[P, R], backend: str, tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Run ``reference``, or the Triton function of the same name in the module beside it.
+    """Run ``reference``, or the function of the same name and signature in ``triton.py`` beside it.
 
-    ``<op>/reference.py`` has its kernel in ``<op>/triton.py``, with the same name and signature.
     ``tensor`` decides the device and the dtype. When Triton is missing or a kernel fails to
     compile or launch, the reference takes over and one warning per operation says why. Running
     out of memory, and errors of the device itself, are never hidden.
@@ -186,19 +184,17 @@ def run(
 @contextlib.contextmanager
 def compiled_side_by_side() -> Iterator[None]:
     """Inside, the kernels that operations want are compiled side by side, in threads, while
-    references do the operations' work. At the end all are there.
-
-    A model meets its kernels one after the other: compiled when they are first launched, they would
-    be waited for one after the other. One line says what is going on if it takes a while. A kernel
-    that does not compile is met again where it is launched. Without Triton, in its interpreter, and
-    in versions of Triton that cannot do it, nothing is other than outside.
+    references do the operations' work. At the end all are there: a model that meets its kernels in
+    launches waits for one after the other. A kernel that does not compile is met again where it is
+    launched. Without Triton, in its interpreter, and in versions of Triton that cannot do it,
+    nothing is other than outside.
     """
     global compilation
     way = None if is_interpreting() or not is_triton_available() else compilation_by_executor()
     if way is None or compilation is not None:
         yield
         return
-    with futures.ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+    with futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         mode = compilation = way[0](threads, ignore_errors=True)
         try:
             yield
@@ -282,9 +278,6 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
     Autocast would round the operands to bf16, and ``torch.set_float32_matmul_precision("high")``
     to TF32: norms would be off by 1e-3, and with them the guarantee.
 
-    By ``torch.backends.cuda.matmul.fp32_precision`` and the like: the older settings say what these
-    say, but not the other way round.
-
     ``ends_step``: around the end of a backward pass, which runs without autograd. Its operations on
     devices of this type do not enter it again.
     """
@@ -303,16 +296,19 @@ def full_precision(device: torch.device, ends_step: bool = False) -> Iterator[No
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Products and convolutions of fp32 operands in fp32, but for autocast."""
-    rounded: list[tuple[Any, str]] = []
-    for setting in _SETTINGS:  # read before any is set: some of them follow others
-        wanted = setting.fp32_precision
-        if wanted not in ("none", "ieee"):
-            rounded.append((setting, wanted))
+    """Products and convolutions of fp32 operands in fp32, but for autocast.
+
+    By ``torch.backends.cuda.matmul.fp32_precision`` and the like: the older settings say what these
+    say, but not the other way round.
+    """
+    rounded: list[Any] = []
     with contextlib.ExitStack() as stack:  # which restores all of them, wherever it is interrupted
-        for setting, wanted in rounded:
-            stack.callback(setattr, setting, "fp32_precision", wanted)
-        for setting, _ in rounded:
+        for setting in _SETTINGS:  # read before any is set: some of them follow others
+            wanted = setting.fp32_precision
+            if wanted not in ("none", "ieee"):
+                rounded.append(setting)
+                stack.callback(setattr, setting, "fp32_precision", wanted)
+        for setting in rounded:
             setting.fp32_precision = "ieee"
         yield
 
@@ -323,11 +319,8 @@ def matmul_settings() -> tuple[Any, Any]:
 
 
 def autocast_operands(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast as autocast would cast the operands of a matmul or convolution.
-
-    For whoever multiplies and saves them: the operands that were multiplied are also the ones
-    saved, and the norm is then the norm of what the backward pass really computes.
-    """
+    """Cast as autocast would cast the operands of a matmul or convolution, for whoever multiplies
+    and saves them: the norm is then that of what the backward pass really computes."""
     if not is_autocasting() or not torch.is_autocast_enabled(x.device.type):
         return (x, *others)
     dtype = torch.get_autocast_dtype(x.device.type)

@@ -9,12 +9,8 @@ from flash_clipping.errors import FlashClippingError
 
 
 def check_on_device(holds: Tensor, message: str) -> None:
-    """Refuse what does not hold: on a CPU at once, elsewhere by an assertion on the device, later,
-    without waiting for it.
-
-    Raises:
-        FlashClippingError: on a CPU.
-    """
+    """Refuse what does not hold: on a CPU at once, by a ``FlashClippingError``; elsewhere later, by
+    an assertion on the device, which is not waited for."""
     if holds.device.type != "cpu":
         assert_async(holds, message)
     elif not holds:

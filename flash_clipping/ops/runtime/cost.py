@@ -32,10 +32,10 @@ class Machine:
     flop_per_byte: float
     gram_rate: float
     outer_rate: float
-    gram_overhead: int
-    outer_overhead: int
-    store_overhead: int
-    tile: int
+    gram_overhead: int = 0
+    outer_overhead: int = 0
+    store_overhead: int = 0
+    tile: int = 128
 
 
 # One H200, bf16 (python -m benchmarks kernels): weight gradients at 800 TFLOP/s, copies at
@@ -43,39 +43,14 @@ class Machine:
 # with the store (on an H100) at 0.64, 0.77, 0.93 and 0.95 for 256 to 2048. Gram tiles at 0.93 of it
 # where they have 4096 features and 1.02 where they have 7680. Less on GPUs without the warps that
 # load (gram/hopper.py, outer/hopper.py), for which there are no numbers here.
-GPU_HALF = Machine(
-    flop_per_byte=190.0,
-    gram_rate=1.0,
-    outer_rate=1.0,
-    gram_overhead=200,
-    outer_overhead=80,
-    store_overhead=120,
-    tile=128,
-)
+GPU_HALF = Machine(190.0, 1.0, 1.0, gram_overhead=200, outer_overhead=80, store_overhead=120)
 # fp32 runs as three TF32 products, PyTorch's own matmul in IEEE fp32 at 52 TFLOP/s; outer operands
 # must be transposed on the way, which TF32 does not do for free.
-GPU_SINGLE = Machine(
-    flop_per_byte=12.0,
-    gram_rate=1.3,
-    outer_rate=0.7,
-    gram_overhead=100,
-    outer_overhead=30,
-    store_overhead=30,
-    tile=128,
-)
-# Two desktop-class cores: some 100 GFLOP/s in fp32 over 10 GB/s. Gram matrices are in float64.
-CPU = Machine(
-    flop_per_byte=10.0,
-    gram_rate=0.35,
-    outer_rate=0.8,
-    gram_overhead=0,
-    outer_overhead=0,
-    store_overhead=0,
-    tile=1,
-)
-
+GPU_SINGLE = Machine(12.0, 1.3, 0.7, gram_overhead=100, outer_overhead=30, store_overhead=30)
+# Kernels for segments mask their loads at the end of every segment.
 SEGMENTS_SINGLE = replace(GPU_SINGLE, gram_rate=1.0, outer_rate=1.0)
-"""Kernels for segments mask their loads at the end of every segment."""
+# Two desktop-class cores: some 100 GFLOP/s in fp32 over 10 GB/s. Gram matrices are in float64.
+CPU = Machine(10.0, 0.35, 0.8, tile=1)
 
 CONVOLUTION_FLOP_PER_BYTE = {True: 60.0, False: 8.0}
 """Rate of convolutions' kernels over copy bandwidth: of 16-bit operands (True) and wider. These
@@ -111,15 +86,13 @@ def costs(
     clipped_sum = matmul + scaled_bytes * machine.flop_per_byte
     outer = matmul / machine.outer_rate
     per_tile = 1 / max(1, T)  # what a tile costs besides its positions weighs less when it has many
-    stored_bytes = float(B * d * p * itemsize)
+    stored = outer * (1 + machine.store_overhead * per_tile)
+    copied = float(B * d * p * itemsize) * machine.flop_per_byte
     return {
         "gram": 2.0 * B * area * features / machine.gram_rate + clipped_sum,
         "outer": outer * (1 + machine.outer_overhead * per_tile) + clipped_sum,
         # The kernel cannot write faster than memory takes it; the clipped sum reads it once.
-        "outer_store": max(
-            outer * (1 + machine.store_overhead * per_tile), stored_bytes * machine.flop_per_byte
-        )
-        + stored_bytes * machine.flop_per_byte,
+        "outer_store": max(stored, copied) + copied,
     }
 
 
@@ -179,15 +152,14 @@ def longest_for_gram(d: int, p: int, itemsize: int) -> int:
     machine = GPU_HALF if itemsize <= 2 else SEGMENTS_SINGLE
     tile = machine.tile
 
-    def gram(blocks: int) -> float:
-        entries = blocks * (blocks + 1) // 2 * tile**2
-        return 2.0 * entries * (d + p + machine.gram_overhead) / machine.gram_rate
+    padded = math.ceil(d / tile) * math.ceil(p / tile) * tile**2
 
-    def outer(blocks: int) -> float:
-        padded = math.ceil(d / tile) * math.ceil(p / tile) * tile**2
-        return 2.0 * padded * (blocks * tile + machine.outer_overhead) / machine.outer_rate
+    def is_gram(blocks: int) -> bool:
+        entries = blocks * (blocks + 1) // 2 * tile**2
+        gram = entries * (d + p + machine.gram_overhead) / machine.gram_rate
+        return gram <= padded * (blocks * tile + machine.outer_overhead) / machine.outer_rate
 
     blocks = 1
-    while gram(blocks + 1) <= outer(blocks + 1):
+    while is_gram(blocks + 1):
         blocks += 1
     return blocks * tile

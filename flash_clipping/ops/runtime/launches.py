@@ -24,7 +24,6 @@ from flash_clipping.ops.runtime import backend
 #: Kernels found last: shapes are part of what they are found by, so they could become many.
 _MOST = 4096
 
-
 VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
 """Of Triton: its first two numbers."""
 
@@ -47,9 +46,8 @@ def jit(function: Callable[..., Any]) -> Any:
     """``triton.jit`` for a kernel that is compiled once for all numbers.
 
     Triton compiles anew where an integer is 1, or becomes a multiple of 16: many kernels for one
-    model. Here sizes and strides are integers that the kernel knows nothing of, and what it is to
-    know of them is a constant of its own. Of addresses (``..._ptr``) it knows whether they are
-    multiples of 16.
+    model. This one knows nothing of integers but by constants of its own, and of addresses
+    (``..._ptr``) whether they are multiples of 16.
     """
     numbers = [
         name

@@ -25,11 +25,10 @@ ALIGNMENT = 16
 
 
 class SqnormBlock(NamedTuple):
-    """Squared norms of some layers, in whatever order they come out.
+    """Squared norms ``[R, B]`` of some layers, in whatever order they come out.
 
     Attributes:
         order: which layer each row is of: its group, and its number there.
-        sq_RB: squared norms ``[R, B]``.
         doubt_RB: what rounding may hide of them (:mod:`flash_clipping.ops.error_bounds`), or None.
         spread_sq_RB: squares of ``Σ_t ‖a_t‖ ‖g_t‖``, where Gram matrices gave the norms.
     """
@@ -40,36 +39,24 @@ class SqnormBlock(NamedTuple):
     spread_sq_RB: Tensor | None = None
 
 
-GroupSqnorms: TypeAlias = tuple[Tensor, Tensor]
-"""``[L, B]`` squared norms of a group's weights, and what rounding may hide of each."""
-
-
 class Normalized(NamedTuple):
-    """``x̂ = (x - mean) · rstd``, not yet formed; ``x`` is ``[B, T, n]``.
-
-    The statistics are those of ``B·T`` rows in their order, whatever axes they lie along: layers
-    have them as ``[B, ..., 1]``, and a view of each takes the host a while.
-    """
+    """``x̂ = (x - mean) · rstd``, not yet formed; ``x`` is ``[B, T, n]``. The statistics are those
+    of ``B·T`` rows in their order, along whatever axes: views take the host a while."""
 
     x_BTn: Tensor
     mean: Tensor
     rstd: Tensor
 
 
-def by_kind(groups: Sequence[Group]) -> list[list[int]]:
-    """Indices of groups that one implementation serves together: one device, the same dtypes."""
+def busy_kinds(groups: Sequence[Group]) -> list[list[int]]:
+    """Indices of groups that one implementation serves together: one device, the same dtypes.
+    Without groups that have no elements, or no layers."""
     kinds: dict[object, list[int]] = {}
     for index, (A, Gs) in enumerate(groups):
-        kind = (A.get_device(), A.dtype, frozenset([G.dtype for G in Gs]))
-        kinds.setdefault(kind, []).append(index)
+        if A.numel() and any([G.numel() for G in Gs]):
+            kind = (A.get_device(), A.dtype, frozenset([G.dtype for G in Gs]))
+            kinds.setdefault(kind, []).append(index)
     return list(kinds.values())
-
-
-def busy_kinds(groups: Sequence[Group]) -> list[list[int]]:
-    """:func:`by_kind` without groups that have no elements, or no layers."""
-    busy = [i for i, (A, Gs) in enumerate(groups) if A.numel() and any([G.numel() for G in Gs])]
-    kinds = by_kind([groups[i] for i in busy])
-    return [[busy[place] for place in members] for members in kinds]
 
 
 def accumulator(*tensors: Tensor) -> torch.dtype:
@@ -95,11 +82,7 @@ def as_rows(x: Tensor, name: str) -> Tensor:
             f"{name} has shape {tuple(x.shape)}; expected a leading sample dimension and a "
             "trailing feature dimension."
         )
-    if x.dim() == 3:
-        return x
-    if x.dim() == 2:
-        return x.unsqueeze(1)
-    return x.flatten(1, -2)
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
 def checked_groups(groups: Sequence[Group]) -> list[Group]:

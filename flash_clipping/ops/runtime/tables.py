@@ -27,7 +27,6 @@ class Table:
     """Rows of integers. Without addresses it serves every step of the same layout.
 
     Attributes:
-        columns: of every row.
         numbers: all rows, one after the other.
         held: what was copied for it, until the kernel has been launched.
         copied: whether anything was, so that the table serves this step only.
@@ -86,13 +85,10 @@ def is_whole(width: int, itemsize: int) -> bool:
 
 
 def on_16_bytes(x: Tensor) -> Tensor:
-    """``[B, ..., f]`` as ``[B, T, f]``, in rows that descriptors can address, for all kernels that
-    will read them.
-
-    A copy of what is large and lies otherwise (a vocabulary of 50257 in 16 bits), and only where
-    kernels have descriptors: without, rows of such a width are read element by element anyway.
-    What is between its rows is left as it was found. Nothing reads that.
-    """
+    """``[B, ..., f]`` as ``[B, T, f]``, in rows that descriptors can address: a copy of what is
+    large and lies otherwise (a vocabulary of 50257 in 16 bits), where kernels have descriptors.
+    Without, rows of such a width are read element by element anyway. What is between rows nobody
+    reads."""
     x_BTf = x if x.dim() == 3 else x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
     if x_BTf.numel() < WORTH_A_COPY:  # nearly all that come here
         # Copied once where features do not lie together, rather than by every kernel.
@@ -109,9 +105,8 @@ def on_16_bytes(x: Tensor) -> Tensor:
 
 def _has_descriptors(x: Tensor) -> bool:
     """Whether kernels will read this tensor, and can do it through descriptors."""
-    if not (x.is_cuda or is_interpreting()) or not is_triton_available():
-        return False
-    if resolve("auto", x) != "triton":
+    on_kernels = (x.is_cuda or is_interpreting()) and is_triton_available()
+    if not on_kernels or resolve("auto", x) != "triton":
         return False
     from flash_clipping.ops.runtime.tiles import has_tma  # imports Triton, which may not be there
 

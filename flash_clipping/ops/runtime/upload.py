@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,9 +15,8 @@ from flash_clipping.errors import FlashClippingError
 
 _TYPECODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
-#: Tables that were copied last, by what they hold, where they are, and the stream that copied them.
-_copies: dict[Hashable, Tensor] = {}
-_MOST = 64
+#: Where sources of copies go that CUDA graphs, captured one inside the other, make.
+_kept: list[list[Tensor]] = []
 
 
 def to_device(
@@ -54,18 +54,15 @@ def to_device(
     if not repeats:
         return torch.frombuffer(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)
     # Another stream would have to wait for the copy.
-    key = numbers.tobytes(), dtype, device, torch.cuda.current_stream(device).cuda_stream
-    copy = _copies.pop(key, None)
-    if copy is None:
-        copy = torch.frombuffer(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)
-        if len(_copies) >= _MOST:
-            _copies.pop(next(iter(_copies)), None)
-    _copies[key] = copy  # the last
-    return copy
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return _copy(numbers.tobytes(), device, dtype, stream)
 
 
-#: Where sources of copies go that CUDA graphs, captured one inside the other, make.
-_kept: list[list[Tensor]] = []
+@functools.lru_cache(maxsize=64)
+def _copy(numbers: bytes, device: torch.device, dtype: torch.dtype, stream: int) -> Tensor:
+    """The copy that was made on this stream of what the table holds."""
+    pinned = torch.frombuffer(bytearray(numbers), dtype=dtype).pin_memory()
+    return pinned.to(device, non_blocking=True)
 
 
 @contextmanager

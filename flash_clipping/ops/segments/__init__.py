@@ -116,32 +116,21 @@ class Segments:
     def both(self, other: Segments) -> tuple[Segments, Tensor]:
         """These rows and those of ``other``, of as many samples and groups; and the order of the
         rows of both, sorted, laid end to end."""
-        joined = Segments(
-            torch.cat([self._sample_or_none(), other._sample_or_none()]),
-            self.samples,
-            torch.cat([self.group_N, other.group_N]),
-            self.groups,
-        )
+        both = self, other
+        sample = torch.cat([x.sample_N.masked_fill(~x.inside_N, -1) for x in both])
+        group = torch.cat([x.group_N for x in both])
+        joined = Segments(sample, self.samples, group, self.groups)
         return joined, joined.order_N
-
-    def _sample_or_none(self) -> Tensor:
-        return self.sample_N.masked_fill(~self.inside_N, -1)
 
 
 def segment_sqnorms(
     A: Rows, G: Rows, segments: Segments, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Squared norms of ``Σ g_n a_nᵀ`` over the rows of every segment.
+    """Squared norms of ``Σ g_n a_nᵀ`` over the rows of every segment, and what rounding may hide of
+    each (:mod:`flash_clipping.ops.error_bounds`), both ``[S]`` in fp32 (float64 for float64).
 
     Short segments go through Gram matrices, long ones through the product itself: ``L² (d + p)``
     against ``2 L d p`` for L rows, decided on the device, segment by segment.
-
-    Args:
-        A, G: ``[N, d]`` and ``[N, p]``.
-
-    Returns:
-        ``[S]`` squared norms, and what rounding may hide of each
-        (:mod:`flash_clipping.ops.error_bounds`); fp32 (float64 for float64).
     """
     if not _has_rows(A, G, segments):
         nothing_S = A.X.new_zeros(len(segments.starts) - 1, dtype=accumulator(A.X, G.X))
@@ -159,11 +148,10 @@ def segment_sums(X_Nf: Tensor, segments: Segments, *, backend: str = "auto") -> 
 
 def segment_grads(A: Rows, G: Rows, segments: Segments, *, backend: str = "auto") -> Tensor:
     """``Σ g_n a_nᵀ`` over the rows of every segment, ``[B, E, p, d]`` in the operands' dtype."""
-    B, E = segments.samples, segments.groups
+    B = segments.samples
     if not _has_rows(A, G, segments):
-        return _no_products(A, G, B, E)
-    run = reference.segment_grads
-    return backends.run(run, backend, _decides(A, G), A, G, segments.lists, B)
+        return _no_products(A, G, B, segments.groups)
+    return backends.run(reference.segment_grads, backend, _decides(A, G), A, G, segments.lists, B)
 
 
 def grouped_sums(
@@ -177,11 +165,10 @@ def grouped_sums(
     """
     if not _has_rows(A, G, segments):
         return _no_products(A, G, segments.groups, is_wide=coef_B is not None)
+    decides = _decides(A, G)
     if coef_B is None:
-        run = reference.products
-        return backends.run(run, backend, _decides(A, G), A, G, segments.of_groups)
-    sums = reference.grouped_sums
-    return backends.run(sums, backend, _decides(A, G), A, G, segments.lists, coef_B)
+        return backends.run(reference.products, backend, decides, A, G, segments.of_groups)
+    return backends.run(reference.grouped_sums, backend, decides, A, G, segments.lists, coef_B)
 
 
 def _no_products(A: Rows, G: Rows, *lead: int, is_wide: bool = False) -> Tensor:
@@ -194,10 +181,10 @@ def grouped_linear(
 ) -> Tensor:
     """Every sorted row times the transposed matrix of its group, ``[N, p]``; 0 for rows of no
     sample."""
-    if not len(segments) or not X_Nd.numel() or not W_Epd.numel() or not segments.samples:
+    if not X_Nd.numel() or not W_Epd.numel() or not segments.samples:
         return X_Nd.new_zeros((len(X_Nd), W_Epd.shape[1]))
-    run = reference.grouped_linear
-    return backends.run(run, backend, X_Nd, X_Nd, W_Epd, segments.of_groups)
+    operands = X_Nd, W_Epd, segments.of_groups
+    return backends.run(reference.grouped_linear, backend, X_Nd, *operands)
 
 
 def sums_of_tokens(
@@ -210,14 +197,11 @@ def sums_of_tokens(
 ) -> Tensor:
     """Sorted rows of each token, times their weights if given, added up in the order of its
     choices: ``[M, f]`` in the wider dtype of rows and weights, accumulated in fp32 (float64 for
-    float64).
-
-    Rows of no sample add nothing, whatever they and their weights hold.
+    float64). Rows of no sample add nothing, whatever they and their weights hold.
 
     Args:
-        X_Nf: ``[N, f]``; in the layer's own order rows ``m·k .. m·k + k - 1`` are token m's.
+        X_Nf: in the layer's own order rows ``m·k .. m·k + k - 1`` are token m's.
         choices: k.
-        weight_Mk: ``[M, k]``.
     """
     tokens = len(segments) // choices
     if not X_Nf.numel():

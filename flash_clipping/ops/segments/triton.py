@@ -8,7 +8,7 @@ with the place of every sorted row beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -25,6 +25,8 @@ from flash_clipping.ops.runtime.tiles import tile_in_groups
 from flash_clipping.ops.segments.reference import sum_dtype
 from flash_clipping.ops.segments.work import Blocks, Lists, Rows
 
+BLOCK = 128
+"""Rows, or features, of a tile."""
 PROMOTED = 1024
 """Rows after which a product is added to a sum in fp32: tensor cores truncate."""
 GRAM_PROMOTE = 2
@@ -41,22 +43,6 @@ RING_ROWS = 32
 """Rows of a block of :mod:`flash_clipping.ops.segments.hopper`."""
 SPLIT_BELOW = 96
 """Rows of a segment, on average, below which these are multiplied by their coefficients."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """A launch's parameters, open to benchmarks.
-
-    Attributes:
-        block: rows, or features, of a tile; ``block_d``: input features, where they differ.
-        step: rows, or features, that are multiplied at one time.
-    """
-
-    block: int = 128
-    step: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
-    block_d: int = 128
 
 
 def operands_of(A: Rows, G: Rows) -> tuple[Rows, Rows]:
@@ -149,37 +135,36 @@ def _short_ones(A: Rows, G: Rows, lists: Lists, longest: int) -> Tensor:
     """Squared norms and spreads of segments by Gram matrices, ``[S, 2]``."""
     step = 32 if A.X.dtype == torch.float32 else 64
     few_rows = A.size <= 256 * max(1, len(lists))
-    config = Config(64, step, num_warps=4, num_stages=4) if few_rows else Config(128, step)
-    pairs = lists.pairs(config.block, longest)
+    block, warps, stages = (64, 4, 4) if few_rows else (128, 8, 3)
+    pairs = lists.pairs(block, longest)
     parts_M2 = torch.empty((len(pairs.of_M), 2), dtype=torch.float32, device=A.X.device)
     launch(
         gram_kernel, len(pairs.of_M),
         *tensors(A, G), lists.starts, pairs.of_M, pairs.firsts, parts_M2, len(lists), *sizes(A, G),
-        BLOCK=config.block, BLOCK_F=step, PROMOTE=GRAM_PROMOTE,
-        PRECISION=tiles.dot_precision(A.X.dtype),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        BLOCK=block, BLOCK_F=step, PROMOTE=GRAM_PROMOTE, PRECISION=tiles.dot_precision(A.X.dtype),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return of_segments(parts_M2, pairs.firsts)
 
 
 def _long_ones(A: Rows, G: Rows, lists: Lists, ranks: int, longest: int) -> Tensor:
     """Squared norms by products of the longest segments, ``[R]``, where above ``longest``."""
-    config = Config(step=32 if A.X.dtype == torch.float32 else 64)
-    tiles_d, tiles_p = (tiles.cdiv(f, config.block) for f in (A.features, G.features))
+    step = 32 if A.X.dtype == torch.float32 else 64
+    tiles_d, tiles_p = (tiles.cdiv(f, BLOCK) for f in (A.features, G.features))
     parts = torch.empty((ranks, tiles_d * tiles_p), dtype=torch.float32, device=A.X.device)
     launch(
         outer_kernel, parts.numel(),
         *tensors(A, G), lists.starts, lists.longest_first_S, parts, longest + 1, *sizes(A, G),
-        BLOCK=config.block, BLOCK_T=config.step, PROMOTE=PROMOTED // config.step, GROUP=8,
+        BLOCK=BLOCK, BLOCK_T=step, PROMOTE=PROMOTED // step, GROUP=8,
         PRECISION=tiles.dot_precision(A.X.dtype),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=8, num_stages=3,
     )  # fmt: skip
     return parts.sum(1)
 
 
 def _spread(A: Rows, G: Rows, lists: Lists, longest: int) -> Tensor:
     """``Σ ‖a_n‖ ‖g_n‖`` of segments of more than ``longest`` rows, ``[S, 1]``."""
-    blocks = lists.blocks(SPREAD_ROWS, above=longest)
+    blocks = lists.blocks(SPREAD_ROWS, longest)
     parts_M1 = torch.empty((len(blocks.of_M), 1), dtype=torch.float32, device=A.X.device)
     launch(
         spread_kernel, len(parts_M1),
@@ -330,31 +315,38 @@ def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor) -> Tensor:
     return out
 
 
-def sums_config(A: Rows, G: Rows, rows_each: float) -> Config:
-    """For segments of so many rows on average. Tiles of low ranks are as narrow as these."""
-    block, block_d = (min(128, max(16, tiles.next_power_of_2(rows.features))) for rows in (G, A))
-    warps = 4 if min(block, block_d) <= NARROW else 8
-    if A.X.dtype == torch.float32 or rows_each <= 96:
-        return Config(block, 32, warps, num_stages=4, block_d=block_d)
-    return Config(block, 64, warps, num_stages=3, block_d=block_d)
+def sums_config(A: Rows, G: Rows, rows_each: float) -> dict[str, Any]:
+    """A kernel's constants for segments of so many rows on average. Tiles of low ranks are as
+    narrow as these."""
+    block_p, block_d = (min(128, max(16, tiles.next_power_of_2(rows.features))) for rows in (G, A))
+    warps = 4 if min(block_p, block_d) <= NARROW else 8
+    short = A.X.dtype == torch.float32 or rows_each <= 96
+    step, stages = (32, 4) if short else (64, 3)
+    tile = dict(BLOCK_P=block_p, BLOCK_D=block_d, BLOCK_T=step)
+    return dict(tile, num_warps=warps, num_stages=stages)
 
 
 def launch_sums(
-    A: Rows, G: Rows, lists: Lists, coef_B: Tensor, out: Tensor, config: Config, turned: int = 1
+    A: Rows,
+    G: Rows,
+    lists: Lists,
+    coef_B: Tensor,
+    out: Tensor,
+    config: dict[str, Any],
+    turned: int = 1,
 ) -> None:
     """Sums on any GPU. ``turned``: results lie as ``[turned, E / turned]`` in place of ``[E]``."""
     (E, p, d), B = out.shape, len(coef_B)
-    blocks = lists.blocks(config.step)
-    each = PROMOTED // config.step
+    blocks = lists.blocks(config["BLOCK_T"])
+    each = PROMOTED // config["BLOCK_T"]
+    tiles_p, tiles_d = tiles.cdiv(p, config["BLOCK_P"]), tiles.cdiv(d, config["BLOCK_D"])
     launch(
-        grouped_sums_kernel, E * tiles.cdiv(p, config.block) * tiles.cdiv(d, config.block_d),
+        grouped_sums_kernel, E * tiles_p * tiles_d,
         *tensors(A, G), lists.joined(B).longest_first_S, blocks.firsts, blocks.begin_M,
         blocks.end_M, coef_B[blocks.of_M % B],
         blocks.last_M | (blocks.place_M % each == each - 1), out, B,
         turned, E // turned, *sizes(A, G),
-        BLOCK_P=config.block, BLOCK_D=config.block_d, BLOCK_T=config.step, GROUP=8,
-        PRECISION=tiles.dot_precision(A.X.dtype),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        GROUP=8, PRECISION=tiles.dot_precision(A.X.dtype), **config,
     )  # fmt: skip
 
 
@@ -381,15 +373,9 @@ def ring_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor, out: Tensor, split
 def in_blocks(
     rows: Rows, blocks: Blocks, coef_N: Tensor, split: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows in blocks of :data:`RING_ROWS`, on 16 bytes. Zeros stand behind the last row of a
-    segment or group, and for rows whose coefficient is 0; blocks that are not used are not written.
-
-    Args:
-        coef_N: coefficients of sorted rows; those of rows of no sample may be anything.
-
-    Returns:
-        The rows, twice; with ``split`` rows times coefficients, and what rounding took from that.
-    """
+    """Rows in blocks of :data:`RING_ROWS`, on 16 bytes, twice; with ``split`` rows times
+    coefficients, and what rounding took from that. Zeros stand behind the last row of a segment or
+    group, and for rows whose coefficient is 0; blocks that are not used are not written."""
     X, F, M = rows.X, rows.features, len(blocks.of_M)
     each = 16 // X.element_size()
     width = tiles.cdiv(F, each) * each
@@ -518,14 +504,13 @@ def grouped_linear(X_Nd: Tensor, W_Epd: Tensor, lists: Lists) -> Tensor:
         out = library(X_Nd, W_Epd.mT, offs=lists.ends)
     else:
         out = X_Nd.new_empty((N, p))
-        config = Config(step=32, num_stages=3)
-        blocks = lists.blocks(config.block)
+        blocks = lists.blocks(BLOCK)
         launch(
-            grouped_linear_kernel, len(blocks.of_M) * tiles.cdiv(p, config.block),
+            grouped_linear_kernel, len(blocks.of_M) * tiles.cdiv(p, BLOCK),
             X_Nd, W_Epd, blocks.begin_M, blocks.end_M, blocks.of_M, out, E, d, p, X.stride,
             *W_Epd.stride(),
-            BLOCK=config.block, BLOCK_D=config.step, PRECISION=tiles.dot_precision(X_Nd.dtype),
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            BLOCK=BLOCK, BLOCK_D=32, PRECISION=tiles.dot_precision(X_Nd.dtype),
+            num_warps=8, num_stages=3,
         )  # fmt: skip
     programs = min(N, 2 * tiles.sm_count(X_Nd.device))
     arguments = (out, lists.starts[-1:], N, p, out.stride(0))

@@ -9,12 +9,11 @@ N rows, S segments, M entries of a list.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-
-from flash_clipping.ops.runtime.shapes import LaunchCache
 
 
 class Rows(NamedTuple):
@@ -58,14 +57,11 @@ class Rows(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A list with some entries for every segment, one segment after the other; all int32.
+    """A list with some entries for every segment, one segment after the other; all int32."""
 
-    Attributes:
-        of_M: the segment of every entry; S for entries behind the last that is used.
-        firsts: ``[S + 1]``: the first entry of every segment. The last is how many are used.
-    """
-
+    #: The segment of every entry; S for entries behind the last that is used.
     of_M: Tensor
+    #: ``[S + 1]``: the first entry of every segment. The last is how many are used.
     firsts: Tensor
 
 
@@ -78,6 +74,37 @@ def work_list(entries_S: Tensor, most: int) -> Work:
     return Work(torch.searchsorted(ends_S, entries, right=True, out_int32=True), firsts)
 
 
+class Blocks(NamedTuple):
+    """Segments cut into blocks of rows; int32."""
+
+    #: The rows of every block; those that are not used begin no sooner than they end.
+    begin_M: Tensor
+    end_M: Tensor
+    #: As of :class:`Work`.
+    of_M: Tensor
+    firsts: Tensor
+    #: Its number among the blocks of its segment, and whether it is the last of these (a bool).
+    place_M: Tensor
+    last_M: Tensor
+
+
+R = TypeVar("R")
+
+
+def once(make: Callable[..., R]) -> Callable[..., R]:
+    """A method of :class:`Lists` whose results are kept, by its arguments."""
+
+    @functools.wraps(make)
+    def kept(lists: Lists, *args: int) -> R:
+        key = make.__name__, *args
+        if key not in lists.made:
+            lists.made[key] = make(lists, *args)
+        found: R = lists.made[key]
+        return found
+
+    return kept
+
+
 class Lists:
     """Segments of sorted rows, and the lists that are made of them: each once.
 
@@ -88,7 +115,7 @@ class Lists:
 
     def __init__(self, starts: Tensor, rows: int):
         self.starts, self.rows = starts.contiguous(), rows
-        self._made: LaunchCache = {}
+        self.made: dict[Any, Any] = {}
 
     def __len__(self) -> int:
         return self.starts.shape[0] - 1
@@ -112,28 +139,14 @@ class Lists:
         row_N = torch.arange(self.rows, dtype=torch.int32, device=self.starts.device)
         return torch.searchsorted(self.starts, row_N, right=True, out_int32=True) - 1
 
+    @once
     def joined(self, each: int) -> Lists:
         """So many segments, one after the other, as one."""
-        key = "joined", each
-        if key not in self._made:
-            self._made[key] = Lists(self.starts[::each], self.rows)
-        return self._made[key]  # type: ignore[no-any-return]
+        return Lists(self.starts[::each], self.rows)
 
+    @once
     def blocks(self, size: int, above: int = -1) -> Blocks:
         """Blocks of at most ``size`` rows, of segments of more than ``above`` rows."""
-        key = "blocks", size, above
-        if key not in self._made:
-            self._made[key] = self._blocks(size, above)
-        return self._made[key]  # type: ignore[no-any-return]
-
-    def pairs(self, size: int, longest: int) -> Work:
-        """Pairs of blocks, of one segment each, of segments of at most ``longest`` rows."""
-        key = "pairs", size, longest
-        if key not in self._made:
-            self._made[key] = self._pairs(size, longest)
-        return self._made[key]  # type: ignore[no-any-return]
-
-    def _blocks(self, size: int, above: int) -> Blocks:
         entries_S = (self.lengths_S + (size - 1)) // size
         if above >= 0:
             entries_S = entries_S * (self.lengths_S > above)
@@ -147,30 +160,12 @@ class Lists:
         end_M = torch.minimum(begin_M + size, stop_M)
         return Blocks(begin_M, end_M, of_M, firsts, place_M, end_M == stop_M)
 
-    def _pairs(self, size: int, longest: int) -> Work:
+    @once
+    def pairs(self, size: int, longest: int) -> Work:
+        """Pairs of blocks, of one segment each, of segments of at most ``longest`` rows."""
         blocks_S = (self.lengths_S + (size - 1)) // size
         pairs_S = blocks_S * (blocks_S + 1) // 2 * (self.lengths_S <= longest)
         # Of n blocks there are n (n + 1) / 2 pairs, and n - 1 of the blocks are full.
         blocks = -(-min(longest, self.rows) // size)
         most = min(len(self), self.rows) + self.rows * (blocks + 2) // (2 * size) + 1
         return work_list(pairs_S, most)
-
-
-class Blocks(NamedTuple):
-    """Segments cut into blocks of rows; int32.
-
-    Attributes:
-        begin_M, end_M: the rows of every block; those that are not used begin no sooner than they
-            end.
-        of_M: the segment of every block; S for those that are not used.
-        firsts: ``[S + 1]``: the first block of every segment.
-        place_M: its number among the blocks of its segment.
-        last_M: whether it is the last of these (a bool).
-    """
-
-    begin_M: Tensor
-    end_M: Tensor
-    of_M: Tensor
-    firsts: Tensor
-    place_M: Tensor
-    last_M: Tensor
