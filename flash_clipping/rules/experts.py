@@ -22,7 +22,6 @@ from flash_clipping._compat import gate_of_experts
 from flash_clipping.factors import DenseGrad, PerSampleGrad, SegmentedLinearGrad
 from flash_clipping.layers.exchange import Samples, are_parts
 from flash_clipping.layers.routed_rows import (
-    Between,
     Gradients,
     LowRank,
     Projection,
@@ -102,7 +101,7 @@ def arithmetic_of(
         return Projection(matrices, prefix + name, bias, of_bias, transposed, added)
 
     between = gate_of_experts(layer) if layer.has_gate else layer.act_fn
-    return RoutedRows(projection(0), projection(half), Between(between))
+    return RoutedRows(projection(0), projection(half), between)
 
 
 class OfSeveralProcesses(PerSampleGrad):

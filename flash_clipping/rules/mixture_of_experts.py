@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from flash_clipping.layers import MixtureOfExperts
+from flash_clipping.layers.routed_rows import gradients
 from flash_clipping.rules.experts import factors_of
 from flash_clipping.rules.registry import GradRequest, Grads, Rule, UnsupportedLayer, register_rule
 
@@ -36,8 +37,8 @@ class MixtureOfExpertsRule(Rule):
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x_wanted, _, weights_wanted = needs.inputs
-        grad_x, grad_weights, found = layer.gradients(
-            saved, grad_output, needs.params, x_wanted, weights_wanted
+        grad_x, grad_weights, found = gradients(
+            layer.arithmetic, saved, grad_output, needs.params, x_wanted, weights_wanted
         )
         return (grad_x, None, grad_weights), factors_of(found)
 

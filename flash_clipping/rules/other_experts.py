@@ -175,11 +175,9 @@ class JetMoeExpertsRule(Rule):
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: GradRequest
     ) -> tuple[tuple[Tensor | None, ...], Mapping[str, PerSampleGrad]]:
         rows, weight, segments, dtype = saved
-        found = Gradients(segments)
+        found = Gradients(segments, needs.params)
         x, g = segments.rows(rows), segments.rows(grad_output.flatten(0, 1))
-        grad = Projection(weight, "weight").backward(
-            x, g, segments, needs.params, needs.input, found
-        )
+        grad = Projection(weight, "weight").backward(x, g, found, needs.input)
         if grad is not None:
             grad = segments.unsorted(grad).to(dtype).unflatten(0, grad_output.shape[:2])
         return (grad, None), factors_of(found)
