@@ -377,13 +377,9 @@ class BackwardPass:
     def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
         params, is_for_all = self.params, self.is_for_all
         rounded = self.session.sum_dtype == "parameter"
-        assert self.plan is not None
-        in_shape = self.plan.in_shape
         for key, grad in zip(keys, grads, strict=True):
             param = params[key]
-            if key not in in_shape and grad.shape == param.shape:
-                in_shape.add(key)
-            if is_for_all and param.grad is None and not rounded and key in in_shape:
+            if is_for_all and param.grad is None and not rounded and grad.shape == param.shape:
                 param.grad = grad  # nearly all
             elif is_for_all or key in self.asked:
                 self._put(param, grad)

@@ -143,27 +143,20 @@ class GroupedFactors:
             del groups
         for stack in self.stacks:
             blocks += ((stack.keys, stack.sq_PB),)
-        if self.stored or self.others:
-            blocks += self._sqnorms_one_by_one()
-        for key, factor in self.others.items():
-            if (doubt_B := factor.error_bound(self.backend)) is not None:
-                doubts += (([key], doubt_B.unsqueeze(0)),)
-        return blocks, doubts
-
-    def _sqnorms_one_by_one(self) -> Blocks:
-        """Norms of stored gradients and all others; those that come in parts are added up together
-        where their shapes are one."""
-        of_one_part: Blocks = []
-        keys: list[int] = []
+        in_parts: list[int] = []
         parts: list[Tensor] = []
         for key, factor in (*self.stored.items(), *self.others.items()):
             parts_Bn = factor.sqnorm_parts(self.backend)
             if parts_Bn.shape[1] == 1:
-                of_one_part += (([key], parts_Bn.mT),)
-            else:
-                keys += (key,)
+                blocks += (([key], parts_Bn.mT),)
+            else:  # added up together where their shapes are one
+                in_parts += (key,)
                 parts += (parts_Bn,)
-        return of_one_part + [([keys[i] for i in members], sq) for members, sq in sum_parts(parts)]
+        blocks += [([in_parts[i] for i in members], sq) for members, sq in sum_parts(parts)]
+        for key, factor in self.others.items():
+            if (doubt_B := factor.error_bound(self.backend)) is not None:
+                doubts += (([key], doubt_B.unsqueeze(0)),)
+        return blocks, doubts
 
     # -- clipped sums -------------------------------------------------------------------------
 
@@ -187,12 +180,11 @@ class GroupedFactors:
             launches = plan.products[part] = [[keys[i] for i in each] for each in members]
         for number, launch in enumerate(launches):
             # Per-layer clipping weights a shared input differently for every reader.
-            for keys in (launch,) if one is not None else coef.alike(launch):
+            for keys in coef.alike(launch):
                 operands = [*map(pairs.pop, keys)]
-                coef_B = one if one is not None else coef[keys[0]]
-                memo = plan.memos["clipped_sums", part, number, *(() if keys is launch else keys)]
+                memo = plan.memos["clipped_sums", part, number, *(() if one is not None else keys)]
                 sums = clipped_sums_many(
-                    operands, coef_B, backend=self.backend, checked=True, memo=memo
+                    operands, coef[keys[0]], backend=self.backend, checked=True, memo=memo
                 )
                 add(keys, sums)
                 del operands, sums
@@ -203,33 +195,26 @@ class GroupedFactors:
         if ready:
             keys = _among(ready, part)
             add(keys, [*map(ready.pop, keys)])
-        if self.stored:
-            self._add_stored(plan, coef, add, part)
+        self._add_stored(coef, add, part)
         for key in _among(self.others, part):
             add([key], [self.others.pop(key).clipped_sum(coef[key], self.backend)])
 
-    def _add_stored(
-        self, plan: Plan, coef: Coefficients, add: Add, part: tuple[int, ...] | None
-    ) -> None:
+    def _add_stored(self, coef: Coefficients, add: Add, part: tuple[int, ...] | None) -> None:
         """Stored gradients, several at a time."""
-        launches = plan.stored_parts.get(part)
-        if launches is None:
-            launches = []
-            room = 0
-            for key in _among(self.stored, part):
-                elements = self.stored[key].grads.shape[1:].numel()
-                if not launches or elements > room:
-                    launches.append([])
-                    room = AT_ONCE
-                launches[-1].append(key)
-                room -= elements
-            plan.stored_parts[part] = launches  # as a whole: an interrupt may come at any line
+        launches: list[list[int]] = []
+        room = 0
+        for key in _among(self.stored, part):
+            elements = self.stored[key].grads.numel()
+            if not launches or elements > room:
+                launches += ([],)
+                room = AT_ONCE * max(1, self.stored[key].batch_size)  # of parameters' elements
+            launches[-1] += (key,)
+            room -= elements
         for launch in launches:
-            for keys in (launch,) if coef.one is not None else coef.alike(launch):
-                grads: list[Tensor] = []
-                for key in keys:
-                    grads += (self.stored.pop(key).grads,)
+            for keys in coef.alike(launch):
+                grads = [self.stored.pop(key).grads for key in keys]
                 add(keys, weighted_sums_many(grads, coef[keys[0]], backend=self.backend))
+                del grads
 
 
 def _among(found: Mapping[int, Any], part: Sequence[int] | None) -> list[int]:
