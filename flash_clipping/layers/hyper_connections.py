@@ -190,26 +190,26 @@ class _Connect(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, settings: ops.Settings, backend: str, x: Tensor, *params: Any
+        ctx: Any, settings: ops.Settings, backend: str, x: Tensor, *params: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        result = ops.hyper_connections(x, *params, settings, backend=backend)
+        phi, alpha, bias, gamma = params
+        result = ops.hyper_connections(x, phi, alpha, bias, gamma, settings, backend=backend)
         ctx.save_for_backward(x, *params, result.inv_BS, result.mix_BSm)
         ctx.settings, ctx.backend = settings, backend
         return result.h_BSD, result.post_BSn, result.comb_BSnn
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        x, *params, inv, mix = ctx.saved_tensors
+    def backward(ctx: Any, dh: Tensor, dpost: Tensor, dcomb: Tensor) -> Any:
+        x, phi, alpha, bias, gamma, inv, mix = ctx.saved_tensors
         _, _, needs_x, needs_phi, _, _, needs_gamma = ctx.needs_input_grad
         grads = ops.hyper_connections_backward(
-            *(x, *params, inv, mix, *upstream),
+            *(x, phi, alpha, bias, gamma, inv, mix, dh, dpost, dcomb),
             settings=ctx.settings,
             input_grad=needs_x,
             matrix_grad=needs_phi or needs_gamma,
             backend=ctx.backend,
         )
-        phi, alpha, bias, gamma = params
         dphi = dgamma = None
         if grads.phi_BmK is not None and grads.gamma_BnD is not None:
             dphi = grads.phi_BmK.sum(0).to(phi.dtype)
@@ -224,7 +224,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shape: torch.Size, transposed: bool, backend: str, *inputs: Any
+        ctx: Any, shape: torch.Size, transposed: bool, backend: str, *inputs: Tensor
     ) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.options = {"transposed": transposed, "backend": backend}
