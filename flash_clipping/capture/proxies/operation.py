@@ -24,7 +24,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     unflattened,
 )
 from flash_clipping.capture.row_layouts import Layout, layout_of
-from flash_clipping.finish.session import Readers
+from flash_clipping.finish.backward_pass import Readers
 
 ADDITION = {"add", "add_"}
 MULTIPLICATION = {"mul", "multiply"}

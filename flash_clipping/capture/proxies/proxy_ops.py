@@ -35,7 +35,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import DenseGrad, PerSampleGrad, merge
-from flash_clipping.finish.session import Readers
+from flash_clipping.finish.backward_pass import Readers
 from flash_clipping.rules.registry import own
 
 #: In the place of the ordinary tensors of an operation.
