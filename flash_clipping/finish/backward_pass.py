@@ -292,19 +292,14 @@ class BackwardPass:
         params = self.session.trainable()
         self.params = dict(zip(map(id, params), params, strict=True))
         keys = [*map(id, chain.from_iterable(self.used))]
-        others = tuple(self.sqnorms_B), self.backend, self.norms_only
-        asked = os.environ.get(ENVIRONMENT_VARIABLE)
-        layout = layout_of_step(keys, self.factors, params, asked, *others)
+        asked = os.environ.get(ENVIRONMENT_VARIABLE), self.backend, self.norms_only
+        layout = layout_of_step(keys, self.factors, params, *asked, tuple(self.sqnorms_B))
         plans = self.session.plans
         plan = plans.find(layout)
         if plan is None:
             self._check_uses()
-        elif self.factors:
-            found = self.factors[0].batch_size  # it speaks for all
-            if self.batch_size is None and found in self.session.expected_batch_sizes():
-                self.batch_size, self.first_path = found, self.calls[0]
-            elif found != self.batch_size:
-                self._check_batch_size(self.calls[0], found)
+        elif self.factors and (found := self.factors[0].batch_size) != self.batch_size:
+            self._check_batch_size(self.calls[0], found)  # the first speaks for all
         factors = self.merged(keys)
         if plan is None:
             plan = plan_of(factors, params, self.paths)

@@ -174,7 +174,7 @@ def plan_of(
             sums.setdefault(kind, []).append(key)
         elif not isinstance(factor, DenseGrad):
             plan.others.append(key)
-        elif factor.sq_parts_Bn is None and factor.is_small:
+        elif factor.sq_parts_Bn is None and factor.grads.shape[1:].numel() <= DenseGrad.SMALL:
             grads = factor.grads
             kind = (grads.dtype, grads.device, trainable[key].dtype, grads.shape)
             vectors.setdefault(kind, []).append(key)
