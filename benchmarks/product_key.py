@@ -30,7 +30,7 @@ from benchmarks.measure import settle
 from benchmarks.options import DTYPES
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.layers import ProductKeyExperts
-from flash_clipping.layers.product_key_router import route
+from flash_clipping.layers.product_key_experts import route
 
 SIDES, CHOICES = [64, 256, 1024], [16, 32]
 ROWS = {"cuda": 16384, "cpu": 256}

@@ -11,8 +11,7 @@ from flash_clipping.capture.declared_rows import DeclaredRows
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad
-from flash_clipping.finish.backward_pass import BackwardPass
-from flash_clipping.finish.session import Readers
+from flash_clipping.finish.backward_pass import BackwardPass, Readers
 
 #: Names and parameters that are a layer's own and trainable.
 Trainable: TypeAlias = tuple[list[str], list[nn.Parameter]]

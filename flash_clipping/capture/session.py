@@ -50,8 +50,8 @@ from flash_clipping.capture.row_layouts import Seen
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.finish.backward_pass import BackwardPass
+from flash_clipping.finish.clipping import ClipFunction
 from flash_clipping.finish.plan import Plans
-from flash_clipping.finish.session import ClipFunction
 
 #: Sessions are told apart in compiled code by these.
 _keys = itertools.count()

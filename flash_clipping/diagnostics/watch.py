@@ -28,8 +28,7 @@ from flash_clipping.factors import (
     SumGrad,
     TiedEmbeddingGrad,
 )
-from flash_clipping.finish.backward_pass import BackwardPass
-from flash_clipping.finish.session import Readers, Session
+from flash_clipping.finish.backward_pass import BackwardPass, Readers, Session
 from flash_clipping.ops.runtime import backend as backends, cost
 
 

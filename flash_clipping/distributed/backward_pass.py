@@ -19,9 +19,8 @@ from flash_clipping.distributed.tensor.layouts import Share
 from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import DenseGrad, PerSampleGrad
-from flash_clipping.finish.backward_pass import BackwardPass, stored_where_cheaper
+from flash_clipping.finish.backward_pass import BackwardPass, Readers, stored_where_cheaper
 from flash_clipping.finish.clipping import Doubts
-from flash_clipping.finish.session import Readers
 
 
 class ShardedBackwardPass(BackwardPass):

@@ -159,12 +159,8 @@ class DenseGrad(PerSampleGrad):
     def operands(self) -> tuple[Any, ...]:
         return self.grads, self.sq_parts_Bn
 
-    #: Per-sample gradients of up to this many elements are handled many at a time.
+    #: Gradients of up to this many elements for each sample are handled many at a time.
     SMALL = 1 << 17
-
-    @property
-    def is_small(self) -> bool:
-        return self.grads.numel() <= self.SMALL * max(1, self.batch_size)
 
     def sqnorms(self, backend: str) -> Tensor:
         return self.sqnorm_parts(backend).sum(1)

@@ -259,39 +259,34 @@ class ScaledEmbeddingGrad(PerSampleGrad):
     def _none_BTL(self) -> Tensor:
         return self.ids_BTL < 0
 
-    def _ids(self, samples: slice) -> Tensor:
-        """``[b, T·L]``, row 0 in the place of none: it receives zeros."""
-        return self.ids_BTL[samples].clamp(min=0).flatten(1)
-
-    def _rows(self, samples: slice, features: slice) -> Tensor:
-        """``[b, T·L, f]``, in fp32 (float64 for float64)."""
+    def _rows(self, samples: slice, features: slice) -> EmbeddingGrad:
+        """The gradient of some samples and features, with its ``T·L`` rows; row 0 in the place of
+        none, which receives zeros."""
         dtype = accumulation_dtype(self.X_BTd.dtype)
         scale_bTL1 = self.scale_BTL[samples].to(dtype).unsqueeze(3)
         rows_bTLf = scale_bTL1 * self.X_BTd[samples, :, None, features].to(dtype)
         # A select: what belongs to no row may be infinite.
-        return rows_bTLf.masked_fill_(self._none_BTL[samples].unsqueeze(3), 0).flatten(1, 2)
+        rows_bTLf = rows_bTLf.masked_fill_(self._none_BTL[samples].unsqueeze(3), 0)
+        ids_bN = self.ids_BTL[samples].clamp(min=0).flatten(1)
+        return EmbeddingGrad(ids_bN, rows_bTLf.flatten(1, 2), self.num_embeddings)
 
-    def _pieces(self) -> Iterator[tuple[slice, slice]]:
-        """Samples and features that are served at a time: by shapes alone."""
+    def _pieces(self) -> Iterator[tuple[slice, slice, EmbeddingGrad]]:
+        """Samples, features and their gradient, as many at a time as shapes alone allow."""
         B, T, L = self.ids_BTL.shape
         d = self.X_BTd.shape[2]
         size = max(1, T * L)
-        features = min(d, max(1, BUFFER // size))
-        samples = max(1, BUFFER // (size * max(1, features)))
+        features = max(1, min(d, BUFFER // size))
+        samples = max(1, BUFFER // (size * features))
         for b in range(0, B, samples):
-            for f in range(0, d, max(1, features)):
-                yield slice(b, b + samples), slice(f, f + features)
+            for f in range(0, d, features):
+                piece = slice(b, b + samples), slice(f, f + features)
+                yield *piece, self._rows(*piece)
 
     def sqnorms(self, backend: str) -> Tensor:
         sq_B = self.X_BTd.new_zeros(self.batch_size, dtype=accumulation_dtype(self.X_BTd.dtype))
-        for samples, features in self._pieces():
+        for samples, _, rows in self._pieces():
             # Features of a row are summed apart, and squares add up.
-            sq_B[samples] += embedding_sqnorms(
-                self._ids(samples),
-                self._rows(samples, features),
-                num_embeddings=self.num_embeddings,
-                backend=backend,
-            )
+            sq_B[samples] += rows.sqnorms(backend)
         return sq_B
 
     def error_bound(self, backend: str) -> Tensor | None:
@@ -303,28 +298,17 @@ class ScaledEmbeddingGrad(PerSampleGrad):
         return error_bounds.error_bound((scale_BT * norm_BT).sum(1))
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        E, d = self.num_embeddings, self.X_BTd.shape[2]
         dtype = accumulation_dtype(self.X_BTd.dtype)
-        total_Ed = self.X_BTd.new_zeros((E, d), dtype=dtype)
+        total_Ed = self.X_BTd.new_zeros((self.num_embeddings, self.X_BTd.shape[2]), dtype=dtype)
         ordinary = coef_B is None
         if coef_B is None:
             coef_B = self.X_BTd.new_ones(self.batch_size, dtype=dtype)
-        for samples, features in self._pieces():
-            total_Ed[:, features] += embedding_clipped_sum(
-                self._ids(samples),
-                self._rows(samples, features),
-                coef_B[samples],
-                E,
-                backend=backend,
-            )
+        for samples, features, rows in self._pieces():
+            total_Ed[:, features] += rows.clipped_sum(coef_B[samples], backend)
         return total_Ed.to(self.X_BTd.dtype) if ordinary else total_Ed
 
     def dense(self) -> Tensor:
-        (B, _, d), E = self.X_BTd.shape, self.num_embeddings
-        everything = slice(None)
-        ids_BL = self._ids(everything) + E * torch.arange(B, device=self.ids_BTL.device)[:, None]
-        rows_BLd = self._rows(everything, everything)
-        return sums_by_index(rows_BLd, ids_BL, B * E).view(B, E, d)
+        return self._rows(slice(None), slice(None)).dense()
 
     @classmethod
     def concatenate(cls, factors: Sequence[ScaledEmbeddingGrad]) -> PerSampleGrad:

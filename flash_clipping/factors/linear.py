@@ -169,10 +169,6 @@ class SegmentedLinearGrad(MeasuredOnce):
     def batch_size(self) -> int:
         return self.segments.samples
 
-    def operands(self) -> tuple[Any, ...]:
-        segments = self.segments
-        return *self.A, *self.G, segments.samples, segments.groups
-
     def measure(self, backend: str) -> tuple[Tensor, Tensor]:
         found = segment_sqnorms(self.A, self.G, self.segments, backend=backend)
         # Gradients of different matrices are orthogonal: squares add up, and so do doubts.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -184,35 +184,28 @@ class UnitGrad(MeasuredOnce):
         maps = {id(factor.units): factor.units for factor in factors}
         if len(maps) == 1:
             return cls(merge([factor.rows for factor in factors]), factors[0].units)
-        # Rows of other maps, as of an expert that is called twice, come behind each other.
-        parts = [factor.rows for factor in factors]
-        positions = [_positions(rows) for rows in parts]
-        if not all(positions) or len({*map(type, parts)}) > 1:
+        # Rows of other maps, as of an expert that is called twice: every position becomes a row.
+        parts: list[Any] = [factor.rows for factor in factors]
+        names = _OPERANDS.get(type(parts[0]), ())
+        if not names or len({*map(type, parts)}) > 1:
             return DenseGrad.sum_of(factors)
         index_N = [
-            factor.units.index_M.repeat_interleave(T)
-            for factor, T in zip(factors, positions, strict=True)
+            factor.units.index_M.repeat_interleave(getattr(part, names[0]).shape[1])
+            for factor, part in zip(factors, parts, strict=True)
         ]
-        return cls(_end_to_end(parts), UnitMap(torch.cat(index_N), factors[0].units.count))
+        operands = {
+            name: torch.cat([getattr(part, name).flatten(0, 1) for part in parts]).unsqueeze(1)
+            for name in names
+        }
+        units = UnitMap(torch.cat(index_N), factors[0].units.count)
+        return cls(replace(parts[0], **operands), units)
 
 
-def _positions(rows: PerSampleGrad) -> int:
-    """Of a row of operands that :func:`_end_to_end` takes; 0 of others."""
-    if isinstance(rows, LinearGrad):
-        return rows.A_BTd.shape[1]
-    return rows.ids_BT.shape[1] if isinstance(rows, EmbeddingGrad) else 0
-
-
-def _end_to_end(parts: Sequence[Any]) -> PerSampleGrad:
-    """Linear maps, or lookups, with every position as a row."""
-    first = parts[0]
-    if isinstance(first, LinearGrad):
-        operands = ([part.A_BTd for part in parts], [part.G_BTp for part in parts])
-        A_N1d, G_N1p = (torch.cat([x.flatten(0, 1) for x in xs]).unsqueeze(1) for xs in operands)
-        return LinearGrad(A_N1d, G_N1p)
-    ids_N1 = torch.cat([part.ids_BT.flatten() for part in parts]).unsqueeze(1)
-    G_N1d = torch.cat([part.G_BTd.flatten(0, 1) for part in parts]).unsqueeze(1)
-    return EmbeddingGrad(ids_N1, G_N1d, first.num_embeddings, first.padding_idx)
+#: Tensors ``[M, T, ...]`` of gradients whose positions may be laid end to end.
+_OPERANDS: dict[type, tuple[str, str]] = {
+    LinearGrad: ("A_BTd", "G_BTp"),
+    EmbeddingGrad: ("ids_BT", "G_BTd"),
+}
 
 
 def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
 from itertools import chain
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +23,64 @@ from torch.autograd.graph import get_gradient_edge
 
 from flash_clipping._compat import will_run
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import (
-    PerSampleGrad,
-    SumGrad,
-    accumulation_dtype,
-    merge,
-)
-from flash_clipping.finish.clipping import Coefficients, Doubts
+from flash_clipping.factors import PerSampleGrad, SumGrad, UnitMap, accumulation_dtype, merge
+from flash_clipping.finish.clipping import ClipFunction, Coefficients, Doubts
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
-from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
-from flash_clipping.finish.session import Readers, Session, Units
+from flash_clipping.finish.plan import Plan, Plans, layout_of_step, plan_of
 from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE, full_precision
 from flash_clipping.ops.runtime.upload import to_device
+
+
+class Call(Protocol):
+    """One call of the root module, which knows which layers read the same input."""
+
+    @property
+    def batch_size(self) -> int | None: ...
+
+    def count_readers(self, place: int, params: Sequence[nn.Parameter]) -> int: ...
+
+
+#: A call of the root, and the place among its readers of a tapped layer's input.
+Readers: TypeAlias = tuple[Call, int]
+
+
+class Units(Protocol):
+    """Which privacy unit each row belongs to, that layers record."""
+
+    count: int
+    map: UnitMap
+
+    def scale_of_mean(self) -> float: ...
+
+    def without_lost(self, norms_PB: Tensor) -> Tensor: ...
+
+    def of_units(self, path: str, factor: PerSampleGrad, device: torch.device) -> PerSampleGrad: ...
+
+
+class Session(Protocol):
+    """What a backward pass asks of its session
+    (:class:`~flash_clipping.capture.session.ClippingSession`), and of taps and modules nothing
+    else: how to clip, what forward did, and who is told what is left."""
+
+    anchor: Tensor
+    clip: ClipFunction
+    note_sums: Callable[[Iterable[nn.Parameter]], None]
+    trainable: Callable[[], list[nn.Parameter]]
+    loss_reduction: str
+    batch_first: bool
+    backend: str
+    sum_dtype: str
+    fp32_precision: str
+    recomputed: dict[str, Callable[[], AbstractContextManager[None]]]
+    plans: Plans
+
+    def uses(self) -> Counter[int]: ...
+
+    def units(self) -> Units | None: ...
+
+    def expected_batch_sizes(self) -> set[int]: ...
+
+    def end_backward(self, norms_taken: bool = True) -> None: ...
 
 
 class BackwardPass:
@@ -245,19 +292,14 @@ class BackwardPass:
         params = self.session.trainable()
         self.params = dict(zip(map(id, params), params, strict=True))
         keys = [*map(id, chain.from_iterable(self.used))]
-        others = tuple(self.sqnorms_B), self.backend, self.norms_only
-        asked = os.environ.get(ENVIRONMENT_VARIABLE)
-        layout = layout_of_step(keys, self.factors, params, asked, *others)
+        asked = os.environ.get(ENVIRONMENT_VARIABLE), self.backend, self.norms_only
+        layout = layout_of_step(keys, self.factors, params, *asked, tuple(self.sqnorms_B))
         plans = self.session.plans
         plan = plans.find(layout)
         if plan is None:
             self._check_uses()
-        elif self.factors:
-            found = self.factors[0].batch_size  # it speaks for all
-            if self.batch_size is None and found in self.session.expected_batch_sizes():
-                self.batch_size, self.first_path = found, self.calls[0]
-            elif found != self.batch_size:
-                self._check_batch_size(self.calls[0], found)
+        elif self.factors and (found := self.factors[0].batch_size) != self.batch_size:
+            self._check_batch_size(self.calls[0], found)  # the first speaks for all
         factors = self.merged(keys)
         if plan is None:
             plan = plan_of(factors, params, self.paths)
@@ -377,13 +419,9 @@ class BackwardPass:
     def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
         params, is_for_all = self.params, self.is_for_all
         rounded = self.session.sum_dtype == "parameter"
-        assert self.plan is not None
-        in_shape = self.plan.in_shape
         for key, grad in zip(keys, grads, strict=True):
             param = params[key]
-            if key not in in_shape and grad.shape == param.shape:
-                in_shape.add(key)
-            if is_for_all and param.grad is None and not rounded and key in in_shape:
+            if is_for_all and param.grad is None and not rounded and grad.shape == param.shape:
                 param.grad = grad  # nearly all
             elif is_for_all or key in self.asked:
                 self._put(param, grad)

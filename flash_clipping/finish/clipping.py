@@ -6,7 +6,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -157,11 +157,10 @@ class Coefficients:
     def __getitem__(self, key: int) -> Tensor:
         return self._of[key]
 
-    def alike(self, keys: Iterable[int]) -> list[list[int]]:
+    def alike(self, keys: Sequence[int]) -> list[list[int]]:
         """Those of these parameters together that are clipped by the same coefficients."""
         if self.one is not None:
-            found = [*keys]
-            return [found] if found else []
+            return [[*keys]]
         by_coef: dict[int, list[int]] = {}  # by id of the coefficients
         for key in keys:
             by_coef.setdefault(id(self._of[key]), []).append(key)

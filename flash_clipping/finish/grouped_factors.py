@@ -37,26 +37,12 @@ class VectorStack(NamedTuple):
         keys: ids of the parameters.
         sizes: elements of each.
         grads_BN, sq_PB: gradients and squared norms.
-        shape: of every parameter, where all have one.
     """
 
     keys: list[int]
     sizes: Sequence[int]
     grads_BN: Tensor
     sq_PB: Tensor
-    shape: Sequence[int] | None = None
-
-    def clipped_sums(self, coefs: Sequence[Tensor], backend: str) -> Sequence[Tensor]:
-        """One clipped sum per parameter, ``[n]`` or in its shape where all have one, in order and
-        in fp32 (float64 for float64); by one coefficient vector for all, or one for each."""
-        if len(coefs) == 1 or all(coef is coefs[0] for coef in coefs):
-            sums_N = weighted_sum(self.grads_BN, coefs[0], backend=backend)
-            if self.shape is None:
-                return sums_N.split(self.sizes)
-            return sums_N.view(len(self.keys), *self.shape).unbind(0)
-        columns = zip(self.grads_BN.split(self.sizes, 1), coefs, strict=True)
-        sums = [weighted_sum(column, coef, backend=backend) for column, coef in columns]
-        return sums if self.shape is None else [sum_n.view(self.shape) for sum_n in sums]
 
 
 class GroupedFactors:
@@ -71,22 +57,18 @@ class GroupedFactors:
 
     def __init__(self, backend: str, factors: Mapping[int, Any], plan: Plan):
         self.backend = backend
-        #: Linear maps that read one input, by their number in the plan.
-        self.linear: dict[int, Group] = {}
+        #: Operands of linear maps; those that read one input have one tensor for it.
+        self.linear: dict[int, tuple[Tensor, Tensor]] = {}
         self.stacks: list[VectorStack] = []
         self.stored: dict[int, DenseGrad] = {}
         self.others: dict[int, PerSampleGrad] = {}
-        #: Once sums are asked for: operands of linear maps, and sums that come with others, until
-        #: their turn.
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        #: Sums that come with others, until their turn.
         self._ready: dict[int, Tensor] = {}
         # Without comprehensions: they cost small models, which wait for the host.
-        for number, keys in enumerate(plan.linear):
+        for keys in plan.linear:
             A_BTd = factors[keys[0]].A_BTd
-            Gs: list[Tensor] = []
             for key in keys:
-                Gs += (factors[key].G_BTp,)
-            self.linear[number] = A_BTd, Gs
+                self.linear[key] = A_BTd, factors[key].G_BTp
         for keys in plan.sums:
             rows: list[Tensor] = []
             x_hats: list[Normalized | None] = []
@@ -102,11 +84,10 @@ class GroupedFactors:
         for keys in plan.vectors:
             # A stack takes over a memory format (channels_last) that all have in common.
             grads = torch.stack([factors[key].grads for key in keys], dim=1).contiguous()
-            B, P, *shape = grads.shape
-            n = grads.shape[2:].numel()  # a scalar's is 1
+            B, P, n = *grads.shape[:2], grads.shape[2:].numel()  # a scalar's is 1
             dtype = accumulation_dtype(grads.dtype)
             norms_BP = torch.linalg.vector_norm(grads.view(B, P, n), dim=2, dtype=dtype)
-            stack = keys, [n] * P, grads.view(B, P * n), norms_BP.square_().T, shape
+            stack = keys, [n] * P, grads.view(B, P * n), norms_BP.square_().T
             self.stacks.append(VectorStack(*stack))
         for key in plan.stored:
             self.stored[key] = factors[key]
@@ -119,7 +100,6 @@ class GroupedFactors:
         self.stacks.clear()
         self.stored.clear()
         self.others.clear()
-        self._pairs.clear()
         self._ready.clear()
 
     # -- norms --------------------------------------------------------------------------------
@@ -131,7 +111,12 @@ class GroupedFactors:
         doubts: Blocks = []
         if self.linear:
             memo = plan.memos["linear_sqnorms"]
-            groups = list(self.linear.values())
+            groups: list[Group] = []
+            for members in plan.linear:
+                Gs: list[Tensor] = []
+                for key in members:
+                    Gs += (self.linear[key][1],)
+                groups += ((self.linear[members[0]][0], Gs),)
             for block in linear_sqnorm_blocks(groups, backend=self.backend, memo=memo):
                 keys: list[int] = []
                 for group, layer in block.order:
@@ -139,30 +124,23 @@ class GroupedFactors:
                 blocks += ((keys, block.sq_RB),)
                 if block.doubt_RB is not None:
                     doubts += ((keys, block.doubt_RB),)
-            del groups
+            del groups, Gs
         for stack in self.stacks:
             blocks += ((stack.keys, stack.sq_PB),)
-        if self.stored or self.others:
-            blocks += self._sqnorms_one_by_one()
-        for key, factor in self.others.items():
-            if (doubt_B := factor.error_bound(self.backend)) is not None:
-                doubts += (([key], doubt_B.unsqueeze(0)),)
-        return blocks, doubts
-
-    def _sqnorms_one_by_one(self) -> Blocks:
-        """Norms of stored gradients and all others; those that come in parts are added up together
-        where their shapes are one."""
-        of_one_part: Blocks = []
-        keys: list[int] = []
+        in_parts: list[int] = []
         parts: list[Tensor] = []
         for key, factor in (*self.stored.items(), *self.others.items()):
             parts_Bn = factor.sqnorm_parts(self.backend)
             if parts_Bn.shape[1] == 1:
-                of_one_part += (([key], parts_Bn.mT),)
-            else:
-                keys += (key,)
+                blocks += (([key], parts_Bn.mT),)
+            else:  # added up together where their shapes are one
+                in_parts += (key,)
                 parts += (parts_Bn,)
-        return of_one_part + [([keys[i] for i in members], sq) for members, sq in sum_parts(parts)]
+        blocks += [([in_parts[i] for i in members], sq) for members, sq in sum_parts(parts)]
+        for key, factor in self.others.items():
+            if (doubt_B := factor.error_bound(self.backend)) is not None:
+                doubts += (([key], doubt_B.unsqueeze(0)),)
+        return blocks, doubts
 
     # -- clipped sums -------------------------------------------------------------------------
 
@@ -174,11 +152,7 @@ class GroupedFactors:
         ``part``: the ids of those whose sums are wanted now; the next call asks for others.
         """
         one = coef.one
-        pairs, ready = self._pairs, self._ready
-        for number, (A_BTd, Gs) in self.linear.items():
-            for key, G in zip(plan.linear[number], Gs, strict=True):
-                pairs[key] = A_BTd, G
-        self.linear.clear()
+        pairs, ready = self.linear, self._ready
         launches = plan.products.get(part)
         if launches is None:  # as many at a time as one launch serves
             keys = _among(pairs, part)
@@ -186,47 +160,44 @@ class GroupedFactors:
             launches = plan.products[part] = [[keys[i] for i in each] for each in members]
         for number, launch in enumerate(launches):
             # Per-layer clipping weights a shared input differently for every reader.
-            for keys in (launch,) if one is not None else coef.alike(launch):
+            for keys in coef.alike(launch):
                 operands = [*map(pairs.pop, keys)]
-                coef_B = one if one is not None else coef[keys[0]]
-                memo = plan.memos["clipped_sums", part, number, *(() if keys is launch else keys)]
-                sums = clipped_sums_many(operands, coef_B, backend=self.backend, memo=memo)
+                memo = plan.memos["clipped_sums", part, number, *(() if one is not None else keys)]
+                sums = clipped_sums_many(operands, coef[keys[0]], backend=self.backend, memo=memo)
                 add(keys, sums)
                 del operands, sums
         while self.stacks:
-            stack = self.stacks.pop()
-            coefs = [one] if one is not None else [coef[key] for key in stack.keys]
-            ready.update(zip(stack.keys, stack.clipped_sums(coefs, self.backend), strict=True))
+            keys, sizes, grads_BN, _ = self.stacks.pop()
+            found: Sequence[Tensor]
+            if len(coef.alike(keys)) == 1:
+                found = weighted_sum(grads_BN, coef[keys[0]], backend=self.backend).split(sizes)
+            else:
+                columns = zip(keys, grads_BN.split(sizes, 1), strict=True)
+                found = [weighted_sum(x, coef[key], backend=self.backend) for key, x in columns]
+            ready.update(zip(keys, found, strict=True))
         if ready:
             keys = _among(ready, part)
             add(keys, [*map(ready.pop, keys)])
-        if self.stored:
-            self._add_stored(plan, coef, add, part)
+        self._add_stored(coef, add, part)
         for key in _among(self.others, part):
             add([key], [self.others.pop(key).clipped_sum(coef[key], self.backend)])
 
-    def _add_stored(
-        self, plan: Plan, coef: Coefficients, add: Add, part: tuple[int, ...] | None
-    ) -> None:
+    def _add_stored(self, coef: Coefficients, add: Add, part: tuple[int, ...] | None) -> None:
         """Stored gradients, several at a time."""
-        launches = plan.stored_parts.get(part)
-        if launches is None:
-            launches = []
-            room = 0
-            for key in _among(self.stored, part):
-                elements = self.stored[key].grads.shape[1:].numel()
-                if not launches or elements > room:
-                    launches.append([])
-                    room = AT_ONCE
-                launches[-1].append(key)
-                room -= elements
-            plan.stored_parts[part] = launches  # as a whole: an interrupt may come at any line
+        launches: list[list[int]] = []
+        room = 0
+        for key in _among(self.stored, part):
+            elements = self.stored[key].grads.numel()
+            if not launches or elements > room:
+                launches += ([],)
+                room = AT_ONCE * max(1, self.stored[key].batch_size)  # of parameters' elements
+            launches[-1] += (key,)
+            room -= elements
         for launch in launches:
-            for keys in (launch,) if coef.one is not None else coef.alike(launch):
-                grads: list[Tensor] = []
-                for key in keys:
-                    grads += (self.stored.pop(key).grads,)
+            for keys in coef.alike(launch):
+                grads = [self.stored.pop(key).grads for key in keys]
                 add(keys, weighted_sums_many(grads, coef[keys[0]], backend=self.backend))
+                del grads
 
 
 def _among(found: Mapping[int, Any], part: Sequence[int] | None) -> list[int]:

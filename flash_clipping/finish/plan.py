@@ -38,9 +38,8 @@ class Plan:
         unreached: trainable parameters that backward did not reach; known once norms are.
         rows_of: whose norms were taken, in their order; likewise.
         order: row of each trainable parameter's norms among these.
-        products, stored_parts: linear maps, and stored gradients, whose clipped sums are taken
-            together, of the parameters that were asked for; likewise.
-        in_shape: parameters whose clipped sums come in their shape; likewise.
+        products: linear maps whose clipped sums are taken together, of the parameters that were
+            asked for; likewise.
         memos: what operations keep, by the name of the operation.
     """
 
@@ -55,8 +54,6 @@ class Plan:
     rows_of: list[int] = field(default_factory=list)
     order: Tensor | None = None
     products: dict[tuple[int, ...] | None, list[list[int]]] = field(default_factory=dict)
-    stored_parts: dict[tuple[int, ...] | None, list[list[int]]] = field(default_factory=dict)
-    in_shape: set[int] = field(default_factory=set)
     memos: defaultdict[Hashable, LaunchCache] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -151,7 +148,13 @@ def plan_of(
         FlashClippingError: a factor is of a frozen parameter, or does not fit together.
     """
     trainable = {id(param): param for param in params}
-    _check_trainable(trainable, paths)
+    if frozen := paths.keys() - trainable.keys():
+        names = ", ".join(sorted({paths[key] for key in frozen}))
+        raise FlashClippingError(
+            f"{names}: found a parameter that was trainable in forward and is frozen in "
+            "backward; its part of the norms would be missing. Change requires_grad between "
+            "steps, before forward()."
+        )
     devices = {param.device for param in params}
     plan = Plan(trainable=list(trainable), one_device=len(devices) == 1)
     kind: Any  # what members of one group have in common
@@ -171,7 +174,7 @@ def plan_of(
             sums.setdefault(kind, []).append(key)
         elif not isinstance(factor, DenseGrad):
             plan.others.append(key)
-        elif factor.sq_parts_Bn is None and factor.is_small:
+        elif factor.sq_parts_Bn is None and factor.grads.shape[1:].numel() <= DenseGrad.SMALL:
             grads = factor.grads
             kind = (grads.dtype, grads.device, trainable[key].dtype, grads.shape)
             vectors.setdefault(kind, []).append(key)
@@ -184,17 +187,6 @@ def plan_of(
         else:
             plan.stored += alike
     return plan
-
-
-def _check_trainable(trainable: Mapping[int, nn.Parameter], paths: Mapping[int, str]) -> None:
-    frozen = paths.keys() - trainable.keys()
-    if frozen:
-        names = ", ".join(sorted({paths[key] for key in frozen}))
-        raise FlashClippingError(
-            f"{names}: found a parameter that was trainable in forward and is frozen in "
-            "backward; its part of the norms would be missing. Change requires_grad between "
-            "steps, before forward()."
-        )
 
 
 def _check_operands(factor: LinearGrad, path: str) -> None:

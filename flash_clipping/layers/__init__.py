@@ -6,8 +6,7 @@ from importlib import import_module
 from flash_clipping import ops as general
 from flash_clipping.layers.hyper_connections import HyperConnections
 from flash_clipping.layers.mixture_of_experts import MixtureOfExperts, RoutedExperts, TopKRouter
-from flash_clipping.layers.product_key_experts import ProductKeyExperts
-from flash_clipping.layers.product_key_router import ProductKeyRouter
+from flash_clipping.layers.product_key_experts import ProductKeyExperts, ProductKeyRouter
 
 __all__ = [
     "HyperConnections",

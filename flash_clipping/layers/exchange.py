@@ -132,21 +132,17 @@ class Exchange:
 
     def _there(self, rows: Tensor) -> Tensor:
         found = rows.new_empty(sum(self._arrives), *rows.shape[1:])
-        _send(found, rows.contiguous(), self._arrives, self._leaves, self._group)
+        sizes = self._arrives, self._leaves
+        dist.all_to_all_single(found, rows.contiguous(), *sizes, group=self._group)
         return found
 
     def _back(self, rows: Tensor) -> Tensor:
         """In the order in which they left, and zeros in the place of those that did not."""
         found = rows.new_zeros(len(self._ids_N), *rows.shape[1:])
         back = found[: len(self._order_S)]
-        _send(back, rows.contiguous(), self._leaves, self._arrives, self._group)
+        sizes = self._leaves, self._arrives
+        dist.all_to_all_single(back, rows.contiguous(), *sizes, group=self._group)
         return found
-
-
-def _send(
-    found: Tensor, rows: Tensor, found_n: Sequence[int], rows_n: Sequence[int], group: Any
-) -> None:
-    dist.all_to_all_single(found, rows, list(found_n), list(rows_n), group=group)
 
 
 def are_parts(params: Sequence[Any]) -> bool:
@@ -163,13 +159,3 @@ def are_parts(params: Sequence[Any]) -> bool:
             "flash_clipping.layers.MixtureOfExperts(..., rank=r)."
         )
     return all(cut)
-
-
-def exchange_of(params: Sequence[Any], expert_ids: Tensor, experts: int) -> Exchange | None:
-    """The exchange for this call, if matrices ``[E, ...]`` lie in parts over a mesh."""
-    return Exchange(expert_ids, experts, params[0].device_mesh) if are_parts(params) else None
-
-
-def local(params: Sequence[Any]) -> list[Tensor]:
-    """This process's part of each parameter, outside of autograd."""
-    return [param.to_local() if hasattr(param, "to_local") else param for param in params]

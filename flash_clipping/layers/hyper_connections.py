@@ -132,7 +132,7 @@ class HyperConnections(nn.Module):
             with torch.autocast(x.device.type, enabled=False):
                 h, post, comb, *_ = ops_reference.hyper_connections(x_BSnD, params, self.settings)
         else:
-            h, post, comb = _Connect.apply(x_BSnD, *params, self.settings, self.backend)
+            h, post, comb = _Connect.apply(self.settings, self.backend, x_BSnD, *params)
         return self.like(x, h), self.like(x, post), self.like(x, comb)
 
     def combine(self, x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class HyperConnections(nn.Module):
         if _is_transformed():
             with torch.autocast(x.device.type, enabled=False):
                 return mixing_reference.stream_mix(*inputs, self.transposed).view(x.shape)
-        mixed: Tensor = _Mix.apply(*inputs, x.shape, self.transposed, self.backend)
+        mixed: Tensor = _Mix.apply(x.shape, self.transposed, self.backend, *inputs)
         return mixed
 
     def positions(self, x: Tensor) -> Tensor:
@@ -190,17 +190,11 @@ class _Connect(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        phi: Tensor,
-        alpha: Tensor,
-        bias: Tensor,
-        gamma: Tensor,
-        settings: ops.Settings,
-        backend: str,
+        ctx: Any, settings: ops.Settings, backend: str, x: Tensor, *params: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        phi, alpha, bias, gamma = params
         result = ops.hyper_connections(x, phi, alpha, bias, gamma, settings, backend=backend)
-        ctx.save_for_backward(x, phi, alpha, bias, gamma, result.inv_BS, result.mix_BSm)
+        ctx.save_for_backward(x, *params, result.inv_BS, result.mix_BSm)
         ctx.settings, ctx.backend = settings, backend
         return result.h_BSD, result.post_BSn, result.comb_BSnn
 
@@ -208,11 +202,11 @@ class _Connect(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dh: Tensor, dpost: Tensor, dcomb: Tensor) -> Any:
         x, phi, alpha, bias, gamma, inv, mix = ctx.saved_tensors
-        _, needs_phi, _, _, needs_gamma, *_ = ctx.needs_input_grad
+        _, _, needs_x, needs_phi, _, _, needs_gamma = ctx.needs_input_grad
         grads = ops.hyper_connections_backward(
             *(x, phi, alpha, bias, gamma, inv, mix, dh, dpost, dcomb),
             settings=ctx.settings,
-            input_grad=ctx.needs_input_grad[0],
+            input_grad=needs_x,
             matrix_grad=needs_phi or needs_gamma,
             backend=ctx.backend,
         )
@@ -222,7 +216,7 @@ class _Connect(torch.autograd.Function):
             dgamma = grads.gamma_BnD.sum(0).to(gamma.dtype)
         dalpha = grads.alpha_BS3.sum((0, 1)).to(alpha.dtype)
         dbias = grads.bias_BSm.sum((0, 1)).to(bias.dtype)
-        return grads.x_BSnD, dphi, dalpha, dbias, dgamma, None, None
+        return None, None, grads.x_BSnD, dphi, dalpha, dbias, dgamma
 
 
 class _Mix(torch.autograd.Function):
@@ -230,18 +224,11 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        y: Tensor,
-        post: Tensor,
-        comb: Tensor,
-        shape: torch.Size,
-        transposed: bool,
-        backend: str,
+        ctx: Any, shape: torch.Size, transposed: bool, backend: str, *inputs: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(x, y, post, comb)
-        ctx.transposed, ctx.backend = transposed, backend
-        mixed = mixing.stream_mix(x, y, post, comb, transposed=transposed, backend=backend)
+        ctx.save_for_backward(*inputs)
+        ctx.options = {"transposed": transposed, "backend": backend}
+        mixed = mixing.stream_mix(*inputs, **ctx.options)
         return mixed.view(shape).detach()  # no view: it may be changed in place
 
     @staticmethod
@@ -249,6 +236,6 @@ class _Mix(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, y, post, comb = ctx.saved_tensors
         dx, dy, dpost, dcomb = mixing.stream_mix_backward(
-            x, y, post, comb, grad.reshape(x.shape), transposed=ctx.transposed, backend=ctx.backend
+            x, y, post, comb, grad.reshape(x.shape), **ctx.options
         )
-        return dx, dy, dpost.to(post.dtype), dcomb.to(comb.dtype), None, None, None
+        return None, None, None, dx, dy, dpost.to(post.dtype), dcomb.to(comb.dtype)

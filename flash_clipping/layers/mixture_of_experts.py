@@ -7,7 +7,7 @@ N = B·T·k rows, one for each choice of each token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from flash_clipping.layers.routed_rows import (
-    Gradients,
     LowRank,
     Projection,
     RoutedRows,
@@ -164,25 +163,12 @@ class MixtureOfExperts(nn.Module):
         y: Tensor = _Ordinary.apply(self, x, expert_ids, weights, *self._tensors())
         return y
 
-    # -- what the rule shares ------------------------------------------------------------------
-
     def compute(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """The output, and what :meth:`gradients` reads."""
+        """The output, and what :func:`~flash_clipping.layers.routed_rows.gradients` reads."""
         self._check(x, expert_ids, weights)
-        return compute(self._arithmetic, self._tensors(), x, expert_ids, weights, self.experts)
-
-    def gradients(
-        self,
-        saved: tuple[Any, ...],
-        grad: Tensor,
-        wanted: Set[str],
-        x_wanted: bool,
-        weights_wanted: bool,
-    ) -> tuple[Tensor | None, Tensor | None, Gradients]:
-        """Gradients of x and of weights, if wanted, and what those of parameters are made of."""
-        return gradients(self._arithmetic, saved, grad, wanted, x_wanted, weights_wanted)
+        return compute(self.arithmetic, self._tensors(), x, expert_ids, weights, self.experts)
 
     def _check(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         fits = x.dim() >= 2 and x.shape[-1] == self.dim and expert_ids.shape == weights.shape
@@ -199,7 +185,7 @@ class MixtureOfExperts(nn.Module):
         """Its parameters, or what :mod:`torch.nn.utils.parametrize` computes in their place."""
         return [getattr(self, name) for name in self._names]
 
-    def _arithmetic(self, params: Sequence[Tensor]) -> RoutedRows:
+    def arithmetic(self, params: Sequence[Tensor]) -> RoutedRows:
         """The layer's arithmetic with these tensors for its parameters."""
         of = dict(zip(self._names, params, strict=True))
         first: list[LowRank] = []
@@ -236,14 +222,13 @@ class _Ordinary(torch.autograd.Function):
         _, x_wanted, _, weights_wanted, *params_wanted = ctx.needs_input_grad
         named = zip(layer._names, params_wanted, strict=True)
         wanted = {name for name, is_wanted in named if is_wanted}
-        grad_x, grad_weights, found = layer.gradients(saved, grad, wanted, x_wanted, weights_wanted)
-        sums: list[Tensor | None] = []
-        for name in layer._names:
-            if name in wanted:
-                A, G = found.operands[name]
-                sums.append(grouped_sums(A, G, found.segments, None))
-            else:
-                sums.append(None)
+        grad_x, grad_weights, found = gradients(
+            layer.arithmetic, saved, grad, wanted, x_wanted, weights_wanted
+        )
+        sums = [
+            grouped_sums(*found.operands[name], found.segments, None) if name in wanted else None
+            for name in layer._names
+        ]
         return (None, grad_x, None, grad_weights, *sums)
 
 

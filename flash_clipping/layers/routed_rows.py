@@ -15,28 +15,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flash_clipping.layers.exchange import Exchange, exchange_of, local
+from flash_clipping.layers.exchange import Exchange, are_parts
 from flash_clipping.ops.runtime.backend import autocast_operands
 from flash_clipping.ops.segments import Rows, Segments, grouped_linear, sums_of_tokens
 
 
 @dataclass
 class Gradients:
-    """Gradients that one backward found, by the name of the parameter.
+    """Gradients that one backward finds, by the name of the parameter.
 
     Attributes:
         segments: which sample and which expert the rows are of.
+        wanted: the parameters whose gradients are asked for.
         operands: of matrices ``[E, p, d]``: A ``[N, d]`` and G ``[N, p]``.
         rows: of biases ``[E, p]``: rows ``[N, p]`` to be added up.
         exchange: where the rows come from, if experts lie in several processes.
     """
 
     segments: Segments
+    wanted: Set[str]
     operands: dict[str, tuple[Rows, Rows]] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
     exchange: Exchange | None = None
@@ -65,25 +67,16 @@ class LowRank:
         read_NR = grouped_linear(x_Nd, self.A_ERd, segments) * self.scale
         return read_NR.split([B.shape[2] for B in self.Bs_Epr], dim=1)
 
-    def _parts(self, y_Np: Tensor) -> tuple[Tensor, ...]:
-        """Outputs, cut by which of Bs gave them."""
-        return y_Np.split([B.shape[1] for B in self.Bs_Epr], dim=1)
-
     def forward(self, x_Nd: Tensor, segments: Segments) -> Tensor:
         shares = zip(self._shares(x_Nd, segments), self.Bs_Epr, strict=True)
         return torch.cat([grouped_linear(share, B, segments) for share, B in shares], dim=1)
 
     def backward(
-        self,
-        x: Rows,
-        g_Np: Tensor,
-        segments: Segments,
-        wanted: Set[str],
-        input_wanted: bool,
-        found: Gradients,
+        self, x: Rows, g_Np: Tensor, found: Gradients, input_wanted: bool
     ) -> Tensor | None:
-        """Gradient of the input, and those of parameters into ``found``."""
-        parts = self._parts(g_Np)
+        """Gradient of the input, if wanted, and those of parameters into ``found``."""
+        segments, wanted = found.segments, found.wanted
+        parts = g_Np.split([B.shape[1] for B in self.Bs_Epr], dim=1)
         if not wanted.isdisjoint(self.B_names):
             shares = self._shares(x.sorted(), segments)
             operands = zip(map(Rows, shares), map(Rows, parts), strict=True)
@@ -125,22 +118,14 @@ class Projection:
             y_Np = y_Np + self.bias_Ep[segments.group_N]
         return y_Np
 
-    def backward(
-        self,
-        x: Rows,
-        g: Rows,
-        segments: Segments,
-        wanted: Set[str],
-        input_wanted: bool,
-        found: Gradients,
-    ) -> Tensor | None:
-        """Gradient of the input, and those of matrices into ``found``."""
+    def backward(self, x: Rows, g: Rows, found: Gradients, input_wanted: bool) -> Tensor | None:
+        """Gradient of the input, if wanted, and those of matrices into ``found``."""
         g_Np = g.sorted() if input_wanted or self.low_ranks else g.X
-        grad_x_Nd = grouped_linear(g_Np, self.W_Epd.mT, segments) if input_wanted else None
-        if self.name in wanted:
+        grad_x_Nd = grouped_linear(g_Np, self.W_Epd.mT, found.segments) if input_wanted else None
+        if self.name in found.wanted:
             found.operands[self.name] = (g, x) if self.transposed else (x, g)
         for low_rank in self.low_ranks:
-            more = low_rank.backward(x, g_Np, segments, wanted, input_wanted, found)
+            more = low_rank.backward(x, g_Np, found, input_wanted)
             if grad_x_Nd is not None and more is not None:
                 grad_x_Nd = grad_x_Nd + more
         return grad_x_Nd
@@ -156,56 +141,29 @@ class SideBySide:
     def forward(self, x_Nd: Tensor, segments: Segments) -> Tensor:
         return torch.cat([part.forward(x_Nd, segments) for part in self.parts], dim=1)
 
-    def backward(
-        self,
-        x: Rows,
-        g: Rows,
-        segments: Segments,
-        wanted: Set[str],
-        input_wanted: bool,
-        found: Gradients,
-    ) -> Tensor | None:
-        """Gradient of the input, and those of matrices into ``found``."""
+    def backward(self, x: Rows, g: Rows, found: Gradients, input_wanted: bool) -> Tensor | None:
+        """Gradient of the input, if wanted, and those of matrices into ``found``."""
         shares = g.sorted().split([part.W_Epd.shape[1] for part in self.parts], dim=1)
         grads = [
-            part.backward(x, Rows(share), segments, wanted, input_wanted, found)
+            part.backward(x, Rows(share), found, input_wanted)
             for part, share in zip(self.parts, shares, strict=True)
         ]
         return sum(grads) if input_wanted else None  # type: ignore[arg-type, return-value]
 
 
-class Between:
-    """What stands between the projections: a function without parameters, differentiated by
-    autograd.
-
-    Attributes:
-        forward: rows ``[N, u]`` to rows ``[N, f]``, each by itself.
-    """
-
-    def __init__(self, forward: Callable[[Tensor], Tensor]):
-        self.forward = forward
-
-    def backward(self, up_Nu: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The output again, and a function from its gradient ``[N, f]`` to that of ``up_Nu``."""
-        with torch.enable_grad():
-            up = up_Nu.detach().requires_grad_()
-            gated_Nf = self.forward(up)
-
-        def pull_back(grad_Nf: Tensor) -> Tensor:
-            (grad_up_Nu,) = torch.autograd.grad(gated_Nf, up, grad_Nf)
-            return grad_up_Nu
-
-        return gated_Nf.detach(), pull_back
+#: What stands between the projections: rows ``[N, u]`` to rows ``[N, f]``, each by itself, without
+#: parameters. Autograd differentiates it.
+Between: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def gated(activation: Callable[[Tensor], Tensor]) -> Between:
+def gated(activation: Between) -> Between:
     """``activation(gate) · up`` of rows ``[gate, up]``."""
 
     def forward(both_N2f: Tensor) -> Tensor:
         gate_Nf, up_Nf = both_N2f.chunk(2, dim=-1)
         return activation(gate_Nf) * up_Nf
 
-    return Between(forward)
+    return forward
 
 
 @dataclass(frozen=True)
@@ -226,7 +184,7 @@ class RoutedRows:
         reads. A choice of no expert adds 0."""
         k = weight_Mk.shape[1]
         up_Nu = self.first.forward(x_Md[segments.order_N // k], segments)
-        y_Nd = self.second.forward(self.between.forward(up_Nu), segments)
+        y_Nd = self.second.forward(self.between(up_Nu), segments)
         return sums_of_tokens(y_Nd, segments, k, weight_Mk), up_Nu
 
     def backward(
@@ -235,54 +193,49 @@ class RoutedRows:
         x_Md: Tensor,
         weight_Mk: Tensor,
         up_Nu: Tensor,
-        segments: Segments,
-        wanted: Set[str],
+        found: Gradients,
         x_wanted: bool,
         weight_wanted: bool,
-    ) -> tuple[Tensor | None, Tensor | None, Gradients]:
-        """Gradients of tokens and weights, and of the parameters that are ``wanted``.
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of tokens and weights, if wanted, and those of parameters into ``found``.
 
         The weight's gradient in ``y = w · W h`` is ``(Wᵀ g) · h``, without a product for ``W h``.
         """
-        found = Gradients(segments)
-        tokens_N, weight_N1 = _sorted(weight_Mk, segments)
+        segments, k = found.segments, weight_Mk.shape[1]
+        tokens_N = segments.order_N // k
+        # A row that is sent to no expert has weight 0, whatever stands there.
+        weight_N = weight_Mk.reshape(-1)[segments.order_N].masked_fill(~segments.inside_N, 0)
+        weight_N1 = weight_N.unsqueeze(1)
         grad = Rows(grad_Md.to(up_Nu.dtype), tokens_N)
-        between_Nf, pull_back = self.between.backward(up_Nu)
+        with torch.enable_grad():
+            up = up_Nu.detach().requires_grad_()
+            between = self.between(up)
+        between_Nf = between.detach()
         weighted_Nf = (between_Nf * weight_N1).to(up_Nu.dtype)
-        grad_Nf = self.second.backward(Rows(weighted_Nf), grad, segments, wanted, True, found)
+        grad_Nf = self.second.backward(Rows(weighted_Nf), grad, found, True)
         assert grad_Nf is not None
-        if self.second.bias_name in wanted:
+        if self.second.bias_name in found.wanted:
             found.rows[self.second.bias_name] = grad.sorted() * weight_N1
         grad_weight_Mk = None
         if weight_wanted:
             of_weight_N = (grad_Nf * between_Nf).sum(1, dtype=weight_Mk.dtype)
-            bias_Ep = self.second.bias_Ep
-            if bias_Ep is not None:
+            if (bias_Ep := self.second.bias_Ep) is not None:
                 of_bias_Nd = grad.sorted() * bias_Ep[segments.group_N]
                 of_weight_N = of_weight_N + of_bias_Nd.sum(1, dtype=weight_Mk.dtype)
             of_weight_N = of_weight_N.masked_fill(~segments.inside_N, 0)
             grad_weight_Mk = segments.unsorted(of_weight_N).view_as(weight_Mk)
-        grad_up_Nu = pull_back((grad_Nf * weight_N1).to(up_Nu.dtype))
-        if self.first.bias_name in wanted:
+        of_between_Nf = (grad_Nf * weight_N1).to(up_Nu.dtype)
+        (grad_up_Nu,) = torch.autograd.grad(between, up, of_between_Nf)
+        if self.first.bias_name in found.wanted:
             found.rows[self.first.bias_name] = grad_up_Nu
-        x = Rows(x_Md, tokens_N)
-        grad_x_Nd = self.first.backward(x, Rows(grad_up_Nu), segments, wanted, x_wanted, found)
-        grad_x_Md = None
-        if grad_x_Nd is not None:
-            grad_x_Md = sums_of_tokens(grad_x_Nd, segments, weight_Mk.shape[1]).to(x_Md.dtype)
-        return grad_x_Md, grad_weight_Mk, found
-
-
-def _sorted(weight_Mk: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Token ``[N]`` and weight ``[N, 1]`` of every sorted row; a row that is sent to no expert has
-    weight 0, whatever stands there."""
-    order_N = segments.order_N
-    weight_N = weight_Mk.reshape(-1)[order_N].masked_fill(~segments.inside_N, 0)
-    return order_N // weight_Mk.shape[1], weight_N.unsqueeze(1)
+        grad_x_Nd = self.first.backward(Rows(x_Md, tokens_N), Rows(grad_up_Nu), found, x_wanted)
+        if grad_x_Nd is None:
+            return None, grad_weight_Mk
+        return sums_of_tokens(grad_x_Nd, segments, k).to(x_Md.dtype), grad_weight_Mk
 
 
 #: Makes of tensors, in the place of a layer's parameters, what it computes with them.
-Arithmetic = Callable[[Sequence[Tensor]], RoutedRows]
+Arithmetic: TypeAlias = Callable[[Sequence[Tensor]], RoutedRows]
 
 
 def compute(
@@ -298,8 +251,12 @@ def compute(
     experts read it, and of every row what the first projection gave.
 
     Where ``tensors`` lie in parts over a mesh, rows go to the processes that have their experts."""
-    exchange = exchange_of(tensors, expert_ids, experts)
-    operands: Any = autocast_operands(x, *local(tensors))
+    parts: Sequence[Any] = tensors
+    exchange = None
+    if are_parts(parts):
+        exchange = Exchange(expert_ids, experts, parts[0].device_mesh)
+        parts = [part.to_local() for part in parts]
+    operands: Any = autocast_operands(x, *parts)
     tokens, *params = operands
     # LoRA is often kept wider than what it is added to: it is read in the dtype of tokens.
     params = [param.to(tokens.dtype) for param in params]
@@ -325,14 +282,14 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Gradients]:
     """Gradients of tokens and of weights, if wanted, and what those of parameters are made of."""
     x_Md, weight_Mk, up_Nu, *params, segments, exchange, shape, dtype = saved
+    found = Gradients(segments, wanted, exchange=exchange)
     grad_Md = grad.reshape(-1, grad.shape[-1])
     if exchange is not None:
         grad_Md = exchange.to_experts(grad_Md.to(up_Nu.dtype))
-    grad_x_Md, grad_weight_Mk, found = arithmetic(params).backward(
-        grad_Md, x_Md, weight_Mk, up_Nu, segments, wanted, x_wanted, weights_wanted
+    grad_x_Md, grad_weight_Mk = arithmetic(params).backward(
+        grad_Md, x_Md, weight_Mk, up_Nu, found, x_wanted, weights_wanted
     )
     if exchange is not None:
-        found.exchange = exchange
         grad_x_Md = None if grad_x_Md is None else exchange.to_tokens(grad_x_Md)
         if grad_weight_Mk is not None:
             grad_weight_Mk = exchange.to_choices(grad_weight_Mk[:, 0])

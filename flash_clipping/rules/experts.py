@@ -33,7 +33,6 @@ from flash_clipping.factors import DenseGrad, PerSampleGrad, RearrangedGrad, Seg
 from flash_clipping.layers.exchange import Samples, are_parts
 from flash_clipping.layers.routed_rows import (
     Arithmetic,
-    Between,
     Gradients,
     LowRank,
     Projection,
@@ -115,7 +114,7 @@ def arithmetic_of(
         return Projection(matrices, prefix + names[i], bias, of_bias, transposed, added)
 
     between = gate_of_experts(layer) if layer.has_gate else layer.act_fn
-    return RoutedRows(projection(0), projection(half), Between(between))
+    return RoutedRows(projection(0), projection(half), between)
 
 
 class OfSeveralProcesses(PerSampleGrad):
@@ -406,11 +405,9 @@ class JetMoeExpertsRule(Rule):
         self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: GradRequest
     ) -> tuple[tuple[Tensor | None, ...], Mapping[str, PerSampleGrad]]:
         rows, weight, segments, dtype = saved
-        found = Gradients(segments)
+        found = Gradients(segments, needs.params)
         x, g = segments.rows(rows), segments.rows(grad_output.flatten(0, 1))
-        grad = Projection(weight, "weight").backward(
-            x, g, segments, needs.params, needs.input, found
-        )
+        grad = Projection(weight, "weight").backward(x, g, found, needs.input)
         if grad is not None:
             grad = segments.unsorted(grad).to(dtype).unflatten(0, grad_output.shape[:2])
         return (grad, None), factors_of(found)

@@ -29,6 +29,7 @@ from flash_clipping.layers.ops.hyper_connections import (
     hyper_connections_backward,
 )
 from flash_clipping.layers.product_key_experts import ExpertTables
+from flash_clipping.layers.routed_rows import gradients
 from flash_clipping.rules.experts import factors_of
 from flash_clipping.rules.registry import (
     GradRequest,
@@ -119,8 +120,8 @@ class MixtureOfExpertsRule(Rule):
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x_wanted, _, weights_wanted = needs.inputs
-        grad_x, grad_weights, found = layer.gradients(
-            saved, grad_output, needs.params, x_wanted, weights_wanted
+        grad_x, grad_weights, found = gradients(
+            layer.arithmetic, saved, grad_output, needs.params, x_wanted, weights_wanted
         )
         return (grad_x, None, grad_weights), factors_of(found)
 

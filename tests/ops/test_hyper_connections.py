@@ -320,7 +320,9 @@ def test_what_does_not_fit_is_refused() -> None:
     x, params = torch.randn(2, 3, 4, 8), params_of(4, 8)
     with pytest.raises(ValueError, match=r"x has shape \(2, 3, 9, 8\).* 2 to 8 streams"):
         hyper_connections(torch.randn(2, 3, 9, 8), *params)
-    with pytest.raises(ValueError, match=r"phi has shape \(24, 32\).* expected \(24, 40\)"):
+    with pytest.raises(
+        ValueError, match=r"phi has shape \(24, 32\).* expected \[m, K\] = \(24, 40\)"
+    ):
         hyper_connections(torch.randn(2, 3, 4, 10), *params)
     with pytest.raises(ValueError, match="at least one iteration"):
         hyper_connections(x, *params, Settings(iterations=0))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.layers import ProductKeyRouter
-from flash_clipping.layers.product_key_router import TokenGroupNorm, route
+from flash_clipping.layers.product_key_experts import TokenGroupNorm, route
 from tests.rules.test_product_key_router import SIDE, D, Model, inputs
 from tests.support.autograd import squares
 from tests.support.oracle import assert_close

@@ -19,7 +19,7 @@ from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad
-from flash_clipping.finish.session import Readers
+from flash_clipping.finish.backward_pass import Readers
 
 if TYPE_CHECKING:
     from flash_clipping.capture.tap import Tap

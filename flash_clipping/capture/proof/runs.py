@@ -27,10 +27,9 @@ from flash_clipping.capture.refused_forwards import collectives_refused
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.finish.backward_pass import BackwardPass
+from flash_clipping.finish.backward_pass import BackwardPass, Session
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
-from flash_clipping.finish.session import Session
 from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.runtime.backend import compiled_side_by_side
 

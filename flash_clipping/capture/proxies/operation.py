@@ -33,7 +33,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 )
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
-from flash_clipping.finish.session import Readers
+from flash_clipping.finish.backward_pass import Readers
 from flash_clipping.rules.convolution import ConvolutionRule
 from flash_clipping.rules.embedding import EmbeddingRule
 from flash_clipping.rules.linear import LinearRule, TransposedLinearRule

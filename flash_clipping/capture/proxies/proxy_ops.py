@@ -37,7 +37,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad, merge
-from flash_clipping.finish.session import Readers
+from flash_clipping.finish.backward_pass import Readers
 from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.ops.runtime.tables import on_16_bytes
 from flash_clipping.rules.registry import as_BTd, own

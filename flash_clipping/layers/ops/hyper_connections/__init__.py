@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from flash_clipping.layers.ops import check_streams
 from flash_clipping.layers.ops.hyper_connections import reference
 from flash_clipping.layers.ops.hyper_connections.reference import Parameters, Settings as Settings
 from flash_clipping.ops.runtime import backend as backends
 
 STREAMS = range(2, 9)
 """How many streams there may be."""
-
 
 DEFAULT = Settings()
 
@@ -138,14 +138,10 @@ def hyper_connections_backward(
     gradients depend on that sample alone.
     """
     params = _checked(x_BSnD, phi_mK, alpha_3, bias_m, gamma_nD, settings)
-    B, S, n, D = x_BSnD.shape
-    _check_shape("inv", inv_BS, (B, S), x_BSnD)
-    _check_shape("mix", mix_BSm, (B, S, n * n + 2 * n), x_BSnD)
-    _check_shape("dh", dh_BSD, (B, S, D), x_BSnD)
-    _check_shape("dpost", dpost_BSn, (B, S, n), x_BSnD)
-    _check_shape("dcomb", dcomb_BSnn, (B, S, n, n), x_BSnD)
-    run, saved = reference.hyper_connections_backward, (inv_BS, mix_BSm)
-    grads = dh_BSD, dpost_BSn, dcomb_BSnn
+    saved, grads = (inv_BS, mix_BSm), (dh_BSD, dpost_BSn, dcomb_BSnn)
+    check_streams(x_BSnD, STREAMS, inv_BS=inv_BS, mix_BSm=mix_BSm)
+    check_streams(x_BSnD, STREAMS, dh_BSD=dh_BSD, dpost_BSn=dpost_BSn, dcomb_BSnn=dcomb_BSnn)
+    run = reference.hyper_connections_backward
     return Gradients(
         *backends.run(
             run, backend, x_BSnD, x_BSnD, params, settings, saved, grads, input_grad, matrix_grad
@@ -157,17 +153,7 @@ def _checked(
     x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor, settings: Settings
 ) -> Parameters:
     """The parameters, if all shapes, devices and settings fit."""
-    if x.dim() != 4 or x.shape[2] not in STREAMS or not x.is_floating_point():
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} and dtype {x.dtype}; expected floating point numbers of "
-            f"shape [B, S, n, D] with n from {STREAMS[0]} to {STREAMS[-1]} streams."
-        )
-    n, D = x.shape[2:]
-    m = n * n + 2 * n
-    _check_shape("phi", phi, (m, n * D), x)
-    _check_shape("alpha", alpha, (3,), x)
-    _check_shape("bias", bias, (m,), x)
-    _check_shape("gamma", gamma, (n, D), x)
+    check_streams(x, STREAMS, phi_mK=phi, alpha_3=alpha, bias_m=bias, gamma_nD=gamma)
     checked_settings(settings)
     return phi, alpha, bias, gamma
 
@@ -179,11 +165,3 @@ def checked_settings(settings: Settings) -> Settings:
             "and hc_eps above 0."
         )
     return settings
-
-
-def _check_shape(name: str, found: Tensor, expected: tuple[int, ...], x: Tensor) -> None:
-    if found.shape != expected or found.get_device() != x.get_device():
-        raise ValueError(
-            f"{name} has shape {tuple(found.shape)} on {found.device}; expected {expected} on "
-            f"{x.device} for x of shape {tuple(x.shape)}."
-        )

@@ -38,7 +38,7 @@ def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) ->
     x, phi, gamma = x_BSnD.to(wide), phi_mK.to(wide), gamma_nD.to(wide)
     inv_BS = (x.square().mean((2, 3)) + settings.norm_eps).rsqrt()
     mix_BSm = (x * gamma).flatten(2) @ phi.mT
-    pre, post, res = _sections(_logits(mix_BSm, inv_BS, alpha_3.to(wide), bias_m.to(wide)))
+    pre, post, res = _logits(mix_BSm, inv_BS, alpha_3.to(wide), bias_m.to(wide), x.shape[2])
     pre, post = torch.sigmoid(pre) + settings.hc_eps, 2 * torch.sigmoid(post)
     h_BSD = (pre.unsqueeze(-1) * x).sum(2).to(x_BSnD.dtype)
     return h_BSD, post, sinkhorn(res, settings.hc_eps, settings.iterations)[-1], inv_BS, mix_BSm
@@ -60,7 +60,7 @@ def hyper_connections_backward(
     wide = accumulator(x_BSnD)
     x, dh, alpha = x_BSnD.to(wide), dh_BSD.to(wide), alpha_3.to(wide)
     n, D = x.shape[2:]
-    pre, post, res = _sections(_logits(mix_BSm, inv_BS, alpha, bias_m.to(wide)))
+    pre, post, res = _logits(mix_BSm, inv_BS, alpha, bias_m.to(wide), n)
     pre, post = torch.sigmoid(pre), torch.sigmoid(post)
     dpre = (x * dh.unsqueeze(2)).sum(3)
     dlogits_BSm = torch.cat(
@@ -120,22 +120,15 @@ def _axis(step: int) -> int:
     return -2 if step % 2 else -1
 
 
-def _logits(mix_BSm: Tensor, inv_BS: Tensor, alpha_3: Tensor, bias_m: Tensor) -> Tensor:
-    n = _streams_of(mix_BSm)
-    return mix_BSm * inv_BS.unsqueeze(-1) * _by_logit(alpha_3, n) + bias_m
+def _logits(
+    mix_BSm: Tensor, inv_BS: Tensor, alpha_3: Tensor, bias_m: Tensor, n: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of ``pre``, of ``post``, and of ``comb`` as matrices."""
+    logits_BSm = mix_BSm * inv_BS.unsqueeze(-1) * _by_logit(alpha_3, n) + bias_m
+    pre, post, res = logits_BSm.split([n, n, n * n], -1)
+    return pre, post, res.unflatten(-1, (n, n))
 
 
 def _by_logit(alpha_3: Tensor, n: int) -> Tensor:
     """The factor of every logit, ``[m]``."""
     return torch.cat([alpha_3[:1].expand(n), alpha_3[1:2].expand(n), alpha_3[2:].expand(n * n)])
-
-
-def _sections(logits_BSm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of ``pre``, of ``post``, and of ``comb`` as matrices."""
-    n = _streams_of(logits_BSm)
-    pre, post, res = logits_BSm.split([n, n, n * n], -1)
-    return pre, post, res.unflatten(-1, (n, n))
-
-
-def _streams_of(logits_BSm: Tensor) -> int:
-    return round((logits_BSm.shape[-1] + 1) ** 0.5) - 1  # m + 1 = (n + 1)²

@@ -15,8 +15,12 @@ from flash_clipping.ops.runtime import backend as backends
 __all__ = ["product_key_backward", "product_key_scores"]
 
 MOST_CHOICES = 128
+MOST_ENTRIES = 46340
+"""Entries of an axis, whose square int32 counts."""
 WIDEST = 4096
 """Entries of an axis that a program of the kernels holds at once; PyTorch serves wider ones."""
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def product_key_scores(
@@ -98,16 +102,13 @@ def product_key_backward(
     _check_logits(logits_x, logits_y)
     N, side = logits_x.shape
     fits = indices.dim() == 2 and indices.shape[0] == N and grad_scores.shape == indices.shape
-    if not fits or indices.is_floating_point():
+    one_device = grad_scores.get_device() == indices.get_device() == logits_x.get_device()
+    if not fits or not one_device or indices.is_floating_point():
         raise ValueError(
             f"product_key_backward: found gradients {tuple(grad_scores.shape)} and indices "
-            f"{tuple(indices.shape)} of {indices.dtype} for logits {tuple(logits_x.shape)}; "
-            f"expected [{N}, k] for both, and integers as indices."
-        )
-    if len({x.get_device() for x in (grad_scores, indices, logits_x)}) > 1:
-        raise ValueError(
-            f"product_key_backward: found gradients on {grad_scores.device}, indices on "
-            f"{indices.device} and logits on {logits_x.device}; move all to one device."
+            f"{tuple(indices.shape)} of {indices.dtype} on {grad_scores.device} and "
+            f"{indices.device}; expected [{N}, k] for both, and integers as indices, on "
+            f"{logits_x.device}, as logits are {tuple(logits_x.shape)} there."
         )
     run, backend = reference.product_key_backward, _served_by(backend, side)
     return backends.run(run, backend, logits_x, grad_scores, indices, logits_x, logits_y)
@@ -118,25 +119,12 @@ def _served_by(backend: str, side: int) -> str:
 
 
 def _check_logits(logits_x: Tensor, logits_y: Tensor) -> None:
-    if logits_x.dim() != 2 or logits_x.shape != logits_y.shape or not logits_x.shape[1]:
+    x, y = logits_x, logits_y
+    same = x.shape == y.shape and x.dtype == y.dtype and x.get_device() == y.get_device()
+    if not same or x.dtype not in _DTYPES or x.dim() != 2 or not 1 <= x.shape[1] <= MOST_ENTRIES:
         raise ValueError(
-            f"product keys: found logits {tuple(logits_x.shape)} and {tuple(logits_y.shape)}; "
-            "expected two matrices [N, s] of one shape, s at least 1. Flatten the axes before the "
-            "last."
-        )
-    plain = logits_x.is_floating_point() and not logits_x.dtype.itemsize < 2
-    if not plain or logits_x.dtype != logits_y.dtype:
-        raise ValueError(
-            f"product keys: found logits of {logits_x.dtype} and {logits_y.dtype}; expected one of "
-            "float64, float32, bfloat16 and float16 for both."
-        )
-    if logits_x.get_device() != logits_y.get_device():
-        raise ValueError(
-            f"product keys: found logits on {logits_x.device} and {logits_y.device}; expected one "
-            "device."
-        )
-    if logits_x.shape[1] ** 2 > torch.iinfo(torch.int32).max:
-        raise ValueError(
-            f"product keys: found axes of {logits_x.shape[1]} entries; indices are int32, so at "
-            "most 46340 fit. Use smaller axes."
+            f"product keys: found logits {tuple(x.shape)} and {tuple(y.shape)} of {x.dtype} and "
+            f"{y.dtype} on {x.device} and {y.device}; expected two matrices [N, s] of one shape, "
+            "device and dtype (float64, float32, bfloat16 or float16), s at least 1 and, as "
+            f"indices are int32, at most {MOST_ENTRIES}. Flatten the axes before the last."
         )

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flash_clipping.layers.ops import check_streams
 from flash_clipping.layers.ops.stream_mix import reference
 from flash_clipping.ops.runtime import backend as backends
 
-MOST_STREAMS = 8
+STREAMS = range(1, 9)
+"""How many there may be."""
 
 
 def stream_mix(
@@ -41,7 +43,7 @@ def stream_mix(
     Guarantees:
         Bitwise equal from run to run. No wait for the device.
     """
-    _check(x_BSnD, y_BSD, post_BSn, comb_BSnn)
+    check_streams(x_BSnD, STREAMS, y_BSD=y_BSD, post_BSn=post_BSn, comb_BSnn=comb_BSnn)
     operands = x_BSnD, y_BSD, post_BSn, comb_BSnn
     return backends.run(reference.stream_mix, backend, x_BSnD, *operands, transposed)
 
@@ -60,25 +62,7 @@ def stream_mix_backward(
     for float64). ``grad_BSnD`` is that of the result of :func:`stream_mix`, whose
     other arguments, errors and guarantees are the same.
     """
-    _check(x_BSnD, y_BSD, post_BSn, comb_BSnn, grad_BSnD)
+    others = {"y_BSD": y_BSD, "post_BSn": post_BSn, "comb_BSnn": comb_BSnn}
+    check_streams(x_BSnD, STREAMS, **others, grad_BSnD=grad_BSnD)
     operands = x_BSnD, y_BSD, post_BSn, comb_BSnn, grad_BSnD
     return backends.run(reference.stream_mix_backward, backend, x_BSnD, *operands, transposed)
-
-
-_AXES = {"y": "BSD", "post": "BSn", "comb": "BSnn", "grad": "BSnD"}
-
-
-def _check(x: Tensor, *others: Tensor) -> None:
-    if x.dim() != 4 or not 1 <= x.shape[2] <= MOST_STREAMS:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}; expected [B, S, n, D] with up to {MOST_STREAMS} "
-            "streams n."
-        )
-    sizes = dict(zip("BSnD", x.shape, strict=True))
-    for found, (name, axes) in zip(others, _AXES.items(), strict=False):
-        expected = tuple(sizes[axis] for axis in axes)
-        if found.shape != expected or found.get_device() != x.get_device():
-            raise ValueError(
-                f"{name} has shape {tuple(found.shape)} on {found.device}; expected "
-                f"[{', '.join(axes)}] = {expected} on {x.device}, as x has shape {tuple(x.shape)}."
-            )
