@@ -15,8 +15,13 @@ from torch import Tensor, distributed as dist
 
 from flash_clipping._compat import parts_of_schedule, pytree
 from flash_clipping.capture.inputs import tensors_in
-from flash_clipping.distributed.pipeline.microbatches import Round, map_samples, rounds, samples_in
-from flash_clipping.distributed.pipeline.stage import Norms, StageOfPipeline
+from flash_clipping.distributed.pipeline import (
+    Norms,
+    Round,
+    StageOfPipeline,
+    rounds,
+    samples_in,
+)
 from flash_clipping.engine.grad_ledger import publish_norms
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, refuse_unserved
@@ -64,9 +69,8 @@ class PrivateSchedule:
     """
 
     def __init__(self, schedule: Any, *, microbatch_size: int):
-        stage, loss_fn, count = _checked_parts(schedule)
+        stage, count = _checked_parts(schedule)
         module: GradSampleModuleFlashClipping = stage.submod
-        _refuse_options(module, stage, loss_fn)
         if microbatch_size < 1:
             raise ValueError(f"microbatch_size={microbatch_size}: expected 1 or more.")
         self.schedule, self.module = schedule, module
@@ -116,26 +120,24 @@ class PrivateSchedule:
         """
         self._check_optimizer()
         axis = self._session.batch_axis
-        samples = self._count(args, kwargs, target)
-        if losses is not None:
-            losses.clear()
-        of_rounds = [*rounds(samples, self.capacity)]
+        of_rounds = rounds(self._count(args, kwargs, target), self.capacity)
+        losses = [] if losses is None else losses
+        losses.clear()
         outputs, found = [], []
         with self._step():
             for one in of_rounds:
                 of_losses: list[Any] = []
-                given, named = map_samples(one, (args, kwargs), axis, fill=1)
-                labels = map_samples(one, target, 0, fill=0)
+                given, named = one.of((args, kwargs), axis, fill=1)
+                labels = one.of(target, 0, fill=0)
                 output = self.schedule.step(
                     *(given if self._torch_stage.is_first else ()),
                     target=labels if self._torch_stage.is_last else None,
-                    losses=None if losses is None else of_losses,
+                    losses=of_losses,
                     return_outputs=return_outputs,
                     **named,
                 )
                 outputs.append(output)
-                if losses is not None:
-                    losses += of_losses
+                losses += of_losses
                 found.append(self._clip(one))
             self._publish(found)
         return _joined(outputs, of_rounds, axis)
@@ -262,8 +264,8 @@ def _joined(outputs: list[Any], of_rounds: list[Round], axis: int) -> Any:
     return pytree.tree_map(join, *outputs)
 
 
-def _checked_parts(schedule: Any) -> tuple[Any, Any, int]:
-    """The stage, the loss function and the number of micro-batches of a schedule that is served."""
+def _checked_parts(schedule: Any) -> tuple[Any, int]:
+    """The stage of a schedule that is served, and its number of micro-batches."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
     if not isinstance(schedule, ScheduleGPipe | Schedule1F1B):
@@ -273,18 +275,14 @@ def _checked_parts(schedule: Any) -> tuple[Any, Any, int]:
             "parameters by themselves, past what clips them."
         )
     stage, loss_fn, count = parts_of_schedule(schedule)
-    if not isinstance(stage.submod, GradSampleModuleFlashClipping):
+    module = stage.submod
+    if not isinstance(module, GradSampleModuleFlashClipping):
         raise TypeError(
-            f"PrivateSchedule: the stage's module is {type(stage.submod).__name__}; expected a "
+            f"PrivateSchedule: the stage's module is {type(module).__name__}; expected a "
             "GradSampleModuleFlashClipping. Give make_private(pipeline=True), or "
             "GradSampleModuleFlashClipping, the part of the model that this stage runs, and make "
             "the PipelineStage of what it returns."
         )
-    return stage, loss_fn, count
-
-
-def _refuse_options(module: GradSampleModuleFlashClipping, stage: Any, loss_fn: Any) -> None:
-    """Refuse what is not built for pipelines."""
     settings = {name: getattr(module, name) for name in ("mode", "clipping", "sample_of")}
     refuse_unserved("PrivateSchedule", module, settings)
     if module._taps.regions.any_compiled:
@@ -310,3 +308,4 @@ def _refuse_options(module: GradSampleModuleFlashClipping, stage: Any, loss_fn: 
             f"loss_reduction={module.loss_reduction!r}. Norms would be off by the size of a "
             "micro-batch. Give both the same."
         )
+    return stage, count

@@ -1,4 +1,13 @@
-"""What one stage of a pipeline holds during a step, and the norms over all stages.
+"""Stages of a pipeline: ``torch.distributed.pipelining``, one stage in each process.
+
+A sample's gradient is over all stages, and so are its norm and its coefficient. A stage knows its
+part of the squared norm only. So what backward passes have recorded is held until the last one of a
+step; squared norms are added up over stages in one operation; then every stage clips by the same
+coefficients.
+
+Stages send each other tensors of a fixed size, and a Poisson batch has any. So a batch is cut into
+*rounds* of as many samples as a schedule takes, and the last round is filled up with samples that
+are made up. These get coefficient 0 and are in no sum and no norm.
 
 Shape suffixes: ``M`` micro-batches, ``B`` samples of one, ``P`` parameters of the stage, ``n``
 samples of a round that are not made up.
@@ -13,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist, nn
+from torch.nn import functional as F
 
+from flash_clipping._compat import pytree
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -22,8 +33,65 @@ from flash_clipping.ops.error_bounds import upper_bound
 from flash_clipping.ops.runtime.checks import check_on_device
 
 
+@dataclass(frozen=True)
+class Round:
+    """The samples of a batch that one run of the schedule takes.
+
+    Attributes:
+        start: the first of them.
+        count: how many there are; the others are made up.
+        capacity: how many the schedule takes.
+    """
+
+    start: int
+    count: int
+    capacity: int
+
+    def of(self, values: Any, axis: int, fill: int) -> Any:
+        """``values`` with this round's samples in every tensor: ``capacity`` along ``axis``.
+
+        Samples are made up of those that are there, in turn, so that they are as valid as these;
+        ``fill`` is all that they hold where there are none.
+        """
+        return pytree.tree_map_only(Tensor, lambda x: self._of_tensor(x, axis, fill), values)
+
+    def _of_tensor(self, x: Tensor, axis: int, fill: int) -> Tensor:
+        part = x.narrow(axis, self.start, self.count)
+        missing = self.capacity - self.count
+        if not missing:
+            return part
+        if not self.count:
+            return x.new_full((*x.shape[:axis], missing, *x.shape[axis + 1 :]), fill)
+        again = torch.arange(missing, device=x.device) % self.count
+        return torch.cat([part, part.index_select(axis, again)], axis)
+
+
+def rounds(samples: int, capacity: int) -> list[Round]:
+    """The rounds of a batch; one, of samples that are all made up, where there are none."""
+    starts = range(0, max(samples, 1), capacity)
+    return [Round(start, min(capacity, samples - start), capacity) for start in starts]
+
+
+def samples_in(values: Any, axis: int, what: str) -> int | None:
+    """How many samples these tensors have along ``axis``; ``None`` without tensors.
+
+    Raises:
+        FlashClippingError: they have different numbers.
+    """
+    tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+    sizes = {x.shape[axis] if x.dim() > axis else None for x in tensors}
+    if len(sizes) > 1 or None in sizes:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise FlashClippingError(
+            f"PrivateSchedule.step: found {what} of shapes {shapes}; expected tensors with as many "
+            f"samples along axis {axis}, which are split into micro-batches. What is the same for "
+            "all samples belongs into the stage's module."
+        )
+    return sizes.pop() if sizes else None
+
+
 class StageBackwardPass(BackwardPass):
-    """The backward pass of one micro-batch.
+    """The backward pass of one micro-batch, which ends with its norms, and waits.
 
     Attributes:
         norms_PB: of every sample's own gradient, over this stage's parameters.
@@ -36,29 +104,17 @@ class StageBackwardPass(BackwardPass):
     def __init__(self, session: ClippingSession, hold: Callable[[StageBackwardPass], None]):
         super().__init__(session)
         self._hold = hold
-        self._trainable: list[nn.Parameter] = []
-
-    def finish(self) -> None:
-        """Take the norms, and wait; a pass that fails lets go of its factors."""
-        held = False
-        with torch.no_grad():
-            try:
-                self.put_back()
-                if self._is_for_parameters():
-                    self.take_norms()
-                    self._hold(self)
-                    held = True
-            finally:
-                if not held:
-                    self.forget()
-                self.session.end_backward(held)
 
     def _clip(
         self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
     ) -> Tensor:
         """Keep the norms; what is returned is nobody's coefficient."""
-        self._trainable, self.norms_PB, self.doubts = params, norms_PB, doubts
+        self.norms_PB, self.doubts = norms_PB, doubts
         return norms_PB.new_ones(norms_PB.shape[1])
+
+    def add_clipped_sums(self) -> None:
+        """Not yet."""
+        self._hold(self)
 
     def complete(self, coef_B: Tensor) -> None:
         """Add the clipped sums into ``p.grad``."""
@@ -66,8 +122,8 @@ class StageBackwardPass(BackwardPass):
         with torch.no_grad():
             try:
                 coef_B = coef_B * self.doubts.scale
-                self.coef = Coefficients(coef_B, self._trainable, self.plan)
-                self.add_clipped_sums()
+                self.coef = Coefficients(coef_B, [*self.params.values()], self.plan)
+                super().add_clipped_sums()
             finally:
                 self.forget()
 
@@ -111,9 +167,9 @@ class StageOfPipeline:
         self.microbatches, self.size = microbatches, size
         self.microbatch = 0
         self._held: dict[int, StageBackwardPass] = {}
-        session.backward_pass_class = partial(StageBackwardPass, hold=self.hold)
+        session.backward_pass_class = partial(StageBackwardPass, hold=self._hold)
 
-    def hold(self, backward_pass: StageBackwardPass) -> None:
+    def _hold(self, backward_pass: StageBackwardPass) -> None:
         """Keep the backward pass of the running micro-batch."""
         number, found = self.microbatch, backward_pass.norms_PB.shape[1]
         if found != self.size:
@@ -172,8 +228,7 @@ class StageOfPipeline:
 
     def complete(self, coef_n: Tensor) -> None:
         """Add the clipped sums of what is held into ``p.grad``, by these coefficients."""
-        coef_MB = coef_n.new_zeros(self.microbatches * self.size)
-        coef_MB[: len(coef_n)] = coef_n
-        coef_MB = coef_MB.view(self.microbatches, self.size)
+        made_up = self.microbatches * self.size - len(coef_n)
+        coef_MB = F.pad(coef_n, (0, made_up)).view(self.microbatches, self.size)
         for number in sorted(self._held):
             self._held.pop(number).complete(coef_MB[number])
