@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args, overload
+from typing import Any, Literal, TypeAlias, Unpack, get_args, overload
 
 from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer
@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from flash_clipping._compat import check_engine, explain_flash_mode
 from flash_clipping.capture.units import Offsets
-from flash_clipping.distributed import has_shards, processes_of, shared_in_group
+from flash_clipping.distributed import has_shards, processes_of
+from flash_clipping.distributed.process_groups import ProcessGroups, shared_stream
 from flash_clipping.engine.accounting import (
     LargeDeltaWarning,
     MechanismSpec,
@@ -62,9 +63,6 @@ from flash_clipping.engine.unsupported import refuse_alone, validate
 from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 from flash_clipping.randomness.stream import SecretStream, seed_notice
-
-if TYPE_CHECKING:
-    from flash_clipping.distributed.process_groups import ProcessGroups
 
 # Opacus returns the criterion too for every mode whose name contains "ghost".
 _FLASH = "flash-ghost"
@@ -257,8 +255,8 @@ class FlashPrivacyEngine(PrivacyEngine):
         outputs that reduces over samples by ``loss_reduction`` works as well.
 
         Args:
-            module, optimizer, data_loader, noise_multiplier, max_grad_norm, wrap_model,
-                batch_first, loss_reduction, poisson_sampling: as in Opacus.
+            module, optimizer, data_loader, noise_multiplier, max_grad_norm: as in Opacus.
+            wrap_model, batch_first, loss_reduction, poisson_sampling: as in Opacus.
             criterion: a loss, whose own ``reduction`` is ``loss_reduction``
                 (:class:`~flash_clipping.FlashLoss`); by default ``nn.CrossEntropyLoss``.
             grad_sample_mode: ``"flash"``, or one of Opacus' modes.
@@ -509,7 +507,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             )
         stream = self.stream.another()
         if asked.pipeline is not None:
-            stream = shared_in_group(asked.pipeline, stream)
+            stream = shared_stream([asked.pipeline], stream)
         loader = PoissonLoader.from_data_loader(
             data_loader,
             process=asked.process,
