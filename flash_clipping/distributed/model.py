@@ -258,7 +258,7 @@ class ShardedModel:
         handles.append(self.root.register_forward_hook(self._empty.after, with_kwargs=True))
         for module in self.slots.gathering:
             # After the module's own, which gathers parameters.
-            handles.append(module.register_forward_pre_hook(lambda m, _: self.slots.look(m)))
+            handles.append(module.register_forward_pre_hook(self._look))
 
     def check_compiled(self, any_compiled: bool) -> None:
         """Refuse compiled parts beside layers that are cut over processes."""
@@ -282,6 +282,9 @@ class ShardedModel:
     ) -> bool:
         """As :meth:`SynchronizedProbe.rehearse`; samples that were made up show nothing."""
         return self.together.rehearse(wanted and not self.is_empty, watched, rehearse, forward)
+
+    def _look(self, module: nn.Module, _: Any) -> None:
+        self.slots.look(module)
 
     def _watch(self, name: str, unsharded: nn.Parameter) -> None:
         """Refuse gradients that autograd brings to an unsharded parameter."""
