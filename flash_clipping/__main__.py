@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         description="The noise that an epsilon needs, or the epsilon that a noise has; then the "
         "epsilon of other batch sizes and epochs at that noise.",
     )
-    plan.add_argument("--samples", type=int, required=True, help="in the dataset")
+    plan.add_argument("--samples", "--dataset-size", type=int, required=True, help="in the dataset")
     plan.add_argument("--batch-size", type=int, required=True, help="expected, of a step")
     plan.add_argument("--epochs", type=float)
     plan.add_argument("--steps", type=int, help="instead of --epochs")

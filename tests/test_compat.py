@@ -320,8 +320,8 @@ def test_assertions_on_a_device_say_as_much_as_it_takes(
 
 
 def test_fixed_texts_of_such_assertions_are_short_enough() -> None:
-    from flash_clipping.distributed.pipeline.stage import _DISAGREE
-    from flash_clipping.distributed.tensor.norm_all_reduce import _OTHER_GRADIENTS, _OTHER_SAMPLES
+    from flash_clipping.distributed.tensor_parallel import _OTHER_GRADIENTS, _OTHER_SAMPLES
+    from flash_clipping.engine.pipeline_schedule import _DISAGREE
     from flash_clipping.engine.sharded_optimizer import _CHANGED
 
     for text in (_CHANGED, _DISAGREE, _OTHER_GRADIENTS, _OTHER_SAMPLES):

@@ -18,7 +18,6 @@ FLOORS = [
     {"flash_clipping.trainers", "flash_clipping.auditing", "flash_clipping.planning"},
     {"flash_clipping.integration"},
     {"flash_clipping.engine"},
-    {"flash_clipping.distributed.pipeline"},
     {"flash_clipping.distributed"},
     {"flash_clipping.capture"},
     {"flash_clipping.rules", "flash_clipping.finish"},

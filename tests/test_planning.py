@@ -133,7 +133,7 @@ def test_where_no_sample_fits() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    asked = ["plan", "--samples", "1000", "--batch-size", "50", "--epochs", "2",
+    asked = ["plan", "--dataset-size", "1000", "--batch-size", "50", "--epochs", "2",
              "--accountant", "gdp", "--noise-multiplier", "1"]  # fmt: skip
     assert main([*asked, "--max-physical-batch-size", "16", "--parameters", "10000"]) == 0
     out = capsys.readouterr().out

@@ -1,26 +1,27 @@
-"""One backward pass of a sharded model: sums go to the shards of all processes."""
+"""One backward pass of a sharded model: sums go to the shards of all processes.
+
+B samples of this process, M those of all processes of an expert mesh, E parameters of experts.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, nn
 
 from flash_clipping._compat import at_end_of_backward
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.distributed.experts import ExpertFactors
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.reducer import Reducer
-from flash_clipping.distributed.tensor.layouts import Share
-from flash_clipping.distributed.tensor.norm_all_reduce import NormAllReduce
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import DenseGrad, PerSampleGrad
+from flash_clipping.factors import PerSampleGrad, merge
 from flash_clipping.finish.backward_pass import BackwardPass, Readers, stored_where_cheaper
 from flash_clipping.finish.clipping import Doubts
+from flash_clipping.layers.exchange import Samples
 
 
 class ShardedBackwardPass(BackwardPass):
@@ -32,7 +33,6 @@ class ShardedBackwardPass(BackwardPass):
         self._session = session
         #: ``mode="two_pass"``: clipped sums of this process, until the walk has ended.
         self._sums: dict[int, Tensor] = {}
-        self.experts = ExpertFactors(self.backend)
 
     def stand_in(self) -> None:
         if self.session.recomputed:
@@ -54,42 +54,10 @@ class ShardedBackwardPass(BackwardPass):
         factors: Sequence[PerSampleGrad],
         readers: Readers | None = None,
     ) -> None:
-        if id(params[0]) in self.slots.experts:
-            self._record_experts(path, params, factors, readers)
-            return
         if self._is_made_up:
             self.without_samples = [*self.without_samples, *params]
             return
         super().record(path, params, factors, readers)
-
-    def _record_experts(
-        self,
-        path: str,
-        params: Sequence[nn.Parameter],
-        factors: Sequence[Any],
-        readers: Readers | None,
-    ) -> None:
-        """Experts in parallel: rows come from all processes, also where this one has no samples."""
-        samples = factors[0].samples
-        self.experts.note(path, samples)
-        self.without_samples = [*self.without_samples, *params]
-        if not self._is_made_up and samples.own != self.batch_size:
-            self._check_batch_size(path, samples.own)
-        whole: Sequence[PerSampleGrad] = [factor.whole for factor in factors]
-        if readers is not None and self.coef is None and not self.norms_only:
-            call, place = readers
-            count = partial(call.count_readers, place, params)
-            whole = stored_where_cheaper(whole, count, self.backend)
-        for param, factor in zip(params, whole, strict=True):
-            key = id(param)
-            if self.coef is not None:
-                total = self.experts.clipped_sum(key, factor)
-                assert total is not None
-                self._put(param, total)
-            elif self.norms_only and self.uses[key] == 1:
-                self.experts.measure(key, factor)
-            else:
-                self.experts.keep(key, factor)
 
     def finish(self) -> None:
         """After what ``fully_shard`` does at the end of backward, whoever was queued first."""
@@ -105,19 +73,6 @@ class ShardedBackwardPass(BackwardPass):
                 "backward() without inputs, and freeze what is not to be trained."
             )
         return True
-
-    def take_norms(self) -> None:
-        super().take_norms()
-        assert self.coef is not None
-        keys = [key for key in map(id, self.slots.recorded()) if key in self.slots.experts]
-        self.experts.share(keys, self.coef)
-
-    def _of_whole_gradients(
-        self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts
-    ) -> tuple[Tensor, Doubts]:
-        keys = [id(param) for param in params]
-        is_expert = [key in self.slots.experts for key in keys]
-        return self.experts.whole_norms(keys, norms_PB, doubts, is_expert)
 
     def _put(self, param: nn.Parameter, grad: Tensor) -> None:
         """``mode="two_pass"``: keep a sum, to which further uses are added."""
@@ -137,11 +92,6 @@ class ShardedBackwardPass(BackwardPass):
         reach."""
         assert self.coef is not None and self.plan is not None
         found = {key: self._sums.pop(key) for key in part if key in self._sums}
-        for key in part:
-            if key in self.slots.experts and key not in found:
-                total = self.experts.clipped_sum(key)
-                if total is not None:
-                    found[key] = total
 
         def add(keys: Sequence[int], sums: Sequence[Tensor]) -> None:
             found.update(zip(keys, sums, strict=True))
@@ -152,73 +102,111 @@ class ShardedBackwardPass(BackwardPass):
     def forget(self) -> None:
         super().forget()
         self._sums.clear()
-        self.experts.forget()
 
 
-class TensorParallelBackwardPass(ShardedBackwardPass):
-    """Factors are of this process's shares of the gradients; norms are of whole gradients."""
+class ExpertsBackwardPass(ShardedBackwardPass):
+    """Of a model with experts in parallel: rows of a sample reach several processes, and so does
+    its gradient. Squared norms are added up over the expert mesh, and each process gets the
+    coefficients of all samples that sent it rows: one all-reduce each."""
 
-    def __init__(
-        self,
-        session: ClippingSession,
-        slots: ParameterSlots,
-        reducer: Reducer,
-        messages: NormAllReduce,
-        marks: deque[Tensor],
-    ):
+    def __init__(self, session: ClippingSession, slots: ParameterSlots, reducer: Reducer):
         super().__init__(session, slots, reducer)
-        self.messages, self._marks = messages, marks
+        self._samples: Samples | None = None
+        #: Of experts, by ``id``: the factors of all uses; squared norms ``[M]`` and what rounding
+        #: may hide of them; coefficients ``[M]``.
+        self._held: dict[int, list[PerSampleGrad]] = {}
+        self._of_all: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._coefs: dict[int, Tensor] = {}
 
-    @cached_property
-    def _keys(self) -> list[int]:
-        """Of all trainable parameters, in an order that all processes share."""
-        return [id(param) for param in self.slots.recorded()]
-
-    def _is_term(self, key: int) -> bool:
-        return self.messages.shares[key] is Share.TERM
-
-    def _use_now(
-        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[PerSampleGrad]
+    def record(
+        self,
+        path: str,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Any],
+        readers: Readers | None = None,
     ) -> None:
-        """``mode="two_pass"``: terms are kept until all of a gradient's are there."""
-        for param, factor in zip(params, factors, strict=True):
-            if self.coef is not None or not self._is_term(id(param)):
-                super()._use_now(path, [param], [factor])
-                continue
-            if factor.batch_size != self.batch_size:
-                self._check_batch_size(path, factor.batch_size)
-            self.calls.append(path)
-            self.used.append([param])
-            self.factors.append(DenseGrad(factor.dense()))
+        """Rows of experts come from all processes, also where this one has no samples."""
+        if id(params[0]) not in self.slots.experts:
+            super().record(path, params, factors, readers)
+            return
+        self._note_samples(path, factors[0].samples)
+        self.without_samples = [*self.without_samples, *params]
+        whole: Sequence[PerSampleGrad] = [factor.whole for factor in factors]
+        if readers is not None and self.coef is None and not self.norms_only:
+            call, place = readers
+            count = partial(call.count_readers, place, params)
+            whole = stored_where_cheaper(whole, count, self.backend)
+        for param, factor in zip(params, whole, strict=True):
+            key = id(param)
+            if self.coef is not None:
+                self._put(param, factor.clipped_sum(self._coefs[key], self.backend))
+            elif self.norms_only and self.uses[key] == 1:
+                self._measure(key, factor)
+            else:
+                self._held.setdefault(key, []).append(factor)
 
-    def merged(self, keys: Sequence[int]) -> dict[int, PerSampleGrad]:
-        """Terms of gradients become whole gradients: squares of sums, not sums of squares."""
-        factors = super().merged(keys)
-        terms = [key for key in self._keys if key in factors and self._is_term(key)]
-        if terms:
-            grads = self.messages.whole_gradients([factors[key].dense() for key in terms])
-            factors.update(zip(terms, map(DenseGrad, grads), strict=True))
-        return factors
+    def _note_samples(self, path: str, samples: Samples) -> None:
+        if self._samples is not None and self._samples.counts != samples.counts:
+            raise FlashClippingError(
+                f"{path}: found experts with rows of {samples.counts} samples in the processes of "
+                f"their mesh, and of {self._samples.counts} in the same backward. Call backward() "
+                "for each batch by itself."
+            )
+        self._samples = samples
+        if not self._is_made_up and samples.own != self.batch_size:
+            self._check_batch_size(path, samples.own)
+
+    def _measure(self, key: int, factor: PerSampleGrad) -> None:
+        self._of_all[key] = factor.sqnorms(self.backend), factor.error_bound(self.backend)
 
     def _of_whole_gradients(
         self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts
     ) -> tuple[Tensor, Doubts]:
-        units = self.units
-        rows = norms_PB.shape[1] if units is None else len(units.map)
-        marks = [marks_R for marks_R in self._marks if len(marks_R) == rows]
-        self._marks.clear()
-        marks_B = torch.stack(marks).sum(0) if marks else None
-        if marks_B is not None and units is not None:
-            bins_R = units.map.on(marks_B.device).bins_M
-            marks_B = marks_B.new_zeros(units.count + 1).index_add_(0, bins_R, marks_B)[:-1]
-        marks_B = None if marks_B is None else marks_B % (1 << 20)
-        return self.messages.whole_norms([id(param) for param in params], norms_PB, doubts, marks_B)
+        """Norms and doubts of all parameters; rows of experts hold nothing yet."""
+        samples = self._samples
+        if samples is None:
+            return norms_PB, doubts
+        for key in self._held:
+            factor = merge(self._held[key])
+            self._held[key] = [factor]
+            self._measure(key, factor)
+        sq_M, _ = next(iter(self._of_all.values()))
+        nothing_M = sq_M.new_zeros(sum(samples.counts), dtype=torch.float64)
+        experts = [id(param) for param in params if id(param) in self.slots.experts]
+        found = [self._of_all.pop(key, (nothing_M, None)) for key in experts]
+        rows = [sq_M.double() for sq_M, _ in found]
+        rows += [nothing_M if doubt_M is None else doubt_M.double() for _, doubt_M in found]
+        of_own = samples.added_up(torch.stack(rows))[:, : norms_PB.shape[1]]
+        sq_EB, doubt_EB = of_own.chunk(2)
+        dtype = torch.promote_types(norms_PB.dtype, sq_M.dtype)
+        # A sum that cancels may come out below zero. An overflow is no such sum, and must not be 0.
+        sq_EB = sq_EB.nan_to_num(nan=math.nan, posinf=math.inf, neginf=math.nan).clamp(min=0)
+        norms_EB = (sq_EB.sqrt() * doubts.scale).to(dtype)
+        norms = dict(zip(map(id, params), norms_PB.to(dtype), strict=True))
+        norms.update(zip(experts, norms_EB, strict=True))
+        blocks = [*doubts.blocks, (experts, doubt_EB.to(dtype))]
+        return torch.stack([*norms.values()]), Doubts(blocks, doubts.scale)
 
-    def add_clipped_sums(self) -> None:
-        """As for any sharded model; ``mode="two_pass"`` has summed its own terms only."""
-        if terms := [key for key in self._keys if key in self._sums and self._is_term(key)]:
-            sums = [self._sums[key].contiguous() for key in terms]
-            for key, total in zip(terms, sums, strict=True):
-                dist.all_reduce(total, group=self.messages.mesh.get_group())
-                self._sums[key] = total
-        super().add_clipped_sums()
+    def take_norms(self) -> None:
+        """And tell all processes of the mesh the coefficients of this one's samples."""
+        super().take_norms()
+        assert self.coef is not None
+        if self._samples is None:
+            return
+        experts = [key for key in map(id, self.slots.recorded()) if key in self.slots.experts]
+        rows = [self.coef.one] if self.coef.one is not None else [self.coef[k] for k in experts]
+        of_all = self._samples.gathered(torch.stack(rows))
+        self._coefs = dict(zip(experts, of_all.expand(len(experts), -1), strict=True))
+
+    def _sums_of(self, part: tuple[int, ...]) -> dict[int, Tensor]:
+        found = super()._sums_of(part)
+        for key in part:
+            if key in self._held:
+                (factor,) = self._held.pop(key)
+                found[key] = factor.clipped_sum(self._coefs[key], self.backend)
+        return found
+
+    def forget(self) -> None:
+        super().forget()
+        self._held.clear()
+        self._of_all.clear()

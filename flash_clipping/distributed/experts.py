@@ -1,16 +1,10 @@
 """Experts in parallel: each process of a mesh has some of them, and tokens go to them.
 
-Every process has samples of its own. The rows of a sample reach several processes, and so does its
-gradient: squared norms are added up over the processes of an expert mesh, and each of these gets
-the coefficients of all samples that sent it rows.
-
-B samples of this process, M those of all processes of its expert mesh, P parameters of experts.
+Every process has samples of its own. What is recorded of experts is in ``backward_pass.py``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +13,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flash_clipping.capture.layer_inputs import positional
-from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import PerSampleGrad, merge
-from flash_clipping.finish.clipping import Coefficients, Doubts
-from flash_clipping.layers.exchange import Samples
 from flash_clipping.layers.routed_rows import SideBySide
 from flash_clipping.rules import find_rule
 from flash_clipping.rules.experts import DbrxExpertsRule, ExpertsRule, Llama4ExpertsRule
@@ -162,22 +152,20 @@ class _ByRule(torch.autograd.Function):
     def forward(ctx: Any, layer: nn.Module, rule: Rule, count: int, *tensors: Any) -> Tensor:
         output, saved = rule.forward(layer, *tensors[:count])
         ctx.layer, ctx.rule, ctx.count = layer, rule, count
-        ctx.save_for_backward(*(x for x in saved if isinstance(x, Tensor)))
-        ctx.saved = [None if isinstance(x, Tensor) else x for x in saved]
-        ctx.places = [i for i, x in enumerate(saved) if isinstance(x, Tensor)]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
         return output.detach()  # no view: it may be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        saved = [*ctx.saved]
-        for place, x in zip(ctx.places, ctx.saved_tensors, strict=True):
-            saved[place] = x
+        both = zip(ctx.saved_tensors, ctx.others, strict=True)
+        saved = tuple(other if x is None else x for x, other in both)
         wanted = ctx.needs_input_grad[3:]
         named = dict(ctx.layer.named_parameters())
         names = {n for n, is_wanted in zip(named, wanted[ctx.count :], strict=True) if is_wanted}
         needs = GradRequest(wanted[: ctx.count], frozenset(names), "auto")
-        grads, factors = ctx.rule.backward(ctx.layer, tuple(saved), grad, needs)
+        grads, factors = ctx.rule.backward(ctx.layer, saved, grad, needs)
         sums = [
             factors[name].clipped_sum(None, "auto").view_as(param) if name in names else None
             for name, param in named.items()
@@ -192,97 +180,3 @@ def in_parallel(root: nn.Module) -> dict[str, nn.Module]:
         for path, module in root.named_modules()
         if isinstance(vars(module).get("forward"), ForwardByRule)
     }
-
-
-class ExpertFactors:
-    """What one backward pass has recorded of experts in parallel, and what processes tell each
-    other of it: squared norms and coefficients, each in one all-reduce over the expert mesh.
-
-    Parameters go by their ``id``.
-    """
-
-    def __init__(self, backend: str):
-        self._backend = backend
-        self._samples: Samples | None = None
-        self._factors: dict[int, list[PerSampleGrad]] = {}
-        #: Squared norms of all samples, and what rounding may hide of them.
-        self._norms: dict[int, tuple[Tensor, Tensor | None]] = {}
-        #: Coefficients of the same samples.
-        self._coefs: dict[int, Tensor] = {}
-
-    def note(self, path: str, samples: Samples) -> None:
-        """A layer has recorded gradients of these samples."""
-        if self._samples is not None and self._samples.counts != samples.counts:
-            raise FlashClippingError(
-                f"{path}: found experts with rows of {samples.counts} samples in the processes of "
-                f"their mesh, and of {self._samples.counts} in the same backward. Call backward() "
-                "for each batch by itself."
-            )
-        self._samples = samples
-
-    def keep(self, key: int, whole: PerSampleGrad) -> None:
-        """Hold a factor, of one use of a parameter, until the pass ends."""
-        self._factors.setdefault(key, []).append(whole)
-
-    def measure(self, key: int, whole: PerSampleGrad) -> None:
-        """Take the norms of a parameter's only factor, and let go of it."""
-        self._norms[key] = whole.sqnorms(self._backend), whole.error_bound(self._backend)
-
-    def whole_norms(
-        self, keys: Sequence[int], norms_PB: Tensor, doubts: Doubts, is_expert: Sequence[bool]
-    ) -> tuple[Tensor, Doubts]:
-        """Norms and doubts of all parameters, to which those of experts are added.
-
-        Args:
-            keys: of all parameters, in an order that all processes share.
-            norms_PB: rows of experts hold nothing yet.
-            is_expert: which of the parameters are of experts.
-        """
-        samples = self._samples
-        experts = [key for key, is_one in zip(keys, is_expert, strict=True) if is_one]
-        if samples is None:
-            return norms_PB, doubts
-        for key in [*self._factors]:
-            factor = merge(self._factors.pop(key))
-            self._factors[key] = [factor]
-            self.measure(key, factor)
-        sq_B, _ = next(iter(self._norms.values()))
-        nothing_M = sq_B.new_zeros(sum(samples.counts), dtype=torch.float64)
-        found = [self._norms.pop(key, (nothing_M, None)) for key in experts]
-        rows = [sq_M.double() for sq_M, _ in found]
-        rows += [nothing_M if doubt_M is None else doubt_M.double() for _, doubt_M in found]
-        of_own = samples.added_up(torch.stack(rows))[:, : norms_PB.shape[1]]
-        sq_EB, doubt_EB = of_own.chunk(2)
-        dtype = torch.promote_types(norms_PB.dtype, sq_B.dtype)
-        # A sum that cancels may come out below zero. An overflow is no such sum, and must not be 0.
-        sq_EB = sq_EB.nan_to_num(nan=math.nan, posinf=math.inf, neginf=math.nan).clamp(min=0)
-        of_experts = iter((sq_EB.sqrt() * doubts.scale).to(dtype))
-        norms = [
-            next(of_experts) if is_one else norm_B.to(dtype)
-            for norm_B, is_one in zip(norms_PB, is_expert, strict=True)
-        ]
-        return torch.stack(norms), Doubts(
-            [*doubts.blocks, (experts, doubt_EB.to(dtype))], doubts.scale
-        )
-
-    def share(self, keys: Sequence[int], coef: Coefficients) -> None:
-        """Tell all processes of the mesh the coefficients of this one's samples."""
-        if self._samples is None:
-            return
-        rows = [coef.one] if coef.one is not None else [coef[key] for key in keys]
-        of_all = self._samples.gathered(torch.stack(rows))
-        self._coefs = dict(zip(keys, of_all.expand(len(keys), -1), strict=True))
-
-    def clipped_sum(self, key: int, whole: PerSampleGrad | None = None) -> Tensor | None:
-        """Over the samples of all processes; of what is held, unless ``whole`` is given. ``None``
-        where backward did not reach the parameter."""
-        if whole is None:
-            if key not in self._factors:
-                return None
-            (whole,) = self._factors.pop(key)
-        return whole.clipped_sum(self._coefs[key], self._backend)
-
-    def forget(self) -> None:
-        """Let go of all factors."""
-        self._factors.clear()
-        self._norms.clear()

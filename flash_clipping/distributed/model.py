@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.fsdp import FSDPModule
 
+from flash_clipping.capture.borrowed import UsesOthers
 from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_samples import made_up
+from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
-from flash_clipping.distributed.backward_pass import ShardedBackwardPass
+from flash_clipping.distributed.backward_pass import ExpertsBackwardPass, ShardedBackwardPass
 from flash_clipping.distributed.parameter_slots import ParameterSlots
-from flash_clipping.distributed.process_groups import ProcessGroups
+from flash_clipping.distributed.process_groups import ProcessGroups, device_of
 from flash_clipping.distributed.reducer import Reducer
-from flash_clipping.distributed.synchronized_probe import SynchronizedProbe
-from flash_clipping.distributed.tensor.layers import TensorParallelLayers
-from flash_clipping.distributed.tensor.transformers_plan import lay_out_by_hooks
+from flash_clipping.distributed.tensor_parallel import TensorParallelLayers
+from flash_clipping.distributed.transformers_plan import lay_out_by_hooks
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
 
 #: How many samples are made up.
 _COUNT = 2
 
-#: Bytes of unsharded sums that one operation reduces.
-BUCKET_BYTES = 256 << 20
+#: What a process says before a run, from the least to the most urgent.
+_SETTLED, _UNSETTLED, _RUNS, _FAILED = range(4)
 
 
 class EmptyBatches:
@@ -86,6 +87,129 @@ class EmptyBatches:
         return x.narrow(axis, 0, 0)
 
 
+class SynchronizedProbe:
+    """Rehearsals of processes that share a model: all run it as often, whoever wants to.
+
+    Which rows are samples may be plain in one process's batch and doubtful in another's (a batch of
+    5 with 5 positions). A rehearsal runs the model, and a run gathers parameters from all
+    processes, so that one which ran it alone would wait for ever. So processes agree before every
+    run: who has nothing to rehearse runs the model on its own batch, and forgets what came of it.
+    Once every layer is known in every process, none will want to rehearse again, and they stop
+    asking each other.
+    """
+
+    def __init__(
+        self, root: Any, session: ClippingSession, slots: ParameterSlots, processes: ProcessGroups
+    ):
+        self.root, self.session, self.slots, self.processes = root, session, slots, processes
+        self.taps: Sequence[Tap] = ()
+        #: How many parameters were watched when all layers were known, in all processes.
+        self._settled_with = -1
+        self._failure: BaseException | None = None
+
+    def rehearse(
+        self, wanted: bool, watched: int, run: Callable[[], None], forward: Callable[[], Any]
+    ) -> bool:
+        """Rehearse with the others, if anyone wants to; whether this process has.
+
+        ``wanted``: whether this process wants to; ``watched``: how many parameters are watched, the
+        same in all processes; ``run``: its rehearsal, which calls :meth:`one_run` of the model's
+        forward; ``forward``: that on this process's batch.
+
+        Raises:
+            FlashClippingError: what the rehearsal has shown; the model does not run on other
+                numbers of samples; another process has failed; or a layer was reached that no
+                rehearsal has seen, when the others had stopped asking.
+        """
+        if watched == self._settled_with:
+            if wanted:
+                raise FlashClippingError(
+                    "the model: a layer read what no rehearsal has seen, after the processes had "
+                    "agreed that all layers are known. A sharded model must use its layers in "
+                    "every step as in the first ones."
+                )
+            return False
+        says = _RUNS if wanted else _UNSETTLED if self._is_unsettled() else _SETTLED
+        found = self._most_urgent(says)
+        if found == _SETTLED:
+            self._settled_with = watched
+        if found != _RUNS:
+            return False
+        if was_sharded := self.slots.is_sharded(self.root):
+            self.root.unshard()
+        if wanted:
+            self._rehearse(run)
+        while self._most_urgent(_SETTLED) == _RUNS:
+            with (
+                torch.no_grad(),
+                untouched(self.root),
+                random_state([], seed=0),
+                self.session.bypass(),
+            ):
+                forward()
+        if was_sharded:
+            self.root.reshard()
+        return wanted
+
+    def one_run(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, announced to the other processes."""
+
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            if self._failure is not None:
+                raise self._failure
+            self._most_urgent(_RUNS)
+            try:
+                return forward(*args, **kwargs)
+            except UsesOthers:
+                self._failure = FlashClippingError(
+                    "the model: a module uses a trainable parameter that another module owns "
+                    "(F.linear(x, self.embed.weight)). That is not built for sharded models: call "
+                    "the layer that owns it, or give both modules the parameter (tied weights)."
+                )
+                raise self._failure from None
+            except BaseException as error:
+                self._failure = error
+                raise
+
+        return announced
+
+    def _rehearse(self, run: Callable[[], None]) -> None:
+        self._failure = None
+        try:
+            run()
+        except BaseException:
+            if self._failure is None:  # between runs, where the others listen
+                self._tell(_FAILED)
+            raise
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise FlashClippingError(
+                f"the model: a rehearsal ended with {type(failure).__name__}: {failure} Rehearsals "
+                "run the model on its batch, and on one sample less or more. A sharded "
+                "model must run on any number of samples: a process that stops in the midst of a "
+                "run leaves the others waiting."
+            ) from failure
+
+    def _is_unsettled(self) -> bool:
+        """Whether this process might want to rehearse again."""
+        batch_axes = self.session.batch_axes
+        if self.session.units_of_calls.apart:  # every position is a row, in all that layers read
+            return False
+        return any(tap.path not in batch_axes.reads for tap in self.taps if tap.trainable()[1])
+
+    def _most_urgent(self, says: int) -> int:
+        found = self._tell(says)
+        if found == _FAILED:
+            raise FlashClippingError(
+                "the model: a rehearsal failed in another process, whose error says why."
+            )
+        return found
+
+    def _tell(self, says: int) -> int:
+        word = torch.tensor([says], device=device_of(self.processes.mesh))
+        return int(self.processes.reduce(word, dist.ReduceOp.MAX))
+
+
 class ShardedModel:
     """A model that ``fully_shard`` or ``parallelize_module`` was applied to, for its session."""
 
@@ -93,24 +217,22 @@ class ShardedModel:
         self.root = root
         self.session = session
         self.slots = ParameterSlots(root, self._watch)
-        trainable: list[Any] = self.slots.trainable()
-        if not trainable:
+        if not self.slots.trainable():
             raise FlashClippingError(
                 f"{type(root).__name__}: found no trainable parameter in a sharded model."
             )
-        self.processes = ProcessGroups(self.slots.destinations, isinstance(root, FSDPModule))
-        self.reducer = Reducer(self.slots, bool(self.processes.data), BUCKET_BYTES)
+        self.processes = ProcessGroups([*root.parameters()], isinstance(root, FSDPModule))
+        self.reducer = Reducer(self.slots, bool(self.processes.data))
         self.together = SynchronizedProbe(root, session, self.slots, self.processes)
         self._empty = EmptyBatches(root, session)
         session.trainable = self.slots.recorded
         session.state = lambda: chain(self.slots.tensors(), root.buffers())
         session.clip = partial(self._clip, session.clip)
-        session.backward_pass_class = partial(
-            ShardedBackwardPass, slots=self.slots, reducer=self.reducer
-        )
+        passes = ExpertsBackwardPass if self.slots.experts else ShardedBackwardPass
+        session.backward_pass_class = partial(passes, slots=self.slots, reducer=self.reducer)
         self.layers: TensorParallelLayers | None = None
         if self.processes.tensor is not None:
-            self.layers = TensorParallelLayers(session, self.processes, self.reducer)
+            self.layers = TensorParallelLayers(session, self.processes, self.slots, self.reducer)
         if isinstance(root, FSDPModule):
             session.around_walk = self._unsharded_root
 
@@ -121,9 +243,11 @@ class ShardedModel:
 
     def add_first_hooks(self, handles: list[Any]) -> None:
         """Hooks that come before all others of the wrapped model."""
-        for hook in (self._empty.before, self.layers and self.layers.before):
-            if hook is not None:
-                handles.append(self.root.register_forward_pre_hook(hook, with_kwargs=True))
+        handles.append(self.root.register_forward_pre_hook(self._empty.before, with_kwargs=True))
+        if self.layers is not None:
+            handles.append(
+                self.root.register_forward_pre_hook(self.layers.before, with_kwargs=True)
+            )
 
     def add_last_hooks(self, handles: list[Any], taps: Iterable[Tap]) -> None:
         """Hooks that come after all others."""
@@ -162,7 +286,7 @@ class ShardedModel:
     def _look(self, module: nn.Module, _: Any) -> None:
         self.slots.look(module)
 
-    def _watch(self, name: str, destination: nn.Parameter, unsharded: nn.Parameter) -> None:
+    def _watch(self, name: str, unsharded: nn.Parameter) -> None:
         """Refuse gradients that autograd brings to an unsharded parameter."""
         why = (
             "reduced without being clipped. Use it in its own module's forward, detach it where it "

@@ -11,20 +11,65 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from flash_clipping._compat import dtensor_of, layout_of_dtensor
+from flash_clipping._compat import dtensor_of, is_awaited, layout_of_dtensor, local_tensor
 from flash_clipping.capture.proxies import ParameterProxy
 from flash_clipping.distributed.experts import in_parallel
-from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.errors import FlashClippingError
+
+
+def local_of(x: Any) -> Any:
+    """This process's part of a ``DTensor``, of the same memory and outside of autograd; any other
+    tensor as it is."""
+    if not isinstance(x, DTensor):
+        return x
+    return arrived(local_tensor(x))
+
+
+def arrived(x: Any) -> Any:
+    """A plain tensor where a collective may still be writing: kernels of ours read its memory."""
+    return _Arrived.apply(x) if is_awaited(x) else x
+
+
+class _Arrived(torch.autograd.Function):
+    """Its own ``wait()`` leaves autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        found: Tensor = x.wait()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@dataclass(eq=False)
+class Held:
+    """A parameter of the model.
+
+    Attributes:
+        name: its first, where it is tied.
+        destination: the shard, which the optimizer knows; of a frozen one what was left alone.
+        unsharded: the parameter that was last seen in its place.
+    """
+
+    name: str
+    destination: nn.Parameter
+    unsharded: nn.Parameter | None = None
+
+    @property
+    def recorded(self) -> nn.Parameter:
+        """What layers record."""
+        return self.destination if self.unsharded is None else self.unsharded
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for a parameter. Tied parameters have several places and one number."""
+    """A place for a parameter. Tied parameters have several places."""
 
     owner: nn.Module
     name: str
-    number: int
+    held: Held
 
     @property
     def tensor(self) -> Any:
@@ -35,15 +80,12 @@ class Slot:
 class ParameterSlots:
     """All slots of a model, as it is when it is wrapped."""
 
-    def __init__(self, root: nn.Module, watch: Callable[[str, nn.Parameter, nn.Parameter], None]):
-        #: The parameters in the model's order; shards, or frozen and left alone.
-        self.destinations: list[nn.Parameter] = []
-        self._names: list[str] = []
+    def __init__(self, root: nn.Module, watch: Callable[[str, nn.Parameter], None]):
         self._watch = watch
-        #: The unsharded parameter that was last seen in the place of each destination.
-        self._unsharded: list[nn.Parameter | None] = []
+        #: In the model's order.
+        self.held: list[Held] = []
         #: By ``id``, of destinations and of unsharded parameters.
-        self._number: dict[int, int] = {}
+        self._by_id: dict[int, Held] = {}
         #: The bits of the clipped sums that were left in ``p.grad``, by the memory that they are
         #: in, and which memory that is, by ``id`` of destinations.
         self._bits: dict[int, Tensor] = {}
@@ -65,12 +107,10 @@ class ParameterSlots:
             for name, param in module._parameters.items():
                 if param is None:
                     continue
-                number = self._number.setdefault(id(param), len(self.destinations))
-                if number == len(self.destinations):
-                    self.destinations.append(param)
-                    self._unsharded.append(None)
-                    self._names.append(f"{path}.{name}".lstrip("."))
-                of_module.append(Slot(module, name, number))
+                if id(param) not in self._by_id:
+                    self.held.append(Held(f"{path}.{name}".lstrip("."), param))
+                    self._by_id[id(param)] = self.held[-1]
+                of_module.append(Slot(module, name, self._by_id[id(param)]))
 
     @property
     def gathering(self) -> list[nn.Module]:
@@ -80,45 +120,42 @@ class ParameterSlots:
     def look(self, module: nn.Module) -> None:
         """See the unsharded parameters of a module that has gathered them."""
         for slot in self._of_module[module]:
-            param, number = slot.tensor, slot.number
+            param, held = slot.tensor, slot.held
             if isinstance(param, ParameterProxy) or param is None:
                 continue
-            mesh = getattr(self.destinations[number], "device_mesh", None)
+            mesh = getattr(held.destination, "device_mesh", None)
             if mesh is not None and getattr(param, "device_mesh", None) == mesh:
                 continue  # a shard; what is gathered of a layer that is cut lies over fewer
-            if self._unsharded[number] is not param and param is not self.destinations[number]:
-                self._unsharded[number] = param
-                self._number[id(param)] = number
+            if param is not held.unsharded and param is not held.destination:
+                held.unsharded, self._by_id[id(param)] = param, held
                 if param.requires_grad:
-                    self._watch(self._names[number], self.destinations[number], param)
+                    self._watch(held.name, param)
 
     def is_sharded(self, module: nn.Module) -> bool:
         """Whether this module's parameters are shards now, which it would have to gather."""
         return isinstance(module, FSDPModule) and any(
-            isinstance(slot.tensor, DTensor) and slot.tensor is self.destinations[slot.number]
+            isinstance(slot.tensor, DTensor) and slot.tensor is slot.held.destination
             for slot in self._of_module[module]
         )
 
     def recorded(self) -> list[nn.Parameter]:
         """The trainable parameters as layers record them: unsharded, where they were seen."""
-        return [
-            destination if unsharded is None else unsharded
-            for destination, unsharded in zip(self.destinations, self._unsharded, strict=True)
-            if destination.requires_grad
-        ]
+        return [held.recorded for held in self.held if held.destination.requires_grad]
 
     def trainable(self) -> list[nn.Parameter]:
         """The destinations of the same, in the same order."""
-        return [param for param in self.destinations if param.requires_grad]
+        return [held.destination for held in self.held if held.destination.requires_grad]
 
     def to(self, key: int) -> nn.Parameter:
         """The destination of a parameter, by its ``id`` or that of its unsharded form."""
-        return self.destinations[self._number[key]]
+        return self._by_id[key].destination
 
     def tensors(self) -> Iterator[Tensor]:
         """The memory of all parameters: the shards' own, and that of the whole."""
-        yield from map(local_of, self.destinations)
-        yield from (local_of(param) for param in self._unsharded if param is not None)
+        for held in self.held:
+            yield local_of(held.destination)
+            if held.unsharded is not None:
+                yield local_of(held.unsharded)
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -159,8 +196,7 @@ class ParameterSlots:
         (``torch.nn.utils.clip_grad_norm_``), so the bits of the shards are added up: those of all
         that lie in one buffer at once.
         """
-        params = self.trainable()
-        self._bits, self._memory = _bits_of(params)
+        self._bits, self._memory = _bits_of(self.trainable())
 
     def unchanged(self, params: Sequence[nn.Parameter]) -> Tensor:
         """Whether ``p.grad`` of these holds what :meth:`note_sums` saw: a boolean, on the device.
@@ -177,11 +213,11 @@ class ParameterSlots:
         """Refuse shards that were exchanged since the model was wrapped."""
         for slots in self._of_module.values():
             for slot in slots:
-                found, number = slot.tensor, slot.number
-                known = self.destinations[number], self._unsharded[number]
-                if isinstance(found, DTensor) and all(found is not one for one in known):
+                found, held = slot.tensor, slot.held
+                known = found is held.destination or found is held.unsharded
+                if isinstance(found, DTensor) and not known:
                     raise FlashClippingError(
-                        f"{self._names[slot.number]}: found another parameter than the one that "
+                        f"{held.name}: found another parameter than the one that "
                         "was there when the model was wrapped, which the optimizer knows. Load "
                         "weights without assign=True, or before the model is wrapped."
                     )

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist
-from torch.distributed.tensor import DTensor
 
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.chacha import words
@@ -85,11 +84,11 @@ class ProcessGroups:
     """
 
     def __init__(self, params: Sequence[Any], fully_sharded: bool):
-        meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
-        self.mesh: Any = max(meshes, key=lambda mesh: mesh.ndim)
+        shards = [param for param in params if hasattr(param, "placements")]
+        self.mesh: Any = max((param.device_mesh for param in shards), key=lambda mesh: mesh.ndim)
         self.data: tuple[int, ...] = tuple(range(self.mesh.ndim))
         self.tensor: Any = None
-        widest = [p for p in params if isinstance(p, DTensor) and p.device_mesh == self.mesh]
+        widest = [param for param in shards if param.device_mesh == self.mesh]
         if not fully_sharded:
             self.data, self.tensor = (), self.mesh
         elif any(is_over_data_and_tensor(param.placements) for param in widest):
@@ -108,10 +107,6 @@ class ProcessGroups:
     def data_size(self) -> int:
         """How many parts a batch has."""
         return math.prod(self.mesh.size(dim) for dim in self.data)
-
-    def cut(self, param: Any) -> bool:
-        """Whether a parameter, as it lies between steps, is laid out over the tensor mesh."""
-        return self.tensor is not None and getattr(param, "device_mesh", None) == self.mesh
 
     def shared_stream(self, own: SecretStream) -> SecretStream:
         """A stream whose key all processes have in common."""

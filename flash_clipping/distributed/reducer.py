@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, distributed as dist
 
 from flash_clipping._compat import reduce_scatter_many
-from flash_clipping.distributed.parameter_slots import ParameterSlots
+from flash_clipping.distributed.parameter_slots import ParameterSlots, local_of
 from flash_clipping.distributed.process_groups import device_of
-from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.factors import accumulation_dtype
 from flash_clipping.ops.runtime.shapes import ALIGNMENT
 
@@ -160,14 +159,16 @@ class Reducer:
     Args:
         slots: of the model.
         adds_up: whether processes have had other samples.
+
+    Attributes:
         bucket_bytes: of sums that one operation reduces; a larger parameter is a bucket of its own.
 
     Guarantees:
         Sums are added up in their own dtype, whatever the mixed-precision policy says of gradients.
     """
 
-    def __init__(self, slots: ParameterSlots, adds_up: bool, bucket_bytes: int):
-        self.slots, self.adds_up, self.bucket_bytes = slots, adds_up, bucket_bytes
+    def __init__(self, slots: ParameterSlots, adds_up: bool):
+        self.slots, self.adds_up, self.bucket_bytes = slots, adds_up, 256 << 20
         self._layout: Any = None
         self._buckets: list[_Bucket] = []
 

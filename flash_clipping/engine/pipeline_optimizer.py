@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, distributed as dist
 
-from flash_clipping.distributed import has_shards, shared_in_group
+from flash_clipping.distributed import has_shards
+from flash_clipping.distributed.process_groups import shared_stream
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 
 #: Values of ``make_private``'s arguments that are built for pipelines.
@@ -37,7 +38,7 @@ class PipelineFlashDPOptimizer(FlashDPOptimizer):
     def __init__(self, optimizer: Any, *, group: Any = None, **kwargs: Any):
         super().__init__(optimizer, **kwargs)
         self._group = dist.group.WORLD if group is None else group
-        self.stream = shared_in_group(self._group, self.stream)
+        self.stream = shared_stream([self._group], self.stream)
 
     def _shards(self) -> list[int]:
         return [dist.get_rank(self._group)] * len(self.params)

@@ -1,26 +1,158 @@
-"""Schedules of ``torch.distributed.pipelining`` for private models: one norm over all stages.
+"""Schedules of ``torch.distributed.pipelining`` for private models: one norm over all stages, one
+stage in each process.
 
-Shape suffixes: ``n`` samples of a round, ``P`` parameters of the stage.
+A sample's gradient is over all stages, and so are its norm and its coefficient. A stage knows its
+part of the squared norm only. So what backward passes have recorded is held until the last one of a
+step; squared norms are added up over stages in one operation; then every stage clips by the same
+coefficients.
+
+Stages send each other tensors of a fixed size, and a Poisson batch has any. So a batch is cut into
+*rounds* of as many samples as a schedule takes, and the last round is filled up with samples that
+are made up. These get coefficient 0 and are in no sum and no norm.
+
+Shape suffixes: ``M`` micro-batches, ``B`` samples of one, ``P`` parameters of the stage, ``n``
+samples of a round that are not made up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from torch import Tensor, distributed as dist
+from torch import Tensor, distributed as dist, nn
+from torch.nn import functional as F
 
 from flash_clipping._compat import parts_of_schedule, pytree
 from flash_clipping.capture.inputs import tensors_in
-from flash_clipping.distributed.pipeline.microbatches import Round, map_samples, rounds, samples_in
-from flash_clipping.distributed.pipeline.stage import Norms, StageOfPipeline
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.grad_ledger import publish_norms
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, refuse_unserved
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.finish.backward_pass import BackwardPass
+from flash_clipping.finish.clipping import Coefficients, Doubts
+from flash_clipping.ops.error_bounds import upper_bound
+from flash_clipping.ops.runtime.checks import check_on_device
+
+_DISAGREE = (
+    "PrivateSchedule.step: the stages of the pipeline count different numbers of samples in this "
+    "batch. Every process must be given the same batch."
+)
+
+
+@dataclass(frozen=True)
+class Round:
+    """The samples of a batch that one run of the schedule takes.
+
+    Attributes:
+        start: the first of them.
+        count: how many there are; the others are made up.
+        capacity: how many the schedule takes.
+    """
+
+    start: int
+    count: int
+    capacity: int
+
+    def of(self, values: Any, axis: int, fill: int) -> Any:
+        """``values`` with this round's samples in every tensor: ``capacity`` along ``axis``.
+
+        Samples are made up of those that are there, in turn, so that they are as valid as these;
+        ``fill`` is all that they hold where there are none.
+        """
+        return pytree.tree_map_only(Tensor, lambda x: self._of_tensor(x, axis, fill), values)
+
+    def _of_tensor(self, x: Tensor, axis: int, fill: int) -> Tensor:
+        part = x.narrow(axis, self.start, self.count)
+        missing = self.capacity - self.count
+        if not missing:
+            return part
+        if not self.count:
+            return x.new_full((*x.shape[:axis], missing, *x.shape[axis + 1 :]), fill)
+        again = torch.arange(missing, device=x.device) % self.count
+        return torch.cat([part, part.index_select(axis, again)], axis)
+
+
+def rounds(samples: int, capacity: int) -> list[Round]:
+    """The rounds of a batch; one, of samples that are all made up, where there are none."""
+    starts = range(0, max(samples, 1), capacity)
+    return [Round(start, min(capacity, samples - start), capacity) for start in starts]
+
+
+def samples_in(values: Any, axis: int, what: str) -> int | None:
+    """How many samples these tensors have along ``axis``; ``None`` without tensors.
+
+    Raises:
+        FlashClippingError: they have different numbers.
+    """
+    tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+    sizes = {x.shape[axis] if x.dim() > axis else None for x in tensors}
+    if len(sizes) > 1 or None in sizes:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise FlashClippingError(
+            f"PrivateSchedule.step: found {what} of shapes {shapes}; expected tensors with as many "
+            f"samples along axis {axis}, which are split into micro-batches. What is the same for "
+            "all samples belongs into the stage's module."
+        )
+    return sizes.pop() if sizes else None
+
+
+class StageBackwardPass(BackwardPass):
+    """The backward pass of one micro-batch, which ends with its norms, and waits.
+
+    Attributes:
+        norms_PB: of every sample's own gradient, over this stage's parameters.
+        doubts: what rounding may hide of them.
+    """
+
+    norms_PB: Tensor
+    doubts: Doubts
+
+    def __init__(self, session: ClippingSession, hold: Callable[[StageBackwardPass], None]):
+        super().__init__(session)
+        self._hold = hold
+
+    def _clip(
+        self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
+    ) -> Tensor:
+        """Keep the norms; what is returned is nobody's coefficient."""
+        self.norms_PB, self.doubts = norms_PB, doubts
+        return norms_PB.new_ones(norms_PB.shape[1])
+
+    def add_clipped_sums(self) -> None:
+        """Not yet."""
+        self._hold(self)
+
+    def complete(self, coef_B: Tensor) -> None:
+        """Add the clipped sums into ``p.grad``."""
+        assert self.plan is not None
+        with torch.no_grad():
+            try:
+                coef_B = coef_B * self.doubts.scale
+                self.coef = Coefficients(coef_B, [*self.params.values()], self.plan)
+                super().add_clipped_sums()
+            finally:
+                self.forget()
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Of the samples of one round.
+
+    Attributes:
+        own_Pn: over this stage's parameters.
+        total_n: over all parameters of all stages; the same in every process.
+        upper_n: at least the norms of what is released of them.
+    """
+
+    own_Pn: Tensor
+    total_n: Tensor
+    upper_n: Tensor
 
 
 class PrivateSchedule:
@@ -64,16 +196,18 @@ class PrivateSchedule:
     """
 
     def __init__(self, schedule: Any, *, microbatch_size: int):
-        stage, loss_fn, count = _checked_parts(schedule)
+        stage, count = _checked_parts(schedule)
         module: GradSampleModuleFlashClipping = stage.submod
-        _refuse_options(module, stage, loss_fn)
         if microbatch_size < 1:
             raise ValueError(f"microbatch_size={microbatch_size}: expected 1 or more.")
         self.schedule, self.module = schedule, module
         self.capacity = count * microbatch_size
-        self._torch_stage = stage
+        self._stage, self._microbatches, self._size = stage, count, microbatch_size
         self._session = module._session
-        self._stage = StageOfPipeline(self._session, stage.group, count, microbatch_size)
+        self._session.backward_pass_class = partial(StageBackwardPass, hold=self._hold)
+        #: Backward passes that wait for coefficients, by their micro-batch; the one that runs.
+        self._held: dict[int, StageBackwardPass] = {}
+        self._microbatch = 0
         self._running = False
         module._watch.in_private_schedule = True
         # A schedule's run to learn shapes, on memory without values, is no part of a step.
@@ -116,19 +250,18 @@ class PrivateSchedule:
         """
         self._check_optimizer()
         axis = self._session.batch_axis
-        samples = self._count(args, kwargs, target)
+        of_rounds = rounds(self._count(args, kwargs, target), self.capacity)
         if losses is not None:
             losses.clear()
-        of_rounds = [*rounds(samples, self.capacity)]
         outputs, found = [], []
         with self._step():
             for one in of_rounds:
                 of_losses: list[Any] = []
-                given, named = map_samples(one, (args, kwargs), axis, fill=1)
-                labels = map_samples(one, target, 0, fill=0)
+                given, named = one.of((args, kwargs), axis, fill=1)
+                labels = one.of(target, 0, fill=0)
                 output = self.schedule.step(
-                    *(given if self._torch_stage.is_first else ()),
-                    target=labels if self._torch_stage.is_last else None,
+                    *(given if self._stage.is_first else ()),
+                    target=labels if self._stage.is_last else None,
                     losses=None if losses is None else of_losses,
                     return_outputs=return_outputs,
                     **named,
@@ -164,7 +297,9 @@ class PrivateSchedule:
             raise
         finally:
             self._running = False
-            self._stage.forget()
+            for backward_pass in self._held.values():
+                backward_pass.forget()
+            self._held.clear()
             session.drawn, schedule.scale_grads = before
             session.draws.paused = False
 
@@ -173,14 +308,14 @@ class PrivateSchedule:
 
         def recorded(number: int, *args: Any, **kwargs: Any) -> Any:
             if not self._running:
-                if backward and self._torch_stage.has_backward:
+                if backward and self._stage.has_backward:
                     raise FlashClippingError(
                         f"{type(self.schedule).__name__}.step: found a step of the schedule by "
                         "itself, which would leave no clipped sums. Call step() of the "
                         "PrivateSchedule around it."
                     )
                 return run(number, *args, **kwargs)
-            self._stage.microbatch = number
+            self._microbatch = number
             self._session.enabled = True
             try:
                 return run(number, *args, **kwargs)
@@ -218,13 +353,66 @@ class PrivateSchedule:
 
     # -- norms over all stages ------------------------------------------------------------------
 
+    def _hold(self, backward_pass: StageBackwardPass) -> None:
+        """Keep the backward pass of the running micro-batch."""
+        number, found = self._microbatch, backward_pass.norms_PB.shape[1]
+        if found != self._size:
+            raise FlashClippingError(
+                f"PrivateSchedule: micro-batch {number} has {found} samples in this stage; "
+                f"expected microbatch_size={self._size}. Chunk along axis "
+                f"{self._session.batch_axis} (args_chunk_spec, kwargs_chunk_spec), and let stages "
+                "hand on a row for every sample."
+            )
+        if number in self._held:
+            raise FlashClippingError(
+                f"PrivateSchedule: micro-batch {number} has had a backward pass in this step. "
+                "Use ScheduleGPipe or Schedule1F1B as they are."
+            )
+        self._held[number] = backward_pass
+
+    def _norms(self, count: int) -> Norms:
+        """The norms of this round's samples, the first ``count`` of all. All stages call it.
+
+        Raises:
+            FlashClippingError: this stage has recorded nothing of some micro-batch; or stages
+                count different numbers of samples (on a GPU: an error of the device).
+        """
+        M, B = self._microbatches, self._size
+        trainable = bool(self._session.trainable())
+        if trainable and len(self._held) < M:
+            missing = sorted({*range(M)} - {*self._held})
+            raise FlashClippingError(
+                f"PrivateSchedule: backward reached no layer of this stage in micro-batches "
+                f"{missing}, and its parameters are trainable. Is what the stage returns detached?"
+            )
+        held = [self._held[number] for number in range(M)] if trainable else []
+        # Squared norms, what rounding may hide of them, and which samples are made up. In float64,
+        # where no squared norm overflows that is finite.
+        parts_3MB = torch.zeros(3, M, B, dtype=torch.float64, device=self._stage.device)
+        for number, one in enumerate(held):
+            parts_3MB[0, number] = one.norms_PB.double().square().sum(0)
+            parts_3MB[1, number] = one.doubts.total(one.norms_PB[0]).double()
+        made_up = parts_3MB[2].view(-1)
+        made_up[count:] = 1
+        dist.all_reduce(parts_3MB, group=self._stage.group)
+        stages = dist.get_world_size(self._stage.group)
+        check_on_device((made_up[:count] == 0).all() & (made_up[count:] == stages).all(), _DISAGREE)
+        sq_n, doubt_n = parts_3MB[:2].view(2, -1)[:, :count]
+        own = [one.norms_PB for one in held]
+        own_Pn = torch.cat(own, 1)[:, :count] if own else sq_n.new_zeros(0, count)
+        dtype = own_Pn.dtype if held else torch.float32
+        total_n = sq_n.sqrt().to(dtype)
+        return Norms(own_Pn, total_n, upper_bound(total_n, doubt_n.to(dtype)))
+
     def _clip(self, of_round: Round) -> Norms:
         """Clip what is held by norms over all stages."""
         with torch.no_grad():
-            found = self._stage.norms(of_round.count, torch.device(self._torch_stage.device))
+            found = self._norms(of_round.count)
             coef_n = self.module._coefficients(found.upper_n)
             self._session.non_finite.note(coef_n)
-            self._stage.complete(coef_n)
+            coef_MB = F.pad(coef_n, (0, self.capacity - of_round.count)).view(-1, self._size)
+            for number in sorted(self._held):
+                self._held.pop(number).complete(coef_MB[number])
         return found
 
     def _publish(self, found: list[Norms]) -> None:
@@ -262,8 +450,8 @@ def _joined(outputs: list[Any], of_rounds: list[Round], axis: int) -> Any:
     return pytree.tree_map(join, *outputs)
 
 
-def _checked_parts(schedule: Any) -> tuple[Any, Any, int]:
-    """The stage, the loss function and the number of micro-batches of a schedule that is served."""
+def _checked_parts(schedule: Any) -> tuple[Any, int]:
+    """The stage of a schedule that is served, and its number of micro-batches."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
     if not isinstance(schedule, ScheduleGPipe | Schedule1F1B):
@@ -273,18 +461,14 @@ def _checked_parts(schedule: Any) -> tuple[Any, Any, int]:
             "parameters by themselves, past what clips them."
         )
     stage, loss_fn, count = parts_of_schedule(schedule)
-    if not isinstance(stage.submod, GradSampleModuleFlashClipping):
+    module = stage.submod
+    if not isinstance(module, GradSampleModuleFlashClipping):
         raise TypeError(
-            f"PrivateSchedule: the stage's module is {type(stage.submod).__name__}; expected a "
+            f"PrivateSchedule: the stage's module is {type(module).__name__}; expected a "
             "GradSampleModuleFlashClipping. Give make_private(pipeline=True), or "
             "GradSampleModuleFlashClipping, the part of the model that this stage runs, and make "
             "the PipelineStage of what it returns."
         )
-    return stage, loss_fn, count
-
-
-def _refuse_options(module: GradSampleModuleFlashClipping, stage: Any, loss_fn: Any) -> None:
-    """Refuse what is not built for pipelines."""
     settings = {name: getattr(module, name) for name in ("mode", "clipping", "sample_of")}
     refuse_unserved("PrivateSchedule", module, settings)
     if module._taps.regions.any_compiled:
@@ -310,3 +494,4 @@ def _refuse_options(module: GradSampleModuleFlashClipping, stage: Any, loss_fn: 
             f"loss_reduction={module.loss_reduction!r}. Norms would be off by the size of a "
             "micro-batch. Give both the same."
         )
+    return stage, count

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from flash_clipping._compat import explain_flash_mode
 from flash_clipping.capture.units import Offsets
-from flash_clipping.distributed import has_shards, is_sharded, processes_of, shared_in_group
+from flash_clipping.distributed import has_shards, is_sharded, processes_of
+from flash_clipping.distributed.process_groups import shared_stream
 from flash_clipping.engine.accounting import (
     LargeDeltaWarning,
     PldAccountant,
@@ -223,8 +224,8 @@ class FlashPrivacyEngine(PrivacyEngine):
         outputs that reduces over samples by ``loss_reduction`` works as well.
 
         Args:
-            module, optimizer, data_loader, noise_multiplier, max_grad_norm, wrap_model,
-                batch_first, loss_reduction, poisson_sampling: as in Opacus.
+            module, optimizer, data_loader, noise_multiplier, max_grad_norm: as in Opacus.
+            wrap_model, batch_first, loss_reduction, poisson_sampling: as in Opacus.
             criterion: a loss, whose own ``reduction`` is ``loss_reduction``
                 (:class:`~flash_clipping.FlashLoss`); by default ``nn.CrossEntropyLoss``.
             grad_sample_mode: ``"flash"``, or one of Opacus' modes.
@@ -339,7 +340,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 process=process,
                 fills_up=group is None,  # stages do that themselves
                 units=of_rows,
-                stream=stream if group is None else shared_in_group(group, stream),
+                stream=stream if group is None else shared_stream([group], stream),
                 distributed=in_parts,
                 processes=processes_of(module),
                 batch_first=batch_first,

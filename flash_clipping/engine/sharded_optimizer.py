@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from flash_clipping._compat import assert_async
+from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.process_groups import device_of, shard_of
-from flash_clipping.distributed.tensor.local import local_of
 from flash_clipping.engine.grad_ledger import StepRecord
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.errors import FlashClippingError

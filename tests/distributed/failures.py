@@ -138,7 +138,7 @@ def stages(rank: int, where: str) -> tuple[Callable[[], Any], Callable[[], Any]]
 
     def fail() -> None:
         if where == "finish":
-            schedule._stage.norms = boom  # type: ignore[method-assign, assignment]
+            schedule._norms = boom  # type: ignore[method-assign, assignment]
         else:
             (in_forward if where == "forward" else in_backward)(next(iter(part.blocks.values())))
 

@@ -21,7 +21,7 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from flash_clipping.distributed.tensor.local import local_of
+from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.engine.private_state import PrivateState
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose

@@ -11,8 +11,8 @@ from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
-from flash_clipping.distributed.backward_pass import TensorParallelBackwardPass
-from flash_clipping.distributed.tensor.local import local_of
+from flash_clipping.distributed.parameter_slots import local_of
+from flash_clipping.distributed.tensor_parallel import TensorParallelBackwardPass
 from flash_clipping.factors import LinearGrad
 from tests.distributed import decoders, steps
 from tests.distributed.decoders import around_loss, batch, cut, loss_of

@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from opacus.data_loader import DPDataLoader
@@ -35,7 +35,7 @@ from torch.utils.data import (
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.no_samples import CollateWithEmpty
-from flash_clipping.distributed import shared_in_group
+from flash_clipping.distributed.process_groups import ProcessGroups, shared_stream
 from flash_clipping.engine.accounting import MechanismSpec
 from flash_clipping.engine.sampling.samplers import (
     AllocationSampler,
@@ -53,9 +53,6 @@ from flash_clipping.engine.sampling.samplers import (
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.randomness import SecretStream
 from flash_clipping.randomness.stream import stream_of
-
-if TYPE_CHECKING:
-    from flash_clipping.distributed.process_groups import ProcessGroups
 
 
 @dataclass(eq=False)
@@ -171,7 +168,7 @@ class PoissonLoader(DPDataLoader):
                 options |= {"rank": processes.data_rank, "world_size": processes.data_size}
                 stream = processes.shared_stream(stream)
             elif is_shared:
-                stream = shared_in_group(dist.group.WORLD, stream)
+                stream = shared_stream([dist.group.WORLD], stream)
         options["stream"] = stream
         sampler: PoissonSampler
         by_rows = units is not None and process.sampling == "poisson_rows"
