@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping.capture.inputs import map_tensors
+from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.reads import Reads, are_alike
 from flash_clipping.capture.proof.runs import Runs, Subject
@@ -86,7 +86,11 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
         return  # the forward itself will raise it
     known.proven = {read[0] for read in whole}
     documents = index_N[index_N >= 0].unique().tolist()
-    sources = _sources(units, subject.args, subject.kwargs)
+    sources = [  # inputs that have an entry for every position
+        x
+        for x in tensors_in((subject.args, subject.kwargs))
+        if tuple(x.shape[:2]) == units.shape or x.shape[:1] == (len(index_N),)
+    ]
     content = _content(units, sources)
     others: list[tuple[Reads, Tensor, Tensor]] = []
     try:
@@ -107,20 +111,6 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
         _compare(whole, reads, kept_N, moved_N)
     if others:
         known.apart.add((watched, _kind_of_call(subject.args, subject.kwargs)))
-
-
-def _sources(units: Units, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The model's inputs that have an entry for every position."""
-    R, T = units.shape
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        if tuple(x.shape[:2]) == (R, T) or (x.dim() and x.shape[0] == R * T):
-            found.append(x)
-        return x
-
-    map_tensors(note, (args, kwargs))
-    return found
 
 
 def _content(units: Units, sources: list[Tensor]) -> list[Tensor]:
