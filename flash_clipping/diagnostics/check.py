@@ -297,19 +297,18 @@ def check(
 ) -> CheckReport:
     """Compare flash clipping on one batch with per-sample gradients taken in float64.
 
-    The oracle is a plain deep copy of the model in float64 that sees one sample at a time; nothing
-    of this library takes part in it. The norm of every sample for every parameter, the clipped
-    sums, and the norms of all other samples when one is removed must agree, and so must norms in
-    batches that have the size of another axis of the inputs (samples are repeated for that). No
-    buffer may depend on a sample. The loss must be that of its samples, also where one of them has
-    fewer labels (integers ``[B, T]``, of which some are set to -100 or -1; on a CPU). With another
-    sample in the place of one, the outputs of all others must stay, and so must norms among many
-    copies of one sample, where modules hand integers to each other (the experts of a router). No
-    loss may balance the loads of a batch. Where nothing was found, the model is wrapped once more
-    and has to stand the proof that precedes a first step of training.
+    The oracle is a plain copy of the model in float64 that sees one sample at a time; nothing of
+    this library takes part in it. Compared are the norm of every sample for every parameter, the
+    clipped sums, norms of the others when a sample is removed, and norms in batches of the size of
+    another axis of the inputs. The loss must be that of its samples, also where one has fewer
+    labels (integers ``[B, T]``; some are set to -100 or -1, on a CPU). With another sample in the
+    place of one, outputs of all others must stay, and norms among many copies of one sample where
+    modules hand integers to each other (the experts of a router). No buffer may depend on a sample,
+    no loss balance the loads of a batch. Where nothing was found, the model has to stand the proof
+    that precedes a first step of training.
 
-    ``model`` and ``batch`` are not changed. Dropout is switched off in the copies. Memory: the
-    oracle holds one sample's gradients and one sum in float64.
+    ``model`` and ``batch`` are not changed; dropout is switched off in the copies. The oracle holds
+    one sample's gradients and one sum in float64.
 
     Args:
         model: the plain ``nn.Module``, on the device and in the dtype to check.

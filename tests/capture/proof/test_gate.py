@@ -67,6 +67,10 @@ def test_evaluation_is_looked_at_by_itself() -> None:
     flash.eval()
     with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
         flash(torch.randn(B, T, K)).square().sum().backward()
+    flash.train()
+    flash.zero_grad()
+    flash(torch.randn(B, T, K)).square().sum().backward()
+    assert flash.get_norm_sample().shape == (B,)
 
 
 def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
