@@ -13,7 +13,7 @@ Shape suffixes: ``B`` samples, ``R`` rows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,15 +80,14 @@ class Probed:
         layouts: of every call of every layer with trainable parameters, by its path.
         unfit: numbers of the outputs in which samples reach each other.
         operations: between bare parameters and samples.
-        calls: layers that gradients of some outputs reach, by their paths and calls.
-        reads: the same of what met bare parameters.
+        reached: by gradients of some outputs: layers, by their paths and calls, and reads of what
+            met bare parameters.
     """
 
     layouts: dict[str, list[SampleLayout]] = field(default_factory=dict)
     unfit: frozenset[int] = frozenset()
     operations: Operations = field(default_factory=dict)
-    calls: frozenset[_Call] = frozenset()
-    reads: frozenset[Read] = frozenset()
+    reached: AbstractSet[_Call | Read] = frozenset()
 
 
 def probe(subject: Subject) -> Probed:
@@ -159,10 +158,10 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
         if layout is SEVERAL and _same(*(of_run.get(key) for of_run in values)):
             layout = CONSTANT
         layouts[key[0]].append(layout)
-    reached = {key for of in seen.passes for key, mask in of.items() if bool(mask.any())}
-    calls = reached - seen.operations.keys()
-    reads = frozenset(read for key in reached - calls for read in seen.operations[key][1])
-    return Probed(layouts, unfit, operations, frozenset(calls), reads)
+    reached: set[_Call | Read] = set()
+    for key in {key for of in seen.passes for key, mask in of.items() if bool(mask.any())}:
+        reached.update(seen.operations[key][1] if key in seen.operations else [key])
+    return Probed(layouts, unfit, operations, reached)
 
 
 def marks_of(B: int) -> list[list[int]]:

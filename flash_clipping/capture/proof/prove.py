@@ -156,10 +156,8 @@ def _not_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) ->
         if path.startswith(whole):
             continue
         is_layer = tap is not None and (tap.rule is not None or tap.generic)
-        if is_layer and not subject.session.batch_axes.is_constant(name):
-            is_shown = (path, call) in probed.calls
-        else:
-            is_shown = finding.read in probed.reads
+        is_called = is_layer and not subject.session.batch_axes.is_constant(name)
+        is_shown = ((path, call) if is_called else finding.read) in probed.reached
         if not is_shown:
             lost[name] = None
     return [*lost]
