@@ -333,17 +333,16 @@ class ClippingSession:
     @contextmanager
     def apart(self, call: ForwardCall | None = None) -> Iterator[None]:
         """Calls of the root in here have nothing to do with the user's before, but for ``call``."""
-        before, current = self._forwards, self.current_forward
-        self._forwards = weakref.WeakSet()
+        before = self._forwards, self._current_forward
+        self._forwards, self.proven_call = weakref.WeakSet(), None
         if call is not None:
             self._forwards.add(call)
-            self.resume_forward(call)
+            self._current_forward = weakref.ref(call)
         try:
             yield
         finally:
-            self._forwards = before
-            if current is not None:
-                self.resume_forward(current)
+            self._forwards, self._current_forward = before
+            self.proven_call = None
 
     def may_prove(self) -> bool:
         """Whether a forward that starts now is one of training, which may be looked at first."""
@@ -379,10 +378,6 @@ class ClippingSession:
         for forward in self._unspent():
             counts.update(forward.uses)
         return counts
-
-    def resume_forward(self, forward: ForwardCall) -> None:
-        """Go on with a call of the root that another one came between."""
-        self._current_forward, self.proven_call = weakref.ref(forward), None
 
     def is_batched(
         self,

@@ -291,12 +291,12 @@ class Tap(FactorSource):
             call.used.append(params)
         if not is_grad_enabled():
             self._was_declared = self._was_declared or declared_rows() is not None
+            own = self.original
             is_checkpointed = call is not None and call.recorded and not recomputed
             if rule.allows_children and not rule.folds and is_checkpointed:
                 # Its own forward need not call its children, and their uses must be counted.
                 own = lambda *x, **named: self._untapped_forward(rule, x, named)  # noqa: E731
-                return unrecorded(session, own, args, kwargs)
-            return unrecorded(session, self.original, args, kwargs)
+            return unrecorded(session, own, args, kwargs)
         if (call is None or call.ended) and not recomputed:
             self._refuse_call()
         use = Use(trainable, call, recomputed)
