@@ -419,8 +419,8 @@ class ClippingSession:
             if answer and call.reads is not None:
                 call.reads.note(read, x, axis, rows, answer, sure=True)
             return answer
-        recomputed = in_backward()
-        known = call.answer_again(path, x) if recomputed else None
+        recomputed, key = in_backward(), (path, x.shape, x.dtype)
+        known = call.answers.get(key) if recomputed else None
         if known is None:
             known = self.batch_axes.known(read, any_call=recomputed)
         if known is None and recomputed and not sure:
@@ -451,7 +451,9 @@ class ClippingSession:
         if call.reads is not None:
             of_parts = path in self.folded
             call.reads.note(read, x, axis, rows, answer, sure=sure, beside=beside, folded=of_parts)
-        return call.note_answer(path, x, answer)
+        if call.answers.setdefault(key, answer) is not answer:
+            call.answers[key] = None
+        return answer
 
     def knows_samples(self, call: ForwardCall, path: str, reads: int = 1) -> bool:
         """Whether the next reads of this layer, which count as read then, are known to be samples;
