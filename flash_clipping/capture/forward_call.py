@@ -111,7 +111,7 @@ class ForwardCall:
     #: How often each layer that is not proven was called, and has read something in its last call.
     turns: dict[str, list[int]] = field(default_factory=dict)
     #: Whether what layers that are not proven read are samples, by the layer and by the shape and
-    #: dtype of what is read; ``None``: of some it is.
+    #: dtype of what is read; ``None``: of some it is. A checkpoint reads it in another order.
     answers: dict[tuple[str, torch.Size, torch.dtype], bool | None] = field(default_factory=dict)
     #: Reads of which it was not shown whether they are samples, and what was assumed.
     guesses: dict[Read, bool] = field(default_factory=dict)
@@ -132,18 +132,6 @@ class ForwardCall:
         turn = self.turns.setdefault(path, [0, 0])
         turn[1] += 1
         return path, turn[0], turn[1] - 1
-
-    def note_answer(self, path: str, x: Tensor, answer: bool) -> bool:
-        """Note, and return, whether something that this layer reads is samples."""
-        key = path, x.shape, x.dtype
-        if self.answers.setdefault(key, answer) is not answer:
-            self.answers[key] = None
-        return answer
-
-    def answer_again(self, path: str, x: Tensor) -> bool | None:
-        """The answer to the same read in forward, where a checkpoint runs it again: reads come in
-        another order then, and all of one shape had one answer; ``None`` where that is not so."""
-        return self.answers.get((path, x.shape, x.dtype))
 
     def note_reader(self, x: Tensor) -> int:
         """Count one more reader of this input; layers that share one are called in a row. Returns

@@ -333,17 +333,16 @@ class ClippingSession:
     @contextmanager
     def apart(self, call: ForwardCall | None = None) -> Iterator[None]:
         """Calls of the root in here have nothing to do with the user's before, but for ``call``."""
-        before, current = self._forwards, self.current_forward
-        self._forwards = weakref.WeakSet()
+        before = self._forwards, self._current_forward
+        self._forwards, self.proven_call = weakref.WeakSet(), None
         if call is not None:
             self._forwards.add(call)
-            self.resume_forward(call)
+            self._current_forward = weakref.ref(call)
         try:
             yield
         finally:
-            self._forwards = before
-            if current is not None:
-                self.resume_forward(current)
+            self._forwards, self._current_forward = before
+            self.proven_call = None
 
     def may_prove(self) -> bool:
         """Whether a forward that starts now is one of training, which may be looked at first."""
@@ -379,10 +378,6 @@ class ClippingSession:
         for forward in self._unspent():
             counts.update(forward.uses)
         return counts
-
-    def resume_forward(self, forward: ForwardCall) -> None:
-        """Go on with a call of the root that another one came between."""
-        self._current_forward, self.proven_call = weakref.ref(forward), None
 
     def is_batched(
         self,
@@ -424,8 +419,8 @@ class ClippingSession:
             if answer and call.reads is not None:
                 call.reads.note(read, x, axis, rows, answer, sure=True)
             return answer
-        recomputed = in_backward()
-        known = call.answer_again(path, x) if recomputed else None
+        recomputed, key = in_backward(), (path, x.shape, x.dtype)
+        known = call.answers.get(key) if recomputed else None
         if known is None:
             known = self.batch_axes.known(read, any_call=recomputed)
         if known is None and recomputed and not sure:
@@ -456,7 +451,9 @@ class ClippingSession:
         if call.reads is not None:
             of_parts = path in self.folded
             call.reads.note(read, x, axis, rows, answer, sure=sure, beside=beside, folded=of_parts)
-        return call.note_answer(path, x, answer)
+        if call.answers.setdefault(key, answer) is not answer:
+            call.answers[key] = None
+        return answer
 
     def knows_samples(self, call: ForwardCall, path: str, reads: int = 1) -> bool:
         """Whether the next reads of this layer, which count as read then, are known to be samples;

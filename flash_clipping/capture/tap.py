@@ -9,7 +9,7 @@ A layer with a rule runs inside one ``torch.autograd.Function``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -54,6 +54,10 @@ from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 #: In the place of an argument that was not given.
 _MISSING = object()
 
+#: One call of a layer with a rule: its parameters, the call of the root that it belongs to, if any,
+#: and whether it runs in backward itself (activation checkpointing).
+Use: TypeAlias = tuple[Trainable, ForwardCall | None, bool]
+
 
 def _overrides(method: Any, default: Any) -> bool:
     """Whether a rule, or its type, has a method of its own."""
@@ -65,15 +69,6 @@ def _moved(output: Any, axis: int) -> Any:
     if isinstance(output, Tensor):
         return output.transpose(0, axis)
     return tuple(part.transpose(0, axis) for part in output)
-
-
-class Use(NamedTuple):
-    """One call of a layer with a rule: its parameters, the call of the root that it belongs to, if
-    any, and whether it runs in backward itself (activation checkpointing)."""
-
-    trainable: Trainable
-    call: ForwardCall | None
-    recomputed: bool
 
 
 class RefusedByRule(FlashClippingError, ValueError):
@@ -291,15 +286,15 @@ class Tap(FactorSource):
             call.used.append(params)
         if not is_grad_enabled():
             self._was_declared = self._was_declared or declared_rows() is not None
+            own = self.original
             is_checkpointed = call is not None and call.recorded and not recomputed
             if rule.allows_children and not rule.folds and is_checkpointed:
                 # Its own forward need not call its children, and their uses must be counted.
                 own = lambda *x, **named: self._untapped_forward(rule, x, named)  # noqa: E731
-                return unrecorded(session, own, args, kwargs)
-            return unrecorded(session, self.original, args, kwargs)
+            return unrecorded(session, own, args, kwargs)
         if (call is None or call.ended) and not recomputed:
             self._refuse_call()
-        use = Use(trainable, call, recomputed)
+        use = trainable, call, recomputed
         try:
             if not self._rule_calls:
                 return self._apply(rule, use, args, kwargs)
@@ -567,7 +562,8 @@ class Tap(FactorSource):
     def _apply_laid_out(self, rule: Rule, use: Use, args: tuple[Any, ...]) -> Any:
         """Apply the rule where samples are along another axis, or their rows apart."""
         x, session = args[0], self.session
-        B = session.samples() if use.call is None else use.call.batch_size
+        call = use[1]
+        B = session.samples() if call is None else call.batch_size
         layout = TOGETHER
         if isinstance(x, Tensor) and not isinstance(x, ParameterProxy) and B:
             layout = layout_of(self.path, x, B, session.layouts[self.path])
