@@ -78,8 +78,13 @@ def are_experts(layer: nn.Module) -> bool:
         return False
     if layer.has_gate and gate_of_experts(layer) is None:
         return False
-    # All of its parameters: those of a gate would be trained on rows that nothing has put in order.
-    return {name for name, _ in layer.named_parameters()} == set(names_of(layer))
+    return _has_only(layer, *names_of(layer))
+
+
+def _has_only(layer: nn.Module, *params: str) -> bool:
+    """Whether these are all of its parameters: those of a gate, or of an activation function, would
+    be trained on rows that nothing has put in order."""
+    return {name for name, _ in layer.named_parameters()} == {*params}
 
 
 def names_of(layer: Any) -> tuple[str, ...]:
@@ -267,27 +272,17 @@ class ExpertsRule(Rule):
 
 
 _MODELS = "transformers.models."
-_DBRX = f"{_MODELS}dbrx.modeling_dbrx.DbrxExperts"
-_LLAMA4 = f"{_MODELS}llama4.modeling_llama4.Llama4TextExperts"
 _JETMOE = f"{_MODELS}jetmoe.modeling_jetmoe.JetMoe"
 _SWITCH = f"{_MODELS}switch_transformers.modeling_switch_transformers.SwitchTransformers"
 _NLLB = f"{_MODELS}nllb_moe.modeling_nllb_moe.NllbMoe"
 
 
-def _has(name: str, *params: str) -> Callable[[nn.Module], bool]:
-    """Whether a layer is of the type with this full name and has no parameters but these: those of
-    an activation function would get no gradient."""
-
-    def belongs(layer: nn.Module) -> bool:
-        named = full_name(type(layer)) == name
-        return named and {name for name, _ in layer.named_parameters()} == {*params}
-
-    return belongs
-
-
-@register_family(_has(_DBRX, "mlp.w1", "mlp.v1", "mlp.w2"))
+@register_rule(f"{_MODELS}dbrx.modeling_dbrx.DbrxExperts")
 class DbrxExpertsRule(ExpertsRule):
     """Matrices ``[E·f, d]``; the last is multiplied from the other side."""
+
+    def fits(self, layer: Any) -> bool:
+        return _has_only(layer, "mlp.w1", "mlp.v1", "mlp.w2")
 
     def parts(self, layer: Any) -> Mapping[str, nn.Module]:
         return {"mlp": layer.mlp}
@@ -313,10 +308,13 @@ class DbrxExpertsRule(ExpertsRule):
         return Described(tensors, arithmetic, layer.num_experts)
 
 
-@register_family(_has(_LLAMA4, "gate_up_proj", "down_proj"))
+@register_rule(f"{_MODELS}llama4.modeling_llama4.Llama4TextExperts")
 class Llama4ExpertsRule(ExpertsRule):
     """Reads all tokens for the first expert, then all for the second; the rule puts what the
     experts read of one token together."""
+
+    def fits(self, layer: Any) -> bool:
+        return _has_only(layer, "gate_up_proj", "down_proj")
 
     def call(
         self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

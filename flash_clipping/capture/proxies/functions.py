@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -41,19 +41,6 @@ from flash_clipping.capture.proxies.proxy_ops import (
 )
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
 from flash_clipping.errors import FlashClippingError, to_freeze
-
-
-def names_of(tap: FactorSource, bares: Iterable[ParameterProxy]) -> list[str]:
-    """The parameters that these are computed from, by their modules' paths and their names."""
-    wanted = {id(param) for bare in bares for param in bare.leaves.values()}
-    # Of a parameter that is tied, under one name: the outermost module's.
-    found = {
-        id(param): f"{tap.path}: {name}"
-        for _, name, param in reversed(tap.session.stood_in)
-        if id(param) in wanted
-    }
-    return sorted(found.values())
-
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
@@ -367,8 +354,15 @@ def _laid_out(
         return None, "", 0
     if not session.layouts and session.probing is None:
         return None, "", 0
-    # Of what a module has returned, its name.
-    use = f"{', '.join(names_of(tap, bares)) or tap.path} in {name}"
+    wanted = {id(param) for bare in bares for param in bare.leaves.values()}
+    # Of a parameter that is tied, under one name: the outermost module's.
+    names = {
+        id(param): f"{tap.path}: {its_name}"
+        for _, its_name, param in reversed(session.stood_in)
+        if id(param) in wanted
+    }
+    # Of what a module has returned, the module's.
+    use = f"{', '.join(sorted(names.values())) or tap.path} in {name}"
     count = (session.samples() if call is None else call.batch_size) or 0
     seen = session.layouts.get(use)
     if not seen or not count or tap.reads_constants or tensors[0].dim() == 0:
