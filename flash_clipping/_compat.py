@@ -10,7 +10,6 @@ versions that tests ran with.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 import threading
@@ -76,6 +75,20 @@ def _getter(holder: Any, *names: str) -> Any:
     return attrgetter(*names) if all(hasattr(holder, name) for name in names) else None
 
 
+@contextmanager
+def _replaced(holder: Any, name: str, by: Any) -> Iterator[None]:
+    """Something else in the place of this attribute, if there is one."""
+    if not hasattr(holder, name):
+        yield
+        return
+    before = getattr(holder, name)
+    setattr(holder, name, by)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
 def _optional(name: str) -> Callable[[Any], Any]:
     """Reads this attribute, or ``None``."""
     return lambda thing: getattr(thing, name, None)
@@ -105,12 +118,12 @@ def laid_out_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
             *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
         return check
-    known = [*map(_described, tensors)]
-    return lambda *others: [*map(_described, others)] == known
 
+    def described(*given: Tensor) -> list[Any]:
+        return [(x.dtype, x.shape, x.stride(), x.device) for x in given]
 
-def _described(x: Tensor) -> tuple[Any, ...]:
-    return x.dtype, x.shape, x.stride(), x.device
+    known = described(*tensors)
+    return lambda *others: described(*others) == known
 
 
 #: Context: torch functions see subclasses as plain tensors. Without: an error.
@@ -249,34 +262,19 @@ def has_lasting_node(param: Tensor) -> bool:
 is_autocasting: Callable[[], bool] = _needed("_C._is_any_autocast_enabled")
 
 
-@contextmanager
-def checkpoints_replaced(by: Any) -> Iterator[None]:
+def checkpoints_replaced(by: Any) -> AbstractContextManager[None]:
     """Another function in the place of re-entrant checkpoints. Without: none, so layers in such
     checkpoints are refused where it matters what they read."""
-    before = checkpoint.CheckpointFunction
-    setattr(checkpoint, "CheckpointFunction", by)  # noqa: B010 (mypy sees a type)
-    try:
-        yield
-    finally:
-        setattr(checkpoint, "CheckpointFunction", before)  # noqa: B010
+    return _replaced(checkpoint, "CheckpointFunction", by)
 
 
 # -- torch.compile: what it traces, and what it has made -------------------------------------------
 
 
-@contextmanager
-def as_if_compiling() -> Iterator[None]:
+def as_if_compiling() -> AbstractContextManager[None]:
     """Let ``torch.compiler.is_compiling`` say yes: a model that asks for it then takes the way that
     it takes when it is compiled. Without: it takes the other."""
-    before = getattr(torch.compiler, "_is_compiling_flag", None)
-    if before is None:
-        yield
-        return
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return _replaced(torch.compiler, "_is_compiling_flag", True)
 
 
 def backward_runs_again() -> AbstractContextManager[Any]:
@@ -567,23 +565,19 @@ def explain_flash_mode() -> None:
     modes they know."""
     from opacus.grad_sample import utils
 
-    def explained(known: Any) -> Any:
-        @functools.wraps(known)
-        def find(grad_sample_mode: str) -> Any:
-            if grad_sample_mode == "flash":
-                raise ValueError(
-                    'grad_sample_mode="flash": found with an engine of Opacus\'. Use\n'
-                    "    flash_clipping.FlashPrivacyEngine().make_private(...)\n"
-                    "and, in the place of PrivacyEngineAdaptiveClipping, give it "
-                    'clipping="adaptive".'
-                )
-            return known(grad_sample_mode)
-
-        return find
+    def explain(known: Any, grad_sample_mode: str) -> Any:
+        if grad_sample_mode == "flash":
+            raise ValueError(
+                'grad_sample_mode="flash": found with an engine of Opacus\'. Use\n'
+                "    flash_clipping.FlashPrivacyEngine().make_private(...)\n"
+                "and, in the place of PrivacyEngineAdaptiveClipping, give it "
+                'clipping="adaptive".'
+            )
+        return known(grad_sample_mode)
 
     for name in ("get_gsm_class", "get_hooks_class"):
         if (known := getattr(utils, name, None)) is not None:
-            setattr(utils, name, explained(known))
+            setattr(utils, name, partial(explain, known))
 
 
 @contextmanager

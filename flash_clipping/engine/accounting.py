@@ -326,12 +326,7 @@ class PldAccountant(CountsSteps, IAccountant):
         """ε for this δ, for datasets that are neighbours by :attr:`MechanismSpec.relation`."""
         if any(multiplier == 0 for multiplier, _, _ in self.history):
             return math.inf
-        return max((epsilon_by_pld(r, delta) for r in self.releases()), default=0.0)
-
-    def releases(self) -> list[list[Release]]:
-        """What all steps released, as it is for each of the neighbours that there are."""
-        runs = [self.process.releases(*entry) for entry in self.history]
-        return [[*neighbour] for neighbour in zip(*runs, strict=True)]
+        return max((epsilon_by_pld(r, delta) for r in releases_of(self)), default=0.0)
 
     def noise_multiplier(
         self,
@@ -416,9 +411,20 @@ def with_right_length(accountant: Any) -> Any:
     return accountant if ours is None else ours()
 
 
+def process_of(accountant: Any) -> MechanismSpec:
+    """How the steps of an accountant draw batches and make noise; Opacus' know one way."""
+    return getattr(accountant, "process", MechanismSpec())
+
+
 def relation_of(accountant: Any) -> str:
     """The neighbouring relation of an accountant's ε, in words."""
-    return str(getattr(accountant, "process", MechanismSpec()).relation)
+    return process_of(accountant).relation
+
+
+def releases_of(accountant: Any) -> list[list[Release]]:
+    """What all steps released, as it is for each of the neighbours that there are."""
+    runs = [process_of(accountant).releases(*entry) for entry in accountant.history]
+    return [[*neighbour] for neighbour in zip(*runs, strict=True)]
 
 
 @contextmanager

@@ -267,19 +267,19 @@ class GradLedger:
                 self._refuse_grad(param)
         return replace(record, params=frozenset(map(id, params)))
 
-    def name_of(self, param: nn.Parameter) -> str | None:
-        """The parameter's name in the model; ``None`` for one that is not there."""
-        named = self.model.named_parameters()
-        return next((name for name, found in named if found is param), None)
+    def name_of(self, param: Tensor, where: str = "optimizer") -> str:
+        """The parameter's name in the model; ``ValueError`` for one that is not there."""
+        for name, found in self.model.named_parameters():
+            if found is param:
+                return name
+        raise ValueError(
+            f"{where}: found a parameter of shape {tuple(param.shape)} that the wrapped model has "
+            "not, or had not when it was wrapped: its gradients are not clipped. Wrap the model "
+            "when it is complete, and give the optimizer its parameters."
+        )
 
     def _refuse_grad(self, param: nn.Parameter) -> NoReturn:
         name = self.name_of(param)
-        if name is None:
-            raise ValueError(
-                f"The optimizer has a parameter of shape {tuple(param.shape)} that the wrapped "
-                "model has not, or had not when it was wrapped: its gradient is not clipped. Wrap "
-                "the model when it is complete, and give the optimizer its parameters."
-            )
         if param.grad is None:
             raise ValueError(
                 f"{name}: this parameter has no clipped sum; its p.grad is None. Call "

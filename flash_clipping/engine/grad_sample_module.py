@@ -132,14 +132,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         fp32_precision: Fp32Precision = "ieee",
         sample_of: str | Offsets | None = None,
     ):
-        check_options(
-            loss_reduction=loss_reduction,
-            mode=mode,
-            backend=backend,
-            sum_dtype=sum_dtype,
-            fp32_precision=fp32_precision,
-            clipping=clipping,
-        )
+        check_options(locals())
         refuse_unsupported(m)
         self._rounds_by_scale = rounds_by_scale(m)
         self.strict, self.mode, self.backend, self.clipping = strict, mode, backend, clipping

@@ -95,7 +95,8 @@ def plan_taps(
 
     A container of parameters (``nn.ParameterList``) has no forward: it belongs to its parent.
     """
-    paths = [path for path, _ in root.named_modules()]
+    modules = dict(root.named_modules())
+    paths = [*modules]
     folded: set[str] = set()
     for pattern in folded_modules:
         named = [path for path in paths if fnmatchcase(path, pattern)]
@@ -105,8 +106,8 @@ def plan_taps(
                 f"{', '.join(repr(path) for path in paths[1:4])}."
             )
         folded |= {p for name in named for p in paths if p == name or p.startswith(f"{name}.")}
-    rules = {path: find_rule(module) for path, module in root.named_modules()}
-    lists = [path for path, module in root.named_modules() if is_list_of_experts(module)]
+    rules = {path: find_rule(module) for path, module in modules.items()}
+    lists = [path for path, module in modules.items() if is_list_of_experts(module)]
     for path, rule in rules.items():
         if path in lists or (rule is not None and rule.folds and not rule.takes_samples):
             # What stands beside experts (a router, shared experts) reads tokens as they do.
@@ -115,7 +116,7 @@ def plan_taps(
     folded -= {p for path in lists for p in paths if p.startswith(f"{path}.")}
     scoped = scoped_forwards(root, session)
     parts: set[nn.Module] = set()  # of layers above them
-    for path, module in root.named_modules():
+    for path, module in modules.items():
         if isinstance(module, PARAMETER_CONTAINERS) or module in parts:
             continue
         if module in scoped:

@@ -214,15 +214,7 @@ class ModelWatch:
 
     def before_forward(self, module: nn.Module) -> None:
         """Watch new parameters, take over what was compiled, and refuse what cannot be clipped.
-
-        ``module`` is the model, or the replica of it whose forward begins.
-
-        Raises:
-            FlashClippingError: the model runs inside PyTorch's data parallelism, or was sharded; or
-                a hook waits for a gradient that will not come.
-            NotImplementedError: an embedding was given a ``max_norm``, or a batch normalization
-                is in train mode.
-        """
+        ``module`` is the model, or the replica of it whose forward begins."""
         refuse_around(module, module is not self.root)
         if PIPELINES in sys.modules and not self.in_private_schedule:
             refuse_in_pipeline(module)
@@ -381,13 +373,8 @@ class ModelWatch:
     def after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Refuse what this forward of ``module``, of these arguments, has made of it; in backward,
-        gradients of outputs that are not each sample's own.
-
-        Raises:
-            NotImplementedError: it has changed a buffer.
-            FlashClippingError: it records gradients, and a trainable parameter has no tap.
-        """
+        """Refuse changed buffers, trainable parameters without a tap, and in backward gradients of
+        outputs that are not each sample's own."""
         if self._buffers is not None:
             self._buffers.after_forward(self._structure.modules, args, kwargs)
         if torch.is_grad_enabled():

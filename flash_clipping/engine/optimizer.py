@@ -193,12 +193,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         params = param_group["params"]
         for param in [params] if isinstance(params, Tensor) else params:
             tensor = param[1] if isinstance(param, tuple) else param
-            if self._module is not None and self._module.running_step.name_of(tensor) is None:
-                raise ValueError(
-                    f"add_param_group: found a parameter of shape {tuple(tensor.shape)} that "
-                    "the wrapped model has not; its gradients would not be clipped. Wrap the "
-                    "model when it is complete, and give the optimizer its parameters."
-                )
+            if self._module is not None:
+                self._module.running_step.name_of(tensor, "add_param_group")
         self.original_optimizer.add_param_group(param_group)
 
     # -- a step ---------------------------------------------------------------------------------

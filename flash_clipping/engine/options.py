@@ -116,10 +116,11 @@ _VALUES: dict[str, Sequence[str]] = {
 }
 
 
-def check_options(**given: str) -> None:
-    """Raise ``ValueError`` for a value that is unknown."""
-    for name, value in given.items():
-        check_one_of(name, value, _VALUES[name])
+def check_options(given: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a value that is unknown, of those that take a few."""
+    for name, known in _VALUES.items():
+        if name in given:
+            check_one_of(name, given[name], known)
 
 
 #: Arguments of ``clipping="adaptive"`` alone.

@@ -305,8 +305,8 @@ class FlashPrivacyEngine(PrivacyEngine):
         check_keywords(kwargs, clipping)
         if noise_generator and self.secure_mode:
             raise ValueError(
-                "noise_generator: found a seed. Passing seed is prohibited in secure mode: whoever "
-                "knows it can subtract the noise. Leave it out."
+                "noise_generator: found a seed for the noise. Passing seed is prohibited in secure "
+                "mode: whoever knows it can subtract the noise. Leave it out."
             )
         if isinstance(module, GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(module, optimizer)
@@ -314,7 +314,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         if group is None:
             refuse_alone(module, distributed)
         check_noise_grid(self.accountant, given)
-        check_options(cuda_graphs=cuda_graphs)
+        check_options({"cuda_graphs": cuda_graphs})
         dataset: Any = data_loader.dataset
         of_rows = None
         if units is not None:

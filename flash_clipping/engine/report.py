@@ -20,8 +20,9 @@ from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     DiscreteGaussianAccountant,
     FeasiblePrvAccountant,
-    MechanismSpec,
+    process_of,
     relation_of,
+    releases_of,
     without_hints,
 )
 from flash_clipping.engine.releases import Release, epsilon_by_pld
@@ -59,14 +60,11 @@ _OF_SAMPLING = {
 
 def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
     """See :meth:`~flash_clipping.FlashPrivacyEngine.report`."""
-    accountant = engine.accountant
-    process: MechanismSpec = getattr(accountant, "process", MechanismSpec())
-    history = [tuple(entry) for entry in accountant.history]
+    accountant, process = engine.accountant, process_of(engine.accountant)
     is_discrete = isinstance(accountant, DiscreteGaussianAccountant)
-    runs = [process.releases(*entry) for entry in history]
     neighbours = [
         [replace(release, is_discrete=is_discrete) for release in releases]
-        for releases in zip(*runs, strict=True)
+        for releases in releases_of(accountant)
     ] or [[]]
     warned = engine._warned_not_poisson
     names = "noise_multiplier", "sample_rate", "steps"
@@ -75,8 +73,8 @@ def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
         "process": process.state_dict(),
         "noise": "discrete" if is_discrete else "continuous",
         "samples": engine._samples,
-        "steps": sum(steps for *_, steps in history),
-        "history": [dict(zip(names, entry, strict=True)) for entry in history],
+        "steps": sum(steps for *_, steps in accountant.history),
+        "history": [dict(zip(names, entry, strict=True)) for entry in accountant.history],
     }
     return _report(
         neighbours,

@@ -17,7 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine import releases
-from flash_clipping.engine.accounting import ADD_OR_REMOVE, MechanismSpec, PldAccountant
+from flash_clipping.engine.accounting import (
+    ADD_OR_REMOVE,
+    MechanismSpec,
+    PldAccountant,
+    releases_of,
+)
 from flash_clipping.engine.releases import (
     Release,
     allocation_losses,
@@ -297,7 +302,7 @@ def test_training(options: dict[str, Any], release: Release) -> None:
     )
     assert optimizer.expected_batch_size == 6
     assert engine.accountant.history == [(1.0, 0.2, 10)]
-    assert engine.accountant.releases() == [[release]]
+    assert releases_of(engine.accountant) == [[release]]
     assert engine.get_epsilon(1e-3) == pytest.approx(epsilon_by_pld([release], 1e-3))
 
 

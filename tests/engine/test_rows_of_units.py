@@ -14,7 +14,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.engine import releases
-from flash_clipping.engine.accounting import ADD_OR_REMOVE, MechanismSpec
+from flash_clipping.engine.accounting import ADD_OR_REMOVE, MechanismSpec, releases_of
 from flash_clipping.engine.releases import Release, epsilon_by_pld
 from flash_clipping.engine.sampling.samplers import RowsOfUnitsSampler, UnitsOfRows
 from tests.support.users import BATCH, IDS, ROWS, SIZES, private, step
@@ -114,7 +114,7 @@ def test_training() -> None:
         optimizer.step()
     kept = sum(min(size, 3) for size in SIZES)
     assert optimizer.expected_batch_size == pytest.approx(kept / (ROWS / BATCH))
-    assert engine.accountant.releases() == [[Release(1.0, 6, "rows", 1 / 6, 3)]]
+    assert releases_of(engine.accountant) == [[Release(1.0, 6, "rows", 1 / 6, 3)]]
     assert engine.get_epsilon(1e-3) == pytest.approx(
         epsilon_by_pld([Release(1.0, 6, "rows", 1 / 6, 3)], 1e-3)
     )
