@@ -149,7 +149,7 @@ class PoissonLoader(DPDataLoader):
             found = "in a private loader" if units is None else "with units"
             raise ValueError(
                 f"rand_on_empty=True: found {found}. A made-up sample in a batch without samples "
-                "would take part in the sum. Leave it out: such batches are served."
+                "would move the sum by up to 2 C. Leave it out: such batches are served."
             )
         distributed = distributed or processes is not None
         self.sample_rate, self.distributed = sample_rate, distributed
