@@ -215,8 +215,8 @@ class PrivateRun:
         noise is drawn afresh, unless from a seed."""
         if self.steps:
             raise ValueError(
-                f"resume: found a run that has done {self.steps} private steps. Its accountant "
-                "would forget them. Make a new trainer to resume with."
+                f"resume: found a run that has done {self.steps} private steps. Make a new trainer "
+                "to resume with."
             )
         now, then = self._settings(), state["settings"]
         changed = [name for name in then if now[name] != then[name]]

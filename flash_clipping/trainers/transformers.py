@@ -83,8 +83,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     What arguments of ``TrainingArguments`` mean here:
         per_device_train_batch_size: the most samples that are on the device at a time, ``b``.
-        gradient_accumulation_steps: ``a``; the expected batch of a step has ``a * b`` samples, in
-            ``n`` processes ``a b n``. A step draws every one of the ``N`` samples with probability
+        gradient_accumulation_steps: ``a``; the expected batch of a step has ``a b n`` samples, in
+            ``n`` processes. A step draws every one of the ``N`` samples with probability
             ``1 / ceil(N / (a b n))``, and there are ``ceil(N / (a b n))`` steps in an epoch.
         auto_find_batch_size: a part that runs out of memory is halved and run again, and so are
             those that follow; ``b`` is where it begins. Batches, noise and accounting are the same.
@@ -148,7 +148,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         if resume_from_checkpoint and self.run.steps:
             raise ValueError(
                 f"resume_from_checkpoint: found a trainer that has done {self.run.steps} private "
-                "steps. Its accountant would forget them. Make a new PrivateTrainer to resume with."
+                "steps. Make a new PrivateTrainer to resume with."
             )
         self.run.steps_before = self.run.steps
         # Accelerate keeps this number for the process; another Accelerator may have set it.
@@ -244,8 +244,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         if self.run.hooks is None or not isinstance(inputs, LogicalBatch):
             raise ValueError(
                 f"PrivateTrainer: found a training batch of type {type(inputs).__name__}; expected "
-                "one of its own loader, which draws Poisson batches. Do not override "
-                "get_train_dataloader; change train_dataset or data_collator instead."
+                "one of its own loader. Do not override get_train_dataloader; change train_dataset "
+                "or data_collator."
             )
         hooks = self.run.hooks
         model.train()
@@ -284,13 +284,10 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         return torch.stack(totals).sum() / max(1, sum(inputs.sizes))
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The loss of every sample, ``[B]``, each a function of that sample only.
-
-        By ``compute_loss_func(outputs, labels, num_items_in_batch=None)``, where it was given;
-        otherwise by :func:`flash_clipping.trainers.sample_losses.sample_losses`: for tokens the
-        mean over a sample's own. Override it for another loss, for training; evaluation has the
-        Trainer's own ``compute_loss``.
-        """
+        """The loss of every sample, ``[B]``, each a function of that sample only; by
+        ``compute_loss_func(outputs, labels, num_items_in_batch=None)``, where it was given. For
+        tokens it is the mean over a sample's own. Override it for another loss, for training;
+        evaluation has the Trainer's own ``compute_loss``."""
         return self._losses(model, inputs, label_smoothing=self.args.label_smoothing_factor)
 
     def _losses(
@@ -394,9 +391,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         path = os.path.join(checkpoint, STATE_NAME)
         if not os.path.isfile(path):
             raise ValueError(
-                f"resume_from_checkpoint: {checkpoint} has no {STATE_NAME}, so that nobody knows "
-                "what its weights have cost. It was written by another trainer, or with "
-                "save_only_model=True. Resume from one that PrivateTrainer wrote."
+                f"resume_from_checkpoint: {checkpoint} has no {STATE_NAME}. It was written by "
+                "another trainer, or with save_only_model=True. Resume from one that "
+                "PrivateTrainer wrote."
             )
         state = torch.load(path, map_location="cpu", weights_only=True)
         # From the file: transformers 5.0 reads it only after the optimizer's.
@@ -467,8 +464,7 @@ def _clipping_bound(of_trainer: float | None, of_privacy: float | None) -> float
     if of_trainer and of_trainer not in (_DEFAULT_BOUND, of_privacy):
         raise ValueError(
             f"max_grad_norm: found {of_trainer} in TrainingArguments and {of_privacy} in "
-            "PrivacyArguments. There is one bound, that of a sample; the sum is not clipped again. "
-            "Leave it out of TrainingArguments."
+            "PrivacyArguments; expected one bound. Leave it out of TrainingArguments."
         )
     return of_privacy
 

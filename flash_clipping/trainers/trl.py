@@ -149,7 +149,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
             raise ValueError(
                 f"PrivateDPOTrainer: found {listed}; expected loss_type of {sorted(_DPO_LOSSES)}, "
                 "f_divergence_type='reverse_kl', and nothing else that changes the loss. For "
-                "another loss override compute_sample_losses, which returns one for each pair."
+                "another loss override compute_sample_losses."
             )
         self._loss_of_margin = _DPO_LOSSES[losses[0]]
         super().__init__(*arguments, privacy=_by(privacy, "pair"), **kwargs)

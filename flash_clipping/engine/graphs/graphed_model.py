@@ -53,12 +53,8 @@ def replay_calls(model: GradSampleHooksFlashClipping) -> None:
 
 @dataclass
 class Use:
-    """The results of one call of the model that the loop used in backward.
-
-    Attributes:
-        grads: which of its results, by number among all of its leaves, got a gradient.
-        reductions: of the loss, as the criterion said in backward.
-    """
+    """What the loop did with one call of the model: which of its results (by number, among all
+    leaves) got a gradient, and the loss's reductions, as the criterion said in backward."""
 
     grads: set[int] = field(default_factory=set)
     reductions: set[str] = field(default_factory=set)
@@ -71,8 +67,7 @@ class GraphedCall(Graph):
     Attributes:
         use: what it was captured for.
         differentiable: which of its results, by number, have a gradient.
-        output_grads: by the number of the result, what backward reads its gradient from.
-        replay_backward: launches the second graph.
+        output_grads: by that number, what backward reads the gradient from.
     """
 
     use: Use = field(default_factory=Use)
@@ -86,8 +81,7 @@ class GraphedModel(GraphedStep):
 
     A call runs as it is where :class:`GraphedStep` would run as it is, and while the results of a
     replayed call still wait for their backward. Graphs are given up for good, with one warning
-    (``off`` is why), where the model waits for the device, draws random numbers on the host, has
-    hooks of others, or keeps tensors that are neither parameters nor buffers.
+    (``off`` is why), where no replay would be what the call is.
     """
 
     _kind = GraphedCall
@@ -209,8 +203,7 @@ class GraphedModel(GraphedStep):
         use.reductions.add(session.loss_reduction)
 
     def _capture_call(self, use: Use, *given: Any) -> GraphedCall:
-        """Record both graphs, after a trial; ``given``: as of :meth:`_new_graph`. Raises
-        ``FlashClippingError`` where a replay would be something else."""
+        """Record both graphs, after a trial; ``given``: as of :meth:`_new_graph`."""
         call, args, kwargs = self._new_graph(*given)
         call.use = use
         session, device = self.model._session, call.device
@@ -341,8 +334,7 @@ def _backward_of(leaves: list[Any]) -> Callable[[Sequence[Tensor | None]], None]
 def _apart(
     output: Any, differentiable: set[int], backward: Callable[[Sequence[Tensor | None]], None]
 ) -> Any:
-    """Copies of what the model returned. ``differentiable``: which of its leaves, by number, have a
-    gradient; ``backward``: takes the gradients of all leaves."""
+    """Copies of what the model returned; ``backward`` takes the gradients of all leaves."""
     leaves, structure = pytree.tree_flatten(output)
     leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
     anchor = torch.empty(0, requires_grad=True)

@@ -37,8 +37,7 @@ from flash_clipping.ops.runtime.upload import sources_kept
 
 @contextmanager
 def captures(model: GradSampleHooksFlashClipping) -> Iterator[GraphedResults]:
-    """Let backward passes be captured as a CUDA graph. What reads norms meanwhile reads those
-    that replays will write; afterwards the norms are again those from before."""
+    """Let backward passes be captured; afterwards the published norms are those from before."""
     params = model.trainable_parameters
     rows = published_rows(params)
     total_B: Any = getattr(model, "per_sample_gradient_norms", None)
@@ -304,12 +303,9 @@ class GraphedStep:
         return len(self._graphs) < self.size
 
     def _meets_others(self) -> bool:
-        """Whether somebody keeps a graph of autograd's that ends in a parameter.
-
-        Its last node belongs to the stream that it was made on. Every later backward uses it again,
-        and a capture, on a stream of its own, cannot; failing there would leave the device's
-        generator and allocator as if it still went on.
-        """
+        """Whether somebody keeps a graph of autograd's that ends in a parameter. Its last node
+        belongs to the stream that it was made on; a capture, on a stream of its own, would fail,
+        and leave the device's generator and allocator as if it still went on."""
         params = self._module().parameters()
         return any([has_lasting_node(param) for param in params if param.requires_grad])
 

@@ -149,15 +149,12 @@ class PoissonLoader(DPDataLoader):
             found = "in a private loader" if units is None else "with units"
             raise ValueError(
                 f"rand_on_empty=True: found {found}. A made-up sample in a batch without samples "
-                "would take part in the sum, which then changes by up to 2 C when a sample is "
-                "added to such a batch. Leave it out: batches without samples are served."
+                "would move the sum by up to 2 C. Leave it out: such batches are served."
             )
         distributed = distributed or processes is not None
         self.sample_rate, self.distributed = sample_rate, distributed
-        size = len(dataset)  # type: ignore[arg-type]
-        steps = round(1 / sample_rate)
-        if stream is None:
-            stream = stream_of(None, generator)
+        size, steps = len(dataset), round(1 / sample_rate)  # type: ignore[arg-type]
+        stream = stream_of(None, generator) if stream is None else stream
         process = MechanismSpec() if process is None else process
         options: dict[str, Any] = {"steps": steps}
         is_shared = processes is not None or not process.is_plain
@@ -177,9 +174,8 @@ class PoissonLoader(DPDataLoader):
         if units is not None and by_rows:
             if distributed:
                 raise ValueError(
-                    "sampling='poisson_rows': found with a model of several processes, for which "
-                    "it is not built. Draw units in the place of their rows, which are one "
-                    "process's each (sampling='poisson', the default); or train in one process."
+                    "sampling='poisson_rows': found with a model of several processes. Draw units "
+                    "in the place of their rows (sampling='poisson'); or train in one process."
                 )
             sampler = RowsOfUnitsSampler(units=units, **options)
         elif distributed and process.is_plain:
@@ -301,8 +297,7 @@ def _refuse_different(size: int, steps: int, units: UnitsOfRows | None) -> None:
         listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
         raise ValueError(
             f"data_loader: the processes' loaders differ ({listed}). Expected the whole dataset, "
-            "the same batch size and the same units in every process: each then draws its own "
-            "share of it."
+            "the same batch size and the same units in every process."
         )
 
 
@@ -396,13 +391,12 @@ def refuse_units(given: dict[str, Any]) -> None:
         raise ValueError("units: found with another grad_sample_mode; only 'flash' clips units.")
     if given["sample_of"] is not None:
         raise ValueError(
-            "units and sample_of: found both. With units the loader says which unit each row "
-            "belongs to; with sample_of an argument of the forward does, and items are units."
+            "units and sample_of: found both; expected one of them. With units the loader says "
+            "which unit each row belongs to, with sample_of an argument of the forward does."
         )
     if not given["poisson_sampling"]:
         raise ValueError(
-            "units: found with poisson_sampling=False; the loader would not draw units. Leave "
-            "poisson_sampling at its default."
+            "units: found with poisson_sampling=False; expected True: the loader draws units."
         )
 
 
@@ -413,17 +407,14 @@ def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
         return
     if by_hand:
         raise FlashClippingError(
-            "optimizer.signal_skip_step(): found a loader whose batches must come whole, with "
-            "one step for each (units, max_batch_size or batches in an order). A step of two "
-            "of them could hold one sample twice, and is accounted for as one. Call "
-            "optimizer.step() after every batch; for larger steps use a loader with a larger "
-            "batch_size. Nothing was released."
+            "optimizer.signal_skip_step(): found a loader whose batches must come whole, with one "
+            "step for each (units, max_batch_size or batches in an order). Call optimizer.step() "
+            "after every batch; for larger steps use a larger batch_size. Nothing was released."
         )
     raise FlashClippingError(
-        "BatchMemoryManager: found with a loader whose batches must come whole (units). It splits "
-        "them between any two rows: parts of one unit would be clipped one by one, and a unit of R "
-        "parts could move the sum by R times max_grad_norm. Use a loader with a smaller "
-        "batch_size, max_rows_per_unit, or activation checkpointing (mode='two_pass')."
+        "BatchMemoryManager: found with a loader whose batches must come whole (units): parts of "
+        "one unit would be clipped one by one. Use a loader with a smaller batch_size, "
+        "max_rows_per_unit, or activation checkpointing (mode='two_pass')."
     )
 
 
