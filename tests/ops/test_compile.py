@@ -105,7 +105,7 @@ for dtype in (torch.bfloat16, torch.float32):
             finite_rows_triton.finite_rows(rows, ids[0].byte(), in_place)
     row_sum_triton.row_sums([A, A], [None, None])
     row_sum_triton.row_sums([A, A], [Normalized(A, rstd, rstd), None])
-    norm_layer_triton.norm_backward(A, A, rstd, rstd, A[0, 0], True, True, True)
+    norm_layer_triton.norm_backward(A, A, rstd, rstd, A[0, 0], (True, True, True))
     norm_layer_triton.group_norm_grads(A, A, torch.empty(2, 8), torch.empty(2, 8))
     embedding_triton.embedding_sqnorms(ids, A, 3)
     embedding_triton.embedding_sqnorms(ids[:, :128], A[:, :128], 3)
