@@ -120,9 +120,7 @@ for dtype in (torch.bfloat16, torch.float32):
     kind = kind._replace(small=False)
     work = clipped_sum_triton.Products(pairs)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef)
-    portable = clipped_sum_triton.Config(tma=tma)
-    if dtype == torch.float32:
-        portable = clipped_sum_triton.Config(32, promote=2, num_stages=3, tma=tma)
+    portable = clipped_sum_triton.constants_for(dtype, tma)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef, portable)
     work = clipped_sum_triton.Products([(A, odd), (odd, A)])
     clipped_sum_triton.launch_clipped_sums(work, kind, coef)
