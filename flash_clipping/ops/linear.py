@@ -68,6 +68,8 @@ def linear_sqnorm_blocks(
             doubt_LB = torch.stack([doubts[i] for i in members])
             blocks.append(SqnormBlock([outer[i] for i in members], sq_LB, doubt_LB))
     # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
+    if blocks and not by_algorithm["gram"]:
+        return blocks
     if not blocks:
         return gram_blocks(ready, backend=backend, memo=memo)
     left: list[list[int]] = [[] for _ in ready]  # their layers in each group

@@ -199,13 +199,11 @@ def kernels() -> Any:
     return pytest.importorskip("flash_clipping.ops.clipped_sum.triton")
 
 
-def of_one_kind(pairs: list, coef: torch.Tensor, config: Any = None) -> list[torch.Tensor]:
-    """The sums by one launch, with these parameters."""
+def of_one_kind(pairs: list, coef: torch.Tensor) -> list[torch.Tensor]:
+    """The sums by one launch."""
     module = kernels()
     (kind,) = module.kinds_of(pairs)
-    found: list[torch.Tensor] = module.launch_clipped_sums(
-        module.Products(pairs), kind, coef, config
-    )
+    found: list[torch.Tensor] = module.launch_clipped_sums(module.Products(pairs), kind, coef)
     return found
 
 
@@ -243,7 +241,7 @@ def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
     assert module.Products(pairs).aligned
 
     def check() -> list[torch.Tensor]:
-        sums = of_one_kind(pairs, coef, module.RING)
+        sums = of_one_kind(pairs, coef)
         for total, (A, G) in zip(sums, pairs, strict=True):
             kept = coef != 0
             grads = torch.bmm(G[kept].double().mT, A[kept].double())
@@ -253,7 +251,7 @@ def test_tiles_that_one_warp_loads(dtype: torch.dtype, shape: tuple) -> None:
 
     first = check()
     for _ in range(3):  # the same from run to run
-        again = of_one_kind(pairs, coef, module.RING)
+        again = of_one_kind(pairs, coef)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     if B > 1:  # a dropped sample, whatever it holds
         coef[1] = 0
@@ -276,7 +274,7 @@ def test_products_that_are_worth_a_launch(case: Case, tma: bool) -> None:
         A[1], G[1] = float("inf"), float("nan")
     (kind,) = module.kinds_of(pairs)
     kind = kind._replace(small=False)
-    config = module.Config(32, promote=1, num_stages=3, tma=tma)
+    config = dict(module.constants_for(torch.float32, tma), PROMOTE=1)
     sums = module.launch_clipped_sums(module.Products(pairs), kind, coef, config)
     for total, (A, G) in zip(sums, pairs, strict=True):
         oracle = oracle_of(A[[0, 2]], G[[0, 2]], coef[[0, 2]])
@@ -309,7 +307,7 @@ def test_rows_on_16_bytes_of_any_width(case: Case, tma: bool, widths: list) -> N
     kind = kind._replace(small=False)
     work = module.Products(pairs)
     assert work.aligned
-    config = module.Config(32, promote=1, num_stages=3, tma=tma)
+    config = dict(module.constants_for(torch.float32, tma), PROMOTE=1)
     sums = module.launch_clipped_sums(work, kind, coef, config)
     for total, (A, G) in zip(sums, pairs, strict=True):
         oracle = oracle_of(A[[0, 2]], G[[0, 2]], coef[[0, 2]])

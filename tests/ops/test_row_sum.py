@@ -138,9 +138,9 @@ def test_what_is_normalized_must_fit_its_rows() -> None:
     rows, x, mean = torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.randn(2, 4)
     with pytest.raises(ValueError, match="found 1 normalized tensors for 2 of rows"):
         row_sums([rows, rows], [Normalized(x, mean, mean)])
-    with pytest.raises(ValueError, match=r"\(2, 4, 5\) beside rows \(2, 4, 3\)"):
+    with pytest.raises(ValueError, match=r"found \(2, 4, 5\), .* beside rows \(2, 4, 3\)"):
         row_sums([rows], [Normalized(torch.randn(2, 4, 5), mean, mean)])
-    with pytest.raises(ValueError, match=r"rstds of every row.*; found \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"rstds of every row.*; found .*\(2, 3\)"):
         row_sums([rows], [Normalized(x, mean[:, :3], mean)])
     with pytest.raises(ValueError, match="one dtype; found torch.float16, torch.float32"):
         row_sums([rows, rows], [Normalized(x, mean, mean), Normalized(x.half(), mean, mean)])

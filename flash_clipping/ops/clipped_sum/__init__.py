@@ -68,10 +68,12 @@ def clipped_sums_many(
         kinds = memo["kinds"] = shapes.busy_kinds([(A, (G,)) for A, G in pairs])
     results: dict[int, Tensor] = {}
     for number, members in enumerate(kinds):
-        alike = [pairs[i] for i in members]
+        alike = pairs if len(members) == len(pairs) else [pairs[i] for i in members]
         decides = max(alike[0], key=Tensor.element_size)  # whose dtype an implementation must take
         run = reference.clipped_sums_many
         sums = backends.run(run, backend, decides, alike, coef_B, memo.setdefault(number, {}))
+        if alike is pairs:
+            return sums
         results.update(zip(members, sums, strict=True))
     for i, (A, G) in enumerate(pairs):
         if i not in results:  # without elements

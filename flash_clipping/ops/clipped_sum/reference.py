@@ -17,12 +17,16 @@ def clipped_sums_many(
     pairs: Sequence[tuple[Tensor, Tensor]], coef_B: Tensor, memo: LaunchCache | None = None
 ) -> list[Tensor]:
     """See :func:`flash_clipping.ops.clipped_sum.clipped_sums_many`."""
-    by_input: dict[int, list[int]] = {}
-    for i, (A, _) in enumerate(pairs):
-        by_input.setdefault(id(A), []).append(i)
     sums: dict[int, Tensor] = {}
-    for members in by_input.values():
-        found = _of_one_input(pairs[members[0]][0], [pairs[i][1] for i in members], coef_B)
+    by_input: dict[int, tuple[list[int], list[Tensor]]] = {}
+    for i, (A, G) in enumerate(pairs):
+        members, Gs = by_input.setdefault(id(A), ([], []))
+        members.append(i)
+        Gs.append(G)
+    for members, Gs in by_input.values():
+        found = _of_one_input(pairs[members[0]][0], Gs, coef_B)
+        if len(members) == len(pairs):
+            return found
         sums.update(zip(members, found, strict=True))
     return [sums[i] for i in range(len(pairs))]
 

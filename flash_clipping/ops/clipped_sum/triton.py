@@ -13,7 +13,7 @@ than that to launch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -105,21 +105,6 @@ class Products(Table):
         self.set_column(4, [A.data_ptr() for A, _ in pairs])
 
 
-@dataclass(frozen=True)
-class Config:
-    """A launch's parameters."""
-
-    block_t: int = 64
-    promote: int = 16
-    num_warps: int = 8
-    num_stages: int = 4
-    tma: bool = True
-    ring: bool = False
-
-
-RING = Config(ring=True)
-"""For :mod:`flash_clipping.ops.clipped_sum.hopper`, which takes no other parameters."""
-
 MOST_ROWS = 64
 """Samples of one position up to which a program takes a step for each of them; for more, one
 product of a library, in fp32. A classifier of 512 samples took the kernel 0.6 ms on an H200."""
@@ -128,15 +113,12 @@ FEWEST = 16
 """Rows of a table that a kernel is compiled for at least: many tables, few kernels."""
 
 
-def config_for(work: Products, kind: Kind, device: torch.device) -> Config:
+def constants_for(dtype: torch.dtype, tma: bool) -> dict[str, Any]:
     """By rule, not by search: few kernels, quick to compile."""
-    tma = work.aligned and tiles.has_tma(device)
-    if tma and kind.A_dtype != torch.float32 and tiles.is_hopper(device) and has_gluon():
-        return RING
-    tma = tma and not kind.small  # a descriptor takes as long to make as such a tile
-    if kind.A_dtype == torch.float32:
-        return Config(32, promote=2, num_stages=3, tma=tma)
-    return Config(num_stages=4 if tma else 3, tma=tma)
+    usual = dict(TMA=tma, num_warps=8)
+    if dtype == torch.float32:
+        return dict(usual, BLOCK_T=32, PROMOTE=2, num_stages=3)
+    return dict(usual, BLOCK_T=64, PROMOTE=16, num_stages=4 if tma else 3)
 
 
 def clipped_sums_many(
@@ -171,34 +153,37 @@ def clipped_sums_many(
 
 
 def launch_clipped_sums(
-    work: Products, kind: Kind, coef_B: Tensor, config: Config | None = None
+    work: Products, kind: Kind, coef_B: Tensor, constants: dict[str, Any] | None = None
 ) -> list[Tensor]:
-    """One launch for products of one kind: ``[p, d]`` of every pair, in fp32."""
-    device = coef_B.device
-    config = config or config_for(work, kind, device)
+    """One launch for products of one kind: ``[p, d]`` of every pair, in fp32. ``constants``: for
+    tests, those of the kernel that any GPU runs."""
+    device, dtype = coef_B.device, kind.A_dtype
+    tma = work.aligned and tiles.has_tma(device)
+    on_hopper = tma and dtype != torch.float32 and tiles.is_hopper(device) and has_gluon()
+    ring = constants is None and on_hopper
     results = [torch.empty(shape, dtype=torch.float32, device=device) for shape in work.shapes]
     work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
-    count = work.cut(tiles.RING_TILE[1] if config.ring else BLOCK)
+    count = work.cut(tiles.RING_TILE[1] if ring else BLOCK)
     arguments = (work.on(device), coef_B.contiguous(), layers, count, kind.B, kind.T)
-    if config.ring:
+    if ring:
         from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
 
         launch(
             _clipped_sums_ring_kernel, min(count, tiles.sm_count(device)), *arguments,
-            DTYPE=tiles.TL_DTYPE[kind.A_dtype], workspace=True, num_warps=4,
+            DTYPE=tiles.TL_DTYPE[dtype], workspace=True, num_warps=4,
         )  # fmt: skip
     else:
-        # The tiles of small layers take no longer than a program takes to start.
+        # A descriptor takes as long to make as the tile of a small layer, and this no longer than a
+        # program takes to start.
+        constants = constants or constants_for(dtype, tma and not kind.small)
         programs = count if kind.small else min(count, tiles.sm_count(device))
-        most = max(FEWEST, tiles.next_power_of_2(layers))
         launch(
             _clipped_sums_kernel, programs, *arguments,
-            DTYPE=tiles.TL_DTYPE[kind.A_dtype], ALIGNED=work.aligned,
+            DTYPE=tiles.TL_DTYPE[dtype], ALIGNED=work.aligned,
             G_WHOLE=work.aligned and work.G_whole, A_WHOLE=work.aligned and work.A_whole,
-            TMA=config.tma, LAYERS=most, COLUMNS=COLUMNS, BLOCK=BLOCK, BLOCK_T=config.block_t,
-            PROMOTE=config.promote, GROUP=8, PRECISION=tiles.dot_precision(kind.A_dtype),
-            workspace=config.tma, num_warps=config.num_warps, num_stages=config.num_stages,
+            LAYERS=max(FEWEST, tiles.next_power_of_2(layers)), COLUMNS=COLUMNS, BLOCK=BLOCK,
+            GROUP=8, PRECISION=tiles.dot_precision(dtype), workspace=constants["TMA"], **constants,
         )  # fmt: skip
     work.held = []
     return results

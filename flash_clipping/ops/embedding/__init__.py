@@ -104,15 +104,12 @@ def tied_cross_term(
     """
     ids_BT, Gemb_BTd = _as_positions(ids, Gemb)
     Ahead_BSd, Ghead_BSV = as_rows(Ahead, "Ahead"), as_rows(Ghead, "Ghead")
-    if Ahead_BSd.shape[:2] != Ghead_BSV.shape[:2] or Ahead_BSd.shape[0] != ids_BT.shape[0]:
+    B, S, d = Ahead_BSd.shape
+    if Ghead_BSV.shape[:2] != (B, S) or (len(Gemb_BTd), Gemb_BTd.shape[2]) != (B, d):
         raise ValueError(
-            f"Ahead has shape {tuple(Ahead.shape)} and Ghead {tuple(Ghead.shape)} for ids of shape "
-            f"{tuple(ids.shape)}; samples must agree, and positions of Ahead and Ghead."
-        )
-    if Ahead_BSd.shape[-1] != Gemb_BTd.shape[-1]:
-        raise ValueError(
-            f"Ahead has {Ahead_BSd.shape[-1]} features and Gemb {Gemb_BTd.shape[-1]}; a tied "
-            "weight has one width."
+            f"Gemb has shape {tuple(Gemb.shape)}, Ahead {tuple(Ahead.shape)} and Ghead "
+            f"{tuple(Ghead.shape)}; samples must agree, positions of Ahead and Ghead, and the "
+            "features of Gemb and Ahead: a tied weight has one width."
         )
     operands = ids_BT, Gemb_BTd, Ahead_BSd, Ghead_BSV
     return backends.run(reference.tied_cross_term, backend, Gemb_BTd, *operands, padding_idx)

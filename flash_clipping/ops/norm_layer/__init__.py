@@ -58,14 +58,10 @@ def norm_backward(
                 f"found statistics of shape {tuple(statistic.shape)} for x of shape "
                 f"{tuple(shape)}; expected one for every row, [B, ...] or [B, ..., 1]."
             )
-    wanted = input_grad, weight_grad, bias_grad
-    run = reference.norm_backward
-    dx, vectors_PBnd = backends.run(
-        run, backend, x_BTd, x_BTd, G_BTd, mean, rstd, weight_d, *wanted
-    )
+    operands = x_BTd, G_BTd, mean, rstd, weight_d, (input_grad, weight_grad, bias_grad)
+    dx, vectors = backends.run(reference.norm_backward, backend, x_BTd, *operands)
     if dx is not None and dx.shape != shape:
         dx = dx.reshape(shape)
-    vectors = vectors_PBnd
     elements = vectors.shape[1:].numel()  # of one vector's parts
     if vectors.shape[2] > 1 and (parts_kept is None or elements > parts_kept):
         vectors = vectors.sum(2, keepdim=True)  # both in one launch

@@ -22,12 +22,12 @@ def norm_backward(
     mean: Tensor | None,
     rstd: Tensor,
     weight_d: Tensor | None,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor]:
     """``dx``, and the wanted ones of ``Σ_t G·x̂`` and ``Σ_t G``, in that order, ``[0 to 2, B, n,
-    d]``: in ``n`` parts for a kernel's convenience, here in one."""
+    d]``: in ``n`` parts for a kernel's convenience, here in one. ``wanted``: gradients of input,
+    weight and bias."""
+    input_grad, weight_grad, bias_grad = wanted
     B, T, d = x_BTd.shape
     mean_BT1, rstd_BT1 = None if mean is None else mean.reshape(B, T, 1), rstd.reshape(B, T, 1)
     dtype = accumulator(x_BTd)

@@ -95,15 +95,12 @@ def norm_backward(
     mean: Tensor | None,
     rstd: Tensor,
     weight_d: Tensor | None,
-    input_grad: bool,
-    weight_grad: bool,
-    bias_grad: bool,
+    wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor]:
     B, T, d = x_BTd.shape
     if d > MAX_WIDTH:
-        return reference.norm_backward(
-            x_BTd, G_BTd, mean, rstd, weight_d, input_grad, weight_grad, bias_grad
-        )
+        return reference.norm_backward(x_BTd, G_BTd, mean, rstd, weight_d, wanted)
+    input_grad, weight_grad, bias_grad = wanted
     x_BTd, G_BTd = tiles.with_unit_stride(x_BTd), tiles.with_unit_stride(G_BTd)
     width, rows, rows_per_chunk, chunks, warps = _split(B, T, d, x_BTd.device)
     vectors_PBnd = torch.empty(

@@ -75,7 +75,8 @@ def weighted_sum(grads: Tensor, coef_B: Tensor, *, backend: str = "auto") -> Ten
     Accumulated and returned in fp32 (float64 for float64).
     A coefficient of 0 excludes its sample, whatever the gradient holds: inf and NaN too.
     """
-    return weighted_sums_many([grads], coef_B, backend=backend)[0]
+    shapes.check_coefficients(coef_B, grads, "grads")
+    return backends.run(reference.weighted_sums_many, backend, grads, [grads], coef_B)[0]
 
 
 def weighted_sums_many(

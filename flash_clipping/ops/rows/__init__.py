@@ -106,14 +106,10 @@ def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> N
             )
         if x_hat is None:
             continue
-        if x_hat.x_BTn.shape != x.shape:
+        per_row = [s.shape[:1] == x.shape[:1] and s.numel() == x[..., 0].numel() for s in x_hat[1:]]
+        if x_hat.x_BTn.shape != x.shape or not all(per_row):
+            found = ", ".join(str(tuple(tensor.shape)) for tensor in x_hat)
             raise ValueError(
-                f"row_sums found a normalized tensor {tuple(x_hat.x_BTn.shape)} beside rows "
-                f"{tuple(x.shape)}; expected the same shape."
+                f"row_sums takes normalized tensors of the rows' shape, with means and rstds of "
+                f"every row, [B, ..., 1]; found {found} beside rows {tuple(x.shape)}."
             )
-        for statistic in x_hat[1:]:
-            if statistic.shape[:1] != x.shape[:1] or statistic.numel() != x.shape[:2].numel():
-                raise ValueError(
-                    f"row_sums takes means and rstds of every row, [B, ..., 1]; found "
-                    f"{tuple(statistic.shape)} beside rows {tuple(x.shape)}."
-                )
