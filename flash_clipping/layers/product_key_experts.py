@@ -228,18 +228,9 @@ def route(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """:func:`.product_key_scores` under autograd, for any axes before the last.
-
-    Args:
-        logits_x, logits_y: ``[..., s]``.
-        k: how many experts each row gets.
-        valid: ``[...]``, bool: rows where it is false get index -1 and score ``-inf``, and a
-            gradient of exactly 0.
-        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
-
-    Returns:
-        Scores and indices ``[..., k]``. Scores have first derivatives only.
-    """
+    """Scores and indices ``[..., k]`` of logits ``[..., s]``: :func:`.product_key_scores` under
+    autograd, with first derivatives only. A row where ``valid`` ``[...]`` is false gets index -1,
+    score ``-inf`` and a gradient of exactly 0."""
     *axes, side = logits_x.shape
     rows = (logits_x.reshape(-1, side), logits_y.reshape(-1, side))
     flat = None if valid is None else valid.reshape(-1)

@@ -33,12 +33,11 @@ class Settings(NamedTuple):
 
 def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) -> tuple[Tensor, ...]:
     """``h, post, comb, inv, mix``; see :func:`.hyper_connections.hyper_connections`."""
-    phi_mK, alpha_3, bias_m, gamma_nD = params
     wide = accumulator(x_BSnD)
-    x, phi, gamma = x_BSnD.to(wide), phi_mK.to(wide), gamma_nD.to(wide)
+    x, phi, alpha, bias, gamma = (tensor.to(wide) for tensor in (x_BSnD, *params))
     inv_BS = (x.square().mean((2, 3)) + settings.norm_eps).rsqrt()
     mix_BSm = (x * gamma).flatten(2) @ phi.mT
-    pre, post, res = _logits(mix_BSm, inv_BS, alpha_3.to(wide), bias_m.to(wide), x.shape[2])
+    pre, post, res = _logits(mix_BSm, inv_BS, alpha, bias, x.shape[2])
     pre, post = torch.sigmoid(pre) + settings.hc_eps, 2 * torch.sigmoid(post)
     h_BSD = (pre.unsqueeze(-1) * x).sum(2).to(x_BSnD.dtype)
     return h_BSD, post, sinkhorn(res, settings.hc_eps, settings.iterations)[-1], inv_BS, mix_BSm
@@ -54,13 +53,11 @@ def hyper_connections_backward(
     matrix_grad: bool,
 ) -> tuple[Any, ...]:
     """``dx``, per-sample ``dphi`` and ``dgamma``, rows of ``dalpha``, ``dbias`` and ``dmix``."""
-    phi_mK, alpha_3, bias_m, gamma_nD = params
-    inv_BS, mix_BSm = saved
-    dh_BSD, dpost_BSn, dcomb_BSnn = grads
+    (inv_BS, mix_BSm), (dh, dpost_BSn, dcomb_BSnn) = saved, grads
     wide = accumulator(x_BSnD)
-    x, dh, alpha = x_BSnD.to(wide), dh_BSD.to(wide), alpha_3.to(wide)
+    x, phi, alpha, bias, gamma, dh = (tensor.to(wide) for tensor in (x_BSnD, *params, dh))
     n, D = x.shape[2:]
-    pre, post, res = _logits(mix_BSm, inv_BS, alpha, bias_m.to(wide), n)
+    pre, post, res = _logits(mix_BSm, inv_BS, alpha, bias, n)
     pre, post = torch.sigmoid(pre), torch.sigmoid(post)
     dpre = (x * dh.unsqueeze(2)).sum(3)
     dlogits_BSm = torch.cat(
@@ -81,13 +78,13 @@ def hyper_connections_backward(
         # The gradient of the mean square is 2 x / K, and that of inv with respect to it -inv³ / 2.
         dinv_BS = (dt_BSm * mix_BSm).sum(2)
         of_square_BS = -inv_BS.pow(3) * dinv_BS / (n * D)
-        of_product = (dmix_BSm @ phi_mK.to(wide)).view_as(x) * gamma_nD.to(wide)
+        of_product = (dmix_BSm @ phi).view_as(x) * gamma
         of_h = (pre + settings.hc_eps).unsqueeze(-1) * dh.unsqueeze(2)
         dx = (of_h + of_product + of_square_BS[..., None, None] * x).to(x_BSnD.dtype)
     if matrix_grad:
         dw_BmK = dmix_BSm.mT @ x.flatten(2)
-        dphi_BmK = dw_BmK * gamma_nD.to(wide).flatten()
-        dgamma_BnD = (dw_BmK * phi_mK.to(wide)).sum(1).unflatten(1, (n, D))
+        dphi_BmK = dw_BmK * gamma.flatten()
+        dgamma_BnD = (dw_BmK * phi).sum(1).unflatten(1, (n, D))
     return dx, dphi_BmK, dgamma_BnD, dalpha_BS3, dlogits_BSm, dmix_BSm
 
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.layers.ops.hyper_connections.reference import Parameters, Settings
+from flash_clipping.layers.ops.stream_mix.triton import columns_at_once
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
 from flash_clipping.ops.runtime.tiles import load_rows, store_rows
@@ -39,9 +40,6 @@ CHUNK = 1024
 """Positions that one program of backward's second pass adds up: 3 % of traffic, for four streams.
 Not chosen by the batch's size, so that a sample is rounded alike in every batch."""
 GATE_ROWS = 32
-STREAMED = 1024
-"""Columns at a time of what only moves memory: eight for each thread, of all streams, so that sums
-over streams stay in one thread."""
 
 
 @triton.jit
@@ -475,7 +473,7 @@ def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) ->
         num_warps=4,
     )  # fmt: skip
     h_BSD = x.new_empty((B, S, D))
-    columns = _streamed(D)
+    columns = columns_at_once(D)
     blocks = tiles.cdiv(D, columns)
     launch(
         _gather_kernel, N * blocks,
@@ -514,7 +512,7 @@ def hyper_connections_backward(
         dcomb_BSnn.contiguous(), mix_BSm.new_empty((N, 2 * iterations - 1, n)), pre_BSn,
         dalpha_BS3, dlogits_BSm, dmix_BSm, dmix_parts, of_square_N2, N, D, n, m, gates,
         EPS=settings.hc_eps, ITERATIONS=iterations, STREAMS=tiles.next_power_of_2(n),
-        LOGITS=logits, ROWS=_gate_rows(n), COLUMNS=_streamed(D), EVERY=_gate_rows(n) // 2 + 1,
+        LOGITS=logits, ROWS=_gate_rows(n), COLUMNS=columns_at_once(D), EVERY=_gate_rows(n) // 2 + 1,
         SPLIT=splits,
         num_warps=4,
     )  # fmt: skip
@@ -582,7 +580,3 @@ def _gate_rows(n: int) -> int:
 
 def _room(m: int) -> int:
     return max(16, tiles.next_power_of_2(m))
-
-
-def _streamed(D: int) -> int:
-    return min(STREAMED, tiles.next_power_of_2(D))

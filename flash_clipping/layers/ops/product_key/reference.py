@@ -33,7 +33,12 @@ def product_key_scores(logits_x: Tensor, logits_y: Tensor, k: int) -> tuple[Tens
     x_Nw, ix_Nw, log_x_N1 = _best_of_axis(logits_x.to(dtype), k)
     y_Nw, iy_Nw, log_y_N1 = _best_of_axis(logits_y.to(dtype), k)
     a_c, b_c = staircase(k, x_Nw.shape[1], logits_x.device)
-    sum_Nc, rest_Nc = exact_sum(x_Nw[:, a_c], y_Nw[:, b_c])
+    x_Nc, y_Nc = x_Nw[:, a_c], y_Nw[:, b_c]
+    # The rounded sum, and what it lacks: both exact (Knuth's two-sum).
+    sum_Nc = x_Nc + y_Nc
+    of_y_Nc = sum_Nc - x_Nc
+    rest_Nc = (x_Nc - (sum_Nc - of_y_Nc)) + (y_Nc - of_y_Nc)
+    rest_Nc = rest_Nc.masked_fill(~sum_Nc.isfinite(), 0)
     index_Nc = ix_Nw[:, a_c] * side + iy_Nw[:, b_c]
     # The last sort decides first: by sum, then by what it lacks, then by index.
     order_Nc = index_Nc.argsort(dim=1)
@@ -75,15 +80,6 @@ def staircase(k: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
     a_c = torch.repeat_interleave(a_w, widths_w, output_size=size)
     starts_w = widths_w.cumsum(0) - widths_w
     return a_c, torch.arange(size, device=device) - starts_w[a_c]
-
-
-def exact_sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded sum, and what it lacks: both exact (Knuth's two-sum). Sums are ordered by the
-    first, then by the second."""
-    total = x + y
-    of_y = total - x
-    rest = (x - (total - of_y)) + (y - of_y)
-    return total, rest.masked_fill(~total.isfinite(), 0)
 
 
 def product_key_backward(

@@ -90,7 +90,7 @@ def stream_mix(
     B, S, n, D = x_BSnD.shape
     x = x_BSnD.contiguous()
     out = torch.empty_like(x)
-    columns = _columns(D)
+    columns = columns_at_once(D)
     blocks = tiles.cdiv(D, columns)
     launch(
         _stream_mix_kernel, B * S * blocks,
@@ -120,7 +120,7 @@ def stream_mix_backward(
         _stream_mix_grad_kernel, B * S,
         x, y, post_BSn.contiguous(), comb_BSnn.contiguous(), grad_BSnD.contiguous(), dx, dy,
         dpost_BSn, dcomb_BSnn, D, *_strides(n, transposed),
-        N_STREAMS=n, STREAMS=tiles.next_power_of_2(n), COLUMNS=min(most, _columns(D)),
+        N_STREAMS=n, STREAMS=tiles.next_power_of_2(n), COLUMNS=min(most, columns_at_once(D)),
         num_warps=4,
     )  # fmt: skip
     return dx, dy, dpost_BSn, dcomb_BSnn
@@ -131,5 +131,6 @@ def _strides(n: int, transposed: bool) -> tuple[int, int]:
     return (n, 1) if transposed else (1, n)
 
 
-def _columns(D: int) -> int:
+def columns_at_once(D: int) -> int:
+    """Of what only moves memory."""
     return min(COLUMNS, tiles.next_power_of_2(D))
