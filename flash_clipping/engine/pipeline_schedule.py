@@ -84,24 +84,6 @@ def rounds(samples: int, capacity: int) -> list[Round]:
     return [Round(start, min(capacity, samples - start), capacity) for start in starts]
 
 
-def samples_in(values: Any, axis: int, what: str) -> int | None:
-    """How many samples these tensors have along ``axis``; ``None`` without tensors.
-
-    Raises:
-        FlashClippingError: they have different numbers.
-    """
-    tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
-    sizes = {x.shape[axis] if x.dim() > axis else None for x in tensors}
-    if len(sizes) > 1 or None in sizes:
-        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise FlashClippingError(
-            f"PrivateSchedule.step: found {what} of shapes {shapes}; expected tensors with as many "
-            f"samples along axis {axis}, which are split into micro-batches. What is the same for "
-            "all samples belongs into the stage's module."
-        )
-    return sizes.pop() if sizes else None
-
-
 class StageBackwardPass(BackwardPass):
     """The backward pass of one micro-batch, which ends with its norms, and waits.
 
@@ -332,24 +314,28 @@ class PrivateSchedule:
         self._draw = draws.of_replay(given, axis) if given else draws.next()
         if drawn is None and self._draw is not None and not draws.ahead:
             drawn = self._draw.samples
-        found = (
-            samples_in((args, kwargs), axis, "arguments"),
-            samples_in(target, 0, "a target"),
-            drawn,
-        )
-        counts = {count for count in found if count is not None}
+        found = [(x, axis) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        found += [(x, 0) for x in pytree.tree_leaves(target) if isinstance(x, Tensor)]
+        counts = {x.shape[at] if x.dim() > at else None for x, at in found}
+        if drawn is not None:
+            counts.add(drawn)
         if not counts:
             raise FlashClippingError(
                 "PrivateSchedule.step: found neither arguments nor a target, and no loader of "
                 "make_private has told how many samples there are. Call step(x, target=y) with the "
                 "same batch in every process."
             )
-        if len(counts) > 1:
+        (count, *others) = counts
+        if others or count is None:
+            shapes = ", ".join(str(tuple(x.shape)) for x, _ in found)
+            drew = "" if drawn is None else f", and {drawn} samples that the loader drew"
             raise FlashClippingError(
-                f"PrivateSchedule.step: found {sorted(counts)} samples in arguments, target and "
-                "what the loader drew. Expected one row for each sample in all of them."
+                f"PrivateSchedule.step: found arguments and a target of shapes {shapes}{drew}; "
+                f"expected as many samples along axis {axis} of every argument and axis 0 of the "
+                "target, which are split into micro-batches. What is the same for all samples "
+                "belongs into the stage's module."
             )
-        return counts.pop()
+        return count
 
     # -- norms over all stages ------------------------------------------------------------------
 
