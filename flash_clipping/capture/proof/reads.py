@@ -119,10 +119,13 @@ def is_low(x: Tensor) -> bool:
 
 def digest_of(x: Tensor, axis: int) -> Tensor | None:
     """A few numbers for every row, which tell it from others; the last is how large it is."""
-    with ExitStack() as stack, torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with ExitStack() as stack:
         if type(x) is Tensor:  # modes that watch take longer to see an operation than it does
             stack.enter_context(unseen_functions())
             stack.enter_context(unseen_operators())
+        # After: modes that watch must not see autocast change either.
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(x.device.type, enabled=False))
         rows = x.detach().transpose(0, axis)
         rows = rows.reshape(rows.shape[0], rows.shape[1:].numel())
         if not rows.numel():
