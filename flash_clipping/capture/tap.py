@@ -323,40 +323,41 @@ class Tap(FactorSource):
         """A layer without a rule, or without a trainable parameter."""
         session, rule = self.session, None if self.computed else self.rule
         if not params:
-            if session.positions is not None and not session.bypassed:
+            if session.positions is not None:
                 return unrecorded(session, self.original, args, kwargs)
             if rule is not None and rule.allows_children and not rule.folds:
                 # Its children's parameters may be trainable, and its own forward reads them.
                 return self._untapped_forward(rule, args, kwargs)
             return self.original(*args, **kwargs)
-        if declared_rows() is not None and is_grad_enabled():
+        recorded = is_grad_enabled()
+        if recorded and declared_rows() is not None:
             raise FlashClippingError(
                 f"{self.path}: called inside flash_clipping.samples(...), but it has parameters "
                 "and no rule, so its rows cannot be told apart. Call it outside, write a rule for "
                 "it (flash_clipping.register_rule), or freeze its parameters."
                 f"{to_freeze(self.path)}"
             )
-        if (units := session.positions) is not None and is_grad_enabled():
+        if recorded and (units := session.positions) is not None:
             if self.generic:
                 refuse_layer(self.path, "this module runs by the generic rule")
             run = lambda rows: self._bare_forward((rows,), {})  # noqa: E731
             again = in_backward()
             return by_position(self.path, session, units, self.original, run, args, kwargs, again)
-        if not self.generic:
-            if is_grad_enabled():
-                return self._bare_forward(args, kwargs)
+        if self.generic:
+            session.count_use([p for p in self.layer.parameters() if p.requires_grad])
+        elif not recorded:
             # The first forward of re-entrant checkpointing: how often each will be used is not
             # known yet, so none may pass for used once.
             session.count_use([*params, *params])
-        else:
-            session.count_use([p for p in self.layer.parameters() if p.requires_grad])
-            if is_grad_enabled():
-                self._begin_call()
-                try:
-                    return generic_forward(self, args, kwargs)
-                except ReadsNoSamples:
-                    return self._constant_forward(args, kwargs)
-        return unrecorded(session, self.original, args, kwargs)
+        if not recorded:
+            return unrecorded(session, self.original, args, kwargs)
+        if not self.generic:
+            return self._bare_forward(args, kwargs)
+        self._begin_call()
+        try:
+            return generic_forward(self, args, kwargs)
+        except ReadsNoSamples:
+            return self._constant_forward(args, kwargs)
 
     def _begin_call(self) -> ForwardCall | None:
         """The call of the root that this call of a layer without a rule is a part of."""
