@@ -26,7 +26,6 @@ MAX_RANKED = 4096
 RANKED = 16, 64, 8
 """Positions that a program ranks, ids with which it compares them at a time, and how often before
 it loads again."""
-RANK_WARPS = 2
 CHUNK = 32
 """Positions of which a program owns the runs that begin there."""
 UNROLL = 16
@@ -234,7 +233,7 @@ def _in_order(ids_BT: Tensor) -> Tensor:
         _order_kernel, B * blocks,
         ids_BT, entries, T, blocks, *ids_BT.stride(),
         ROWS=rows, IDS=ids, STEPS=steps, **_start(ids_BT.device),
-        num_warps=RANK_WARPS,
+        num_warps=2,
     )  # fmt: skip
     return entries
 

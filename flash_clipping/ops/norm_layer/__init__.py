@@ -67,10 +67,7 @@ def norm_backward(
         vectors = vectors.sum(2, keepdim=True)  # both in one launch
     if parts_kept is None:
         vectors = vectors.squeeze(2)
-    if not (weight_grad or bias_grad):
-        return dx, None, None
-    # At once, as views one by one take the host a while.
-    each = vectors.unbind(0) if weight_grad and bias_grad else (vectors.squeeze(0),)
+    each = vectors.unbind(0)  # at once, as views one by one take the host a while
     return dx, each[0] if weight_grad else None, each[-1] if bias_grad else None
 
 

@@ -22,8 +22,6 @@ TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float1
 RING_TILE = 128, 256
 """Rows and columns of a tile of :mod:`flash_clipping.ops.runtime.ring`, which needs Gluon."""
 
-INTERPRETED_PROGRAMS = 4  # a small persistent grid, so that the interpreter tests its loop
-
 
 def cdiv(numerator: int, denominator: int) -> int:
     """Rounded up. Triton's own serves kernels too, which costs the host microseconds."""
@@ -39,7 +37,7 @@ def next_power_of_2(n: int) -> int:
 def sm_count(device: torch.device) -> int:
     """How many programs a persistent grid has on a tensor's device: one for each multiprocessor."""
     if device.type != "cuda":
-        return INTERPRETED_PROGRAMS
+        return 4  # a small grid, so that the interpreter tests its loop
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
