@@ -298,8 +298,12 @@ class BackwardPass:
         plan = plans.find(layout)
         if plan is None:
             self._check_uses()
-        elif self.factors and (found := self.factors[0].batch_size) != self.batch_size:
-            self._check_batch_size(self.calls[0], found)  # the first speaks for all
+        elif self.factors:
+            found = self.factors[0].batch_size  # it speaks for all
+            if self.batch_size is None and found in self.session.expected_batch_sizes():
+                self.batch_size, self.first_path = found, self.calls[0]
+            elif found != self.batch_size:
+                self._check_batch_size(self.calls[0], found)
         factors = self.merged(keys)
         if plan is None:
             plan = plan_of(factors, params, self.paths)

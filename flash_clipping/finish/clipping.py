@@ -157,11 +157,13 @@ class Coefficients:
     def __getitem__(self, key: int) -> Tensor:
         return self._of[key]
 
-    def alike(self, keys: Sequence[int]) -> list[list[int]]:
-        """Those of these parameters together that are clipped by the same coefficients."""
+    def alike(self, keys: Sequence[int]) -> list[tuple[list[int], Tensor]]:
+        """Those of these parameters together that are clipped by the same coefficients, with
+        these."""
         if self.one is not None:
-            return [[*keys]]
-        by_coef: dict[int, list[int]] = {}  # by id of the coefficients
+            return [([*keys], self.one)]
+        by_coef: dict[int, tuple[list[int], Tensor]] = {}  # by id of the coefficients
         for key in keys:
-            by_coef.setdefault(id(self._of[key]), []).append(key)
-        return list(by_coef.values())
+            coef_B = self._of[key]
+            by_coef.setdefault(id(coef_B), ([], coef_B))[0].append(key)
+        return [*by_coef.values()]

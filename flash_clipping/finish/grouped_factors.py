@@ -136,7 +136,8 @@ class GroupedFactors:
             else:  # added up together where their shapes are one
                 in_parts += (key,)
                 parts += (parts_Bn,)
-        blocks += [([in_parts[i] for i in members], sq) for members, sq in sum_parts(parts)]
+        if parts:
+            blocks += [([in_parts[i] for i in members], sq) for members, sq in sum_parts(parts)]
         for key, factor in self.others.items():
             if (doubt_B := factor.error_bound(self.backend)) is not None:
                 doubts += (([key], doubt_B.unsqueeze(0)),)
@@ -160,17 +161,18 @@ class GroupedFactors:
             launches = plan.products[part] = [[keys[i] for i in each] for each in members]
         for number, launch in enumerate(launches):
             # Per-layer clipping weights a shared input differently for every reader.
-            for keys in coef.alike(launch):
+            for keys, coef_B in [(launch, one)] if one is not None else coef.alike(launch):
                 operands = [*map(pairs.pop, keys)]
                 memo = plan.memos["clipped_sums", part, number, *(() if one is not None else keys)]
-                sums = clipped_sums_many(operands, coef[keys[0]], backend=self.backend, memo=memo)
+                sums = clipped_sums_many(operands, coef_B, backend=self.backend, memo=memo)
                 add(keys, sums)
                 del operands, sums
         while self.stacks:
             keys, sizes, grads_BN, _ = self.stacks.pop()
             found: Sequence[Tensor]
-            if len(coef.alike(keys)) == 1:
-                found = weighted_sum(grads_BN, coef[keys[0]], backend=self.backend).split(sizes)
+            (_, coef_B), *others = coef.alike(keys)
+            if not others:
+                found = weighted_sum(grads_BN, coef_B, backend=self.backend).split(sizes)
             else:
                 columns = zip(keys, grads_BN.split(sizes, 1), strict=True)
                 found = [weighted_sum(x, coef[key], backend=self.backend) for key, x in columns]
@@ -178,7 +180,8 @@ class GroupedFactors:
         if ready:
             keys = _among(ready, part)
             add(keys, [*map(ready.pop, keys)])
-        self._add_stored(coef, add, part)
+        if self.stored:
+            self._add_stored(coef, add, part)
         for key in _among(self.others, part):
             add([key], [self.others.pop(key).clipped_sum(coef[key], self.backend)])
 
@@ -194,9 +197,9 @@ class GroupedFactors:
             launches[-1] += (key,)
             room -= elements
         for launch in launches:
-            for keys in coef.alike(launch):
+            for keys, coef_B in coef.alike(launch):
                 grads = [self.stored.pop(key).grads for key in keys]
-                add(keys, weighted_sums_many(grads, coef[keys[0]], backend=self.backend))
+                add(keys, weighted_sums_many(grads, coef_B, backend=self.backend))
                 del grads
 
 
