@@ -30,6 +30,7 @@ from torch import nn
 from flash_clipping import __version__, auditing, diagnostics, planning
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.engine.report import compose
+from flash_clipping.errors import InvalidValue
 from flash_clipping.ops.runtime.backend import BACKENDS
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -272,7 +273,7 @@ def _audit(args: argparse.Namespace) -> int:
         told = json.load(file)
     missing = [n for n in ("scores", "included", "epsilon", "delta") if n not in told]
     if missing:
-        raise ValueError(f"found no {', '.join(missing)}; expected them beside each other.")
+        raise InvalidValue(f"found no {', '.join(missing)}; expected them beside each other.")
     found = auditing.audit(
         torch.tensor(told["scores"]),
         torch.tensor(told["included"], dtype=torch.bool),

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from flash_clipping.errors import InvalidValue
+
 # -- how an interface is looked for, and what is said where it is missing --------------------------
 
 #: Versions that have all of this: tests ran with the first and the last.
@@ -567,7 +569,7 @@ def explain_flash_mode() -> None:
 
     def explain(known: Any, grad_sample_mode: str) -> Any:
         if grad_sample_mode == "flash":
-            raise ValueError(
+            raise InvalidValue(
                 'grad_sample_mode="flash": found with an engine of Opacus\'. Use\n'
                 "    flash_clipping.FlashPrivacyEngine().make_private(...)\n"
                 "and, in the place of PrivacyEngineAdaptiveClipping, give it "

@@ -36,6 +36,8 @@ from scipy.stats import binom, norm
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
+from flash_clipping.errors import InvalidValue
+
 __all__ = [
     "Audit",
     "Canaries",
@@ -78,7 +80,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
     """
     _check_counts(canaries, guesses, correct)
     if not 0 <= delta < 1:
-        raise ValueError(f"found delta={delta}; expected 0 or more, below 1:\n    delta=1e-5")
+        raise InvalidValue(f"found delta={delta}; expected 0 or more, below 1:\n    delta=1e-5")
     right = 1.0 / (1.0 + math.exp(-epsilon))
     tail = binom.sf(correct - 1, guesses, right)
     if delta == 0 or correct == 0:
@@ -136,7 +138,7 @@ def epsilon_lower_bound(
             ``confidence`` not between 0 and 1.
     """
     if not 0 < confidence < 1:
-        raise ValueError(
+        raise InvalidValue(
             f"found confidence={confidence}; expected a probability between 0 and 1:\n"
             "    confidence=0.95"
         )
@@ -146,7 +148,7 @@ def epsilon_lower_bound(
             lambda eps: p_value(canaries, guesses, correct, eps, delta) < significance
         )
     if not 0 < delta < 1:
-        raise ValueError(
+        raise InvalidValue(
             f"epsilon_lower_bound: found gaussian=True with delta={delta}; expected a δ between 0 "
             "and 1, at which a Gaussian mechanism has an ε:\n    delta=1e-5"
         )
@@ -176,7 +178,7 @@ def _first_kept(rejected: Callable[[float], bool]) -> float:
 
 def _check_counts(canaries: int, guesses: int, correct: int) -> None:
     if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(
+        raise InvalidValue(
             f"expected 0 <= correct <= guesses <= canaries, found {correct}, {guesses}, {canaries}."
         )
 
@@ -200,7 +202,7 @@ class Canaries:
         self.samples = samples
         m = len(samples)  # type: ignore[arg-type]
         if not m:
-            raise ValueError("Canaries: found no samples; expected one canary at least.")
+            raise InvalidValue("Canaries: found no samples; expected one canary at least.")
         if seed is None:
             self.included_M = torch.tensor([bool(secrets.randbits(1)) for _ in range(m)])
         else:
@@ -246,13 +248,13 @@ def audit(
     m = len(included_M)
     score_M = score_M.detach().double().cpu()
     if score_M.shape != (m,) or not score_M.isfinite().all():
-        raise ValueError(
+        raise InvalidValue(
             f"audit: found scores of shape {[*score_M.shape]}, "
             f"{int((~score_M.isfinite()).sum())} of them not finite; expected a finite number "
             f"for each of {m} canaries:\n    score_M = score_M.nan_to_num()"
         )
     if not epsilon >= 0:
-        raise ValueError(f"audit: found epsilon={epsilon}; expected 0 or more.")
+        raise InvalidValue(f"audit: found epsilon={epsilon}; expected 0 or more.")
     correct = right_guesses(score_M, included_M, guesses)
     return Audit(
         canaries=m,
@@ -331,7 +333,7 @@ def right_guesses(score_M: Tensor, included_M: Tensor, guesses: int) -> int:
     """How many guesses are right: "in" for the highest half of the guesses' scores, "out" for the
     lowest. Canaries of one score are in the order they were given."""
     if not 0 <= guesses <= len(score_M):
-        raise ValueError(f"found {guesses} guesses; expected 0 to {len(score_M)}, the canaries.")
+        raise InvalidValue(f"found {guesses} guesses; expected 0 to {len(score_M)}, the canaries.")
     order_M = score_M.argsort(descending=True, stable=True)
     high, low = guesses - guesses // 2, guesses // 2
     hits = included_M[order_M[:high]].sum() + (~included_M[order_M[len(order_M) - low :]]).sum()
@@ -418,7 +420,7 @@ def loss_scores(
         for module, mode in zip(one.modules(), modes, strict=True):
             module.training = mode
     if found[0].shape != (len(samples),):  # type: ignore[arg-type]
-        raise ValueError(
+        raise InvalidValue(
             f"loss_scores: found losses of shape {[*found[0].shape]}; expected one for each of "
             f"{len(samples)} samples, not reduced:\n"  # type: ignore[arg-type]
             '    F.cross_entropy(model(x), y, reduction="none")'

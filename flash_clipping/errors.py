@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class FlashClippingError(RuntimeError):
-    """A model or a step that would give a wrong norm; the message says what to change.
-
-    A note, which tracebacks show below the message, names the page that has an entry for it.
-    """
+class NamesItsPage(Exception):
+    """An error with a note, which tracebacks show below the message: the page that has an entry for
+    it."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -21,16 +19,32 @@ class FlashClippingError(RuntimeError):
         return _with_text, (type(self), self.args, self.__notes__)
 
 
-def _with_text(kind: type[FlashClippingError], args: tuple[Any, ...], notes: list[str]) -> Any:
+def _with_text(kind: type[NamesItsPage], args: tuple[Any, ...], notes: list[str]) -> Any:
     error = kind.__new__(kind, *args)
     error.__notes__ = notes
     return error
 
 
+class FlashClippingError(NamesItsPage, RuntimeError):
+    """A model or a step that would give a wrong norm; the message says what to change."""
+
+
+class InvalidValue(NamesItsPage, ValueError):
+    """A ``ValueError`` of this library."""
+
+
+class InvalidType(NamesItsPage, TypeError):
+    """A ``TypeError`` of this library."""
+
+
+class NotServed(NamesItsPage, NotImplementedError):
+    """A ``NotImplementedError`` of this library."""
+
+
 def check_one_of(name: str, value: str, known: Sequence[str]) -> None:
     """Raise ``ValueError`` for an option that is none of those that are known."""
     if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown; expected one of {', '.join(known)}.")
+        raise InvalidValue(f"{name}={value!r} is unknown; expected one of {', '.join(known)}.")
 
 
 #: A note for ``torch.OutOfMemoryError`` in a loop that cannot go back to the batch.

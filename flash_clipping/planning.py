@@ -23,6 +23,7 @@ from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.engine.graphs.graphed_step import without_gradients
 from flash_clipping.engine.micro_batches import free_memory
+from flash_clipping.errors import InvalidValue
 
 __all__ = ["Plan", "first_bound", "largest_physical_batch", "plan"]
 
@@ -172,7 +173,7 @@ def plan(
 
     def expect(holds: bool, found: str, expected: str) -> None:
         if not holds:
-            raise ValueError(f"plan: found {found}; expected {expected}.")
+            raise InvalidValue(f"plan: found {found}; expected {expected}.")
 
     expect((epochs is None) != (steps is None), f"{epochs=} and {steps=}", "one of them")
     given = f"{epsilon=} and {noise_multiplier=}"
@@ -237,7 +238,7 @@ def first_bound(
     norms = torch.cat(found) if found else torch.empty(0)
     norms = norms[norms.isfinite()]
     if not len(norms):
-        raise ValueError("first_bound: found no batch with a finite norm; expected one at least.")
+        raise InvalidValue("first_bound: found no batch with a finite norm; expected one at least.")
     return float(norms.quantile(quantile))
 
 

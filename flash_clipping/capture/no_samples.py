@@ -25,7 +25,7 @@ from flash_clipping.capture.no_trace import MODELS_OWN, random_state, untouched
 from flash_clipping.capture.refused_forwards import NoRenormalisation
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidType
 
 #: What a model may raise on samples that are made up, or on none.
 _DID_NOT_RUN = (*MODELS_OWN, LookupError, AttributeError, ArithmeticError)
@@ -82,7 +82,7 @@ def of_no_samples(
     if lenient:
         return two
     shapes = (f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else "" for x in (two, three))
-    raise TypeError(
+    raise InvalidType(
         f"what no samples are like does not follow from what two and three are like: found "
         f"{type(two).__name__}{next(shapes)} and {type(three).__name__}{next(shapes)}; expected "
         "tensors, numbers or strings in lists, tuples, dicts or objects."
@@ -270,7 +270,7 @@ class CollateWithEmpty:
             try:
                 self._empty = (of_no_samples(two, three, self._tensor),)
             except TypeError as error:
-                raise TypeError(
+                raise InvalidType(
                     f"The loader drew a batch without samples, and its collate function "
                     f"({self.wrapped_collator_fn!r}) gives batches of which {error}"
                 ) from None

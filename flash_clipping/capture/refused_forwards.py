@@ -14,7 +14,7 @@ from torch import distributed as dist, nn
 from torch.overrides import TorchFunctionMode
 
 from flash_clipping._compat import DispatchMode
-from flash_clipping.errors import FlashClippingError, module_at
+from flash_clipping.errors import FlashClippingError, NotServed, module_at
 
 _WHY = (
     "It writes renormalised rows into the weight in every forward, without noise: which rows, "
@@ -27,7 +27,7 @@ def refuse_max_norm(embeddings: Iterable[tuple[str, Any]]) -> None:
     """Refuse those of these embeddings, by path, that have a ``max_norm``."""
     for path, module in embeddings:
         if module.max_norm is not None:
-            raise NotImplementedError(
+            raise NotServed(
                 f"{path or 'the model'} ({type(module).__name__}): found max_norm="
                 f"{module.max_norm}. {_WHY}\n    {module_at(path)}.max_norm = None"
             )

@@ -48,7 +48,7 @@ from flash_clipping.capture.proxies import (
 from flash_clipping.capture.row_layouts import TOGETHER, layout_of
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import Proven, apply_proven_layer, apply_tapped_layer
-from flash_clipping.errors import FlashClippingError, module_at, to_freeze
+from flash_clipping.errors import FlashClippingError, InvalidValue, module_at, to_freeze
 from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 #: In the place of an argument that was not given.
@@ -124,7 +124,7 @@ class Tap(FactorSource):
         self.instance_forward = vars(layer).get("forward")
         tapped = getattr(self.instance_forward, "__self__", self.instance_forward)
         if isinstance(tapped, Tap) and type(self) is Tap:
-            raise ValueError(
+            raise InvalidValue(
                 f"{self.path}: this layer is tapped already, by a wrapped model that it, or what "
                 "it was copied from, belongs to. Call to_standard_module() there first."
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.draws import DrawnBatch
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidType
 from flash_clipping.factors import PerSampleGrad, UnitMap, by_units
 from flash_clipping.ops.runtime.checks import check_on_device
 
@@ -139,7 +139,7 @@ class UnitsOfCalls:
 
     def __init__(self, sample_of: str | Offsets | None, batch_first: bool):
         if sample_of is not None and not isinstance(sample_of, str | Offsets):
-            raise TypeError(
+            raise InvalidType(
                 f"sample_of: found {type(sample_of).__name__}; expected the name of an argument "
                 "of the model's forward, or flash_clipping.Offsets(name)."
             )

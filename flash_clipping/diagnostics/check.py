@@ -45,6 +45,7 @@ from flash_clipping.diagnostics.report import (
     SectionReport,
 )
 from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks, floats
+from flash_clipping.errors import InvalidType
 
 # -- is the loss of a batch made of its samples' own? ----------------------------------------------
 
@@ -338,12 +339,12 @@ def check(
         TypeError: ``model`` is not a plain module.
     """
     if not isinstance(model, nn.Module) or hasattr(model, "autograd_grad_sample_hooks"):
-        raise TypeError(
+        raise InvalidType(
             f"check() takes a plain nn.Module, found {type(model).__name__}"
             f"{' that is wrapped already' if isinstance(model, nn.Module) else ''}."
         )
     if "clipping" in options:
-        raise TypeError("check() checks norms and flat clipped sums; leave out clipping=...")
+        raise InvalidType("check() checks norms and flat clipped sums; leave out clipping=...")
     plain = without_dropout(copy.deepcopy(model))
     if dtype is not None:
         plain, batch = plain.to(dtype), cast(batch, dtype)

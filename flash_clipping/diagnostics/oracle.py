@@ -18,13 +18,14 @@ from flash_clipping.capture.image_patches import parts_of_samples
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import random_state
 from flash_clipping.capture.proof import batches
+from flash_clipping.errors import InvalidValue
 from flash_clipping.finish.clipping import NORM_EPSILON
 
 #: ``loss(model, batch)``: one loss per sample, or a scalar reduced over the samples.
 Loss = Callable[[Any, Any], Tensor]
 
 
-class BadBatchError(ValueError):
+class BadBatchError(InvalidValue):
     """A batch or a loss that no check can be made with; the message says what to change."""
 
 

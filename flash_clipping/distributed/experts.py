@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flash_clipping.capture.layer_inputs import positional
+from flash_clipping.errors import InvalidValue, NotServed
 from flash_clipping.layers.routed_rows import SideBySide
 from flash_clipping.rules import find_rule
 from flash_clipping.rules.experts import DbrxExpertsRule, ExpertsRule, Llama4ExpertsRule
@@ -44,7 +45,7 @@ def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
         NotImplementedError: experts of a kind that is not served, or that compute something else.
     """
     if mesh.ndim > 2:
-        raise ValueError(
+        raise InvalidValue(
             f"distribute_experts: found a mesh of {mesh.ndim} dimensions; expected (expert,) or "
             "(data, expert). Use init_device_mesh(device, (data, experts), mesh_dim_names=...)."
         )
@@ -54,13 +55,13 @@ def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
         if type(rule) in _SERVED:
             _distribute(path or "the model", module, rule, mesh, found)
         elif isinstance(rule, ExpertsRule):
-            raise NotImplementedError(
+            raise NotServed(
                 f"{path} ({type(module).__name__}): found adapters around experts, which are not "
                 "built for experts in parallel. Distribute the experts of the plain model, or use "
                 "flash_clipping.layers.MixtureOfExperts(..., rank=r)."
             )
     if not found:
-        raise ValueError(
+        raise InvalidValue(
             f"{type(model).__name__}: found no experts to distribute; expected "
             "flash_clipping.layers.MixtureOfExperts, or stacked experts of transformers."
         )
@@ -75,13 +76,13 @@ def _distribute(
     is_own = isinstance(rule, MixtureOfExpertsRule)
     experts, n = layer.experts if is_own else layer.num_experts, mesh.size(mesh.ndim - 1)
     if experts % n:
-        raise ValueError(
+        raise InvalidValue(
             f"{path}: found {experts} experts and {n} processes along the mesh's last dimension; "
             "expected as many experts in each. Use a mesh whose last dimension divides "
             f"{experts}."
         )
     if any(param.is_meta or isinstance(param, DTensor) for param in layer.parameters()):
-        raise ValueError(
+        raise InvalidValue(
             f"{path}: found parameters on the meta device, or DTensors; expected whole ones. Call "
             "distribute_experts before fully_shard, on a model whose weights are loaded."
         )
@@ -115,9 +116,9 @@ def _compare(path: str, layer: Any, rule: ExpertsRule, experts: int) -> None:
         with torch.no_grad():
             rule.forward(layer, x_1Ed, *routes)
     except UnsupportedLayer as error:
-        raise NotImplementedError(f"{path}: {error}") from error
+        raise NotServed(f"{path}: {error}") from error
     if layer not in rule.checked:
-        raise ValueError(
+        raise InvalidValue(
             f"{path}: found experts that give what is not finite, for tokens of ordinary size. "
             "Load their weights before distribute_experts."
         )

@@ -43,7 +43,7 @@ from flash_clipping.distributed.backward_pass import ShardedBackwardPass
 from flash_clipping.distributed.parameter_slots import ParameterSlots, arrived, local_of
 from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.distributed.reducer import Reducer
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, NotServed
 from flash_clipping.factors import DenseGrad, PerSampleGrad
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.ops.runtime.checks import check_on_device
@@ -288,7 +288,7 @@ class TensorParallelLayers:
             elif (rule := tap.rule) is not None and type(rule) in _SERVED:
                 tap.surround(LocalBoundary(rule, tap.path, self))
             elif any(param is not None and param.requires_grad for param in own):
-                raise NotImplementedError(
+                raise NotServed(
                     f"{tap.path}: found a DTensor among its trainable parameters. Tensor "
                     "parallelism is built for nn.Linear, nn.Embedding, nn.LayerNorm and "
                     "nn.RMSNorm; leave this module out of parallelize_module, or freeze it."

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flash_clipping._compat import hooks_of_module
+from flash_clipping.errors import NotServed
 
 #: Where ``transformers`` 5.17 has its styles; older ones had other places, and use hooks.
 _STYLES = "transformers.distributed.tensor_parallel"
@@ -83,7 +84,7 @@ def _after(style: Any) -> Any:
 
 
 def _refuse(path: str, layer: nn.Module, what: str) -> None:
-    raise NotImplementedError(
+    raise NotServed(
         f"{path} ({type(layer).__name__}): found {what}, of transformers' tp_plan. Built are "
         f"'colwise', 'rowwise' and those of them that gather. {_INSTEAD}"
     )

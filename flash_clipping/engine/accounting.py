@@ -23,7 +23,7 @@ from opacus.accountants import (
 )
 
 from flash_clipping.engine.releases import Release, dp_accounting, epsilon_by_pld
-from flash_clipping.errors import FlashClippingError, check_one_of
+from flash_clipping.errors import FlashClippingError, InvalidValue, check_one_of
 from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 
 #: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
@@ -79,14 +79,16 @@ class MechanismSpec:
     def __post_init__(self) -> None:
         check_one_of("sampling", self.sampling, get_args(Sampling))
         if isinstance(self.participations, bool) or self.participations < 1:
-            raise ValueError(f"participations: found {self.participations!r}; expected 1 or more.")
+            raise InvalidValue(
+                f"participations: found {self.participations!r}; expected 1 or more."
+            )
         if self.participations > 1 and self.sampling != "random_allocation":
-            raise ValueError(
+            raise InvalidValue(
                 f"participations: found {self.participations} with sampling={self.sampling!r}; "
                 "expected sampling='random_allocation'."
             )
         if (self.sampling == "poisson_rows") != (self.rows_per_unit is not None):
-            raise ValueError(
+            raise InvalidValue(
                 f"max_rows_per_unit: found {self.rows_per_unit} with sampling={self.sampling!r}; "
                 "expected sampling='poisson_rows' and the most rows of a unit, by which epsilon is "
                 "for all of them."
@@ -97,7 +99,7 @@ class MechanismSpec:
         if self.max_batch_size is not None:
             fits, found = fits and self.sampling == "poisson", f"max_batch_size with {found}"
         if not fits:
-            raise ValueError(
+            raise InvalidValue(
                 f"make_private: found {found}. A sample may take part in two steps whose noise "
                 "partly cancels, and epsilon must know how often. It does for IndependentNoise "
                 "with every sampling but 'cyclic_poisson' (max_batch_size: with 'poisson' alone), "
@@ -107,7 +109,7 @@ class MechanismSpec:
                 "theirs is proven here)."
             )
         if isinstance(self.noise, BandedNoise) and self.noise.count > self.cycle:
-            raise ValueError(
+            raise InvalidValue(
                 f"make_private: found BandedNoise({self.noise.count}) with {self.cycle} batches in "
                 "an epoch. Steps in which one sample takes part must be further apart than noise "
                 "reaches. Use fewer diagonals, or smaller batches."
@@ -248,7 +250,7 @@ class DiscreteGaussianAccountant(StepsOfRdpAccountant):
     ) -> tuple[float, float]:
         """As in Opacus; ``ValueError`` for orders that are not whole, or below 2."""
         if wrong := [alpha for alpha in alphas or () if alpha < 2 or alpha != int(alpha)]:
-            raise ValueError(
+            raise InvalidValue(
                 f"alphas: found {wrong}; expected whole orders, 2 or more: at others discrete "
                 "noise is not accounted for."
             )
@@ -291,13 +293,13 @@ class PldAccountant(CountsSteps, IAccountant):
     def follow(self, process: MechanismSpec) -> None:
         """Account for this process from now on; ``ValueError`` after steps of another one."""
         if self.is_used and not (process.is_plain and self.process.is_plain):
-            raise ValueError(
+            raise InvalidValue(
                 "accountant: make_private was called on this engine before. Steps of two models, "
                 "or of two runs, cannot be told apart where batches have a fixed size or noise is "
                 "correlated. Use a new engine for each."
             )
         if self.history and process != self.process:
-            raise ValueError(
+            raise InvalidValue(
                 f"accountant: found {len(self)} steps of {self.process.state_dict()}, and now "
                 f"{process.state_dict()}. One engine accounts for one of them: use a new engine."
             )
@@ -350,7 +352,7 @@ class PldAccountant(CountsSteps, IAccountant):
         while (found := epsilon(high)) > target_epsilon:
             low, high = high, 2 * high
             if high > _MOST_NOISE:
-                raise ValueError(
+                raise InvalidValue(
                     f"target_epsilon={target_epsilon} with target_delta={target_delta}: no noise "
                     f"below {_MOST_NOISE:g} is enough."
                 )
@@ -387,7 +389,7 @@ class PldAccountant(CountsSteps, IAccountant):
         itself. ``ValueError`` for steps of another process."""
         now, then = self.process.state_dict(), state_dict.get("process")
         if then is not None and (then := MechanismSpec().state_dict() | then) != now:
-            raise ValueError(
+            raise InvalidValue(
                 f"accountant: the checkpoint accounts for {then}; this engine for {now}. Make the "
                 "model private as it was, and load the checkpoint then."
             )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidValue
 
 #: Standard deviation of the count's noise, as a part of the expected batch (Andrew et al. 2021).
 COUNT_NOISE = 1 / 20
@@ -43,12 +43,12 @@ class AdaptiveBound:
 
     def __post_init__(self) -> None:
         if not 0 < self.min_clipbound <= self.max_clipbound:
-            raise ValueError(
+            raise InvalidValue(
                 f"Adaptive clipping: found min_clipbound={self.min_clipbound} and "
                 f"max_clipbound={self.max_clipbound}; expected 0 < min_clipbound <= max_clipbound."
             )
         if not 0 <= self.target_unclipped_quantile <= 1:
-            raise ValueError(
+            raise InvalidValue(
                 "Adaptive clipping: found target_unclipped_quantile="
                 f"{self.target_unclipped_quantile}; expected a number from 0 to 1."
             )

@@ -29,7 +29,7 @@ from flash_clipping.capture.no_trace import MODELS_OWN, put_back, random_state, 
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.positions import other_tokens
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import module_at
+from flash_clipping.errors import NotServed, module_at
 
 #: A module and the name of one of its buffers.
 _Place = tuple[nn.Module, str]
@@ -188,7 +188,7 @@ class BufferWatch:
 
     def _refuse(self, module: nn.Module, name: str, what: str) -> NoReturn:
         path = next((path for path, m in self.root.named_modules() if m is module), "")
-        raise NotImplementedError(
+        raise NotServed(
             f"{path or 'the model'} ({type(module).__name__}): its buffer {name!r} is changed by "
             f"forward, which {what}. Forward may read buffers only: what it keeps of samples "
             "there (running statistics, loads of experts, codebooks) gets no noise, and is saved "

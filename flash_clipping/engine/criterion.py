@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.token_losses import logits_of
-from flash_clipping.errors import HALVE_PARTS
+from flash_clipping.errors import HALVE_PARTS, InvalidType, InvalidValue
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -82,7 +82,7 @@ def _keeps_type(name: str) -> Any:
         others = [x for x in args if isinstance(x, DPTensorFastGradientClipping)]
         for theirs in [[*other.loss_per_sample.shape] for other in others]:
             if mine != theirs:
-                raise ValueError(
+                raise InvalidValue(
                     f"loss.{name}: found losses of shape {mine} and {theirs}. A scalar would "
                     "count once for every sample. Make both with criteria that give a loss for "
                     "each sample (a torch.nn loss, or a function with reduction=)."
@@ -90,7 +90,7 @@ def _keeps_type(name: str) -> Any:
         loss = getattr(super(FlashTensor, self), name)(*args)
         found = FlashTensor(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
         if [*found.loss_per_sample.shape] != mine:
-            raise ValueError(
+            raise InvalidValue(
                 f"loss.{name}: found losses of shape {mine}, and "
                 f"{[*found.loss_per_sample.shape]} after it; expected a number, or one for each "
                 "sample, of the same shape."
@@ -164,7 +164,7 @@ class FlashLoss(DPLossFastGradientClipping):
         }
         if len(set(found.values())) > 1 or loss_reduction not in ("mean", "sum"):
             listed = ", ".join(f"{name}={value!r}" for name, value in found.items())
-            raise ValueError(
+            raise InvalidValue(
                 f"The loss reductions do not match: {listed}. Norms would be off by the batch "
                 "size. Give all of them the same reduction, 'mean' or 'sum'; or, where the "
                 "criterion's own scalar is such a mean or sum over samples, the scalar itself:\n"
@@ -190,7 +190,7 @@ class FlashLoss(DPLossFastGradientClipping):
         args = _arguments(args, kwargs)
         shape = kwargs.pop("shape", None)
         if kwargs.get("reduction", self.loss_reduction) not in (self.loss_reduction, "none"):
-            raise ValueError(
+            raise InvalidValue(
                 f"criterion: found reduction={kwargs['reduction']!r} in a call, and "
                 f"make_private(loss_reduction={self.loss_reduction!r}). Leave it out of the call."
             )
@@ -243,7 +243,7 @@ class FlashLoss(DPLossFastGradientClipping):
             finally:
                 self.criterion.reduction = before
         if not isinstance(found, Tensor):
-            raise TypeError(
+            raise InvalidType(
                 f"criterion ({self._name}): found {type(found).__name__}; expected a "
                 "tensor: a loss for each sample, or a scalar."
             )
@@ -269,7 +269,7 @@ class FlashLoss(DPLossFastGradientClipping):
         if torch.allclose(own.double(), reduced.double(), rtol=slack, atol=1e-6):
             self._is_known = True
             return
-        raise ValueError(
+        raise InvalidValue(
             f"criterion ({self._name}): found {float(own):.6g} with its own "
             f"reduction, and {float(reduced):.6g} by reducing its losses of samples: it divides by "
             "something else than their number. Where that depends on other samples, no clipping "

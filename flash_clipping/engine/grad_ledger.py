@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.draws import DrawnBatch, of_one_draw
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidValue
 
 #: One bound, or one for each trainable parameter (per-layer clipping).
 Bound = float | list[float]
@@ -94,7 +94,7 @@ def checked_bound(value: Any) -> Bound:
     """A clipping bound as it is kept; ``ValueError`` unless it is positive."""
     bound: Bound = [float(one) for one in value] if isinstance(value, Sequence) else float(value)
     if not all(one > 0 for one in (bound if isinstance(bound, list) else [bound])):
-        raise ValueError(f"max_grad_norm={value!r}: expected positive numbers.")
+        raise InvalidValue(f"max_grad_norm={value!r}: expected positive numbers.")
     return bound
 
 
@@ -192,7 +192,7 @@ class GradLedger:
         if before is not None:
             before.check_same_bound(bound, clipping)
         if running is not None and not may_accumulate:
-            raise ValueError(
+            raise InvalidValue(
                 "Poisson sampling is not compatible with grad accumulation. You need to call "
                 "optimizer.step() after every forward/backward pass or consider using "
                 "BatchMemoryManager"
@@ -257,7 +257,7 @@ class GradLedger:
         clipped backward pass, or some ``p.grad`` is not what it left."""
         record = self.record
         if record is None or not record.backwards:
-            raise ValueError(
+            raise InvalidValue(
                 "No clipped backward pass was recorded since the last step: p.grad is not a "
                 "clipped sum. Call loss.backward() with hooks enabled (module.enable_hooks()) "
                 "before optimizer.step()."
@@ -272,7 +272,7 @@ class GradLedger:
         for name, found in self.model.named_parameters():
             if found is param:
                 return name
-        raise ValueError(
+        raise InvalidValue(
             f"{where}: found a parameter of shape {tuple(param.shape)} that the wrapped model has "
             "not, or had not when it was wrapped: its gradients are not clipped. Wrap the model "
             "when it is complete, and give the optimizer its parameters."
@@ -281,13 +281,13 @@ class GradLedger:
     def _refuse_grad(self, param: nn.Parameter) -> NoReturn:
         name = self.name_of(param)
         if param.grad is None:
-            raise ValueError(
+            raise InvalidValue(
                 f"{name}: this parameter has no clipped sum; its p.grad is None. Call "
                 "loss.backward() on the wrapped model's output before optimizer.step(), after "
                 "freezing, unfreezing and clearing gradients. (backward(inputs=...) leaves sums in "
                 "the named parameters only.)"
             )
-        raise ValueError(
+        raise InvalidValue(
             f"{name}: its p.grad is not the clipped sum that backward() left, so noise for the "
             "clipping bound would not hide a sample. It was changed or replaced between backward() "
             "and step() (torch.nn.utils.clip_grad_norm_, a trainer's gradient clipping, p.grad += "

@@ -53,7 +53,7 @@ from flash_clipping.engine.unsupported import (
     refuse_unsupported,
     rounds_by_scale,
 )
-from flash_clipping.errors import HALVE_PARTS, FlashClippingError
+from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidValue
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 
 
@@ -196,7 +196,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Tap every layer that owns parameters, and watch the root module's inputs and outputs."""
         root = self._module
         if hasattr(root, "autograd_grad_sample_hooks"):
-            raise ValueError(
+            raise InvalidValue(
                 "Trying to add hooks twice to the same model. One model has one optimizer, with "
                 "a parameter group for whatever needs settings of its own. To start afresh, take "
                 "the hooks off first: to_standard_module(), or cleanup() with wrap_model=False."
@@ -510,7 +510,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def bucket_mb(self, value: int) -> None:
         reducer = self._reducer()
         if not isinstance(value, int) or not 64 <= value <= 1024:
-            raise ValueError(
+            raise InvalidValue(
                 f"bucket_mb: found {value!r}; expected an integer from 64 to 1024.\n"
                 "    model.bucket_mb = 256"
             )
@@ -518,7 +518,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def _reducer(self) -> Any:
         if self._sharded is None:
-            raise ValueError(
+            raise InvalidValue(
                 "bucket_mb: found a model without shards, whose sums nothing adds up over "
                 "processes. Set it after fully_shard(model) and make_private, or leave it out."
             )

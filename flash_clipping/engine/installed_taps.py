@@ -15,6 +15,7 @@ from flash_clipping.capture.scoped_forward import scoped_forwards
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.capture.two_pass import TwoPassForward
+from flash_clipping.errors import InvalidValue
 from flash_clipping.rules import find_rule, is_list_of_experts
 
 
@@ -101,7 +102,7 @@ def plan_taps(
     for pattern in folded_modules:
         named = [path for path in paths if fnmatchcase(path, pattern)]
         if not named:
-            raise ValueError(
+            raise InvalidValue(
                 f"folded_modules: no module is named like {pattern!r}. Names look like "
                 f"{', '.join(repr(path) for path in paths[1:4])}."
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
-from flash_clipping.errors import HALVE_PARTS, FlashClippingError
+from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidValue
 
 _T = TypeVar("_T")
 
@@ -196,13 +196,13 @@ class MicroBatches:
     def __init__(self, optimizer: Any, *, max_physical_batch_size: int | str = "auto"):
         module = getattr(optimizer, "_module", None)
         if module is None:
-            raise ValueError(
+            raise InvalidValue(
                 f"MicroBatches: found {type(optimizer).__name__}; expected the optimizer that "
                 "make_private returned."
             )
         session, most = module._session, max_physical_batch_size
         if most != "auto" and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-            raise ValueError(
+            raise InvalidValue(
                 f"MicroBatches: found max_physical_batch_size={most!r}; expected a number of "
                 'samples, or "auto".'
             )

@@ -27,7 +27,7 @@ from flash_clipping.engine.grad_ledger import (
     total_bound,
 )
 from flash_clipping.engine.sampling.loaders import refuse_split_units
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed
 from flash_clipping.ops.noise import NoiseGrid, discrete_noisy_means, noisy_means
 from flash_clipping.randomness import ALL_ROUNDS, FEWER_ROUNDS, Purpose, SecretStream
 from flash_clipping.randomness.stream import stream_of
@@ -98,7 +98,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     ):
         _refuse_many_closures(optimizer)
         if noise_grid == "exact" and type(self) is not FlashDPOptimizer:
-            raise NotImplementedError(
+            raise NotServed(
                 f"noise_grid='exact': found {type(self).__name__}, as for several processes; "
                 "expected FlashDPOptimizer: discrete noise is for whole parameters in one process. "
                 "Use noise_grid=True."
@@ -108,7 +108,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)  # type: ignore[arg-type]
         check_optimizer(self)
         if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
-            raise NotImplementedError(
+            raise NotServed(
                 f"{type(self).__name__}: found DTensors, as fully_shard makes them. Use "
                 "make_private, or engine.sharded_optimizer.ShardedFlashDPOptimizer."
             )
@@ -149,7 +149,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         other = module.running_step.follower
         plain = getattr(optimizer, "original_optimizer", optimizer)
         if other is not None and other.original_optimizer is not plain:
-            raise ValueError(
+            raise InvalidValue(
                 f"This model has a private optimizer already ({type(other).__name__} around "
                 f"{type(other.original_optimizer).__name__}). Two of them would each take the "
                 "other's sums. Use one optimizer, with a parameter group for whatever needs "
@@ -209,7 +209,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _step_supports_amp_scaling(self) -> bool:
         """``torch.amp.GradScaler.step`` asks for this first, and is refused: the scale is in the
         norms; and a step that is skipped for some sample's overflow is a release without noise."""
-        raise ValueError(
+        raise InvalidValue(
             "torch.amp.GradScaler: found scaler.step(optimizer) on a private optimizer. Gradients "
             "were clipped as they came, multiplied by the scale, and are divided by it before "
             "noise is added. Call loss.backward() and optimizer.step() without the scaler (samples "
@@ -300,7 +300,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _checked(self, params: Sequence[nn.Parameter]) -> StepRecord | None:
         """The record of the step with what is in ``p.grad`` now, if it may be taken."""
         if self._replaced:
-            raise ValueError(
+            raise InvalidValue(
                 "This optimizer was replaced by that of a later make_private(): use the one that "
                 "was returned last."
             )
@@ -309,7 +309,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 _check_unused(summed)
         if self._module is None:
             if any(p.grad is None for p in params):
-                raise ValueError(
+                raise InvalidValue(
                     "A parameter has no clipped sum: its p.grad is None. Call loss.backward() on "
                     "the wrapped model's output before optimizer.step()."
                 )
@@ -319,7 +319,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             # The wrapped optimizer steps on whatever has a gradient.
             if not p.requires_grad and p.grad is not None:
                 name = self._module.running_step.name_of(p)
-                raise ValueError(
+                raise InvalidValue(
                     f"{name}: this parameter is frozen but has a gradient, "
                     "which would be released without noise. Freeze parameters before backward(), "
                     "or clear gradients (optimizer.zero_grad()) after."
@@ -351,7 +351,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         bound = self.max_grad_norm if record is None else record.sensitivity
         std = self._multiplier() * bound
         if not math.isfinite(std) or std < 0:
-            raise ValueError(
+            raise InvalidValue(
                 f"The noise would have standard deviation {std}: found noise_multiplier="
                 f"{self.noise_multiplier} and max_grad_norm={bound}; expected finite numbers."
             )
@@ -503,7 +503,7 @@ def _refuse_divided_losses() -> None:
     accelerate = sys.modules.get("accelerate.state")
     steps = 1 if accelerate is None else accelerate.GradientState().num_steps
     if steps != 1:
-        raise ValueError(
+        raise InvalidValue(
             f"optimizer.step(): found an Accelerator with gradient_accumulation_steps={steps}. Its "
             f"backward() divides losses by {steps}, so that samples are clipped by gradients that "
             "are too small. Nothing was released. Make batches larger, in parts by "
@@ -517,7 +517,7 @@ def _refuse_many_closures(optimizer: Any) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         name = type(optimizer).__name__
-        raise ValueError(
+        raise InvalidValue(
             f"optimizer: found {name}, whose step evaluates the loss several times. Each "
             "evaluation would be a release of its own, which nobody adds noise to or accounts "
             "for. Use an optimizer of one gradient a step:\n"
@@ -535,7 +535,7 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
 
     def __init__(self, *args: Any, **kwargs: Any):
         if kwargs.get("noise_grid"):
-            raise NotImplementedError(
+            raise NotServed(
                 f"noise_grid={kwargs['noise_grid']!r}: found data-parallel training, where sums of "
                 "other workers are added to the rounded one. Use fully_shard, or one process."
             )

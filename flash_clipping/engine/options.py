@@ -23,7 +23,7 @@ from flash_clipping.engine.accounting import (
     without_hints,
 )
 from flash_clipping.engine.adaptive import AdaptiveBound
-from flash_clipping.errors import check_one_of
+from flash_clipping.errors import InvalidType, InvalidValue, check_one_of
 from flash_clipping.finish.clipping import Clipping
 from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
@@ -137,7 +137,7 @@ def check_keywords(given: dict[str, Any], clipping: str) -> None:
     if unknown := [name for name in given if name not in known]:
         listed = ", ".join(sorted(known))
         only = ", ".join(name for name in unknown if name in ADAPTIVE)
-        raise TypeError(
+        raise InvalidType(
             f"make_private: found {', '.join(unknown)}, which nothing would read. Known with "
             f"clipping={clipping!r} are {listed}."
             + (f" ({only}: with clipping='adaptive'.)" if only else "")
@@ -152,7 +152,7 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> MechanismSpec:
     noise = IndependentNoise() if given.get("noise") is None else given["noise"]
     sampling, max_batch_size = given.get("sampling", "poisson"), given.get("max_batch_size")
     if not isinstance(noise, NoiseMechanism):
-        raise ValueError(
+        raise InvalidValue(
             f"noise: found {type(noise).__name__}; expected IndependentNoise(), "
             "BandedNoise(...), BandedInverseNoise(...), OneStepNoise(...) or BufferedNoise(...) of "
             "flash_clipping.randomness.mechanisms."
@@ -207,7 +207,7 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> MechanismSpec:
 def _refuse(named: str, advice: dict[str, str]) -> None:
     """Raise ``ValueError`` for the first of these, which were found with what is named."""
     for found, instead in advice.items():
-        raise ValueError(f"make_private: found {named} with {found}. {instead}.")
+        raise InvalidValue(f"make_private: found {named} with {found}. {instead}.")
 
 
 def check_noise_grid(accountant: Any, given: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ def check_noise_grid(accountant: Any, given: dict[str, Any]) -> None:
     discrete noise is not accounted for."""
     grid = given["noise_grid"]
     if not (isinstance(grid, bool) or grid == "exact"):
-        raise ValueError(f"noise_grid: found {grid!r}; expected False, True or 'exact'.")
+        raise InvalidValue(f"noise_grid: found {grid!r}; expected False, True or 'exact'.")
     if grid != "exact":
         return
     advice: dict[str, str] = {}

@@ -9,6 +9,7 @@ from torch import Tensor, distributed as dist
 from flash_clipping.distributed import has_shards
 from flash_clipping.distributed.process_groups import shared_stream
 from flash_clipping.engine.optimizer import FlashDPOptimizer
+from flash_clipping.errors import InvalidValue, NotServed
 
 #: Values of ``make_private``'s arguments that are built for pipelines.
 _SERVED: dict[str, tuple[Any, ...]] = {
@@ -57,7 +58,7 @@ def pipeline_group(pipeline: Any, settings: dict[str, Any]) -> Any:
     if pipeline is None or pipeline is False:
         return None
     if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
+        raise InvalidValue(
             "pipeline: torch.distributed is not initialised. Start the stages' processes with "
             "torchrun, and call torch.distributed.init_process_group first."
         )
@@ -68,7 +69,7 @@ def pipeline_group(pipeline: Any, settings: dict[str, Any]) -> Any:
 def refuse_unserved(who: str, module: Any, settings: dict[str, Any]) -> None:
     """Raise ``NotImplementedError`` for what is not built for pipelines."""
     if has_shards(module) or getattr(module, "_sharded", None) is not None:
-        raise NotImplementedError(
+        raise NotServed(
             f"{who}: found a stage that fully_shard was applied to, for which it is not built. "
             "Leave fully_shard out, or shard the whole model without a pipeline."
         )
@@ -76,7 +77,7 @@ def refuse_unserved(who: str, module: Any, settings: dict[str, Any]) -> None:
         value = settings.get(name, works[0])
         if not any(value is one or (isinstance(one, str) and value == one) for one in works):
             shown = value if isinstance(value, str | bool) else "..."
-            raise NotImplementedError(
+            raise NotServed(
                 f"{who}: found {name}={shown!r}, for which it is not built; expected "
                 f"{' or '.join(map(repr, works))}. Stages draw one Poisson batch together, and "
                 "clip it by one norm over all of them."

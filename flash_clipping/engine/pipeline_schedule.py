@@ -33,7 +33,7 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.grad_ledger import publish_norms
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, refuse_unserved
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidType, InvalidValue, NotServed
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Coefficients, Doubts
 from flash_clipping.ops.error_bounds import upper_bound
@@ -181,7 +181,7 @@ class PrivateSchedule:
         stage, count = _checked_parts(schedule)
         module: GradSampleModuleFlashClipping = stage.submod
         if microbatch_size < 1:
-            raise ValueError(f"microbatch_size={microbatch_size}: expected 1 or more.")
+            raise InvalidValue(f"microbatch_size={microbatch_size}: expected 1 or more.")
         self.schedule, self.module = schedule, module
         self.capacity = count * microbatch_size
         self._stage, self._microbatches, self._size = stage, count, microbatch_size
@@ -414,7 +414,7 @@ class PrivateSchedule:
     def _check_optimizer(self) -> None:
         follower = self.module.running_step.follower
         if follower is not None and not isinstance(follower, PipelineFlashDPOptimizer):
-            raise ValueError(
+            raise InvalidValue(
                 f"PrivateSchedule.step: found {type(follower).__name__} as the module's optimizer. "
                 "Its noise could be the same in all stages. Use make_private(pipeline=True), or "
                 "engine.pipeline_optimizer.PipelineFlashDPOptimizer."
@@ -441,7 +441,7 @@ def _checked_parts(schedule: Any) -> tuple[Any, int]:
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
     if not isinstance(schedule, ScheduleGPipe | Schedule1F1B):
-        raise NotImplementedError(
+        raise NotServed(
             f"PrivateSchedule: found {type(schedule).__name__}; expected ScheduleGPipe or "
             "Schedule1F1B. Others run several stages in a process, or compute gradients of "
             "parameters by themselves, past what clips them."
@@ -449,7 +449,7 @@ def _checked_parts(schedule: Any) -> tuple[Any, int]:
     stage, loss_fn, count = parts_of_schedule(schedule)
     module = stage.submod
     if not isinstance(module, GradSampleModuleFlashClipping):
-        raise TypeError(
+        raise InvalidType(
             f"PrivateSchedule: the stage's module is {type(module).__name__}; expected a "
             "GradSampleModuleFlashClipping. Give make_private(pipeline=True), or "
             "GradSampleModuleFlashClipping, the part of the model that this stage runs, and make "
@@ -458,24 +458,24 @@ def _checked_parts(schedule: Any) -> tuple[Any, int]:
     settings = {name: getattr(module, name) for name in ("mode", "clipping", "sample_of")}
     refuse_unserved("PrivateSchedule", module, settings)
     if module._taps.regions.any_compiled:
-        raise NotImplementedError(
+        raise NotServed(
             "PrivateSchedule: found a compiled stage, for which it is not built. Leave compile() "
             "out."
         )
     if dist.get_world_size(stage.group) != dist.get_world_size():
-        raise NotImplementedError(
+        raise NotServed(
             f"PrivateSchedule: found a pipeline of {dist.get_world_size(stage.group)} processes "
             f"among {dist.get_world_size()}. Sums of several pipelines are not added up: use all "
             "processes as stages of one."
         )
     if isinstance(loss_fn, DPLossFastGradientClipping):
-        raise ValueError(
+        raise InvalidValue(
             f"PrivateSchedule: found {type(loss_fn).__name__} as the schedule's loss_fn. Give the "
             "schedule the criterion that make_private was given, which returns a tensor."
         )
     reduction = getattr(loss_fn, "reduction", module.loss_reduction)
     if reduction != module.loss_reduction:
-        raise ValueError(
+        raise InvalidValue(
             f"PrivateSchedule: loss_fn has reduction={reduction!r}, the module "
             f"loss_reduction={module.loss_reduction!r}. Norms would be off by the size of a "
             "micro-batch. Give both the same."

@@ -59,6 +59,7 @@ from flash_clipping.engine.sampling.loaders import (
 )
 from flash_clipping.engine.sampling.samplers import RoundSampler
 from flash_clipping.engine.unsupported import refuse_alone, validate
+from flash_clipping.errors import InvalidValue
 from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 from flash_clipping.randomness.stream import SecretStream, seed_notice
@@ -136,7 +137,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None
     ):
         if secure_mode and seed is not None:
-            raise ValueError(
+            raise InvalidValue(
                 f"FlashPrivacyEngine: found seed={seed} with secure_mode=True: whoever knows the "
                 "seed can subtract the noise. Leave one of them out."
             )
@@ -296,7 +297,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         if grad_sample_mode != "flash":
             if sample_of is not None or noise_grid:
                 name = "noise_grid" if sample_of is None else "sample_of"
-                raise ValueError(f"{name}: found with another grad_sample_mode than 'flash'.")
+                raise InvalidValue(f"{name}: found with another grad_sample_mode than 'flash'.")
             self._prepare_opacus_mode(grad_sample_mode)
             of_opacus = {name: given[name] for name in _OF_OPACUS.split()} | kwargs
             if criterion is not None:
@@ -304,7 +305,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             return super().make_private(**of_opacus)
         check_keywords(kwargs, clipping)
         if noise_generator and self.secure_mode:
-            raise ValueError(
+            raise InvalidValue(
                 "noise_generator: found a seed for the noise. Passing seed is prohibited in secure "
                 "mode: whoever knows it can subtract the noise. Leave it out."
             )
@@ -321,7 +322,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             of_rows = UnitsOfRows(units, len(dataset), 1 / len(data_loader), max_rows_per_unit)
         params = {*module.parameters()}
         if any(p not in params for settings in optimizer.param_groups for p in settings["params"]):
-            raise ValueError(  # in Opacus' words
+            raise InvalidValue(  # in Opacus' words
                 "Module parameters are different than optimizer Parameters: optimizer has one that "
                 "the module has not; expected none. Make it anew:\n"
                 "    optimizer = torch.optim.AdamW(model.parameters())"
@@ -481,7 +482,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             expected["sample_of"] = None
         found = {key: getattr(module, key) for key in expected}
         if found != expected:
-            raise ValueError(
+            raise InvalidValue(
                 f"The module is wrapped already, with {found}; this call asks for {expected}. "
                 "Pass the plain nn.Module (module.to_standard_module())."
             )

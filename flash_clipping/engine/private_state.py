@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidValue
 
 
 class PrivateState:
@@ -62,7 +62,7 @@ class PrivateState:
 
         accountant = self.engine.accountant
         if len(accountant):
-            raise ValueError(
+            raise InvalidValue(
                 "PrivateState: found an accountant that has accounted for steps already. It would "
                 "forget them. Load into a new engine, before the first step; this model holds the "
                 "checkpoint's weights by now."

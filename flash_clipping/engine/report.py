@@ -26,6 +26,7 @@ from flash_clipping.engine.accounting import (
     without_hints,
 )
 from flash_clipping.engine.releases import Release, epsilon_by_pld
+from flash_clipping.errors import InvalidValue
 from flash_clipping.randomness.stream import seeds_of
 
 #: Of the form of reports, raised when a reader of an older one would be misled.
@@ -112,7 +113,7 @@ def statistics_report(
         ValueError: a sensitivity or a number of times that is not positive; negative noise.
     """
     if not (0 < sensitivity < math.inf and 0 <= standard_deviation < math.inf and times >= 1):
-        raise ValueError(
+        raise InvalidValue(
             f"statistics_report: found sensitivity={sensitivity}, "
             f"standard_deviation={standard_deviation}, times={times}; expected a positive "
             "sensitivity, noise and a number of times."
@@ -147,10 +148,10 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
             where none is given.
     """
     if not reports:
-        raise ValueError("compose: found no report; expected one or more.")
+        raise InvalidValue("compose: found no report; expected one or more.")
     for number, report in enumerate(reports):
         if report.get("format") != FORMAT:
-            raise ValueError(
+            raise InvalidValue(
                 f"compose: found format {report.get('format')!r} in report {number}; expected "
                 f"{FORMAT}, as engine.report(delta) makes it."
             )
@@ -158,13 +159,13 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
     deltas = {report["delta"] for report in reports}
     if len(relations) > 1:
         listed = "; ".join(f"{relation}: {unit}" for relation, unit in sorted(relations))
-        raise ValueError(
+        raise InvalidValue(
             f"compose: found reports for different neighbours ({listed}); expected one relation "
             "and one unit. Their epsilons are for different promises, and have no sum."
         )
     relation, unit = relations.pop()
     if delta is None and len(deltas) > 1:
-        raise ValueError(
+        raise InvalidValue(
             f"compose: found reports for different deltas {sorted(deltas)}; expected one. Say "
             "which:\n    compose(reports, delta=1e-5)"
         )
@@ -196,7 +197,7 @@ def _report(
     neighbours: Sequence[Sequence[Release]], delta: float, *, violated: list[str], **said: Any
 ) -> dict[str, Any]:
     if not 0 < delta < 1:
-        raise ValueError(f"delta: found {delta}; expected more than 0 and less than 1.")
+        raise InvalidValue(f"delta: found {delta}; expected more than 0 and less than 1.")
     epsilon = {name: _largest(by, neighbours, delta, bool(violated)) for name, by in _BY.items()}
     return {
         "format": FORMAT,

@@ -12,7 +12,7 @@ from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.process_groups import device_of, shard_of
 from flash_clipping.engine.grad_ledger import StepRecord
 from flash_clipping.engine.optimizer import FlashDPOptimizer
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidValue
 
 _NO_MODEL = (
     "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
@@ -51,7 +51,7 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     def follow(self, module: Any) -> None:
         """As :meth:`FlashDPOptimizer.follow`; all processes call it together."""
         if module._sharded is None:
-            raise ValueError(
+            raise InvalidValue(
                 "ShardedFlashDPOptimizer: found a model that fully_shard was not applied to when "
                 "it was wrapped. Use FlashDPOptimizer."
             )
@@ -80,7 +80,7 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         if same.is_cuda:
             assert_async(same, _CHANGED)  # without waiting for the device
         elif not bool(same):
-            raise ValueError(_CHANGED)
+            raise InvalidValue(_CHANGED)
         return record
 
     def add_noise(self) -> None:

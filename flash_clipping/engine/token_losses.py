@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidType, InvalidValue
 
 #: Loss functions of transformers that are means over tokens, and whether they shift labels.
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
@@ -60,7 +60,7 @@ def per_sample_loss(
     """
     logits = logits if isinstance(logits, Tensor) else logits_of(logits)
     if logits.shape[:-1] != labels.shape or labels.dim() == 0:
-        raise ValueError(
+        raise InvalidValue(
             f"per_sample_loss: found logits {tuple(logits.shape)} and labels "
             f"{tuple(labels.shape)}; expected logits [B, ..., V] and labels [B, ...]."
         )
@@ -86,7 +86,7 @@ def logits_of(output: Any) -> Tensor:
     """The logits in what a model returned; ``TypeError`` if there are none."""
     logits = part_of(output, "logits")
     if not isinstance(logits, Tensor):
-        raise TypeError(f"found {type(output).__name__}; expected logits, or what holds .logits.")
+        raise InvalidType(f"found {type(output).__name__}; expected logits, or what holds .logits.")
     return logits
 
 

@@ -32,7 +32,13 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.refused_forwards import embeddings_of, refuse_max_norm
 from flash_clipping.distributed import is_sharded, processes_of, refuse_sharding
-from flash_clipping.errors import FlashClippingError, module_at, to_freeze_parameters
+from flash_clipping.errors import (
+    FlashClippingError,
+    InvalidValue,
+    NotServed,
+    module_at,
+    to_freeze_parameters,
+)
 from flash_clipping.rules.registry import kinds_of
 
 # -- data parallelism ------------------------------------------------------------------------------
@@ -76,7 +82,7 @@ def _form_of(module: nn.Module) -> str | None:
 def refuse_inside(path: str, module: nn.Module) -> None:
     """Refuse a module of a model that is about to be wrapped, if it reduces or shards gradients."""
     if (form := _form_of(module)) is not None and not is_sharded(module):
-        raise NotImplementedError(
+        raise NotServed(
             f"{path or 'the model'}: found {form}, which reduces gradients before they are "
             f"clipped. {_INSTEAD}"
         )
@@ -163,7 +169,7 @@ def refuse_alone(module: Any, distributed: bool | None) -> None:
     world = dist.get_world_size() if running else 1
     if (processes := processes_of(module)) is not None:
         if distributed is None and processes.mesh.size() < world:
-            raise ValueError(
+            raise InvalidValue(
                 f"module ({type(module).__name__}): its layers are cut over "
                 f"{processes.mesh.size()} of {world} processes, and nothing would "
                 "reduce the gradients of the others' samples. Call fully_shard over the data "
@@ -173,11 +179,11 @@ def refuse_alone(module: Any, distributed: bool | None) -> None:
             )
         return
     if distributed:
-        raise ValueError(f"distributed=True: found {type(module).__name__} as module. {_INSTEAD}")
+        raise InvalidValue(f"distributed=True: found {type(module).__name__} as module. {_INSTEAD}")
     if distributed is None and world > 1:
         for path, part in module.named_modules():
             refuse_inside(path, part)
-        raise ValueError(
+        raise InvalidValue(
             f"module ({type(module).__name__}): torch.distributed runs {world} processes, and "
             f"nothing would reduce the model's gradients. {_INSTEAD} Or pass "
             "distributed=False to make_private, if every process is to train a model of its own."
@@ -230,7 +236,7 @@ def refuse_unsupported(root: nn.Module) -> None:
     for path, module in root.named_modules():
         for name, param in module._parameters.items():
             if param is not None and is_lazy(param):
-                raise NotImplementedError(
+                raise NotServed(
                     f"{path or 'the model'} ({type(module).__name__}): its parameter {name!r} has "
                     "no shape before the first forward, so nothing can be clipped or trained. Call "
                     "the model once on a batch, then make the optimizer and wrap the model."
@@ -242,7 +248,7 @@ def refuse_unsupported(root: nn.Module) -> None:
         _refuse_quantized(path, module)
         refuse_inside(path, module)
         if type(module) in _REPLACED_LAYERS:
-            raise NotImplementedError(
+            raise NotServed(
                 f"{path} ({type(module).__name__}) has no per-sample gradients. Replace it by "
                 f"opacus.layers.{_REPLACED_LAYERS[type(module)]}, which takes its state dict:"
                 "\n    import opacus; model = opacus.validators.ModuleValidator.fix(model)"
@@ -260,7 +266,7 @@ def refuse_batch_norms(norms: Iterable[tuple[str, Any]]) -> None:
     of that sample alone."""
     for path, module in norms:
         if module.training or module.running_mean is None or module.running_var is None:
-            raise NotImplementedError(
+            raise NotServed(
                 f"{path or 'the model'} ({type(module).__name__}) mixes samples: the gradient of "
                 "one sample depends on the others, so no clipping can bound it. Replace it by "
                 "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does). With running "
@@ -284,7 +290,7 @@ def _refuse_hooked(path: str, module: nn.Module) -> None:
         else:
             line = f"layer = {module_at(path)}; torch.nn.utils.remove_{kind}(layer); "
             line += f"torch.nn.utils.parametrizations.{kind}(layer)"
-        raise NotImplementedError(
+        raise NotServed(
             f"{path or 'the model'} ({type(module).__name__}): its {name} is computed by a hook "
             f"(torch.nn.utils.{kind}) before the layer runs, so what it is computed from has no "
             "per-sample gradients; expected a parametrization (exact), or a plain parameter:\n"
@@ -327,7 +333,7 @@ def _refuse_quantized(path: str, module: nn.Module) -> None:
             if cast.scaling_type.value != "disabled" and (
                 name in of_weight or scaling != "axiswise"
             ):
-                raise NotImplementedError(
+                raise NotServed(
                     f"{where}: found {name} with {scaling} scaling, {_ONE_SCALE}, and gradients of "
                     "weights that are not rounded. Convert the model again, from nn.Linear:\n"
                     "    convert_to_float8_training(model, config=Float8LinearConfig."
@@ -337,7 +343,7 @@ def _refuse_quantized(path: str, module: nn.Module) -> None:
     rounding = getattr(weight, "act_quant_kwargs", None)  # of what torchao's multiplies it by
     granularity = type(getattr(rounding, "granularity", None)).__name__
     if granularity == "PerTensor" and getattr(weight, "act_quant_scale", None) is None:
-        raise NotImplementedError(
+        raise NotServed(
             f"{where}: found activations that are rounded with granularity={granularity}, "
             f"{_ONE_SCALE}. Quantize the model again, from nn.Linear:\n"
             "    quantize_(model, Int8DynamicActivationInt8WeightConfig(granularity=PerRow()))"
@@ -345,7 +351,7 @@ def _refuse_quantized(path: str, module: nn.Module) -> None:
     if _LINEAR_4BIT in names and weight.device.type == "cpu":
         state = getattr(weight, "quant_state", None)
         if layer.support_avx512bf16_for_cpu or getattr(state, "packing_format_for_cpu", False):
-            raise NotImplementedError(
+            raise NotServed(
                 f"{where}: found 4 bits on a CPU with AVX512-BF16, where the first call in "
                 "evaluation mode puts the weight into another order, through which no gradients "
                 "come back from then on; expected a GPU, or the order of training. Load the model "
@@ -355,13 +361,13 @@ def _refuse_quantized(path: str, module: nn.Module) -> None:
     if _LINEAR_8BIT not in names:
         return
     if layer.weight.requires_grad:
-        raise NotImplementedError(
+        raise NotServed(
             f"{where}: found a weight that is trained; expected a frozen one: gradients of weights "
             "are rounded to 8 bits by columns, over all samples. Train adapters (LoRA)."
             f"{to_freeze_parameters(f'{path}.weight'.lstrip('.'))}"
         )
     if layer.state.threshold > 0:
-        raise NotImplementedError(
+        raise NotServed(
             f"{where}: found llm_int8_threshold={layer.state.threshold}: a column is computed in "
             "more bits where any sample of the batch has a value above it, so that the gradient of "
             "one sample depends on the others, which no clipping can bound; expected 0. Load the "

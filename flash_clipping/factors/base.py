@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_clipping.errors import InvalidType
 from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.outer import weighted_sum
 
@@ -44,13 +45,13 @@ class PerSampleGrad(ABC):
         for base in cls.__mro__[1:]:
             own = base.__module__.partition(".")[0] == __name__.partition(".")[0]
             if own and issubclass(base, PerSampleGrad) and not inspect.isabstract(base):
-                raise TypeError(
+                raise InvalidType(
                     f"{cls.__name__} is derived from {base.__name__}, which is final. Derive it "
                     "from flash_clipping.factors.PerSampleGrad, and give it sqnorms, error_bound, "
                     "clipped_sum and dense of its own."
                 )
         if "doubt" in cls.__dict__:
-            raise TypeError(f"{cls.__name__}: found doubt; expected its new name, error_bound.")
+            raise InvalidType(f"{cls.__name__}: found doubt; expected its new name, error_bound.")
 
     @property
     @abstractmethod

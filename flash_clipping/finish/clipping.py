@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from flash_clipping.errors import InvalidValue
 from flash_clipping.finish.plan import Plan
 from flash_clipping.ops.error_bounds import upper_bound
 from flash_clipping.ops.runtime.upload import to_device
@@ -104,7 +105,7 @@ def clipping_coefficients(
     """
     if clipping == "per_layer":
         if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != len(norms_PB):
-            raise ValueError(
+            raise InvalidValue(
                 "clipping='per_layer' needs max_grad_norm to be a list with one bound per "
                 f"trainable parameter ({len(norms_PB)}); found {max_grad_norm!r}."
             )
@@ -114,7 +115,7 @@ def clipping_coefficients(
         )
     else:
         if isinstance(max_grad_norm, Sequence):
-            raise ValueError(
+            raise InvalidValue(
                 f"clipping={clipping!r} takes one max_grad_norm; found a list of "
                 f"{len(max_grad_norm)}. Pass a number, or clipping='per_layer'."
             )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed as dist
 
+from flash_clipping.errors import InvalidValue
 from flash_clipping.ops.segments import Segments, sums_of_tokens
 
 
@@ -153,7 +154,7 @@ def are_parts(params: Sequence[Any]) -> bool:
     """
     cut = [hasattr(param, "device_mesh") for param in params]
     if any(cut) and not all(cut):
-        raise ValueError(
+        raise InvalidValue(
             "found parameters of experts of which some lie in parts over a mesh, and others are "
             "whole. Adapters around experts in parallel are not built: use "
             "flash_clipping.layers.MixtureOfExperts(..., rank=r)."

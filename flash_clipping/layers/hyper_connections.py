@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from flash_clipping._compat import transforms_are_active
+from flash_clipping.errors import InvalidValue
 from flash_clipping.layers.ops import hyper_connections as ops, stream_mix as mixing
 from flash_clipping.layers.ops.hyper_connections import reference as ops_reference
 from flash_clipping.layers.ops.stream_mix import reference as mixing_reference
@@ -77,12 +78,12 @@ class HyperConnections(nn.Module):
     ):
         super().__init__()
         if streams not in ops.STREAMS or dim < 1:
-            raise ValueError(
+            raise InvalidValue(
                 f"HyperConnections: found dim={dim} and streams={streams}; expected a positive dim "
                 f"and {ops.STREAMS[0]} to {ops.STREAMS[-1]} streams."
             )
         if backend not in BACKENDS:
-            raise ValueError(
+            raise InvalidValue(
                 f"HyperConnections: backend is {backend!r}; expected one of {', '.join(BACKENDS)}."
             )
         self.dim = dim
@@ -150,7 +151,7 @@ class HyperConnections(nn.Module):
         """
         x_BSnD = self.positions(x)
         if y.shape != (*x.shape[:-2], self.dim):
-            raise ValueError(
+            raise InvalidValue(
                 f"HyperConnections.combine: y has shape {tuple(y.shape)}; expected "
                 f"{(*x.shape[:-2], self.dim)}, as x has shape {tuple(x.shape)}."
             )
@@ -165,7 +166,7 @@ class HyperConnections(nn.Module):
     def positions(self, x: Tensor) -> Tensor:
         """``x`` as ``[B, S, n, D]``."""
         if x.dim() < 3 or x.shape[-2:] != (self.streams, self.dim):
-            raise ValueError(
+            raise InvalidValue(
                 f"HyperConnections: x has shape {tuple(x.shape)}; expected [B, ..., "
                 f"{self.streams}, {self.dim}]. Make streams of hidden states [B, S, D] with "
                 f"hidden.unsqueeze(-2).expand(-1, -1, {self.streams}, -1)."

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from flash_clipping.errors import InvalidValue
 from flash_clipping.layers.routed_rows import (
     LowRank,
     Projection,
@@ -87,11 +88,11 @@ class MixtureOfExperts(nn.Module):
             ("rank", rank, 0),
         ):
             if value < least:
-                raise ValueError(
+                raise InvalidValue(
                     f"MixtureOfExperts: found {name}={value}, expected at least {least}."
                 )
         if lora_alpha is not None and not rank:
-            raise ValueError(
+            raise InvalidValue(
                 f"MixtureOfExperts: found lora_alpha={lora_alpha} with rank=0, where there is no "
                 "LoRA to scale. Give a rank, or leave lora_alpha out."
             )
@@ -174,7 +175,7 @@ class MixtureOfExperts(nn.Module):
         fits = x.dim() >= 2 and x.shape[-1] == self.dim and expert_ids.shape == weights.shape
         fits = fits and expert_ids.shape[:-1] == x.shape[:-1] and expert_ids.dim() == x.dim()
         if not fits or expert_ids.is_floating_point() or not weights.is_floating_point():
-            raise ValueError(
+            raise InvalidValue(
                 f"MixtureOfExperts: found x {tuple(x.shape)}, expert_ids "
                 f"{tuple(expert_ids.shape)} of {expert_ids.dtype} and weights "
                 f"{tuple(weights.shape)} of {weights.dtype}; expected [B, ..., {self.dim}], "
@@ -261,9 +262,11 @@ class TopKRouter(nn.Module):
     ):
         super().__init__()
         if not 1 <= k <= experts:
-            raise ValueError(f"TopKRouter: found k={k}, expected 1 to {experts}, as many experts.")
+            raise InvalidValue(
+                f"TopKRouter: found k={k}, expected 1 to {experts}, as many experts."
+            )
         if balance not in (None, "sample"):
-            raise ValueError(
+            raise InvalidValue(
                 f"TopKRouter: found balance={balance!r}, expected None or 'sample'. Balancing over "
                 "a batch mixes samples, and no clipping bounds that."
             )

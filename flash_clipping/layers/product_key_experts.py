@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import BATCH_NORMS, never_compiled
+from flash_clipping.errors import InvalidValue, NotServed
 from flash_clipping.layers.ops.product_key import product_key_backward, product_key_scores
 
 MakeNorm = Callable[[int], nn.Module]
@@ -83,7 +84,7 @@ class ExpertTables(nn.Module):
     def __init__(self, width: int, experts: int, activation: str = "gelu"):
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise ValueError(
+            raise InvalidValue(
                 f"ExpertTables: found activation={activation!r}; expected one of "
                 f"{', '.join(ACTIVATIONS)}."
             )
@@ -178,12 +179,12 @@ class ProductKeyRouter(nn.Module):
         super().__init__()
         side = math.isqrt(experts)
         if side < 1 or side * side != experts:
-            raise ValueError(
+            raise InvalidValue(
                 f"ProductKeyRouter: found experts={experts}; expected a square, as {side**2} or "
                 f"{(side + 1) ** 2}: each is a pair of entries of two axes."
             )
         if not 1 <= k <= min(128, experts):
-            raise ValueError(
+            raise InvalidValue(
                 f"ProductKeyRouter: found k={k} for {experts} experts; expected 1 to "
                 f"{min(128, experts)}."
             )
@@ -281,7 +282,7 @@ class _RouteBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError(
+        raise NotServed(
             "product-key scores have first derivatives only. Call backward() without create_graph."
         )
 
@@ -312,7 +313,7 @@ class TokenGroupNorm(nn.Module):
     def __init__(self, groups: int, channels: int, eps: float = 1e-5):
         super().__init__()
         if channels % groups:
-            raise ValueError(
+            raise InvalidValue(
                 f"TokenGroupNorm: found {channels} channels for {groups} groups; expected a "
                 "multiple of the groups."
             )
@@ -336,7 +337,7 @@ def _made(norm: str | MakeNorm | None, side: int, groups: int) -> nn.Module:
     made = None if isinstance(norm, str) else norm(side)
     found = repr(norm) if made is None else type(made).__name__
     if made is None or any(isinstance(module, BATCH_NORMS) for module in made.modules()):
-        raise ValueError(
+        raise InvalidValue(
             f"ProductKeyRouter: found norm={found}; expected 'rms', 'group', None or a function "
             "that makes a module which normalizes every token by itself. Batch normalization of "
             "logits lets one sample choose the experts of the others: use 'rms' or 'group'."

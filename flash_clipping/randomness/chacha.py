@@ -15,6 +15,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from torch import Tensor
 
+from flash_clipping.errors import InvalidValue
 from flash_clipping.randomness.stream import ALL_ROUNDS, Draw
 
 #: Bytes and words (of 32 bits) of a block, and how many blocks a nonce has.
@@ -56,7 +57,7 @@ class Keystream:
         """Write the words of the next blocks into ``[blocks, 16]``, int32, contiguous."""
         first, self._next = self._next, self._next + len(found)
         if self._next > MOST_BLOCKS:
-            raise ValueError(
+            raise InvalidValue(
                 f"Keystream: found {self._next} blocks of words for one tensor; expected "
                 f"{MOST_BLOCKS} at most: a nonce has no others. Split the parameter."
             )

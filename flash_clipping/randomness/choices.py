@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flash_clipping.errors import InvalidValue
 from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.stream import Draw
 
@@ -26,7 +27,7 @@ def threshold(rate: float) -> int:
         ValueError: ``rate`` is no probability.
     """
     if not 0 <= rate <= 1:
-        raise ValueError(f"rate: found {rate}; expected a probability, 0 to 1.")
+        raise InvalidValue(f"rate: found {rate}; expected a probability, 0 to 1.")
     return int(Fraction(rate) * (1 << 64))
 
 
@@ -55,7 +56,7 @@ def subset(draw: Draw, count: int, size: int, *, tensor: int = 0) -> Tensor:
         ValueError: ``size`` is not between 0 and ``count``.
     """
     if not 0 <= size <= count:
-        raise ValueError(f"subset: found a size of {size}; expected 0 to {count}.")
+        raise InvalidValue(f"subset: found a size of {size}; expected 0 to {count}.")
     words = Keystream(draw, tensor=tensor)
     while True:
         keys_N = words.take(count)
@@ -76,7 +77,7 @@ def allocations(draw: Draw, count: int, steps: int, times: int) -> Tensor:
         ValueError: ``times`` is not between 1 and ``steps``.
     """
     if not 1 <= times <= steps:
-        raise ValueError(f"allocations: found {times} of {steps}; expected 1 to {steps}.")
+        raise InvalidValue(f"allocations: found {times} of {steps}; expected 1 to {steps}.")
     chosen_NK = np.empty((count, times), dtype=np.int32)
     for k, j in enumerate(range(steps - times, steps)):
         found_N = _below(Keystream(draw, tensor=k), count, j + 1).astype(np.int32)
@@ -120,7 +121,7 @@ def discrete_gaussian(
         How long it takes depends on the words, and on nothing else: not on data.
     """
     if not 1 <= bits <= MOST_BITS:
-        raise ValueError(f"discrete_gaussian: found {bits} bits; expected 1 to {MOST_BITS}.")
+        raise InvalidValue(f"discrete_gaussian: found {bits} bits; expected 1 to {MOST_BITS}.")
     words = Keystream(draw, tensor=tensor, shard=shard)
     found_N = np.empty(count, dtype=np.int64)
     for start in range(0, count, _EXACT_AT_A_TIME):

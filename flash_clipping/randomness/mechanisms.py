@@ -20,6 +20,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from flash_clipping.errors import InvalidValue
+
 
 class NoiseMechanism(ABC):
     """How the noise of steps is made of independent noise: a Toeplitz matrix ``C``.
@@ -54,7 +56,7 @@ class NoiseMechanism(ABC):
             (Kalinin and Lampert 2024, arXiv 2405.13763, theorem 2).
         """
         if separation is not None and separation < 1:
-            raise ValueError(f"separation: found {separation}; expected 1 or more steps.")
+            raise InvalidValue(f"separation: found {separation}; expected 1 or more steps.")
         column_T = self.column(steps)
         total_T = np.zeros(steps)
         for start in range(0, steps, separation or max(1, steps)):
@@ -117,7 +119,7 @@ class BandedNoise(NoiseMechanism):
     def __post_init__(self) -> None:
         _check_diagonals("BandedNoise", self.count)
         if self.memory not in ("stored", "drawn_again"):
-            raise ValueError(
+            raise InvalidValue(
                 f"BandedNoise: found memory={self.memory!r}; expected 'stored' or 'drawn_again'."
             )
         if self.weights is None:
@@ -125,7 +127,7 @@ class BandedNoise(NoiseMechanism):
         object.__setattr__(self, "weights", tuple(float(c) for c in self.weights))
         c = np.asarray(self.weights)
         if not (len(c) == self.count and c[0] == 1 and (c >= 0).all() and (np.diff(c) <= 0).all()):
-            raise ValueError(
+            raise InvalidValue(
                 f"BandedNoise: found weights {self.weights}; expected {self.count} of them, 1 "
                 "first, never negative and never growing: for others sensitivities are not known."
             )
@@ -203,7 +205,7 @@ class BandedInverseNoise(NoiseMechanism):
         a = np.asarray(self.shares)
         fits = len(a) == self.count - 1 and np.isfinite(a).all() and (a >= 0).all()
         if not (fits and a.any() and (np.diff(self.column(self.count)) <= 0).all()):
-            raise ValueError(
+            raise InvalidValue(
                 f"BandedInverseNoise: found shares {self.shares}; expected {self.count - 1} of "
                 "them, none negative and not all 0, for which the column of C never grows: for "
                 "others sensitivities are not known."
@@ -270,7 +272,7 @@ class OneStepNoise(BandedInverseNoise):
 
     def __init__(self, share: float):
         if not (0 < share < 1 and math.isfinite(share)):
-            raise ValueError(
+            raise InvalidValue(
                 f"OneStepNoise: found a share of {share}; expected one between 0 and 1. With "
                 "0 noise is independent: IndependentNoise()."
             )
@@ -319,7 +321,7 @@ class BufferedNoise(NoiseMechanism):
         w, decay = np.array(self.weights), np.array(self.decays)
         fits = len(w) == len(decay) > 0 and (w > 0).all() and w.sum() <= 1
         if not (fits and (decay >= 0).all() and (decay < 1).all()):
-            raise ValueError(
+            raise InvalidValue(
                 f"BufferedNoise: found weights {self.weights} and decays {self.decays}; expected "
                 "as many of both, weights above 0 with a sum of 1 at most, and decays from 0 to "
                 "1, 1 not included: for others sensitivities are not known."
@@ -338,7 +340,7 @@ class BufferedNoise(NoiseMechanism):
             ValueError: no buffer; fewer steps than buffers.
         """
         if isinstance(buffers, bool) or buffers < 1:
-            raise ValueError(
+            raise InvalidValue(
                 f"BufferedNoise.optimised: found {buffers!r} buffers; expected 1 or more."
             )
         _check_steps("BufferedNoise", steps, buffers)
@@ -404,7 +406,7 @@ def _filtered(numerator: np.ndarray, denominator: np.ndarray, x_T: np.ndarray) -
 
 def _check_diagonals(name: str, count: int) -> None:
     if isinstance(count, bool) or count < 2:
-        raise ValueError(
+        raise InvalidValue(
             f"{name}: found {count!r} diagonals; expected 2 or more. With one, noise is "
             "independent: IndependentNoise()."
         )
@@ -412,7 +414,7 @@ def _check_diagonals(name: str, count: int) -> None:
 
 def _check_steps(name: str, steps: int, least: int) -> None:
     if steps < least:
-        raise ValueError(
+        raise InvalidValue(
             f"{name}.optimised: found {steps} steps; expected as many steps as diagonals or "
             f"buffers at least, {least}."
         )

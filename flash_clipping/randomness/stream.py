@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidValue
 
 KEY_BYTES = 32
 
@@ -87,7 +87,7 @@ class Draw:
 
     def __post_init__(self) -> None:
         if self.rounds not in (ALL_ROUNDS, FEWER_ROUNDS):
-            raise ValueError(
+            raise InvalidValue(
                 f"rounds: found {self.rounds}; expected {ALL_ROUNDS} or {FEWER_ROUNDS}."
             )
 
@@ -103,7 +103,9 @@ class Draw:
             ("shard", shard, MOST_SHARDS),
         ):
             if not 0 <= found < most:
-                raise ValueError(f"{name}: found number {found}; expected 0 or more, below {most}.")
+                raise InvalidValue(
+                    f"{name}: found number {found}; expected 0 or more, below {most}."
+                )
         return self.number, tensor, shard << 8 | int(self.purpose)
 
     def __repr__(self) -> str:  # a key does not belong in a log
@@ -127,9 +129,11 @@ class SecretStream:
 
     def __init__(self, *, seed: int | None = None, key: bytes | None = None):
         if seed is not None and key is not None:
-            raise ValueError("SecretStream: found a seed and a key; expected one of them at most.")
+            raise InvalidValue(
+                "SecretStream: found a seed and a key; expected one of them at most."
+            )
         if key is not None and len(key) != KEY_BYTES:
-            raise ValueError(f"key: found {len(key)} bytes; expected {KEY_BYTES}.")
+            raise InvalidValue(f"key: found {len(key)} bytes; expected {KEY_BYTES}.")
         self.seed = seed
         self._is_shared = key is not None
         if seed is not None:
@@ -228,14 +232,16 @@ def stream_of(
     from ``generator``, in Opacus' way), or one with a key of its own. ``secure_mode`` refuses
     seeds."""
     if secure_mode and (generator is not None or (stream is not None and stream.is_seeded)):
-        raise ValueError(
+        raise InvalidValue(
             "secure_mode=True: found a seed for the noise (a generator, or a seeded stream), which "
             "whoever knows it can subtract. Leave one of them out."
         )
     if generator is None:
         return SecretStream() if stream is None else stream
     if stream is not None:
-        raise ValueError("FlashDPOptimizer: found a stream and a generator; expected one of them.")
+        raise InvalidValue(
+            "FlashDPOptimizer: found a stream and a generator; expected one of them."
+        )
     seed = torch.randint(1 << 62, (1,), generator=generator, device=generator.device)
     return SecretStream(seed=int(seed))
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from flash_clipping.errors import InvalidType
 from flash_clipping.factors import PerSampleGrad
 from flash_clipping.ops.runtime.backend import autocast_operands as autocast_operands
 
@@ -170,7 +171,7 @@ def register_rule(*layer_types: type[nn.Module] | str) -> Callable[[_R], _R]:
         if isinstance(layer_type, str) and "." in layer_type:
             continue
         if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
-            raise TypeError(
+            raise InvalidType(
                 f"register_rule expects nn.Module subclasses, found {layer_type!r}; "
                 "write @register_rule(MyLayer)."
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flash_clipping.errors import InvalidValue
+
 #: Arguments of ``make_private`` that a trainer passes itself.
 _OWN = """module optimizer data_loader noise_multiplier max_grad_norm poisson_sampling wrap_model
 loss_reduction noise_generator criterion grad_sample_mode units max_rows_per_unit distributed
@@ -50,27 +52,27 @@ class PrivacyArguments:
 
     def __post_init__(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError(
+            raise InvalidValue(
                 f"PrivacyArguments: found target_epsilon={self.target_epsilon} and "
                 f"noise_multiplier={self.noise_multiplier}; expected exactly one of them."
             )
         if not 0 < self.target_delta < 1:
-            raise ValueError(
+            raise InvalidValue(
                 f"PrivacyArguments: found target_delta={self.target_delta}; expected a number "
                 "between 0 and 1, well below 1 / len(dataset)."
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(
+            raise InvalidValue(
                 f"PrivacyArguments: found max_grad_norm={self.max_grad_norm}; expected the "
                 "clipping bound of a sample, a positive number."
             )
         if self.secure_mode and self.seed is not None:
-            raise ValueError(
+            raise InvalidValue(
                 "PrivacyArguments: found seed= with secure_mode=True, which has no seed. Leave one "
                 "of them out."
             )
         if taken := sorted(self.engine_options.keys() & _OWN.split()):
-            raise ValueError(
+            raise InvalidValue(
                 f"PrivacyArguments: found engine_options with {', '.join(taken)}, which the "
                 "trainer sets itself or does not support. Leave them out, or train with "
                 "FlashPrivacyEngine in a loop of your own."

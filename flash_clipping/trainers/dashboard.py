@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.engine.accounting import relation_of
+from flash_clipping.errors import InvalidValue
 from flash_clipping.randomness.stream import seed_notice
 
 
@@ -120,7 +121,7 @@ class PrivacyDashboard:
         show: Callable[[str], object] = print,
     ):
         if every < 1:
-            raise ValueError(f"PrivacyDashboard: found every={every}; expected at least 1 step.")
+            raise InvalidValue(f"PrivacyDashboard: found every={every}; expected at least 1 step.")
         self._engine, self._delta, self._every, self._show = engine, delta, every, show
         self._model, self._statistics = model, ClippingStatistics(model)
         self._shown = accounted_steps(engine)

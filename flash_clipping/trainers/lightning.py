@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from flash_clipping.distributed import is_sharded
-from flash_clipping.errors import missing_extra
+from flash_clipping.errors import InvalidValue, missing_extra
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -71,12 +71,12 @@ class PrivateTraining(ReportsPrivacy, Callback):
         max_physical_batch_size: int | None = None,
     ):
         if privacy.max_grad_norm is None:
-            raise ValueError(
+            raise InvalidValue(
                 "PrivateTraining: found no max_grad_norm in PrivacyArguments; expected the "
                 "clipping bound of a sample."
             )
         if "sample_of" in privacy.engine_options:
-            raise ValueError(
+            raise InvalidValue(
                 "PrivateTraining: found engine_options with sample_of; expected samples that are "
                 "items of the dataset and rows of the batch. Use FlashPrivacyEngine in a loop of "
                 "your own (docs/units.md)."
@@ -101,7 +101,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
         model = pl_module if self.module is None else getattr(pl_module, self.module)
         _refuse(trainer, model)
         if self._loader is not None:
-            raise ValueError(
+            raise InvalidValue(
                 "PrivateTraining: found a second fit(). Give the number of epochs at once, or "
                 "resume from a checkpoint with new objects (Trainer, LightningModule, callback)."
             )
@@ -124,7 +124,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
     def _private_loader(self, trainer: Any, pl_module: Any, *, distributed: bool) -> Any:
         plain = trainer.fit_loop._data_source.dataloader()
         if not isinstance(plain, DataLoader):
-            raise ValueError(
+            raise InvalidValue(
                 f"PrivateTraining: found training data of type {type(plain).__name__}; expected "
                 "one torch.utils.data.DataLoader."
             )
@@ -133,7 +133,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
         if self.max_physical_batch_size is None:
             return PoissonLoader.from_data_loader(plain, **options)
         if not pl_module.automatic_optimization:
-            raise ValueError(
+            raise InvalidValue(
                 "PrivateTraining: found max_physical_batch_size with manual optimization, whose "
                 "training_step takes steps itself. Leave it out, or use automatic optimization."
             )
@@ -233,4 +233,4 @@ def _refuse(trainer: Any, model: nn.Module) -> None:
     ]
     for found, name, advice in refused:
         if found:
-            raise ValueError(f"PrivateTraining: found {name}. {advice}.")
+            raise InvalidValue(f"PrivateTraining: found {name}. {advice}.")

@@ -22,6 +22,7 @@ from flash_clipping.engine.accounting import without_hints
 from flash_clipping.engine.micro_batches import Parts, StepInParts
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import PoissonLoader
+from flash_clipping.errors import InvalidValue
 from flash_clipping.randomness import SecretStream
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics, accounted_steps
@@ -106,7 +107,7 @@ class PrivateRun:
             self.planned_steps, self.max_grad_norm = steps, max_grad_norm
             self.noise_multiplier = self._noise_multiplier(rate)
         elif arguments.target_epsilon is not None and rate > self.sample_rate:
-            raise ValueError(
+            raise InvalidValue(
                 f"target_epsilon={arguments.target_epsilon}: its noise was computed for steps "
                 f"that draw a sample with probability {self.sample_rate:.4g}; found a dataset of "
                 f"which each is drawn with {rate:.4g}. Instead of target_epsilon give "
@@ -182,7 +183,7 @@ class PrivateRun:
         """Raise ``ValueError`` for more steps than the noise of ``target_epsilon`` is for."""
         if self.arguments.target_epsilon is None or self.steps + remaining <= self.planned_steps:
             return
-        raise ValueError(
+        raise InvalidValue(
             f"target_epsilon={self.arguments.target_epsilon}: its noise was computed for "
             f"{self.planned_steps} steps, of which {self.steps} are done; found {remaining} more. "
             "Give the number of steps of the whole training at once, or noise_multiplier="
@@ -214,7 +215,7 @@ class PrivateRun:
         """Go on with the accounting of a checkpoint, of this run, in which no step was done yet;
         noise is drawn afresh, unless from a seed."""
         if self.steps:
-            raise ValueError(
+            raise InvalidValue(
                 f"resume: found a run that has done {self.steps} private steps. Make a new trainer "
                 "to resume with."
             )
@@ -222,7 +223,7 @@ class PrivateRun:
         changed = [name for name in then if now[name] != then[name]]
         if changed:
             listed = "; ".join(f"{name} was {then[name]}, is {now[name]}" for name in changed)
-            raise ValueError(
+            raise InvalidValue(
                 f"resume: the checkpoint is of another run: {listed}. Use the same data, batch "
                 "size, number of steps and privacy arguments."
             )

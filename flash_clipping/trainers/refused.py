@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import RandomSampler
 
 from flash_clipping.distributed import has_shards
+from flash_clipping.errors import InvalidValue
 
 _SEVERAL = (
     "PrivateTrainer trains with one device in each process. Start a process for every GPU "
@@ -127,4 +128,4 @@ def refuse_loader(loader: Any) -> None:
 
 def _refuse_if(found: Any, name: str, advice: str) -> None:
     if found:
-        raise ValueError(f"PrivateTrainer: found {name}. {advice}.")
+        raise InvalidValue(f"PrivateTrainer: found {name}. {advice}.")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.engine.token_losses import has_penalty, loss_of, part_of, per_sample_loss
+from flash_clipping.errors import InvalidValue
 from flash_clipping.ops.runtime.checks import check_on_device
 
 #: Labels with this value count nothing, in per_sample_loss as well.
@@ -71,7 +72,7 @@ def sample_losses(
     logits = _logits_of(outputs)
     if labels.keys() != {"labels"} or logits is None:
         found = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
-        raise ValueError(
+        raise InvalidValue(
             f"sample_losses: found labels named {sorted(labels)} and outputs {found}; expected "
             "'labels' and 'logits', or start_positions and end_positions with their logits. "
             f"{_INSTEAD}"
@@ -97,7 +98,7 @@ def sample_losses(
         if is_binary and mask is not None:
             losses = torch.where(mask == 1, losses, 0.0).sum(1) / (mask == 1).sum(1).clamp(1)
         return _of_rows(losses.flatten(1).mean(1) if losses.dim() > 1 else losses, units)
-    raise ValueError(
+    raise InvalidValue(
         f"sample_losses: found logits of shape {[*logits.shape]} and labels of shape "
         f"{[*target.shape]}, {target.dtype}, with problem_type={problem_type!r} and "
         f"label_smoothing={label_smoothing}; expected classes [B] or [B, T] for logits "
@@ -222,7 +223,7 @@ def _cross_entropy(
     if target.dim() == 1:
         shift = False
     if shift is None:
-        raise ValueError(
+        raise InvalidValue(
             f"sample_losses: found labels of shape {[*target.shape]} for a model without a loss of "
             "its own; expected one, which tells whether a position predicts its own label or the "
             f"next one's. {_INSTEAD}"
@@ -247,7 +248,7 @@ def _of_rows(losses_R: Tensor, units: tuple[Tensor, int] | None) -> Tensor:
         return losses_R
     index_R, count = units
     if index_R.dim() != 1:
-        raise ValueError(
+        raise InvalidValue(
             f"sample_losses: found units that are parts of rows, {[*index_R.shape]}, and one loss "
             f"for each row; expected classes for each position. {_INSTEAD}"
         )
@@ -360,7 +361,7 @@ def _compare(model: nn.Module, own: Tensor, losses: Tensor, what: str) -> None:
     if losses.shape == (1,) and abs(ours - expected) <= tolerance * max(1.0, abs(expected)):
         return
     name = type(model).__name__
-    raise ValueError(
+    raise InvalidValue(
         f"PrivateTrainer: found a loss of {ours:.6g} for {what} of train_dataset, where {name} "
         f"itself has {expected:.6g}. compute_sample_losses would train for something else than "
         f"{name} is evaluated by. Override it, with one loss for each sample:\n"

@@ -20,7 +20,7 @@ import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 
-from flash_clipping.errors import missing_extra
+from flash_clipping.errors import InvalidType, InvalidValue, missing_extra
 
 try:
     import accelerate as accelerate  # which Trainer needs later
@@ -146,7 +146,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 sample losses that are not the model's own loss.
         """
         if resume_from_checkpoint and self.run.steps:
-            raise ValueError(
+            raise InvalidValue(
                 f"resume_from_checkpoint: found a trainer that has done {self.run.steps} private "
                 "steps. Make a new PrivateTrainer to resume with."
             )
@@ -242,7 +242,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         """Leave the clipped sums of a batch with the optimizer; return the mean of its losses, in
         which those that are not finite count nothing, as in the step."""
         if self.run.hooks is None or not isinstance(inputs, LogicalBatch):
-            raise ValueError(
+            raise InvalidValue(
                 f"PrivateTrainer: found a training batch of type {type(inputs).__name__}; expected "
                 "one of its own loader. Do not override get_train_dataloader; change train_dataset "
                 "or data_collator."
@@ -256,7 +256,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             with self.compute_loss_context_manager():
                 losses = self.compute_sample_losses(model, self._prepare_inputs(part))
             if losses.shape != (size,):
-                raise ValueError(
+                raise InvalidValue(
                     f"compute_sample_losses: found losses of shape {[*losses.shape]} for {size} "
                     "samples; expected one loss for each sample, [B], not reduced."
                 )
@@ -299,7 +299,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         if self._units is not None:
             index, without = self._units.argument(plain, (), inputs)
             if not isinstance(index, Tensor):
-                raise ValueError(
+                raise InvalidValue(
                     f"PrivateTrainer: sample_of={self._units.name!r}: found {type(index).__name__} "
                     "in a batch; expected a tensor by that name from data_collator, with the unit "
                     "of every row, [R], or of every position, [R, T]."
@@ -390,7 +390,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             return
         path = os.path.join(checkpoint, STATE_NAME)
         if not os.path.isfile(path):
-            raise ValueError(
+            raise InvalidValue(
                 f"resume_from_checkpoint: {checkpoint} has no {STATE_NAME}. It was written by "
                 "another trainer, or with save_only_model=True. Resume from one that "
                 "PrivateTrainer wrote."
@@ -399,7 +399,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         # From the file: transformers 5.0 reads it only after the optimizer's.
         others = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
         if state["global_step"] != others.global_step:
-            raise ValueError(
+            raise InvalidValue(
                 f"resume_from_checkpoint: {path} is of step {state['global_step']}, the other "
                 f"files of {checkpoint} are of step {others.global_step}. Resume from another."
             )
@@ -456,13 +456,13 @@ def _clipping_bound(of_trainer: float | None, of_privacy: float | None) -> float
     """``C``, from where it was given."""
     if of_privacy is None:
         if not of_trainer:
-            raise ValueError(
+            raise InvalidValue(
                 f"max_grad_norm: found {of_trainer} in TrainingArguments, and none in "
                 "PrivacyArguments; expected the clipping bound of a sample in one of them."
             )
         return of_trainer
     if of_trainer and of_trainer not in (_DEFAULT_BOUND, of_privacy):
-        raise ValueError(
+        raise InvalidValue(
             f"max_grad_norm: found {of_trainer} in TrainingArguments and {of_privacy} in "
             "PrivacyArguments; expected one bound. Leave it out of TrainingArguments."
         )
@@ -479,12 +479,12 @@ def _bound(cls: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> ins
             continue  # a mixin, which hands them on
         bound = signature.bind(None, *arguments, **kwargs)
         if base is not Trainer and bound.arguments.get("args") is None:
-            raise ValueError(
+            raise InvalidValue(
                 f"PrivateTrainer: found no args; expected those of {base.__name__}, "
                 f"args={named.annotation}."
             )
         return bound
-    raise TypeError(f"PrivateTrainer: found no Trainer among the bases of {cls.__name__}.")
+    raise InvalidType(f"PrivateTrainer: found no Trainer among the bases of {cls.__name__}.")
 
 
 def _options_of(model: Any) -> dict[str, Any]:

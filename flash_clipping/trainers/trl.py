@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping.errors import missing_extra
+from flash_clipping.errors import InvalidValue, missing_extra
 
 try:
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -47,7 +47,7 @@ def _tagged(
 def _by(privacy: PrivacyArguments, name: str) -> PrivacyArguments:
     """The privacy of samples that this part of a batch tells."""
     if "sample_of" in privacy.engine_options:
-        raise ValueError(
+        raise InvalidValue(
             f"PrivacyArguments: found sample_of={privacy.engine_options['sample_of']!r} for one of "
             f"TRL's trainers, which says itself whose each row is ({name!r}). Leave it out."
         )
@@ -58,7 +58,7 @@ def _config(cls: type, wanted: type, arguments: tuple[Any, ...], kwargs: dict[st
     """The arguments of a trainer, of the class that its settings are in."""
     args = _bound(cls, arguments, kwargs).arguments["args"]
     if not isinstance(args, wanted):
-        raise ValueError(
+        raise InvalidValue(
             f"{cls.__name__}: found args of type {type(args).__name__}; expected "
             f"{wanted.__name__}:\n    from trl import {wanted.__name__}"
         )
@@ -83,13 +83,13 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):  # type: ignore[misc]
     def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
         args: SFTConfig = _config(type(self), SFTConfig, arguments, kwargs)
         if args.packing:
-            raise ValueError(
+            raise InvalidValue(
                 "PrivateSFTTrainer: found packing=True. Which texts share a row depends on all "
                 "texts. Let those that a step draws lie end to end, without padding:\n"
                 "    SFTConfig(packing=False, padding_free=True)"
             )
         if args.loss_type != "nll":
-            raise ValueError(
+            raise InvalidValue(
                 f"PrivateSFTTrainer: found loss_type={args.loss_type!r}; expected 'nll'. For "
                 "another loss override compute_sample_losses."
             )
@@ -146,7 +146,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         }
         if refused := {name: value for name, value in found.items() if value is not None}:
             listed = ", ".join(f"{name}={value!r}" for name, value in refused.items())
-            raise ValueError(
+            raise InvalidValue(
                 f"PrivateDPOTrainer: found {listed}; expected loss_type of {sorted(_DPO_LOSSES)}, "
                 "f_divergence_type='reverse_kl', and nothing else that changes the loss. For "
                 "another loss override compute_sample_losses."

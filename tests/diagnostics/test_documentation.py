@@ -130,7 +130,7 @@ INNER = {"ReadsNoSamples", "UsesOthers", "Doubted", "_NotFinite", "AssertionErro
 INNER |= {"RefusedByRule", "UnsupportedLayer(str(error))", "FlashClippingError(message)"}
 
 #: Errors of arguments: where these say what was found and what was expected, one entry serves all.
-OF_ARGUMENTS = {"ValueError", "TypeError", "IndexError"}
+OF_ARGUMENTS = {"InvalidValue", "InvalidType", "IndexError"}
 
 
 class Messages:
@@ -286,6 +286,12 @@ def test_the_lines_on_the_page_of_errors_work(tmp_path: Path) -> None:
 
 def _pattern(part: str) -> re.Pattern[str]:
     return re.compile(".*".join(map(re.escape, part.split(SHOWN))))
+
+
+def test_every_error_names_the_page(messages: Messages) -> None:
+    """Those of Python's own classes would not."""
+    kinds = {kind for _, kind, _ in messages.all()}
+    assert not kinds & {"ValueError", "TypeError", "NotImplementedError"}
 
 
 def test_every_error_and_warning_has_an_entry(messages: Messages) -> None:

@@ -22,6 +22,7 @@ from flash_clipping import (
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
 )
+from flash_clipping.errors import InvalidType, InvalidValue, NotServed
 from tests.support.autograd import check_by_autograd, float64s, squares
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
 from tests.support.wrapping import MODES
@@ -42,10 +43,19 @@ def test_error_norms_before_backward() -> None:
         module.get_norm_sample()
 
 
-def test_errors_name_their_page_once() -> None:
-    error = FlashClippingError("found nothing; expected something.")
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (FlashClippingError, RuntimeError),
+        (InvalidValue, ValueError),
+        (InvalidType, TypeError),
+        (NotServed, NotImplementedError),
+    ],
+)
+def test_errors_name_their_page_once(kind: type[Exception], base: type[Exception]) -> None:
+    error = kind("found nothing; expected something.")
     shown = traceback.format_exception(pickle.loads(pickle.dumps(error)))
-    assert str(error) == "found nothing; expected something."
+    assert isinstance(error, base) and str(error) == "found nothing; expected something."
     (page,) = re.findall(r"docs/\S+\.md", "".join(shown))
     assert (Path(__file__).parents[2] / page).is_file()
 

@@ -32,6 +32,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     unflattened,
 )
 from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
+from flash_clipping.errors import NotServed
 from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.finish.backward_pass import Readers
 from flash_clipping.rules.convolution import ConvolutionRule
@@ -217,7 +218,7 @@ def _per_sample_factors(
     alike = [x.row is not None and x.dim() == G.dim() and x.shape[0] != 1 for x in bares]
     try:
         if operation.after is not None:
-            raise NotImplementedError("formulas below are for samples along the first axis")
+            raise NotServed("formulas below are for samples along the first axis")
         rowwise = [own or same for own, same in zip(own_row, alike, strict=True)]
         operand_grads = _operand_grads(operation, plain, G, rowwise)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):

@@ -24,7 +24,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.tap import Tap
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidType
 from flash_clipping.ops.runtime.backend import matmul_settings
 
 #: Types of attributes that a module's forward may decide by.
@@ -142,7 +142,7 @@ def check_arguments(leaves: Sequence[Any]) -> None:
     """Raise ``TypeError`` for arguments that are neither tensors nor plain values."""
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise TypeError(
+            raise InvalidType(
                 f"GraphedStep: found {type(leaf).__name__} in the step's arguments; expected "
                 "tensors and plain values (numbers, strings, None) in lists, tuples and dicts, as "
                 "it knows nothing else by its contents. Pass dict(batch) where a tokenizer made "
@@ -165,7 +165,7 @@ def detached(output: Any) -> Any:
     renews nothing else."""
     for leaf in pytree.tree_leaves(output):
         if leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(
+            raise InvalidType(
                 f"GraphedStep: found {type(leaf).__name__} in the step's results; expected tensors "
                 "or None, in lists, tuples and dicts: anything else would be the captured step's "
                 "in every replay. Return the loss as a tensor, or nothing."

@@ -31,6 +31,7 @@ from flash_clipping.engine.graphs.conditions import (
     refuse,
     rehearse,
 )
+from flash_clipping.errors import InvalidValue
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.runtime.upload import sources_kept
 
@@ -189,7 +190,7 @@ class GraphedStep:
         graphs: int = 4,
     ):
         if warmup < 2 or graphs < 0:
-            raise ValueError(
+            raise InvalidValue(
                 f"GraphedStep: found warmup={warmup} and graphs={graphs}; expected at least 2 "
                 "(the first call compiles kernels, the last shows whether the step waits for the "
                 "device) and 0."
@@ -277,7 +278,7 @@ class GraphedStep:
         devices = of_model | {x.device for x in leaves if isinstance(x, Tensor)}
         if len(devices) > 1:
             listed = " and ".join(sorted(map(str, devices)))
-            raise ValueError(
+            raise InvalidValue(
                 f"GraphedStep: found parameters and arguments on {listed}; expected one "
                 "device. Move the batch before the call; a model on several devices runs without "
                 "GraphedStep."

@@ -50,7 +50,7 @@ from flash_clipping.engine.sampling.samplers import (
     ShuffledSampler,
     UnitsOfRows,
 )
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidValue
 from flash_clipping.randomness import SecretStream
 from flash_clipping.randomness.stream import stream_of
 
@@ -147,7 +147,7 @@ class PoissonLoader(DPDataLoader):
     ):
         if rand_on_empty:
             found = "in a private loader" if units is None else "with units"
-            raise ValueError(
+            raise InvalidValue(
                 f"rand_on_empty=True: found {found}. A made-up sample in a batch without samples "
                 "would move the sum by up to 2 C. Leave it out: such batches are served."
             )
@@ -173,7 +173,7 @@ class PoissonLoader(DPDataLoader):
             options["units"], size, sample_rate = units, units.count, units.sample_rate
         if units is not None and by_rows:
             if distributed:
-                raise ValueError(
+                raise InvalidValue(
                     "sampling='poisson_rows': found with a model of several processes. Draw units "
                     "in the place of their rows (sampling='poisson'); or train in one process."
                 )
@@ -213,7 +213,7 @@ class PoissonLoader(DPDataLoader):
         """This loader for another one's data, at that one's rate unless ``sample_rate`` is given.
         That one's own generator goes on seeding workers; it does not tell what is drawn."""
         if isinstance(data_loader.dataset, IterableDataset):
-            raise ValueError("Uniform sampling is not supported for IterableDataset")
+            raise InvalidValue("Uniform sampling is not supported for IterableDataset")
         names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
         names += " prefetch_factor persistent_workers drop_last collate_fn"
         options = {name: getattr(data_loader, name) for name in names.split()} | kwargs
@@ -295,7 +295,7 @@ def _refuse_different(size: int, steps: int, units: UnitsOfRows | None) -> None:
     dist.all_gather_object(found, own)
     if len(set(found)) > 1:
         listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
-        raise ValueError(
+        raise InvalidValue(
             f"data_loader: the processes' loaders differ ({listed}). Expected the whole dataset, "
             "the same batch size and the same units in every process."
         )
@@ -372,7 +372,7 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
 
 
 def _refuse(found: str, advice: str) -> None:
-    raise ValueError(f"data_loader: found {found}. {advice}.")
+    raise InvalidValue(f"data_loader: found {found}. {advice}.")
 
 
 def _name(thing: Any) -> str:
@@ -383,19 +383,19 @@ def refuse_units(given: dict[str, Any]) -> None:
     """Raise ``ValueError`` for arguments of ``make_private`` that do not go with ``units``."""
     if given["units"] is None:
         if given["max_rows_per_unit"] is not None:
-            raise ValueError(
+            raise InvalidValue(
                 "max_rows_per_unit: found a number without units=..., the unit of every row."
             )
         return
     if given["grad_sample_mode"] != "flash":
-        raise ValueError("units: found with another grad_sample_mode; only 'flash' clips units.")
+        raise InvalidValue("units: found with another grad_sample_mode; only 'flash' clips units.")
     if given["sample_of"] is not None:
-        raise ValueError(
+        raise InvalidValue(
             "units and sample_of: found both; expected one of them. With units the loader says "
             "which unit each row belongs to, with sample_of an argument of the forward does."
         )
     if not given["poisson_sampling"]:
-        raise ValueError(
+        raise InvalidValue(
             "units: found with poisson_sampling=False; expected True: the loader draws units."
         )
 

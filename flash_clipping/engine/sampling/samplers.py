@@ -26,7 +26,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch, Draws
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidValue
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import allocations, coin_tosses, subset
 from flash_clipping.randomness.stream import stream_of
@@ -89,7 +89,7 @@ class UnitsOfRows:
             several = list | tuple | set | frozenset | np.ndarray
             shared = [row for row, owner in enumerate(units) if isinstance(owner, several)]
         if shared:
-            raise ValueError(
+            raise InvalidValue(
                 f"units: found several owners of row {shared[0]}; expected one "
                 "for each row. Removing one of its owners would remove the row from the others' "
                 "sums as well, which are clipped together with it: no bound here is for that. Give "
@@ -97,14 +97,16 @@ class UnitsOfRows:
             )
         ids = units.detach().cpu() if isinstance(units, Tensor) else torch.as_tensor(units)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ValueError(f"units: found {ids.dtype}; expected an integer for each row.")
+            raise InvalidValue(f"units: found {ids.dtype}; expected an integer for each row.")
         if tuple(ids.shape) != (rows,):
-            raise ValueError(
+            raise InvalidValue(
                 f"units: found shape {tuple(ids.shape)} for a dataset of {rows} rows; expected the "
                 "id of one unit for each row."
             )
         if max_rows is not None and (isinstance(max_rows, bool) or max_rows < 1):
-            raise ValueError(f"max_rows_per_unit: found {max_rows!r}; expected 1 or more, or None.")
+            raise InvalidValue(
+                f"max_rows_per_unit: found {max_rows!r}; expected 1 or more, or None."
+            )
         _, self.place_of_row, sizes = ids.unique(return_inverse=True, return_counts=True)
         #: How many units there are.
         self.count = len(sizes)
@@ -336,13 +338,13 @@ class FixedShapeSampler(PoissonSampler):
     def __init__(self, *, max_batch_size: int, fills_up: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
         if isinstance(max_batch_size, bool) or not 1 <= max_batch_size <= self.num_samples:
-            raise ValueError(
+            raise InvalidValue(
                 f"max_batch_size: found {max_batch_size!r}; expected the rows of every batch, 1 to "
                 f"the {self.num_samples} samples of the dataset."
             )
         if max_batch_size % self.world_size:
             fewer = max_batch_size - max_batch_size % self.world_size
-            raise ValueError(
+            raise InvalidValue(
                 f"max_batch_size: found {max_batch_size} rows, for {self.world_size} processes "
                 "together; expected a multiple of these, so that all have batches of one shape:\n"
                 f"    max_batch_size={fewer or self.world_size}"
@@ -465,7 +467,7 @@ class CyclicPoissonSampler(OrderedSampler):
     def __init__(self, *, cycle: int, **kwargs: Any):
         super().__init__(**kwargs)
         if cycle * self.sample_rate > 1:
-            raise ValueError(
+            raise InvalidValue(
                 f"sampling='cyclic_poisson': found {cycle} groups and {self.steps} batches in an "
                 "epoch; expected at least as many batches as groups. Use fewer diagonals, or "
                 "smaller batches."

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidValue
 
 
 class StreamedDataset(Dataset[Any]):
@@ -39,7 +39,7 @@ class StreamedDataset(Dataset[Any]):
     def __init__(self, shards: Sequence[Iterable[Any]], sizes: Sequence[int] | None = None):
         if sizes is None:
             if unknown := [n for n, shard in enumerate(shards) if not isinstance(shard, Sized)]:
-                raise ValueError(
+                raise InvalidValue(
                     f"StreamedDataset: found shard {unknown[0]}, a "
                     f"{type(shards[unknown[0]]).__name__} without __len__; expected a known size: "
                     "the sample rate is a share of it. Count it once:\n"
@@ -47,7 +47,7 @@ class StreamedDataset(Dataset[Any]):
                 )
             sizes = [len(shard) for shard in shards]  # type: ignore[arg-type]
         if len(sizes) != len(shards) or any(size < 0 for size in sizes):
-            raise ValueError(
+            raise InvalidValue(
                 f"StreamedDataset: found sizes {[*sizes]} for {len(shards)} shards; expected the "
                 "number of samples of each."
             )

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_clipping.errors import InvalidValue
+
 
 class Geometry(NamedTuple):
     """A convolution over one, two or three axes; padding is zeros, on both sides alike.
@@ -61,7 +63,7 @@ class Geometry(NamedTuple):
             ValueError: the input has other axes than the window.
         """
         if len(shape) != 2 + len(self.kernel):
-            raise ValueError(
+            raise InvalidValue(
                 f"x has shape {tuple(shape)}; expected [B, channels] and {len(self.kernel)} more "
                 f"axes, as the convolution's window {self.kernel} has."
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_clipping.errors import InvalidValue
 from flash_clipping.ops.embedding import reference
 from flash_clipping.ops.rows import row_scale
 from flash_clipping.ops.runtime import backend as backends
@@ -45,7 +46,7 @@ def embedding_sqnorms(
         ValueError: ``ids`` and ``G`` that do not belong together, or a table of 2**31 rows.
     """
     if num_embeddings is not None and num_embeddings >= 2**31:
-        raise ValueError(
+        raise InvalidValue(
             f"num_embeddings is {num_embeddings}; norms are for tables of fewer than 2**31 rows. "
             "Split the table."
         )
@@ -106,7 +107,7 @@ def tied_cross_term(
     Ahead_BSd, Ghead_BSV = as_rows(Ahead, "Ahead"), as_rows(Ghead, "Ghead")
     B, S, d = Ahead_BSd.shape
     if Ghead_BSV.shape[:2] != (B, S) or (len(Gemb_BTd), Gemb_BTd.shape[2]) != (B, d):
-        raise ValueError(
+        raise InvalidValue(
             f"Gemb has shape {tuple(Gemb.shape)}, Ahead {tuple(Ahead.shape)} and Ghead "
             f"{tuple(Ghead.shape)}; samples must agree, positions of Ahead and Ghead, and the "
             "features of Gemb and Ahead: a tied weight has one width."
@@ -117,7 +118,7 @@ def tied_cross_term(
 
 def _as_positions(ids: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
     if ids.shape != G.shape[:-1]:
-        raise ValueError(
+        raise InvalidValue(
             f"ids has shape {tuple(ids.shape)} and G {tuple(G.shape)}; G must have ids' shape and "
             "one feature dimension."
         )

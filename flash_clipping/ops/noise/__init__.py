@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, InvalidValue
 from flash_clipping.ops.noise import reference
 from flash_clipping.ops.runtime.backend import resolve, run
 from flash_clipping.randomness import Draw
@@ -154,7 +154,7 @@ def discrete_grid(std: float, multiplier: float, elements: int) -> tuple[float, 
     rounding = 1.01 * multiplier * math.sqrt(elements)  # times 2^-bits: in what a sample moves
     bits = max(8, math.ceil(math.log2(rounding * 2.0**10)))
     if bits > MOST_BITS:
-        raise ValueError(
+        raise InvalidValue(
             f"noise_grid='exact': found {elements} elements with a noise multiplier of "
             f"{multiplier}; expected 2^{MOST_BITS - 10} at most for the product of the multiplier "
             "and the root of their number: to round them would move the sum by too much. Train "
@@ -180,13 +180,13 @@ def _numbers(
     shards = [0] * len(sums) if shards is None else shards
     numbers = list(zip(tensors, shards, strict=True))
     if len({*numbers}) < len(sums) or len(numbers) != len(sums):
-        raise ValueError(
+        raise InvalidValue(
             f"noisy_means: found {len(sums)} sums with {len({*numbers})} different numbers of "
             "tensor and shard; expected one for each: two with one number get the same noise."
         )
     for summed in sums:
         if summed.numel() > MOST_ELEMENTS:
-            raise ValueError(
+            raise InvalidValue(
                 f"noisy_means: found a sum with {summed.numel()} elements; expected "
                 f"{MOST_ELEMENTS} at most, or noise would repeat within it. Split the parameter."
             )

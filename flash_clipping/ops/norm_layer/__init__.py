@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flash_clipping.errors import InvalidValue
 from flash_clipping.ops.norm_layer import reference
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import as_rows
@@ -46,7 +47,7 @@ def norm_backward(
     """
     shape = x.shape
     if shape != G.shape or x.get_device() != G.get_device():
-        raise ValueError(
+        raise InvalidValue(
             f"x has shape {tuple(shape)} on {x.device} and G {tuple(G.shape)} on {G.device}; "
             "they must agree."
         )
@@ -54,7 +55,7 @@ def norm_backward(
     B, T, _ = x_BTd.shape
     for statistic in (rstd,) if mean is None else (mean, rstd):
         if statistic.numel() != B * T or statistic.shape[:1] != shape[:1]:
-            raise ValueError(
+            raise InvalidValue(
                 f"found statistics of shape {tuple(statistic.shape)} for x of shape "
                 f"{tuple(shape)}; expected one for every row, [B, ...] or [B, ..., 1]."
             )
@@ -85,11 +86,11 @@ def group_norm_grads(
         Two ``[B, C]`` tensors in fp32 (float64 for float64).
     """
     if x.shape != G.shape or x.dim() < 2:
-        raise ValueError(
+        raise InvalidValue(
             f"x has shape {tuple(x.shape)} and G {tuple(G.shape)}; expected [B, C, ...]."
         )
     if mean_Bg.shape != rstd_Bg.shape or mean_Bg.dim() != 2 or mean_Bg.shape[0] != x.shape[0]:
-        raise ValueError(
+        raise InvalidValue(
             f"mean has shape {tuple(mean_Bg.shape)} and rstd {tuple(rstd_Bg.shape)}; expected "
             f"[{x.shape[0]}, groups]."
         )

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping._compat import compilation_by_executor, graph_task, is_autocasting
+from flash_clipping.errors import InvalidValue
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,12 +118,12 @@ def resolve(backend: str, tensor: Tensor) -> str:
     if backend == "auto":
         source, backend = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
     if backend not in BACKENDS:
-        raise ValueError(f"{source} is {backend!r}; expected one of {', '.join(BACKENDS)}.")
+        raise InvalidValue(f"{source} is {backend!r}; expected one of {', '.join(BACKENDS)}.")
     if backend == "torch" or tensor.dtype not in _TRITON_DTYPES:
         return "torch"
     if backend == "triton":
         if not tensor.is_cuda and not is_interpreting():
-            raise ValueError(
+            raise InvalidValue(
                 f"{source} is 'triton' but the tensor is on {tensor.device}. Use 'auto' or "
                 "'torch', or set TRITON_INTERPRET=1 before Triton is imported to debug kernels "
                 "on the CPU."

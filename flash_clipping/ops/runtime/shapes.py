@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from flash_clipping.errors import InvalidValue
+
 Group: TypeAlias = tuple[Tensor, Sequence[Tensor]]
 """One input ``[B, T, d]`` and the output gradients ``[B, T, p]`` of the layers that read it."""
 
@@ -78,7 +80,7 @@ def in_one_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def as_rows(x: Tensor, name: str) -> Tensor:
     """View ``[B, ..., d]`` as ``[B, T, d]``; a copy only where strides allow no view."""
     if x.dim() < 2:
-        raise ValueError(
+        raise InvalidValue(
             f"{name} has shape {tuple(x.shape)}; expected a leading sample dimension and a "
             "trailing feature dimension."
         )
@@ -92,12 +94,12 @@ def checked_groups(groups: Sequence[Group]) -> list[Group]:
         A_BTd, Gs_BTp = as_rows(A, "A"), [as_rows(G, "G") for G in Gs]
         for G in Gs_BTp:
             if A_BTd.shape[:-1] != G.shape[:-1]:
-                raise ValueError(
+                raise InvalidValue(
                     f"A has shape {tuple(A_BTd.shape)} and G has shape {tuple(G.shape)}; all "
                     "dimensions but the last must agree."
                 )
             if A_BTd.get_device() != G.get_device():
-                raise ValueError(f"A is on {A_BTd.device} and G is on {G.device}.")
+                raise InvalidValue(f"A is on {A_BTd.device} and G is on {G.device}.")
         ready.append((A_BTd, Gs_BTp))
     return ready
 
@@ -105,9 +107,9 @@ def checked_groups(groups: Sequence[Group]) -> list[Group]:
 def check_coefficients(coef_B: Tensor, x: Tensor, name: str) -> None:
     """One coefficient for each sample of ``x``, on its device."""
     if coef_B.shape != x.shape[:1]:
-        raise ValueError(
+        raise InvalidValue(
             f"coef_B has shape {tuple(coef_B.shape)}; expected ({x.shape[0]},), one coefficient "
             f"for each sample of {name}, whose shape is {tuple(x.shape)}."
         )
     if coef_B.get_device() != x.get_device():
-        raise ValueError(f"coef_B is on {coef_B.device} and {name} is on {x.device}.")
+        raise InvalidValue(f"coef_B is on {coef_B.device} and {name} is on {x.device}.")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from flash_clipping.errors import InvalidValue
 from flash_clipping.layers.ops import check_streams
 from flash_clipping.layers.ops.hyper_connections import reference
 from flash_clipping.layers.ops.hyper_connections.reference import Parameters, Settings as Settings
@@ -160,7 +161,7 @@ def _checked(
 
 def checked_settings(settings: Settings) -> Settings:
     if settings.iterations < 1 or not (settings.norm_eps > 0 and settings.hc_eps > 0):
-        raise ValueError(
+        raise InvalidValue(
             f"hyper-connections: found {settings}; expected at least one iteration, and norm_eps "
             "and hc_eps above 0."
         )

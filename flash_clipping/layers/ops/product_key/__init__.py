@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_clipping.errors import InvalidValue
 from flash_clipping.layers.ops.product_key import reference
 from flash_clipping.ops.runtime import backend as backends
 
@@ -61,7 +62,7 @@ def product_key_scores(
     _check_logits(logits_x, logits_y)
     side = logits_x.shape[1]
     if not 1 <= k <= min(MOST_CHOICES, side * side):
-        raise ValueError(
+        raise InvalidValue(
             f"product_key_scores: found k = {k} for {side} x {side} experts; expected 1 to "
             f"{min(MOST_CHOICES, side * side)}. At most {MOST_CHOICES} are chosen, and each once."
         )
@@ -104,7 +105,7 @@ def product_key_backward(
     fits = indices.dim() == 2 and indices.shape[0] == N and grad_scores.shape == indices.shape
     one_device = grad_scores.get_device() == indices.get_device() == logits_x.get_device()
     if not fits or not one_device or indices.is_floating_point():
-        raise ValueError(
+        raise InvalidValue(
             f"product_key_backward: found gradients {tuple(grad_scores.shape)} and indices "
             f"{tuple(indices.shape)} of {indices.dtype} on {grad_scores.device} and "
             f"{indices.device}; expected [{N}, k] for both, and integers as indices, on "
@@ -122,7 +123,7 @@ def _check_logits(logits_x: Tensor, logits_y: Tensor) -> None:
     x, y = logits_x, logits_y
     same = x.shape == y.shape and x.dtype == y.dtype and x.get_device() == y.get_device()
     if not same or x.dtype not in _DTYPES or x.dim() != 2 or not 1 <= x.shape[1] <= MOST_ENTRIES:
-        raise ValueError(
+        raise InvalidValue(
             f"product keys: found logits {tuple(x.shape)} and {tuple(y.shape)} of {x.dtype} and "
             f"{y.dtype} on {x.device} and {y.device}; expected two matrices [N, s] of one shape, "
             "device and dtype (float64, float32, bfloat16 or float16), s at least 1 and, as "
