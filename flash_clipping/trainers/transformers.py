@@ -181,7 +181,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         """The Trainer's schedule, of an optimizer that adds noise to clipped sums: this is called
         when Accelerate has prepared (and sharded) model and optimizer, before either is used."""
         run, prepared = self.run, self.optimizer
-        if run.hooks is None and isinstance(prepared, AcceleratedOptimizer):
+        is_drawn = self._loader is not None  # or _Watch refuses to begin
+        if is_drawn and run.hooks is None and isinstance(prepared, AcceleratedOptimizer):
             self._compare_with_own_loss()
             assert self.model is not None
             run.attach(

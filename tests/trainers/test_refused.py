@@ -123,6 +123,16 @@ def test_batches_of_another_loader(tmp_path: Path) -> None:
         trainer(tmp_path, cls=OwnLoader, max_steps=1).train()
 
 
+class PlainLoader(PrivateTrainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(Texts(20), batch_size=5)
+
+
+def test_a_loader_in_the_place_of_the_private_one(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="Do not override .* get_train_dataloader"):
+        trainer(tmp_path, cls=PlainLoader, max_steps=1).train()
+
+
 class PlainOptimizer(PrivateTrainer):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         return Trainer.create_scheduler(self, *args, **kwargs)
