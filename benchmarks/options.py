@@ -33,7 +33,7 @@ class UsageError(Exception):
 
 
 def add_setting_options(parser: argparse.ArgumentParser) -> None:
-    """Everything that :func:`settings` reads."""
+    """Everything that :func:`setting` reads."""
     parser.add_argument(
         "--model",
         nargs="+",

@@ -84,7 +84,7 @@ class RemovalReport:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Result of :func:`check`.
+    """Result of :func:`flash_clipping.diagnostics.check`.
 
     Attributes:
         failures: one sentence for everything that failed; empty when the model passed.

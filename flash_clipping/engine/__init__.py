@@ -1,2 +1,2 @@
 """What a user of Opacus meets: the engine, the wrapped module, the optimizer, the criterion and the
-loaders. The only folder that knows Opacus, beside the rules for its layers and the diagnostics."""
+loaders. Below it, only ``rules/opacus_layers.py`` knows Opacus (and ``_compat.py``)."""

@@ -544,7 +544,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             batch size and steps without looking at it.
 
         Assumptions:
-            Poisson sampling (:class:`NotPoissonWarning` if not), a sample's loss that depends on
+            Poisson sampling (a ``NotPoissonWarning`` if not), a sample's loss that depends on
             that sample only, and the bound that every step's noise is for. A sample whose gradient
             is inf or NaN counts as one that adds nothing.
 

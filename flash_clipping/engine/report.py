@@ -135,8 +135,8 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
     """The report of everything that these reports are of, released from one dataset.
 
     Args:
-        reports: as :meth:`FlashPrivacyEngine.report`, :func:`statistics_report` and this function
-            make them; also after JSON.
+        reports: as :meth:`~flash_clipping.FlashPrivacyEngine.report`, :func:`statistics_report` and
+            this function make them; also after JSON.
         delta: δ; by default that of the reports.
 
     Guarantees:

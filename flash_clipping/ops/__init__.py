@@ -4,7 +4,8 @@ Nothing here knows modules, autograd or Opacus. Every operation is a folder: ``_
 public function: checks, choice of backend), ``reference.py`` (the readable mathematics, which is
 also the CPU path and the fallback) and ``triton.py`` (the kernel, behind functions that are named
 and called as those of the reference); ``hopper.py`` where that GPU has a kernel of its own.
-``runtime`` holds what they share.
+``linear`` chooses between ``gram`` and ``outer``, ``error_bounds`` covers what norms lose to
+rounding. ``runtime`` holds what they share.
 """
 
 from flash_clipping.ops.clipped_sum import clipped_sums

@@ -32,7 +32,7 @@ class Settings(NamedTuple):
 
 
 def hyper_connections(x_BSnD: Tensor, params: Parameters, settings: Settings) -> tuple[Tensor, ...]:
-    """``h, post, comb, inv, mix``; see :func:`.hyper_connections.hyper_connections`."""
+    """``h, post, comb, inv, mix``; as the public function of the folder."""
     wide = accumulator(x_BSnD)
     x, phi, alpha, bias, gamma = (tensor.to(wide) for tensor in (x_BSnD, *params))
     inv_BS = (x.square().mean((2, 3)) + settings.norm_eps).rsqrt()
