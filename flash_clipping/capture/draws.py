@@ -3,8 +3,9 @@
 A loader gives its batches with their numbers. A forward that records gradients is of one of those
 that were given and not used yet: of the one with as many rows; and where it matters which row is
 which (privacy units, padding, batches in an order), of the one with the same rows, in the same
-order. Rows are compared by content: by a hash of their bytes, which is exact and the same on every
-device. On a GPU the comparison waits for nothing.
+order. Where labels alone tell, several may fit: the one that more inputs are of, or it is refused.
+Rows are compared by content: by a hash of their bytes, which is exact and the same on every device.
+On a GPU the comparison waits for nothing.
 
 Batches may be of one size, filled up with padding: a row that runs through the model like any other
 and gets norm 0 and clipping coefficient 0, with which it adds exactly nothing, whatever its values
@@ -76,8 +77,16 @@ class DrawnBatch:
         """What holds for rows of the batch, for those of the model's input."""
         return of_rows_R if self.order_R is None else of_rows_R[self.order_R]
 
-    def fits(self, inputs: Sequence[Tensor], axis: int) -> bool | Tensor:
-        """Whether the inputs are rows of this batch, in its order; ``[]``, bool, on their device.
+    def means_the_same(self, other: DrawnBatch) -> bool:
+        """Whether it does not matter which of the two a row is of."""
+        mine, its = self.unit_R, other.unit_R
+        alike = mine is its or (mine is not None and its is not None and torch.equal(mine, its))
+        return alike and self.samples == other.samples
+
+    def fits(self, inputs: Sequence[Tensor], axis: int) -> int | Tensor:
+        """Whether the inputs are rows of this batch, in its order: 0 if not; the more, the more of
+        them are; above ``len(inputs)`` if all are. ``[]``, int64, on their device; a number where
+        nothing had to be compared.
 
         One input with rows that differ must have the batch's rows in their order, or all inputs
         must; and none may have them in another order.
@@ -90,11 +99,12 @@ class DrawnBatch:
         some: Any = False  # these become tensors on the inputs' device
         every: Any = True
         in_order: Any = True
+        count: Any = 1
         for given in inputs:
             if given.is_meta or given.dim() <= axis or given.shape[axis] != self.rows:
                 continue
             if any(given is x for x in own):
-                some = True
+                some, count = True, count + 1
                 continue
             alike = [x for x in own if x.numel() == given.numel()]
             if given.layout != torch.strided or not alike:
@@ -109,7 +119,8 @@ class DrawnBatch:
             some = some | (same & (mine != mine[0]).any() if self.rows > 1 else same)
             every = every & same
             in_order = in_order & (same | ~moved)
-        found: bool | Tensor = in_order & (some | every)
+            count = count + same.long()
+        found: int | Tensor = (in_order & (some | every)) * (count + every * len(inputs))
         return found
 
 
@@ -311,17 +322,43 @@ class Draws:
                 f"the model: called with a batch of {found} rows; expected the {rows[-1]} rows of "
                 "the loader's batch, all at once."
             )
+        scores: dict[DrawnBatch, Tensor] = {}
         for draw in fitting:
             if draw.order_R is not None or not draw.rows:
-                return draw
-            verdict = draw.fits(inputs, axis)
-            if isinstance(verdict, Tensor) and verdict.is_cuda and self._was_seen:
-                assert_async(verdict, "flash_clipping: " + _OTHER_ROWS[:200])
-                return draw
-            if bool(verdict):
+                if not scores:
+                    return draw
+                break
+            score = draw.fits(inputs, axis)
+            if isinstance(score, Tensor):
+                scores[draw] = score
+            elif score:  # its very tensors
                 self._was_seen = True
                 return draw
-        raise FlashClippingError(f"the model: {_OTHER_ROWS}")
+        first, all_fit = next(iter(scores), None), len(inputs)
+        if first is not None and scores[first].is_cuda and self._was_seen:
+            mine = scores.pop(first)
+            verdict = mine > 0
+            for draw, other in scores.items():
+                is_told = draw.means_the_same(first) | (mine > all_fit)
+                verdict &= (mine > other) | ((mine == other) & is_told)
+            assert_async(verdict, "flash_clipping: " + _OTHER_ROWS[:200])
+            return first
+        counts = {draw: int(score) for draw, score in scores.items()}
+        best = max(counts.values(), default=0)
+        if not best:
+            raise FlashClippingError(f"the model: {_OTHER_ROWS}")
+        first, *others = (draw for draw, count in counts.items() if count == best)
+        for draw in others if best <= all_fit else ():
+            if not draw.means_the_same(first):
+                raise FlashClippingError(
+                    f"the model: the rows of this call may be those of batches {first.number} and "
+                    f"{draw.number} of the loader: what tells them apart was changed. Give the "
+                    "model the tensors of the batch themselves, or say which row of the batch that "
+                    "was given last each row is:\n"
+                    "    model.expect_rows(torch.arange(rows))"
+                )
+        self._was_seen = True
+        return first
 
 
 def of_one_draw(draws: Iterable[DrawnBatch | None]) -> DrawnBatch | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
-from flash_clipping.capture.draws import DrawnBatch, row_hashes
+from flash_clipping.capture.draws import DrawnBatch, Draws, row_hashes
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning
 from tests.support.private import TwoLayers, data
 from tests.support.users import IDS, private as of_users
@@ -389,3 +389,39 @@ def test_batches_without_tensors_are_refused_or_declared() -> None:
             made[0](x)
         made[0].expect_rows(torch.arange(len(names)))
         made[0](x)
+
+
+# -- a batch that the loop left out ----------------------------------------------------------------
+
+
+def left_out(labels_alike: bool = True, units: tuple[int, ...] = (5, 5)) -> tuple[Draws, Any]:
+    """Two batches of which the first is left out; what the model is called with, of the second."""
+    draws = Draws(strict=True)
+    x, y = torch.arange(8.0).view(2, 4), torch.tensor([0, 1])
+    other = y.clone() if labels_alike else y.flip(0)
+    draws.give(DrawnBatch(0, 2, 2, torch.tensor([0, 1]), (x, other)))
+    draws.give(DrawnBatch(1, 1, 2, torch.tensor(units), (x + 9, y)))
+    return draws, (x + 9, y.clone())
+
+
+def test_equal_labels_do_not_make_it_the_batch_that_was_left_out() -> None:
+    """Its rows would be clipped as those of other users: two rows of one user, each by itself."""
+    draws, (x, y) = left_out()
+    found = draws.of_forward([x, y], [2, 2], 0)
+    assert found is not None and found.number == 1
+
+
+def test_what_only_labels_tell_must_tell_one_batch() -> None:
+    draws, (x, y) = left_out()
+    with pytest.raises(FlashClippingError, match=r"(?s)batches 0 and 1 of the loader.*expect_rows"):
+        draws.of_forward([x / 7, y], [2, 2], 0)
+    draws, (x, y) = left_out(labels_alike=False)
+    found = draws.of_forward([x / 7, y], [2, 2], 0)
+    assert found is not None and found.number == 1
+
+
+def test_batches_that_mean_the_same_are_used_in_turn() -> None:
+    draws, (x, y) = left_out()
+    draws.waiting[1].samples, draws.waiting[1].unit_R = 2, torch.tensor([0, 1])
+    found = draws.of_forward([x / 7, y], [2, 2], 0)
+    assert found is not None and found.number == 0
