@@ -404,10 +404,14 @@ def left_out(labels_alike: bool = True, units: tuple[int, ...] = (5, 5)) -> tupl
     return draws, (x + 9, y.clone())
 
 
-def test_equal_labels_do_not_make_it_the_batch_that_was_left_out() -> None:
+@pytest.mark.parametrize("made_by_the_loop", [(), (torch.randn(2, 3),)], ids=["", "and a mask"])
+def test_equal_labels_do_not_make_it_the_batch_that_was_left_out(
+    made_by_the_loop: tuple[Tensor, ...],
+) -> None:
     """Its rows would be clipped as those of other users: two rows of one user, each by itself."""
     draws, (x, y) = left_out()
-    found = draws.of_forward([x, y], [2, 2], 0)
+    inputs = [x.clone(), y, *made_by_the_loop]
+    found = draws.of_forward(inputs, [2] * len(inputs), 0)
     assert found is not None and found.number == 1
 
 
