@@ -277,9 +277,11 @@ def _check(
     plain = dataclasses.replace(setting, workload=setting.plain, compile=None)
     wide = agreement.reference_dtype(setting.dtype)
     together = chosen.shards != "tp"  # sums are over the samples of all processes
-    reference = _over_processes(agreement.one_at_a_time(plain, inputs, targets, wide), together)
-    rounded = _over_processes(
-        agreement.one_at_a_time(plain, inputs, targets, setting.dtype), together
+    reference, rounded = (
+        _over_processes(
+            agreement.one_at_a_time(plain, inputs, targets, dtype), together, setting.device
+        )
+        for dtype in (wide, setting.dtype)
     )
     for row in rows:
         settle(setting.device)
@@ -301,7 +303,8 @@ def _check(
     return agreement.allowed(setting.dtype, both)
 
 
-def _over_processes(found: Fingerprint, together: bool) -> Fingerprint:
+def _over_processes(found: Fingerprint, together: bool, device: torch.device) -> Fingerprint:
+    settle(device)  # NCCL takes memory beside PyTorch's
     if together and found.gradients is not None:
         for total in found.gradients:
             moved = total.cuda() if dist.get_backend() == "nccl" else total

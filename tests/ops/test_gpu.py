@@ -173,5 +173,6 @@ def test_tables_that_repeat_are_copied_once() -> None:
     assert to_device(table, device, torch.int64) is not first
     with torch.cuda.stream(torch.cuda.Stream()):
         elsewhere = to_device(table, device, torch.int64, repeats=True)
+    torch.cuda.synchronize()  # this stream does not wait for the other one's copy
     assert elsewhere is not first
     assert first.tolist() == elsewhere.tolist() == table

@@ -43,7 +43,8 @@ class Reader(nn.Module):
 
     def mask(self, document: Tensor) -> Tensor:
         T = document.shape[1]
-        return (document[:, :, None] == document[:, None]) & torch.ones(T, T).tril().bool()
+        before = torch.ones(T, T, device=document.device).tril().bool()
+        return (document[:, :, None] == document[:, None]) & before
 
     def attend(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = self.qkv(self.scale(self.norm(x))).chunk(3, -1)
