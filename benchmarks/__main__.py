@@ -30,6 +30,7 @@ from benchmarks import (
     step,
     subclasses,
     survey,
+    tables,
     versions,
     walk,
 )
@@ -58,6 +59,7 @@ def _run(arguments: list[str], console: Console) -> int:
     commands_of = (
         step,
         memory,
+        tables,
         plot,
         report,
         budgets,

@@ -256,6 +256,7 @@ class Flash(_Opacus):
     mode = "one_pass"
     sum_dtype = "float32"
     cuda_graphs = "off"
+    fp32_precision = "ieee"
 
     def _engine(self) -> Any:
         from flash_clipping import FlashPrivacyEngine
@@ -264,7 +265,11 @@ class Flash(_Opacus):
 
     def _set_up(self, model: nn.Module) -> None:
         self.module, self.optimizer, *_ = self._make_private(
-            model, mode=self.mode, sum_dtype=self.sum_dtype, cuda_graphs=self.cuda_graphs
+            model,
+            mode=self.mode,
+            sum_dtype=self.sum_dtype,
+            cuda_graphs=self.cuda_graphs,
+            fp32_precision=self.fp32_precision,
         )
 
     def norms(self) -> Tensor:
@@ -287,6 +292,12 @@ class FlashRoundedSums(Flash):
     """Flash clipping that rounds sums to the parameters' dtype before noise is added."""
 
     sum_dtype = "parameter"
+
+
+class FlashTF32(Flash):
+    """Flash clipping with per-sample gradients of convolutions by one product in TF32."""
+
+    fp32_precision = "tf32"
 
 
 class FlashAuto(Flash):
@@ -366,6 +377,7 @@ METHODS: dict[str, type[Method]] = {
     "flash-auto-graphs": FlashAuto,
     "flash-two-pass": FlashTwoPass,
     "flash-rounded-sums": FlashRoundedSums,
+    "flash-tf32": FlashTF32,
     "opacus-ghost": OpacusGhost,
     "opacus-hooks": OpacusHooks,
     "fastdp": FastDP,

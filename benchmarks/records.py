@@ -23,6 +23,8 @@ class Row:
         status: ``ok``; ``OOM``; ``failed`` (``note`` says why); ``missing`` (not installed).
         milliseconds: one step's time, a value per round.
         host_milliseconds: what the host takes of a step; see ``measure.host_milliseconds``.
+        first_milliseconds: of the method's first step: kernels are compiled, and ours shows which
+            rows are samples.
         peak_bytes: see ``measure.PeakMemory``.
         norm_error, gradient_error: see ``agreement``; None where there is nothing to compare.
         shortened, doubtful: how much shorter than their norm asks for clipped samples are, the
@@ -37,6 +39,7 @@ class Row:
     note: str = ""
     milliseconds: list[float] = field(default_factory=list)
     host_milliseconds: list[float] = field(default_factory=list)
+    first_milliseconds: float | None = None
     peak_bytes: int | None = None
     norm_error: float | None = None
     gradient_error: float | None = None

@@ -99,6 +99,7 @@ class Session:
             done(f"checked {name}")
             if taken is None:
                 continue
+            row.first_milliseconds = taken.first_milliseconds
             shorter = agreement.shortened(taken, setting.max_grad_norm)
             if shorter is not None and len(shorter):
                 row.shortened = shorter.max().item()

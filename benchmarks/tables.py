@@ -1,0 +1,194 @@
+"""``tables``: measure every table of docs/performance.md anew, at one revision.
+
+Each table is a run of another command, in a process of its own, one after the other. Its file is
+named after the card and the table (``h100-step-models.json``). A run that fails, or takes longer
+than it may, leaves what it has, and the others go on. ``report`` then writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.options import UsageError
+
+_RESULTS = Path(__file__).resolve().parent / "results"
+
+#: Twelve or more layers on one card, and what a step of each method gives beside the plain one.
+DECODERS = "decoder-1 decoder-2 decoder-3 decoder-4"
+LANGUAGE = "llama-3.2-1b smollm-135m qwen3-0.6b bert-base t5-base qwen3-moe-small"
+PUBLISHED = "gpt2-small-e2e gpt2-medium-e2e gpt2-large-e2e roberta-large vit-large"
+CONVOLUTIONS = "wrn-16-4 wrn-40-4 resnet50-gn convnext-t unet"
+EXPERTS = "experts-8x2048 experts-32x512-zipf mixture-8x2048 mixture-32x512-zipf"
+EXPERTS += " mixture-lora-8x2048 mixture-lora-32x512-zipf"
+
+
+@dataclass(frozen=True)
+class Table:
+    """One run.
+
+    Attributes:
+        command: of ``python -m benchmarks``, without ``--json`` and ``--revision``.
+        seconds: after which it is ended.
+        cold: with an empty folder of compiled kernels.
+    """
+
+    command: str
+    seconds: int = 240
+    cold: bool = False
+
+
+def _step(
+    models: str, methods: str = "nonprivate,flash", more: str = "", seconds: int = 240
+) -> Table:
+    """Without ``more``, with enough turns for a median."""
+    turns = "" if "--rounds" in more else "--rounds 5 --steps 6 "
+    return Table(f"step --model {models} --methods {methods} {turns}{more}".strip(), seconds)
+
+
+#: By the name of their files, the most wanted first.
+ON_A_GPU = {
+    "step-first": Table(
+        "step --model bert-base llama-3.2-1b wrn-16-4 --methods flash --rounds 1 --steps 1",
+        cold=True,
+    ),
+    "step-decoders": _step(DECODERS, "nonprivate,flash,flash-auto-graphs"),
+    "step-decoders-graph": _step(DECODERS, more="--graph"),
+    "step-models": _step(LANGUAGE, "nonprivate,flash,flash-auto-graphs", seconds=300),
+    "step-models-graph": _step(LANGUAGE, more="--graph"),
+    "step-published": _step(PUBLISHED, "nonprivate,flash,flash-auto-graphs", seconds=300),
+    "step-published-graph": _step(PUBLISHED, more="--graph"),
+    "step-convolutions": _step(CONVOLUTIONS, "nonprivate,flash,flash-auto-graphs"),
+    "step-convolutions-graph": _step(CONVOLUTIONS, more="--graph"),
+    "step-optimizer": _step("decoder-1 decoder-3", more="--optimizer"),
+    "kernels": Table("kernels"),
+    "step-peers": _step(DECODERS, "nonprivate,flash,opacus-ghost,fastdp", "--rounds 3 --steps 3"),
+    "step-peers-gpt2": _step(
+        "gpt2-small-shaped",
+        "nonprivate,flash,flash-auto-graphs,flashdp",
+        "--batch 4 --seq 1024 --rounds 5 --steps 4",
+    ),
+    "step-experts": _step(EXPERTS),
+    "step-experts-graph": _step("qwen3-moe", more="--graph"),
+    "step-fp32": _step(
+        "wrn-16-4 resnet50-gn unet",
+        "nonprivate,flash,flash-tf32",
+        "--dtype fp32 --rounds 3 --steps 4",
+    ),
+    "step-checkpointing": _step(
+        "decoder-1", "nonprivate,flash-two-pass", "--checkpointing --rounds 5 --steps 2"
+    ),
+    "step-lora": _step("llama-1b-lora"),
+    **{
+        f"step-long-{T // 1024}k": _step(
+            "llama-3.2-1b",
+            "nonprivate,flash,flash-two-pass,opacus-ghost",
+            f"--batch 2 --seq {T} --rounds 3 --steps 2",
+        )
+        for T in (4096, 8192, 16384, 32768)
+    },
+    "step-compiled": _step("decoder-1 bert-base vit-large", more="--compile", seconds=300),
+    "noise": Table("noise"),
+    "hyper-connections": Table("hyper-connections"),
+    "product-key": Table("product-key"),
+    "segments": Table("segments"),
+}
+ON_A_CPU = {
+    "step": Table(
+        "step --device cpu --model decoder-small cnn-small --threads 1 --rounds 7 --steps 1 "
+        "--warmup 2 --clock cpu",
+        seconds=1200,
+    ),
+    "decoder-small-memory": Table(
+        "memory --device cpu --model decoder-small --methods "
+        "nonprivate,flash,flash-two-pass,opacus-ghost,opacus-hooks,fastdp "
+        "--seqs 64 128 256 512 --batches 4 8 32 --threads 1",
+        seconds=1200,
+    ),
+}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "tables",
+        help="measure every table of docs/performance.md anew",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--on", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--only", nargs="+", metavar="TABLE", help="of those that --list tells")
+    parser.add_argument("--list", action="store_true", help="tell the commands, and run nothing")
+    parser.add_argument("--seconds", type=float, help="begin no table after so many")
+    parser.add_argument("--results", type=Path, default=_RESULTS, metavar="DIRECTORY")
+    parser.add_argument("--revision", help="git revision to record where there is no git directory")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Exit status: 0, or 1 if a table failed or was not begun."""
+    tables = ON_A_GPU if options.on == "gpu" else ON_A_CPU
+    if unknown := set(options.only or ()) - tables.keys():
+        raise UsageError(f"--only: found {sorted(unknown)}; expected some of {list(tables)}")
+    chosen = {name: tables[name] for name in options.only or tables}
+    if options.list:
+        for name, table in chosen.items():
+            console.print(f"{name}: python -m benchmarks {table.command}", soft_wrap=True)
+        return 0
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.tables", "transformers"])
+    options.results.mkdir(parents=True, exist_ok=True)
+    begin, failed = time.monotonic(), []
+    for name, table in chosen.items():
+        since = time.monotonic()
+        if options.seconds is not None and since - begin > options.seconds:
+            failed.append(name)
+            console.print(f"{name}: not begun")
+            continue
+        arguments = options.on, name, table, options.results, options.revision
+        process = context.Process(target=measure, args=arguments)
+        process.start()
+        process.join(table.seconds)
+        if process.is_alive():
+            process.terminate()
+            process.join()
+        took = time.monotonic() - since
+        console.print(f"{name}: exit status {process.exitcode} after {took:.0f} s")
+        failed += [name] if process.exitcode else []
+    if failed:
+        console.print(f"[bold red]not measured, or in part: {', '.join(failed)}[/]")
+    return 1 if failed else 0
+
+
+def measure(on: str, name: str, table: Table, results: Path, revision: str | None) -> None:
+    """Of one process: one table, into its file and, as it is printed, a log beside it."""
+    from benchmarks.__main__ import main
+
+    with tempfile.TemporaryDirectory() as folder:
+        if table.cold:
+            os.environ["TRITON_CACHE_DIR"] = folder
+        path = results / f"{_card(on)}-{name}.json"
+        arguments = [*shlex.split(table.command), "--json", str(path)]
+        if revision:
+            arguments += ["--revision", revision]
+        with path.with_suffix(".log").open("w") as log:
+            status = main(arguments, Console(file=log, width=140))
+    sys.exit(status)
+
+
+def _card(on: str) -> str:
+    """``h100`` of "NVIDIA H100 80GB HBM3"."""
+    if on == "cpu":
+        return on
+    words: Sequence[str] = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()
+    return words[0].lower()
