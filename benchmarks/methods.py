@@ -2,8 +2,8 @@
 
 Every method gets a model of its own, built from the same seed, and is used the way its own
 documentation says. A step is ``zero_grad``, forward, backward and clipping, and, where the setting
-asks for it, noise and AdamW; with ``graph``, everything but these two is one launch, for the
-non-private step and for ours. Two peers cannot leave their noise out: FastDP and FlashDP draw it
+asks for it, noise and AdamW; by ``nonprivate-graph`` and ``flash-graph``, everything but these two
+is one launch. Two peers cannot leave their noise out: FastDP and FlashDP draw it
 inside the backward pass, so their steps without an optimizer contain it (multiplied by zero).
 
 The peers are not dependencies. Install them, or put their sources on ``PYTHONPATH``:
@@ -45,7 +45,6 @@ class Setting:
     plain: Workload | None = None
     optimizer: bool = False
     compile: str | None = None
-    graph: bool = False
     max_grad_norm: float = 1.0
     noise_multiplier: float = 1.0
     seed: int = 0
@@ -76,13 +75,13 @@ class Method(ABC):
 
     ``package`` is what must be importable; ``flat`` says that the method clips by the norm over all
     parameters, so that its norms and clipped sums can be compared with another's; ``ours``, that
-    its failure is ours; ``graphs``, that its steps can be captured as CUDA graphs.
+    its failure is ours; ``graph``, that its forward and backward are one CUDA graph.
     """
 
     package: str | None = None
     flat: bool = True
     ours: bool = False
-    graphs: bool = False
+    graph: bool = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -91,7 +90,7 @@ class Method(ABC):
         if setting.compile:
             mode = None if setting.compile == "default" else setting.compile
             self.module.compile(mode=mode)
-        self._graphed = GraphedStep(self._backward, self.module) if setting.graph else None
+        self._graphed = GraphedStep(self._backward, self.module) if self.graph else None
 
     # Any, because the libraries hang what they have to say on modules, parameters and optimizers.
     module: Any
@@ -106,8 +105,8 @@ class Method(ABC):
         """Why the method cannot be used here, or None."""
         if cls.package and importlib.util.find_spec(cls.package) is None:
             return f"the package {cls.package} cannot be imported"
-        if setting.graph and not cls.graphs:
-            return "its steps cannot be captured as CUDA graphs"
+        if cls.graph and setting.device.type != "cuda":
+            return f"CUDA graphs need a CUDA device, found {setting.device}"
         return None
 
     @property
@@ -168,11 +167,16 @@ class NonPrivate(Method):
     """The step that everything is compared with."""
 
     flat = False
-    graphs = True
 
     def _set_up(self, model: nn.Module) -> None:
         self.module = model
         self.optimizer = self._new_optimizer(model)
+
+
+class NonPrivateGraph(NonPrivate):
+    """The same, replayed."""
+
+    graph = True
 
 
 class _Opacus(Method):
@@ -251,7 +255,6 @@ class Flash(_Opacus):
 
     package = "flash_clipping"
     ours = True
-    graphs = True
     grad_sample_mode = "flash"
     mode = "one_pass"
     sum_dtype = "float32"
@@ -300,10 +303,15 @@ class FlashTF32(Flash):
     fp32_precision = "tf32"
 
 
+class FlashGraph(Flash):
+    """Flash clipping, replayed."""
+
+    graph = True
+
+
 class FlashAuto(Flash):
     """Flash clipping whose forward and backward are replayed as CUDA graphs, unasked."""
 
-    graphs = False  # of the whole step
     cuda_graphs = "auto"
 
     @property
@@ -373,7 +381,9 @@ class FlashDP(Method):
 
 METHODS: dict[str, type[Method]] = {
     "nonprivate": NonPrivate,
+    "nonprivate-graph": NonPrivateGraph,
     "flash": Flash,
+    "flash-graph": FlashGraph,
     "flash-auto-graphs": FlashAuto,
     "flash-two-pass": FlashTwoPass,
     "flash-rounded-sums": FlashRoundedSums,

@@ -66,11 +66,6 @@ def add_setting_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep Python's garbage collector from what exists before the turns, as users may",
     )
-    parser.add_argument(
-        "--graph",
-        action="store_true",
-        help="forward, backward and clipping as one CUDA graph, non-private and flash alike",
-    )
     parser.add_argument("--optimizer", action="store_true", help="with noise and AdamW")
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--noise-multiplier", type=float, default=1.0)
@@ -118,8 +113,6 @@ def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
     device = torch.device(options.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # events and Triton kernels go to the current device
-    if options.graph and device.type != "cuda":
-        raise UsageError(f"--graph: CUDA graphs need a CUDA device, found {device}")
     if options.threads:
         torch.set_num_threads(options.threads)
     make = partial(
@@ -141,7 +134,6 @@ def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
         dtype=DTYPES[dtype_name(options)],
         optimizer=options.optimizer,
         compile=options.compile,
-        graph=options.graph,
         max_grad_norm=options.max_grad_norm,
         noise_multiplier=options.noise_multiplier,
         seed=options.seed,

@@ -135,7 +135,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """A row in numbers; ratios are to ``nonprivate``, the times paired round by round."""
+    """A row in numbers; ratios are to :func:`baseline_of`, the times paired round by round."""
 
     milliseconds: Spread
     samples_per_second: float
@@ -146,9 +146,15 @@ class Summary:
     host_ratio: float | None = None
 
 
+def baseline_of(method: str) -> str:
+    """What a method is compared with: as a graph, where it is one."""
+    return "nonprivate-graph" if method == "flash-graph" else "nonprivate"
+
+
 def summaries(rows: list[Row]) -> list[Summary | None]:
     """One per row; None for a row that was not timed."""
-    baselines = {row.workload: row for row in rows if row.method == "nonprivate"}
+
+    baselines = {(row.workload, row.method): row for row in rows}
 
     def summary(row: Row) -> Summary | None:
         if not row.milliseconds:
@@ -156,7 +162,7 @@ def summaries(rows: list[Row]) -> list[Summary | None]:
         spread = Spread.of(row.milliseconds)
         ratio = memory_ratio = host_ratio = None
         host = statistics.median(row.host_milliseconds) if row.host_milliseconds else None
-        baseline = baselines.get(row.workload)
+        baseline = baselines.get((row.workload, baseline_of(row.method)))
         if baseline is not None and baseline.milliseconds:
             pairs = zip(row.milliseconds, baseline.milliseconds, strict=False)
             ratio = Spread.of([ours / theirs for ours, theirs in pairs])

@@ -144,6 +144,8 @@ def table(headings: list[str], lines: list[list[str]]) -> str:
 
 def _step_table(record: Record) -> str:
     methods = [m for m in dict.fromkeys(row.method for row in record.rows) if m != "nonprivate"]
+    if "nonprivate" not in {row.method for row in record.rows}:
+        return _first_table(record)
     what = "step"
     if record.settings.get("graph"):
         what += " as one CUDA graph, the optimizer's aside"
@@ -152,6 +154,16 @@ def _step_table(record: Record) -> str:
     return table(headings, _step_lines(record, methods)) + (
         "\n" + "".join(f"* {reason}\n" for reason in reasons) if reasons else ""
     )
+
+
+def _first_table(record: Record) -> str:
+    """Of a run on a machine that has compiled nothing, without the non-private step."""
+    lines = []
+    for row, summary in zip(record.rows, summaries(record.rows), strict=True):
+        seconds = f"{(row.first_milliseconds or 0) / 1e3:.1f} s" if summary else row.status
+        later = f"{summary.milliseconds.median:.1f} ms" if summary else ""
+        lines.append([_workload(row.workload), seconds, later])
+    return table(["with no kernel compiled", "first step", "later ones"], lines)
 
 
 def _reasons(record: Record, methods: Iterable[str]) -> list[str]:
@@ -179,7 +191,7 @@ def _step_lines(record: Record, methods: Sequence[str]) -> list[list[str]]:
             [
                 _workload(workload),
                 _baseline_cell(row, summary),
-                *(_step_cell(*cells[workload, method]) for method in methods),
+                *(_cell(*cells[workload, method]) for method in methods),
             ]
         )
     return lines
@@ -191,6 +203,12 @@ def _baseline_cell(row: Row, summary: Summary) -> str:
     host = summary.host_milliseconds
     of_host = f"host {host:.1f} ms, " if host else ""
     return f"{summary.milliseconds.median:.1f} ms, {of_host}{size(row.peak_bytes)}"
+
+
+def _cell(row: Row, summary: Summary | None) -> str:
+    if row.method == "nonprivate-graph" and summary is not None:
+        return _baseline_cell(row, summary)
+    return _step_cell(row, summary)
 
 
 def _step_cell(row: Row, summary: Summary | None) -> str:

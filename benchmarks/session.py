@@ -124,7 +124,7 @@ class Session:
         """The plain model, without compilation, checkpointing and graphs; None: it does not fit."""
         setting = self.setting
         plain = dataclasses.replace(
-            setting, workload=setting.plain or setting.workload, compile=None, graph=False
+            setting, workload=setting.plain or setting.workload, compile=None
         )
         row = Row(_one_at_a_time(dtype))
 

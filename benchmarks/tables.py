@@ -25,13 +25,13 @@ from benchmarks.options import UsageError
 
 _RESULTS = Path(__file__).resolve().parent / "results"
 
-#: Twelve or more layers on one card, and what a step of each method gives beside the plain one.
 DECODERS = "decoder-1 decoder-2 decoder-3 decoder-4"
 LANGUAGE = "llama-3.2-1b smollm-135m qwen3-0.6b bert-base t5-base qwen3-moe-small"
 PUBLISHED = "gpt2-small-e2e gpt2-medium-e2e gpt2-large-e2e roberta-large vit-large"
 CONVOLUTIONS = "wrn-16-4 wrn-40-4 resnet50-gn convnext-t unet"
 EXPERTS = "experts-8x2048 experts-32x512-zipf mixture-8x2048 mixture-32x512-zipf"
 EXPERTS += " mixture-lora-8x2048 mixture-lora-32x512-zipf"
+GRAPHS = "nonprivate,nonprivate-graph,flash,flash-auto-graphs,flash-graph"
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,10 @@ ON_A_GPU = {
         "step --model bert-base llama-3.2-1b wrn-16-4 --methods flash --rounds 1 --steps 1",
         cold=True,
     ),
-    "step-decoders": _step(DECODERS, "nonprivate,flash,flash-auto-graphs"),
-    "step-decoders-graph": _step(DECODERS, more="--graph"),
-    "step-models": _step(LANGUAGE, "nonprivate,flash,flash-auto-graphs", seconds=300),
-    "step-models-graph": _step(LANGUAGE, more="--graph"),
-    "step-published": _step(PUBLISHED, "nonprivate,flash,flash-auto-graphs", seconds=300),
-    "step-published-graph": _step(PUBLISHED, more="--graph"),
-    "step-convolutions": _step(CONVOLUTIONS, "nonprivate,flash,flash-auto-graphs"),
-    "step-convolutions-graph": _step(CONVOLUTIONS, more="--graph"),
+    "step-decoders": _step(DECODERS, GRAPHS),
+    "step-models": _step(LANGUAGE, GRAPHS, seconds=360),
+    "step-published": _step(PUBLISHED, GRAPHS, seconds=360),
+    "step-convolutions": _step(CONVOLUTIONS, GRAPHS),
     "step-optimizer": _step("decoder-1 decoder-3", more="--optimizer"),
     "kernels": Table("kernels"),
     "step-peers": _step(DECODERS, "nonprivate,flash,opacus-ghost,fastdp", "--rounds 3 --steps 3"),
@@ -80,29 +76,27 @@ ON_A_GPU = {
         "--batch 4 --seq 1024 --rounds 5 --steps 4",
     ),
     "step-experts": _step(EXPERTS),
-    "step-experts-graph": _step("qwen3-moe", more="--graph"),
+    "step-qwen3-moe": _step("qwen3-moe", "nonprivate,nonprivate-graph,flash,flash-graph"),
+    **{
+        f"step-long-{T // 1024}k": _step(
+            "llama-3.2-1b",
+            "nonprivate,flash,opacus-ghost",
+            f"--batch 2 --seq {T} --rounds 3 --steps 2",
+        )
+        for T in (4096, 8192, 16384, 32768)
+    },
     "step-fp32": _step(
-        "wrn-16-4 resnet50-gn unet",
-        "nonprivate,flash,flash-tf32",
-        "--dtype fp32 --rounds 3 --steps 4",
+        "wrn-16-4 resnet50-gn", "nonprivate,flash,flash-tf32", "--dtype fp32 --rounds 3 --steps 4"
     ),
     "step-checkpointing": _step(
         "decoder-1", "nonprivate,flash-two-pass", "--checkpointing --rounds 5 --steps 2"
     ),
     "step-lora": _step("llama-1b-lora"),
-    **{
-        f"step-long-{T // 1024}k": _step(
-            "llama-3.2-1b",
-            "nonprivate,flash,flash-two-pass,opacus-ghost",
-            f"--batch 2 --seq {T} --rounds 3 --steps 2",
-        )
-        for T in (4096, 8192, 16384, 32768)
-    },
-    "step-compiled": _step("decoder-1 bert-base vit-large", more="--compile", seconds=300),
     "noise": Table("noise"),
     "hyper-connections": Table("hyper-connections"),
     "product-key": Table("product-key"),
     "segments": Table("segments"),
+    "step-compiled": _step("decoder-1 bert-base vit-large", more="--compile", seconds=300),
 }
 ON_A_CPU = {
     "step": Table(
