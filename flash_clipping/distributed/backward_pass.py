@@ -6,6 +6,7 @@ B samples of this process, M those of all processes of an expert mesh, E paramet
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import at_end_of_backward
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.distributed.parameter_slots import ParameterSlots
-from flash_clipping.distributed.reducer import Reducer
+from flash_clipping.distributed.reducer import Reducer, Reduction
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad, merge
 from flash_clipping.finish.backward_pass import BackwardPass, Readers, stored_where_cheaper
@@ -31,8 +32,11 @@ class ShardedBackwardPass(BackwardPass):
         super().__init__(session)
         self.slots, self.reducer = slots, reducer
         self._session = session
-        #: ``mode="two_pass"``: clipped sums of this process, until the walk has ended.
+        #: ``mode="two_pass"``: clipped sums of this process, until they are sent; how often each
+        #: parameter came in the second walk; and what of them is on its way.
         self._sums: dict[int, Tensor] = {}
+        self._came: Counter[int] = Counter()
+        self._reduction: Reduction | None = None
 
     def stand_in(self) -> None:
         if self.session.recomputed:
@@ -56,8 +60,29 @@ class ShardedBackwardPass(BackwardPass):
     ) -> None:
         if self._is_made_up:
             self.without_samples = [*self.without_samples, *params]
+        else:
+            super().record(path, params, factors, readers)
+        self._send_complete(params)
+
+    def _send_complete(self, params: Sequence[nn.Parameter]) -> None:
+        """``mode="two_pass"``: send what is complete once the second walk has come by these.
+
+        Walks reach layers in one order in all processes, as ``fully_shard`` has it, too.
+        """
+        if not self.norms_only and self.coef is None:
             return
-        super().record(path, params, factors, readers)
+        uses, came = self.uses, self._came  # as forward has it: all ask in the first walk
+        if self.norms_only:
+            return
+        came.update(map(id, params))
+        self._reducing().send_while(lambda key: came[key] >= uses[key])
+
+    def _reducing(self) -> Reduction:
+        if self._reduction is None:
+            self.slots.check()
+            rounded = self.session.sum_dtype == "parameter"
+            self._reduction = self.reducer.begin(self._sums_of, rounded)
+        return self._reduction
 
     def finish(self) -> None:
         """After what ``fully_shard`` does at the end of backward, whoever was queued first."""
@@ -82,8 +107,7 @@ class ShardedBackwardPass(BackwardPass):
 
     def add_clipped_sums(self) -> None:
         """Reduce the sums of all trainable parameters, in an order that all processes share."""
-        self.slots.check()
-        self.reducer.reduce(self._sums_of, rounded=self.session.sum_dtype == "parameter")
+        self._reducing().finish()
         self.slots.note_sums()
         self.session.note_sums(self.slots.trainable())
 
@@ -102,6 +126,7 @@ class ShardedBackwardPass(BackwardPass):
     def forget(self) -> None:
         super().forget()
         self._sums.clear()
+        self._reduction = None
 
 
 class ExpertsBackwardPass(ShardedBackwardPass):
@@ -144,6 +169,7 @@ class ExpertsBackwardPass(ShardedBackwardPass):
                 self._measure(key, factor)
             else:
                 self._held.setdefault(key, []).append(factor)
+        self._send_complete(params)
 
     def _note_samples(self, path: str, samples: Samples) -> None:
         if self._samples is not None and self._samples.counts != samples.counts:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -134,7 +134,8 @@ class _Bucket:
 
 @dataclass
 class _Flight:
-    """A bucket on its way: what is sent, and the buffer and the parts of what arrives."""
+    """A bucket on its way: what is sent, until it has arrived, and the buffer and the parts of what
+    arrives."""
 
     bucket: _Bucket
     work: Any
@@ -142,10 +143,15 @@ class _Flight:
     sent: list[Tensor]
     parts: list[Tensor]
 
-    def land(self, slots: ParameterSlots) -> None:
-        """Wait (on a GPU: let its stream wait), and add the parts into ``p.grad``."""
+    def wait(self) -> None:
+        """On a GPU: let its stream wait."""
         if self.work is not None:
             self.work.wait()
+            self.work, self.sent = None, []
+
+    def land(self, slots: ParameterSlots) -> None:
+        """Wait, and add the parts into ``p.grad``."""
+        self.wait()
         for group in self.bucket.replicas:
             for total in self.parts if self.arrives is None else (self.arrives,):
                 dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
@@ -172,7 +178,7 @@ class Reducer:
         self._layout: Any = None
         self._buckets: list[_Bucket] = []
 
-    def reduce(self, sums: Sums, rounded: bool) -> None:
+    def begin(self, sums: Sums, rounded: bool) -> Reduction:
         """Add the sums of all trainable parameters into the shards of ``p.grad``.
 
         Args:
@@ -180,16 +186,11 @@ class Reducer:
             rounded: to the parameter's dtype (``sum_dtype="parameter"``).
         """
         keys = [id(param) for param in reversed(self.slots.recorded())]
-        flying: deque[_Flight] = deque()
-        for bucket in self._planned(rounded):
-            part = tuple([keys[place] for place in bucket.places])
-            found = sums(part)
-            flying.append(bucket.launch([*map(found.get, part)]))
-            del found
-            while len(flying) > IN_FLIGHT:
-                flying.popleft().land(self.slots)
-        while flying:
-            flying.popleft().land(self.slots)
+        waiting = [
+            (bucket, tuple([keys[place] for place in bucket.places]))
+            for bucket in self._planned(rounded)
+        ]
+        return Reduction(self.slots, sums, deque(waiting))
 
     def _planned(self, rounded: bool) -> list[_Bucket]:
         """The buckets: the model's order backwards, as factors came."""
@@ -224,6 +225,45 @@ class Reducer:
         self._layout = layout
         self._buckets = [_Bucket(places, shards, *kind) for kind, places, shards in found]
         return self._buckets
+
+
+@dataclass
+class Reduction:
+    """Of one backward pass: buckets in the order that all processes share.
+
+    Attributes:
+        waiting: to be sent: buckets, and the ids of their parameters as layers recorded them.
+        flying: sent, and not yet added into ``p.grad``.
+    """
+
+    slots: ParameterSlots
+    sums: Sums
+    waiting: deque[tuple[_Bucket, tuple[int, ...]]]
+    flying: deque[_Flight] = field(default_factory=deque)
+
+    def send_while(self, is_complete: Callable[[int], bool]) -> None:
+        """Send the next buckets, as long as the sums of all of their parameters are complete.
+
+        Nothing is added into ``p.grad``: a pass that fails leaves nothing there.
+        """
+        while self.waiting and all(map(is_complete, self.waiting[0][1])):
+            self._send()
+            for flight in [*self.flying][:-IN_FLIGHT]:
+                flight.wait()
+
+    def finish(self) -> None:
+        """Send the others, and add all into ``p.grad``."""
+        while self.waiting:
+            self._send()
+            while len(self.flying) > IN_FLIGHT:
+                self.flying.popleft().land(self.slots)
+        while self.flying:
+            self.flying.popleft().land(self.slots)
+
+    def _send(self) -> None:
+        bucket, part = self.waiting.popleft()
+        found = self.sums(part)
+        self.flying.append(bucket.launch([*map(found.get, part)]))
 
 
 def _scattered(placements: Any) -> int:

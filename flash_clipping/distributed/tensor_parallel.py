@@ -481,6 +481,9 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
             marks_B = marks_B.new_zeros(units.count + 1).index_add_(0, bins_R, marks_B)[:-1]
         return (marks_B % (1 << 20)).to(like_B)
 
+    def _send_complete(self, params: Sequence[nn.Parameter]) -> None:
+        """Not before the terms of other processes are there."""
+
     def add_clipped_sums(self) -> None:
         """As for any sharded model; ``mode="two_pass"`` has summed its own terms only."""
         for key in self._terms_in(self._sums):
