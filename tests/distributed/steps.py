@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.distributed.parameter_slots import local_of
+from flash_clipping.distributed.reducer import Reduction
 from flash_clipping.engine.private_state import PrivateState
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
@@ -461,6 +463,26 @@ def gradients_in_buckets(rank: int) -> dict[str, bool]:
             p.grad._spec is layout for p, layout in zip(model.parameters(), layouts, strict=True)
         ),
     }
+
+
+def left_to_the_end(rank: int) -> tuple[int, int]:
+    """Buckets of a step by ``mode="two_pass"``, and how many its second walk has not sent; with
+    samples in all processes, and in the first one only."""
+    model = sharded(make(torch.float32))
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, mode="two_pass")
+    flash._sharded.reducer.bucket_bytes = 1
+    left: list[int] = []
+    finish = Reduction.finish
+
+    def counted(self: Reduction) -> None:
+        left.append(len(self.waiting))
+        finish(self)
+
+    with mock.patch.object(Reduction, "finish", counted):
+        for cuts in (everyone(), (0, *[SAMPLES] * dist.get_world_size())):
+            ids, y = local(rank, cuts)
+            F.cross_entropy(flash(ids), y).backward()
+    return len(flash._sharded.reducer._buckets), max(left)
 
 
 def offloaded_gradient() -> bool:

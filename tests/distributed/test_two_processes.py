@@ -57,6 +57,7 @@ def main(rank: int) -> Parts:
         "mixed": lambda: [steps.mixed_precision(rank, mode) for mode in ("one_pass", "two_pass")],
         "offloaded": steps.offloaded_gradient,
         "buckets": lambda: steps.gradients_in_buckets(rank),
+        "left": lambda: steps.left_to_the_end(rank),
         "noise": lambda: steps.noisy(rank, {}),
         "engine": lambda: steps.engine_run({}),
         **{
@@ -147,6 +148,13 @@ def test_gradients_are_parts_of_what_arrived(found: list[Found]) -> None:
     for of_rank in found:
         wrong = [what for what, holds in of_rank["buckets"].items() if not holds]
         assert not wrong
+
+
+def test_two_passes_send_sums_while_they_walk(found: list[Found]) -> None:
+    """The first layer's alone are complete when the walk has ended."""
+    for of_rank in found:
+        buckets, left = of_rank["left"]
+        assert buckets > 5 and left <= 1
 
 
 def test_noise_is_drawn_once_for_every_element_by_shard(found: list[Found]) -> None:
