@@ -30,8 +30,8 @@ KERNELS = 15
 @pytest.mark.parametrize(
     "names",
     [
-        ["wrn-16-4", "bert-base", "dpt"],
-        pytest.param(["unet", "resnet50-gn", "convnext-t"], marks=pytest.mark.slow),
+        ["wrn-16-4", "bert-base"],
+        pytest.param(["dpt", "unet", "resnet50-gn", "convnext-t"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
