@@ -20,7 +20,6 @@ off is an error; a peer's row says it.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +44,11 @@ TOLERANCE = {
 
 @dataclass
 class Fingerprint:
-    """What a method computed for one batch, and how long its first step took."""
+    """What a method computed for one batch."""
 
     norms_B: Tensor | None
     coefficients_B: Tensor | None
     gradients: list[Tensor] | None
-    first_milliseconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -124,14 +122,8 @@ def errors(ours: Fingerprint, reference: Fingerprint) -> Errors:
 
 def fingerprint(method: Method, inputs: Tensor, targets: Tensor) -> Fingerprint:
     method.zero_grad()
-    begin = time.perf_counter()
-    method.backward(inputs, targets)
-    if method.setting.device.type == "cuda":
-        torch.cuda.synchronize(method.setting.device)
-    first = (time.perf_counter() - begin) * 1e3
-    method.zero_grad()
     if method.graph:  # what is compared is what will be timed: a replay
-        for _ in range(method.settling):
+        for _ in range(method.settling + 1):
             method.backward(inputs, targets)
             method.zero_grad()
     method.backward(inputs, targets)
@@ -140,7 +132,6 @@ def fingerprint(method: Method, inputs: Tensor, targets: Tensor) -> Fingerprint:
         None if norms_B is None else norms_B.detach().double().cpu(),
         None if coefs_B is None else coefs_B.detach().double().cpu(),
         None if gradients is None else [_kept(g.detach().clone()) for g in gradients],
-        first,
     )
     method.zero_grad()
     return taken

@@ -91,6 +91,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             def done(line: str, progress: Progress = progress, task: TaskID = task) -> None:
                 progress.update(task, description=line, advance=1)
 
+            session.measure_memory(done)
             try:
                 session.check(done)
             except Disagreement as error:
@@ -102,9 +103,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             progress.stop()
             _print_agreement(session, console)
             progress.start()
-            turns = len(session.running()) * (options.rounds + 1)
-            progress.reset(task, total=turns)
-            session.measure_memory(done)
+            progress.reset(task, total=len(session.running()) * options.rounds)
             session.time(
                 rounds=options.rounds,
                 steps=options.steps,
