@@ -92,9 +92,13 @@ class Products(Table):
             self.numbers.extend(self.describe(A))
             self.numbers.extend((0, 0))
 
-    def cut(self, width: int) -> int:
-        """Share out tiles of so many columns; how many there are."""
-        tiles = [-(-p // BLOCK) * -(-d // width) for p, d in self.shapes]
+    def cut(self, rows: int, columns: int) -> int:
+        """Share out tiles of so many rows and columns, or columns and rows where these are fewer;
+        how many there are."""
+        tiles = [
+            min(-(-p // rows) * -(-d // columns), -(-d // rows) * -(-p // columns))
+            for p, d in self.shapes
+        ]
         firsts, count = firsts_of(tiles)
         self.set_column(COLUMNS - 1, firsts)
         return count
@@ -164,7 +168,7 @@ def launch_clipped_sums(
     results = [torch.empty(shape, dtype=torch.float32, device=device) for shape in work.shapes]
     work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
-    count = work.cut(tiles.RING_TILE[1] if ring else BLOCK)
+    count = work.cut(*(tiles.SUM_TILE if ring else (BLOCK, BLOCK)))
     arguments = (work.on(device), coef_B.contiguous(), layers, count, kind.B, kind.T)
     if ring:
         from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel

@@ -19,24 +19,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flash_clipping.ops.runtime.ring import (
-    BLOCK,
+    COLUMNS,
+    GROUPS,
     HALF,
-    WIDE,
+    ROWS,
     add_products,
-    barriers,
+    barriers_of_sums,
     load_async,
     no_sums,
     place_of,
-    room_for_sums,
-    store_half,
+    store_sums,
     take_turn,
     wait_released,
 )
 
-ROWS = gl.constexpr(32)
+BLOCK = gl.constexpr(32)
 """Rows of a block, which is loaded at one time."""
-STAGES = gl.constexpr(6)
-SPLIT_STAGES = gl.constexpr(4)
+STAGES = gl.constexpr(11)
+SPLIT_STAGES = gl.constexpr(7)
 PROMOTE = gl.constexpr(32)
 """Blocks after which a segment's product is added to the sum."""
 GROUP = gl.constexpr(8)
@@ -50,9 +50,9 @@ def _stages(split):
 @gluon.jit
 def _place(item, group_ptr, p, d):
     """Group of an item, and first row and column of its tile."""
-    count = gl.cdiv(p, BLOCK) * gl.cdiv(d, WIDE)
+    count = gl.cdiv(p, ROWS) * gl.cdiv(d, COLUMNS)
     group = gl.load(group_ptr + item // count).to(gl.int32)
-    p0, d0 = place_of(item % count, p, d, GROUP)
+    p0, d0 = place_of(item % count, p, d, ROWS, COLUMNS, GROUP)
     return group, p0, d0
 
 
@@ -64,16 +64,16 @@ def _load(operands, lists, grid, ring, DTYPE: gl.constexpr, SPLIT: gl.constexpr)
     firsts_ptr, group_ptr = lists
     items, B, M, d, p = grid
     A_tiles, G_tiles, rest_tiles, full, empty = ring
-    size: gl.constexpr = ROWS * (BLOCK + SPLIT * BLOCK + WIDE) * (DTYPE.primitive_bitwidth // 8)
+    size: gl.constexpr = BLOCK * (ROWS + SPLIT * ROWS + COLUMNS) * (DTYPE.primitive_bitwidth // 8)
     A = tma.make_tensor_descriptor(
-        A_ptr, [M * ROWS, d], [A_width, 1], [ROWS, WIDE], A_tiles.type.layout
+        A_ptr, [M * BLOCK, d], [A_width, 1], [BLOCK, COLUMNS], A_tiles.type.layout
     )
     G = tma.make_tensor_descriptor(
-        G_ptr, [M * ROWS, p], [G_width, 1], [ROWS, HALF], G_tiles.type.layout
+        G_ptr, [M * BLOCK, p], [G_width, 1], [BLOCK, HALF], G_tiles.type.layout
     )
     if SPLIT:
         rest = tma.make_tensor_descriptor(
-            rest_ptr, [M * ROWS, p], [G_width, 1], [ROWS, HALF], G_tiles.type.layout
+            rest_ptr, [M * BLOCK, p], [G_width, 1], [BLOCK, HALF], G_tiles.type.layout
         )
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -85,42 +85,46 @@ def _load(operands, lists, grid, ring, DTYPE: gl.constexpr, SPLIT: gl.constexpr)
             loaded = full.index(stage)
             wait_released(step, empty, STAGES)
             mbarrier.expect(loaded, size)
-            row = block * ROWS
-            load_async(G, [row, p0], loaded, G_tiles.index(2 * stage))
-            load_async(G, [row, p0 + HALF], loaded, G_tiles.index(2 * stage + 1))
-            if SPLIT:
-                load_async(rest, [row, p0], loaded, rest_tiles.index(2 * stage))
-                load_async(rest, [row, p0 + HALF], loaded, rest_tiles.index(2 * stage + 1))
+            row = block * BLOCK
             load_async(A, [row, d0], loaded, A_tiles.index(stage))
+            for part in gl.static_range(GROUPS):
+                place = GROUPS * stage + part
+                load_async(G, [row, p0 + part * HALF], loaded, G_tiles.index(place))
+                if SPLIT:
+                    load_async(rest, [row, p0 + part * HALF], loaded, rest_tiles.index(place))
             step += 1
 
 
 @gluon.jit
 def _multiply(
-    coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT: gl.constexpr, WHICH: gl.constexpr
+    coef_ptr, out_ptr, lists, grid, ring, leads, SPLIT: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
-    """Four warps: one half of the rows of every tile of this program."""
+    """Four warps: 64 of the rows of every tile of this program."""
     firsts_ptr, group_ptr = lists
     items, B, M, d, p = grid
-    right = sums.index(WHICH)
     step = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         group, p0, d0 = _place(item, group_ptr, p, d)
         first = gl.load(firsts_ptr + group * B)
         steps = gl.load(firsts_ptr + (group + 1) * B) - first
-        signal, turn = take_turn(step, steps, turn, lead, _stages(SPLIT), WHICH)
-        left = no_sums(right)
+        signal, turn = take_turn(step, steps, turn, leads, _stages(SPLIT), WHICH)
+        total, product = no_sums()
+        # Loaded a segment ahead: none waits for its own.
+        last = gl.load(firsts_ptr + group * B + 1)
+        following = gl.load(coef_ptr)
         for b in range(B):
-            coef = 1.0 if SPLIT else gl.load(coef_ptr + b)
-            last = gl.load(firsts_ptr + group * B + b + 1)
+            coef = 1.0 if SPLIT else following
             end = step + last - first
             first = last
-            step, left = add_products(
-                step, end, coef, left, right, signal, lead, ring,
-                ROWS, _stages(SPLIT), PROMOTE, SPLIT, WHICH,
+            ahead = gl.minimum(b + 1, B - 1)
+            last = gl.load(firsts_ptr + group * B + ahead + 1)
+            following = gl.load(coef_ptr + ahead)
+            step, total, product = add_products(
+                step, end, 0, coef, total, product, signal, leads, ring,
+                BLOCK, _stages(SPLIT), PROMOTE, SPLIT, WHICH,
             )  # fmt: skip
-        store_half(out_ptr + group.to(gl.int64) * p * d, left, right, p0, d0, p, d, WHICH)
+        store_sums(out_ptr + group.to(gl.int64) * p * d, total, p0, d0, p, d, d, 1, WHICH)
 
 
 @gluon.jit(do_not_specialize=["items", "B", "M"])
@@ -133,24 +137,24 @@ def grouped_sums_ring_kernel(
     rows are multiplied by their coefficients, and B is 1. Launched with ``num_warps=4``."""
     STAGES: gl.constexpr = _stages(SPLIT)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
-    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, WIDE], layout)
-    G_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, ROWS, HALF], layout)
+    A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, COLUMNS], layout)
+    G_tiles = gl.allocate_shared_memory(DTYPE, [GROUPS * STAGES, BLOCK, HALF], layout)
     if SPLIT:
-        rest_tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, ROWS, HALF], layout)
+        rest_tiles = gl.allocate_shared_memory(DTYPE, [GROUPS * STAGES, BLOCK, HALF], layout)
     else:
         rest_tiles = G_tiles
-    sums, lead = room_for_sums()
-    full, empty = barriers(STAGES)
+    full, empty, leads = barriers_of_sums(STAGES)
     ring = (A_tiles, G_tiles, rest_tiles, full, empty)
     grid = (items, B, M, d, p)
     operands = (A_ptr, G_ptr, rest_ptr, A_width, G_width)
     lists = (firsts_ptr, group_ptr)
     gl.warp_specialize(
         [
-            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT, 0)),
-            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT, 1)),
+            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, leads, SPLIT, 0)),
+            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, leads, SPLIT, 1)),
+            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, leads, SPLIT, 2)),
             (_load, (operands, lists, grid, ring, DTYPE, SPLIT)),
         ],
-        [4, 1],  # warps of the second and third, and registers of each of their threads
-        [240, 24],
+        [4, 4, 1],  # warps of the second to the fourth, and registers of each of their threads
+        [160, 160, 24],
     )

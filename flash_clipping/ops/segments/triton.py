@@ -360,7 +360,7 @@ def ring_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor, out: Tensor, split
     coef_N = coef_B[lists.segment_N % B]
     A_Mf, _ = in_blocks(A, blocks, coef_N)
     G_Mf, rest_Mf = in_blocks(G, blocks, coef_N, split)
-    items = E * tiles.cdiv(p, tiles.RING_TILE[0]) * tiles.cdiv(d, tiles.RING_TILE[1])
+    items = E * tiles.cdiv(p, tiles.SUM_TILE[0]) * tiles.cdiv(d, tiles.SUM_TILE[1])
     launch(
         grouped_sums_ring_kernel, min(items, tiles.sm_count(out.device)),
         A_Mf, G_Mf, rest_Mf, coef_B, out, blocks.firsts, groups.longest_first_S, items,
