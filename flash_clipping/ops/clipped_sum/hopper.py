@@ -1,8 +1,8 @@
-"""Clipped sums on Hopper: the tiles of :mod:`flash_clipping.ops.clipped_sum.triton`, of
-192 x 128 elements, by :mod:`flash_clipping.ops.runtime.ring`.
+"""Clipped sums on Hopper: the tiles of :mod:`flash_clipping.ops.clipped_sum.triton`, by
+:mod:`flash_clipping.ops.runtime.ring`.
 
-B samples, T positions, d input features, p output features. A layer's tiles may be *turned*: 128
-rows and 192 columns, where these are fewer.
+B samples, T positions, d input features, p output features. A layer's tiles may be *turned*, rows
+for columns, where these are fewer.
 """
 
 # mypy: disable-error-code="name-defined"
@@ -14,18 +14,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flash_clipping.ops import clipped_sum
 from flash_clipping.ops.runtime.ring import (
-    COLUMNS,
-    GROUPS,
     HALF,
-    ROWS,
-    K,
     add_products,
-    barriers_of_sums,
+    barriers,
     load_async,
     no_sums,
     place_of,
+    room_for_sums,
     store_sums,
-    take_turn,
     wait_loaded,
     wait_released,
 )
@@ -33,11 +29,8 @@ from flash_clipping.ops.runtime.tiles import operand
 
 ENTRIES = gl.constexpr(clipped_sum.COLUMNS)
 """Of a row of the table."""
-BLOCK_T = gl.constexpr(64)
-"""Positions of a step."""
-STAGES = gl.constexpr(5)
-PROMOTE = gl.constexpr(16)
-"""Steps after which a sample's product is added to the sum: tensor cores truncate."""
+PROMOTED = gl.constexpr(1024)
+"""Positions after which a sample's product is added to the sum: tensor cores truncate."""
 GROUP = gl.constexpr(8)
 
 
@@ -53,7 +46,7 @@ def _layer(table_ptr, layer, layers, count):
 
 
 @gluon.jit
-def _sides(row):
+def _sides(row, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Entries of a layer's row for what makes the rows of its tiles, and for what makes columns;
     whether these are turned."""
     p = gl.load(row + 3).to(gl.int32)
@@ -63,17 +56,22 @@ def _sides(row):
 
 
 @gluon.jit
-def _load(table_ptr, grid, ring, DTYPE: gl.constexpr):
+def _load(
+    table_ptr, grid, ring,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """One warp loads the operands of every step; positions past a sample's last are zero."""
     layers, count, B, T = grid
     A_tiles, G_tiles, full, empty = ring[0], ring[1], ring[3], ring[4]
+    GROUPS: gl.constexpr = ROWS // HALF
+    DTYPE: gl.constexpr = A_tiles.dtype
     size: gl.constexpr = BLOCK_T * (ROWS + COLUMNS) * (DTYPE.primitive_bitwidth // 8)
     step = 0
     item = gl.program_id(0)
     for layer in range(layers):
         row, first, end = _layer(table_ptr, layer, layers, count)
         if item < end:
-            of_rows, of_columns, _ = _sides(row)
+            of_rows, of_columns, _ = _sides(row, ROWS, COLUMNS)
             G_ptr, G_stride_b, G_stride_t, p = operand(of_rows, DTYPE, True, False)
             A_ptr, A_stride_b, A_stride_t, d = operand(of_columns, DTYPE, True, False)
             # The descriptors are made where those of the layer before were: no load may still read
@@ -105,56 +103,90 @@ def _load(table_ptr, grid, ring, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(table_ptr, coef_ptr, grid, ring, leads, WHICH: gl.constexpr):
+def _multiply(
+    table_ptr, coef_ptr, grid, ring, sums,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr,
+):  # fmt: skip
     """Four warps: 64 of the rows of every tile of this program."""
     layers, count, B, T = grid
     steps = gl.cdiv(T, BLOCK_T)
-    in_last = T - (steps - 1) * BLOCK_T
-    few = gl.where(in_last > BLOCK_T - K, 0, in_last)
+    right = sums.index(WHICH)
     step = 0
-    turn = 0
     item = gl.program_id(0)
     for layer in range(layers):
         row, first, end = _layer(table_ptr, layer, layers, count)
         while item < end:
-            signal, turn = take_turn(step, B * steps, turn, leads, STAGES, WHICH)
-            total, product = no_sums()
+            total = no_sums(right, COLUMNS)
             following = gl.load(coef_ptr)
             for b in range(B):
                 coef = following
                 # Loaded a sample ahead: none waits for its own.
                 following = gl.load(coef_ptr + gl.minimum(b + 1, B - 1))
-                step, total, product = add_products(
-                    step, step + steps, few, coef, total, product, signal, leads, ring,
-                    BLOCK_T, STAGES, PROMOTE, False, WHICH,
+                step, total = add_products(
+                    step, step + steps, coef, total, right, ring,
+                    COLUMNS, BLOCK_T, STAGES, PROMOTED // BLOCK_T, ROWS // HALF, False, WHICH,
                 )  # fmt: skip
-            of_rows, of_columns, turned = _sides(row)
+            of_rows, of_columns, turned = _sides(row, ROWS, COLUMNS)
             p = gl.load(of_rows + 3).to(gl.int32)
             d = gl.load(of_columns + 3).to(gl.int32)
             p0, d0 = place_of(item - first, p, d, ROWS, COLUMNS, GROUP)
             out_ptr = gl.load(row + 8).to(gl.pointer_type(gl.float32))
-            row_stride, column_stride = gl.where(turned, 1, d), gl.where(turned, p, 1)
-            store_sums(out_ptr, total, p0, d0, p, d, row_stride, column_stride, WHICH)
+            strides = gl.where(turned, 1, d), gl.where(turned, p, 1)
+            store_sums(out_ptr, total, right, p0, d0, p, d, strides[0], strides[1], COLUMNS, WHICH)
             item += gl.num_programs(0)
 
 
 @gluon.jit(do_not_specialize=["layers", "count", "B", "T"])
-def _clipped_sums_ring_kernel(table_ptr, coef_ptr, layers, count, B, T, DTYPE: gl.constexpr):
+def _clipped_sums_ring_kernel(
+    table_ptr, coef_ptr, layers, count, B, T,
+    DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     """``triton._clipped_sums_kernel`` for operands of one 16-bit ``DTYPE`` in rows on 16 bytes.
     Launched with ``num_warps=4``."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 3)
+    GROUPS: gl.constexpr = ROWS // HALF
     A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, COLUMNS], layout)
     G_tiles = gl.allocate_shared_memory(DTYPE, [GROUPS * STAGES, 1, BLOCK_T, HALF], layout)
-    full, empty, leads = barriers_of_sums(STAGES)
+    sums = room_for_sums(GROUPS, COLUMNS)
+    full, empty = barriers(STAGES, GROUPS)
     ring = (A_tiles, G_tiles, G_tiles, full, empty)
     grid = (layers, count, B, T)
-    gl.warp_specialize(
-        [
-            (_multiply, (table_ptr, coef_ptr, grid, ring, leads, 0)),
-            (_multiply, (table_ptr, coef_ptr, grid, ring, leads, 1)),
-            (_multiply, (table_ptr, coef_ptr, grid, ring, leads, 2)),
-            (_load, (table_ptr, grid, ring, DTYPE)),
-        ],
-        [4, 4, 1],  # warps of the second to the fourth, and registers of each of their threads
-        [160, 160, 24],
-    )
+    # Beside each list: warps of its second and further parts, and registers of their threads.
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (table_ptr, coef_ptr, grid, ring, sums, ROWS, COLUMNS, BLOCK_T, STAGES, 0),
+                ),
+                (
+                    _multiply,
+                    (table_ptr, coef_ptr, grid, ring, sums, ROWS, COLUMNS, BLOCK_T, STAGES, 1),
+                ),
+                (_load, (table_ptr, grid, ring, ROWS, COLUMNS, BLOCK_T, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (table_ptr, coef_ptr, grid, ring, sums, ROWS, COLUMNS, BLOCK_T, STAGES, 0),
+                ),
+                (
+                    _multiply,
+                    (table_ptr, coef_ptr, grid, ring, sums, ROWS, COLUMNS, BLOCK_T, STAGES, 1),
+                ),
+                (
+                    _multiply,
+                    (table_ptr, coef_ptr, grid, ring, sums, ROWS, COLUMNS, BLOCK_T, STAGES, 2),
+                ),
+                (_load, (table_ptr, grid, ring, ROWS, COLUMNS, BLOCK_T, STAGES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )

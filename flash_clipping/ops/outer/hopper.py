@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_clipping.ops.runtime.ring import (
     BLOCK,
     HALF,
+    WIDE_MMA,
     barriers,
     load_async,
     place_of,
@@ -37,7 +38,6 @@ store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 WIDE = gl.constexpr(256)
 """Columns of a tile."""
-WIDE_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 BLOCK_T = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 EACH = gl.constexpr(64)

@@ -80,141 +80,127 @@ def place_of(
 
 # -- sums of weighted products ---------------------------------------------------------------------
 #
-# The sum and the product that is to be added to it are both in registers: in shared memory, which
-# tensor cores read all the time, a sum would take longer the shorter the products are. So a tile
-# has 192 x 128 elements, and three groups of warps multiply, each 64 rows. While one of them adds
-# its product to the sum, the others multiply: each begins a step after the one before (``leads``).
+# Tiles are of two kinds (``tiles.SHORT_TILE``, ``tiles.LONG_TILE``):
+#
+# * 192 x 128, by three groups of warps: sum and product are in registers. While one group adds its
+#   product to the sum, the others multiply.
+# * 128 x 256, by two groups: operands are read less often. A product fills half of the registers,
+#   so not all of the sum has room beside it: the left half of its columns is in registers, the
+#   right half in shared memory. That is what tensor cores read all the time, so the shorter the
+#   products are, the slower this is.
 
-ROWS = gl.constexpr(tiles.SUM_TILE[0])
-COLUMNS = gl.constexpr(tiles.SUM_TILE[1])
-GROUPS = gl.constexpr(3)
-"""Of four warps, which multiply ``HALF`` rows each."""
-K = gl.constexpr(16)
-"""Positions that tensor cores multiply in one instruction."""
+NARROW = gl.constexpr(tiles.SHORT_TILE[1])
+"""Columns of a tile whose sum is in registers."""
+WIDE_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+"""Of sums in shared memory: eight rows, which a warp moves at one time, are in different banks."""
 
 
-@gluon.jit
-def barriers_of_sums(STAGES: gl.constexpr):
-    """``full`` and ``empty``; and ``leads``, for each group that it may begin a tile."""
-    leads = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for group in gl.static_range(GROUPS):
-        mbarrier.init(leads.index(group), 1)
-    full, empty = barriers(STAGES, GROUPS)
-    return full, empty, leads
+@gluon.constexpr_function
+def _layout(columns):
+    return MMA if columns == NARROW else WIDE_MMA
 
 
 @gluon.jit
-def take_turn(step, steps, turn, leads, STAGES: gl.constexpr, WHICH: gl.constexpr):
-    """Begin a tile of so many steps: a group of warps waits for the one before it.
+def room_for_sums(GROUPS: gl.constexpr, COLUMNS: gl.constexpr):
+    """For each group what is of its sum in shared memory; without, nothing that is used."""
+    size: gl.constexpr = 1 if COLUMNS == NARROW else HALF
+    return gl.allocate_shared_memory(gl.float32, [GROUPS, size, COLUMNS // 2], SUMS)
 
-    Not in a tile of fewer steps than the ring has stages: there a group could be ahead by more
-    than one tile.
 
-    Returns:
-        The step at which this group lets the next one begin, -1 for none; and the next turn.
-    """
-    in_turn = steps >= STAGES
-    if in_turn & (WHICH > 0):
-        mbarrier.wait(leads.index(WHICH), turn & 1)
-        turn += 1
-    return gl.where(in_turn & (WHICH < GROUPS - 1), step, -1), turn
+@gluon.jit
+def _sides(x):
+    """The left and the right half of the columns; each thread keeps what it has."""
+    rows: gl.constexpr = x.shape[0]
+    return x.reshape([rows, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def no_sums(right, COLUMNS: gl.constexpr):
+    """What is in registers of a sum, to begin with; zeros in ``right``."""
+    zeros = gl.zeros([HALF, COLUMNS], gl.float32, _layout(COLUMNS))
+    if COLUMNS == NARROW:
+        return zeros
+    else:
+        left, of_right = _sides(zeros)
+        right.store(of_right)
+        return left
 
 
 @gluon.jit
 def _multiply(
-    step, product, goes_on, ring,
-    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WHICH: gl.constexpr,
-    AT: gl.constexpr, LENGTH: gl.constexpr,
+    step, product, ring,
+    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPLIT: gl.constexpr,
+    WHICH: gl.constexpr, GOES_ON: gl.constexpr,
 ):  # fmt: skip
-    """Begin to add ``gᵀ a`` over ``LENGTH`` positions of a step, from ``AT`` on, to a product, or
-    to begin one unless it ``goes_on``. ``SPLIT``: g is the sum of two."""
-    A_tiles, G_tiles, rest_tiles, _, _ = ring
+    """Begin to add ``gᵀ a`` over a step to a product, which begins with it unless it ``GOES_ON``.
+    ``SPLIT``: g is the sum of two."""
+    A_tiles, G_tiles, rest_tiles, full, _ = ring
     stage = step % STAGES
     place = GROUPS * stage + WHICH
-    a = A_tiles.index(stage).reshape([BLOCK_T, COLUMNS]).slice(AT, LENGTH)
-    g = G_tiles.index(place).reshape([BLOCK_T, HALF]).slice(AT, LENGTH).permute((1, 0))
-    product = warpgroup_mma(g, a, product, use_acc=goes_on, is_async=True)
+    wait_loaded(step, full, STAGES)
+    a = A_tiles.index(stage).reshape([BLOCK_T, product.shape[1]])
+    g = G_tiles.index(place).reshape([BLOCK_T, HALF]).permute((1, 0))
+    product = warpgroup_mma(g, a, product, use_acc=GOES_ON, is_async=True)
     if SPLIT:
-        rest = rest_tiles.index(place).reshape([BLOCK_T, HALF]).slice(AT, LENGTH).permute((1, 0))
+        rest = rest_tiles.index(place).reshape([BLOCK_T, HALF]).permute((1, 0))
         product = warpgroup_mma(rest, a, product, is_async=True)
     return product
 
 
 @gluon.jit
-def _product(
-    step, end, few, product, signal, leads, ring,
-    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, SPLIT: gl.constexpr,
-    WHICH: gl.constexpr,
-):  # fmt: skip
-    """``gᵀ a`` over the steps up to ``end``, but over ``PROMOTE`` of them at most. ``product``: one
-    that is no longer needed; its registers are taken, and not cleared."""
-    full, empty = ring[3], ring[4]
-    first = step
-    # No minimum of these: the compiler would keep what comes of it in a register of each thread.
-    until = step + PROMOTE
-    whole = end - (few > 0)
-    while (step < whole) & (step < until):
-        wait_loaded(step, full, STAGES)
-        product = _multiply(
-            step, product, step > first, ring, BLOCK_T, STAGES, SPLIT, WHICH, 0, BLOCK_T
-        )
-        if step == signal:
-            mbarrier.arrive(leads.index((WHICH + 1) % GROUPS))
-        product = warpgroup_mma_wait(2 if SPLIT else 1, deps=[product])
-        if step > first:
-            release(step - 1, empty, STAGES)
-        step += 1
-    if (step < end) & (step < until):
-        wait_loaded(step, full, STAGES)
-        for part in gl.static_range(BLOCK_T // K - 1):
-            if few > K * part:
-                begun = _multiply(
-                    step, product, (step > first) | (part > 0), ring,
-                    BLOCK_T, STAGES, SPLIT, WHICH, K * part, K,
-                )  # fmt: skip
-                product = warpgroup_mma_wait(0, deps=[begun])
-        if step == signal:
-            mbarrier.arrive(leads.index((WHICH + 1) % GROUPS))
-        if step > first:
-            release(step - 1, empty, STAGES)
-        step += 1
-    product = warpgroup_mma_wait(0, deps=[product])
-    release(step - 1, empty, STAGES)
-    return step, product
-
-
-@gluon.jit
-def no_sums():
-    """A sum, and a product, to begin with."""
-    return gl.zeros([HALF, COLUMNS], gl.float32, MMA), gl.zeros([HALF, COLUMNS], gl.float32, MMA)
-
-
-@gluon.jit
 def add_products(
-    step, end, few, coef, total, product, signal, leads, ring,
-    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, SPLIT: gl.constexpr,
-    WHICH: gl.constexpr,
+    step, end, coef, total, right, ring,
+    COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
+    GROUPS: gl.constexpr, SPLIT: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The products of steps up to ``end`` times their coefficient, added up in fp32.
 
-    Tensor cores truncate what they add up, so they add up ``PROMOTE`` steps at most. ``few``: how
-    many positions the last step has, where these are at least ``K`` fewer than ``BLOCK_T``; else 0.
+    Tensor cores truncate what they add up, so they add up ``PROMOTE`` steps at most.
     """
+    empty = ring[4]
     while step < end:
-        step, product = _product(
-            step, end, few, product, signal, leads, ring, BLOCK_T, STAGES, PROMOTE, SPLIT, WHICH
-        )
+        # No minimum of this and the end, which the compiler would keep in registers of each thread.
+        until = step + PROMOTE
+        # Not cleared before: that would take as long as a step.
+        product = gl.zeros([HALF, COLUMNS], gl.float32, _layout(COLUMNS))
+        begun = _multiply(step, product, ring, BLOCK_T, STAGES, GROUPS, SPLIT, WHICH, False)
+        product = warpgroup_mma_wait(2 if SPLIT else 1, deps=[begun])
+        step += 1
+        while (step < end) & (step < until):
+            begun = _multiply(step, product, ring, BLOCK_T, STAGES, GROUPS, SPLIT, WHICH, True)
+            product = warpgroup_mma_wait(2 if SPLIT else 1, deps=[begun])
+            release(step - 1, empty, STAGES)
+            step += 1
+        product = warpgroup_mma_wait(0, deps=[product])
+        release(step - 1, empty, STAGES)
         if coef != 0:  # of a dropped sample nothing, whatever its product is
-            total += coef * product
-    return step, total, product
+            if COLUMNS == NARROW:
+                total += coef * product
+            else:
+                of_left, of_right = _sides(product)
+                total += coef * of_left
+                right.store(right.load(of_right.type.layout) + coef * of_right)
+    return step, total
+
+
+@gluon.jit
+def _store(out_ptr, sums, p0, d0, p, d, row_stride, column_stride):
+    layout: gl.constexpr = sums.type.layout
+    rows = p0 + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
+    columns = d0 + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
+    place = rows[:, None].to(gl.int64) * row_stride + columns[None, :].to(gl.int64) * column_stride
+    gl.store(out_ptr + place, sums, mask=(rows < p)[:, None] & (columns < d)[None, :])
 
 
 @gluon.jit
 def store_sums(
-    out_ptr, total, p0, d0, p, d, row_stride, column_stride, WHICH: gl.constexpr
+    out_ptr, total, right, p0, d0, p, d, row_stride, column_stride,
+    COLUMNS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """This group's rows of a tile of ``[p, d]``."""
-    rows = p0 + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, MMA))
-    columns = d0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
-    place = rows[:, None].to(gl.int64) * row_stride + columns[None, :].to(gl.int64) * column_stride
-    gl.store(out_ptr + place, total, mask=(rows < p)[:, None] & (columns < d)[None, :])
+    p0 += WHICH * HALF
+    _store(out_ptr, total, p0, d0, p, d, row_stride, column_stride)
+    if COLUMNS != NARROW:
+        of_right = right.load(total.type.layout)
+        _store(out_ptr, of_right, p0, d0 + COLUMNS // 2, p, d, row_stride, column_stride)

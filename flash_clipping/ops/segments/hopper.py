@@ -19,36 +19,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flash_clipping.ops.runtime.ring import (
-    COLUMNS,
-    GROUPS,
     HALF,
-    ROWS,
     add_products,
-    barriers_of_sums,
+    barriers,
     load_async,
     no_sums,
     place_of,
+    room_for_sums,
     store_sums,
-    take_turn,
     wait_released,
 )
 
 BLOCK = gl.constexpr(32)
 """Rows of a block, which is loaded at one time."""
-STAGES = gl.constexpr(11)
-SPLIT_STAGES = gl.constexpr(7)
 PROMOTE = gl.constexpr(32)
 """Blocks after which a segment's product is added to the sum."""
 GROUP = gl.constexpr(8)
 
 
-@gluon.constexpr_function
-def _stages(split):
-    return SPLIT_STAGES if split else STAGES
-
-
 @gluon.jit
-def _place(item, group_ptr, p, d):
+def _place(item, group_ptr, p, d, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Group of an item, and first row and column of its tile."""
     count = gl.cdiv(p, ROWS) * gl.cdiv(d, COLUMNS)
     group = gl.load(group_ptr + item // count).to(gl.int32)
@@ -57,14 +47,18 @@ def _place(item, group_ptr, p, d):
 
 
 @gluon.jit
-def _load(operands, lists, grid, ring, DTYPE: gl.constexpr, SPLIT: gl.constexpr):
+def _load(
+    operands, lists, grid, ring,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
     """One warp: the operands of every block of every tile of this program."""
-    STAGES: gl.constexpr = _stages(SPLIT)
     A_ptr, G_ptr, rest_ptr, A_width, G_width = operands
     firsts_ptr, group_ptr = lists
     items, B, M, d, p = grid
     A_tiles, G_tiles, rest_tiles, full, empty = ring
-    size: gl.constexpr = BLOCK * (ROWS + SPLIT * ROWS + COLUMNS) * (DTYPE.primitive_bitwidth // 8)
+    GROUPS: gl.constexpr = ROWS // HALF
+    each: gl.constexpr = A_tiles.dtype.primitive_bitwidth // 8
+    size: gl.constexpr = BLOCK * (ROWS + SPLIT * ROWS + COLUMNS) * each
     A = tma.make_tensor_descriptor(
         A_ptr, [M * BLOCK, d], [A_width, 1], [BLOCK, COLUMNS], A_tiles.type.layout
     )
@@ -77,7 +71,7 @@ def _load(operands, lists, grid, ring, DTYPE: gl.constexpr, SPLIT: gl.constexpr)
         )
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        group, p0, d0 = _place(item, group_ptr, p, d)
+        group, p0, d0 = _place(item, group_ptr, p, d, ROWS, COLUMNS)
         first = gl.load(firsts_ptr + group * B)
         last = gl.load(firsts_ptr + (group + 1) * B)
         for block in range(first, last):
@@ -97,20 +91,20 @@ def _load(operands, lists, grid, ring, DTYPE: gl.constexpr, SPLIT: gl.constexpr)
 
 @gluon.jit
 def _multiply(
-    coef_ptr, out_ptr, lists, grid, ring, leads, SPLIT: gl.constexpr, WHICH: gl.constexpr
+    coef_ptr, out_ptr, lists, grid, ring, sums,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 of the rows of every tile of this program."""
     firsts_ptr, group_ptr = lists
     items, B, M, d, p = grid
+    right = sums.index(WHICH)
     step = 0
-    turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        group, p0, d0 = _place(item, group_ptr, p, d)
-        first = gl.load(firsts_ptr + group * B)
-        steps = gl.load(firsts_ptr + (group + 1) * B) - first
-        signal, turn = take_turn(step, steps, turn, leads, _stages(SPLIT), WHICH)
-        total, product = no_sums()
+        group, p0, d0 = _place(item, group_ptr, p, d, ROWS, COLUMNS)
+        total = no_sums(right, COLUMNS)
         # Loaded a segment ahead: none waits for its own.
+        first = gl.load(firsts_ptr + group * B)
         last = gl.load(firsts_ptr + group * B + 1)
         following = gl.load(coef_ptr)
         for b in range(B):
@@ -120,41 +114,71 @@ def _multiply(
             ahead = gl.minimum(b + 1, B - 1)
             last = gl.load(firsts_ptr + group * B + ahead + 1)
             following = gl.load(coef_ptr + ahead)
-            step, total, product = add_products(
-                step, end, 0, coef, total, product, signal, leads, ring,
-                BLOCK, _stages(SPLIT), PROMOTE, SPLIT, WHICH,
+            step, total = add_products(
+                step, end, coef, total, right, ring,
+                COLUMNS, BLOCK, STAGES, PROMOTE, ROWS // HALF, SPLIT, WHICH,
             )  # fmt: skip
-        store_sums(out_ptr + group.to(gl.int64) * p * d, total, p0, d0, p, d, d, 1, WHICH)
+        of_group = out_ptr + group.to(gl.int64) * p * d
+        store_sums(of_group, total, right, p0, d0, p, d, d, 1, COLUMNS, WHICH)
 
 
 @gluon.jit(do_not_specialize=["items", "B", "M"])
 def grouped_sums_ring_kernel(
     A_ptr, G_ptr, rest_ptr, coef_ptr, out_ptr, firsts_ptr, group_ptr,
     items, B, M, d, p, A_width, G_width,
-    DTYPE: gl.constexpr, SPLIT: gl.constexpr,
+    DTYPE: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """``triton.grouped_sums_kernel`` for operands of one 16-bit ``DTYPE`` in blocks. With ``SPLIT``
     rows are multiplied by their coefficients, and B is 1. Launched with ``num_warps=4``."""
-    STAGES: gl.constexpr = _stages(SPLIT)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
+    GROUPS: gl.constexpr = ROWS // HALF
     A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, COLUMNS], layout)
     G_tiles = gl.allocate_shared_memory(DTYPE, [GROUPS * STAGES, BLOCK, HALF], layout)
     if SPLIT:
         rest_tiles = gl.allocate_shared_memory(DTYPE, [GROUPS * STAGES, BLOCK, HALF], layout)
     else:
         rest_tiles = G_tiles
-    full, empty, leads = barriers_of_sums(STAGES)
+    sums = room_for_sums(GROUPS, COLUMNS)
+    full, empty = barriers(STAGES, GROUPS)
     ring = (A_tiles, G_tiles, rest_tiles, full, empty)
     grid = (items, B, M, d, p)
     operands = (A_ptr, G_ptr, rest_ptr, A_width, G_width)
     lists = (firsts_ptr, group_ptr)
-    gl.warp_specialize(
-        [
-            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, leads, SPLIT, 0)),
-            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, leads, SPLIT, 1)),
-            (_multiply, (coef_ptr, out_ptr, lists, grid, ring, leads, SPLIT, 2)),
-            (_load, (operands, lists, grid, ring, DTYPE, SPLIT)),
-        ],
-        [4, 4, 1],  # warps of the second to the fourth, and registers of each of their threads
-        [160, 160, 24],
-    )
+    # Beside each list: warps of its second and further parts, and registers of their threads.
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (coef_ptr, out_ptr, lists, grid, ring, sums, ROWS, COLUMNS, STAGES, SPLIT, 0),
+                ),
+                (
+                    _multiply,
+                    (coef_ptr, out_ptr, lists, grid, ring, sums, ROWS, COLUMNS, STAGES, SPLIT, 1),
+                ),
+                (_load, (operands, lists, grid, ring, ROWS, COLUMNS, STAGES, SPLIT)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (coef_ptr, out_ptr, lists, grid, ring, sums, ROWS, COLUMNS, STAGES, SPLIT, 0),
+                ),
+                (
+                    _multiply,
+                    (coef_ptr, out_ptr, lists, grid, ring, sums, ROWS, COLUMNS, STAGES, SPLIT, 1),
+                ),
+                (
+                    _multiply,
+                    (coef_ptr, out_ptr, lists, grid, ring, sums, ROWS, COLUMNS, STAGES, SPLIT, 2),
+                ),
+                (_load, (operands, lists, grid, ring, ROWS, COLUMNS, STAGES, SPLIT)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
