@@ -92,9 +92,13 @@ class Products(Table):
             self.numbers.extend(self.describe(A))
             self.numbers.extend((0, 0))
 
-    def cut(self, width: int) -> int:
-        """Share out tiles of so many columns; how many there are."""
-        tiles = [-(-p // BLOCK) * -(-d // width) for p, d in self.shapes]
+    def cut(self, rows: int, columns: int) -> int:
+        """Share out tiles of so many rows and columns, or columns and rows where these are fewer;
+        how many there are."""
+        tiles = [
+            min(-(-p // rows) * -(-d // columns), -(-d // rows) * -(-p // columns))
+            for p, d in self.shapes
+        ]
         firsts, count = firsts_of(tiles)
         self.set_column(COLUMNS - 1, firsts)
         return count
@@ -111,6 +115,20 @@ product of a library, in fp32. A classifier of 512 samples took the kernel 0.6 m
 
 FEWEST = 16
 """Rows of a table that a kernel is compiled for at least: many tables, few kernels."""
+
+
+MOST_SHORT = 256
+"""Positions of a sample up to which a sum is in registers, in tiles that cost more loads."""
+
+
+def ring_constants(T: int) -> dict[str, int]:
+    """Of the kernel for Hopper, for samples of T positions."""
+    (ROWS, COLUMNS), steps, STAGES = tiles.LONG_TILE, 32, 6
+    if T <= MOST_SHORT:
+        (ROWS, COLUMNS), steps, STAGES = tiles.SHORT_TILE, 64, 5
+        if tiles.cdiv(T, 32) % 2:  # half of a last step would be empty
+            steps, STAGES = 32, 11
+    return dict(ROWS=ROWS, COLUMNS=COLUMNS, BLOCK_T=steps, STAGES=STAGES)
 
 
 def constants_for(dtype: torch.dtype, tma: bool) -> dict[str, Any]:
@@ -164,14 +182,15 @@ def launch_clipped_sums(
     results = [torch.empty(shape, dtype=torch.float32, device=device) for shape in work.shapes]
     work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
-    count = work.cut(tiles.RING_TILE[1] if ring else BLOCK)
+    tile = ring_constants(kind.T) if ring else dict(ROWS=BLOCK, COLUMNS=BLOCK)
+    count = work.cut(tile["ROWS"], tile["COLUMNS"])
     arguments = (work.on(device), coef_B.contiguous(), layers, count, kind.B, kind.T)
     if ring:
         from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel
 
         launch(
             _clipped_sums_ring_kernel, min(count, tiles.sm_count(device)), *arguments,
-            DTYPE=tiles.TL_DTYPE[dtype], workspace=True, num_warps=4,
+            DTYPE=tiles.TL_DTYPE[dtype], workspace=True, num_warps=4, **tile,
         )  # fmt: skip
     else:
         # A descriptor takes as long to make as the tile of a small layer, and this no longer than a

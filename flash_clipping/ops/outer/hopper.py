@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_clipping.ops.runtime.ring import (
     BLOCK,
     HALF,
-    WIDE,
     WIDE_MMA,
     barriers,
     load_async,
@@ -37,6 +36,8 @@ from flash_clipping.ops.runtime.tiles import sum_by_warp
 
 store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # to 3.7
 
+WIDE = gl.constexpr(256)
+"""Columns of a tile."""
 BLOCK_T = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 EACH = gl.constexpr(64)
@@ -50,7 +51,7 @@ PARTS = gl.constexpr(8)
 def _place(tile, d, p):
     """Sample, first row and first column of a tile."""
     each = gl.cdiv(p, BLOCK) * gl.cdiv(d, WIDE)
-    p0, d0 = place_of(tile % each, p, d, GROUP)
+    p0, d0 = place_of(tile % each, p, d, BLOCK, WIDE, GROUP)
     return tile // each, p0, d0
 
 

@@ -19,8 +19,9 @@ gdc_launch_dependents, gdc_wait = early_start()
 
 TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-RING_TILE = 128, 256
-"""Rows and columns of a tile of :mod:`flash_clipping.ops.runtime.ring`, which needs Gluon."""
+SHORT_TILE, LONG_TILE = (192, 128), (128, 256)
+"""Rows and columns of tiles of sums by :mod:`flash_clipping.ops.runtime.ring`, which needs Gluon:
+the first for samples of few positions."""
 
 
 def cdiv(numerator: int, denominator: int) -> int:

@@ -360,12 +360,14 @@ def ring_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor, out: Tensor, split
     coef_N = coef_B[lists.segment_N % B]
     A_Mf, _ = in_blocks(A, blocks, coef_N)
     G_Mf, rest_Mf = in_blocks(G, blocks, coef_N, split)
-    items = E * tiles.cdiv(p, tiles.RING_TILE[0]) * tiles.cdiv(d, tiles.RING_TILE[1])
+    rows, columns = tiles.LONG_TILE if split else tiles.SHORT_TILE
+    stages = 4 if split else 11
+    items = E * tiles.cdiv(p, rows) * tiles.cdiv(d, columns)
     launch(
         grouped_sums_ring_kernel, min(items, tiles.sm_count(out.device)),
         A_Mf, G_Mf, rest_Mf, coef_B, out, blocks.firsts, groups.longest_first_S, items,
         1 if split else B, len(blocks.of_M), d, p, A_Mf.shape[1], G_Mf.shape[1],
-        DTYPE=tiles.TL_DTYPE[A.X.dtype], SPLIT=split,
+        DTYPE=tiles.TL_DTYPE[A.X.dtype], SPLIT=split, ROWS=rows, COLUMNS=columns, STAGES=stages,
         workspace=True, num_warps=4,
     )  # fmt: skip
 
