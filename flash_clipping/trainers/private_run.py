@@ -6,7 +6,6 @@ The model keeps its class and its names: it gets hooks, no wrapper.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -165,9 +164,6 @@ class PrivateRun:
 
     def epsilon(self) -> float:
         """ε that is spent, for ``target_delta``; 0 before any step, infinite without noise."""
-        steps = self.steps
-        if not steps or not self.noise_multiplier:
-            return math.inf if steps else 0.0
         return self.engine.get_epsilon(self.arguments.target_delta)
 
     def check_steps(self, counted: int) -> None:
