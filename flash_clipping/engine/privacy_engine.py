@@ -334,8 +334,6 @@ class FlashPrivacyEngine(PrivacyEngine):
             )
         in_parts = isinstance(module, _DataParallel) or is_sharded(module)
         wrapper = self._wrapped(given)
-        if poisson_sampling:
-            wrapper.forbid_grad_accumulation()
         refuse_loader(data_loader, poisson_sampling=poisson_sampling, distributed=in_parts)
         self._note_dataset(dataset)
         loader = data_loader

@@ -131,7 +131,6 @@ class PrivateRun:
         self.engine.check_delta(arguments.target_delta)
         if before is not None:
             self.optimizer.max_grad_norm = before.max_grad_norm  # adaptive clipping has moved it
-        self.hooks.forbid_grad_accumulation()
         halves = getattr(getattr(loader, "collate_fn", None), "keeps_items", False)
         self.in_parts = StepInParts(self.optimizer, halves=halves)
         self.statistics = ClippingStatistics(self.hooks)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping import FlashClippingError, GraphedStep
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, GraphedStep
 from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
 # -- p.grad between backward and step -------------------------------------------------------------
@@ -71,6 +71,32 @@ def test_what_gradients_held_before_backward(released: Released) -> None:
     with pytest.raises(ValueError, match="was not cleared before"):
         private.optimizer.step()
     assert not released.releases
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_two_backward_passes_on_a_batch_of_the_engine_s_loader(again: bool) -> None:
+    """Also where that loader is given to make_private once more, as it is."""
+    private = Private(poisson_sampling=True)
+    model, optimizer, criterion, loader = (
+        private.model, private.optimizer, private.criterion, private.loader
+    )  # fmt: skip
+    if again:
+        plain = TwoLayers()
+        model, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
+            module=plain,
+            optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=0.1,
+            poisson_sampling=False,
+        )
+    x, y = next(batch for batch in loader if len(batch[0]))
+    criterion(model(x), y).backward()
+    with pytest.raises(ValueError, match="not compatible with grad accumulation"):
+        criterion(model(x), y).backward()
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])

@@ -431,6 +431,7 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     session.whole_batches = announce is not None and announce.strict
     if isinstance(sampler, PoissonSampler):
         sampler.announce.follow(module)
+        module.forbid_grad_accumulation()  # a second backward is of the same samples
     elif not isinstance(sampler, _POISSON) and len(loader) != 1:  # nor all of the data
         _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
     #: Steps on batches that nobody announced: BatchMemoryManager's, whose workers collate.
