@@ -73,6 +73,8 @@ class PrivateRun:
         #: Steps that were accounted for before the trainer began to count its own.
         self.steps_before = 0
         self.sampling_stream = self.engine.stream.another()
+        #: Steps, and their ε.
+        self._spent = 0, 0.0
 
     def begin_epoch(self, loader: LogicalLoader, run: int, epoch: int) -> None:
         """Let a run with a seed draw this epoch's batches as it would after any interruption."""
@@ -162,8 +164,10 @@ class PrivateRun:
         return accounted_steps(self.engine)
 
     def epsilon(self) -> float:
-        """ε that is spent, for ``target_delta``; 0 before any step, infinite without noise."""
-        return self.engine.get_epsilon(self.arguments.target_delta)
+        """ε that is spent, for ``target_delta``; computed once for so many steps."""
+        if self._spent[0] != (steps := self.steps):
+            self._spent = steps, self.engine.get_epsilon(self.arguments.target_delta)
+        return self._spent[1]
 
     def check_steps(self, counted: int) -> None:
         """Raise ``RuntimeError`` unless the steps that a trainer counts are those accounted for."""
