@@ -188,25 +188,26 @@ def test_an_exception_between_backward_and_step(released: Released) -> None:
     assert released.ratio() <= SLACK and len(released.releases) == 1
 
 
+def step_in(parts: int, private: Private) -> None:
+    """Without ``zero_grad()``."""
+    for part in range(parts):
+        private.optimizer.signal_skip_step(part + 1 < parts)
+        private.backward(start=part)
+        private.optimizer.step()
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_step_whose_noise_fails(
     parts: int, released: Released, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory ran out, say. The same samples again, without ``zero_grad()``, count once."""
     private = Private()
-
-    def step() -> None:
-        for part in range(parts):
-            private.optimizer.signal_skip_step(part + 1 < parts)
-            private.backward(start=part)
-            private.optimizer.step()
-
     with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
         error = torch.OutOfMemoryError()
         patched.setattr(private.optimizer.stream, "draw", Mock(side_effect=error))
-        step()
+        step_in(parts, private)
     assert not released.releases and len(private.engine.accountant) == 0
-    step()
+    step_in(parts, private)
     assert released.releases[-1][0] <= 0.1 * parts * SLACK
 
 
@@ -215,18 +216,11 @@ def test_a_step_that_is_not_accounted_for_leaves_nothing(
     parts: int, released: Released, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private = Private()
-
-    def step() -> None:
-        for part in range(parts):
-            private.optimizer.signal_skip_step(part + 1 < parts)
-            private.backward(start=part)
-            private.optimizer.step()
-
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         patched.setattr(private.engine.accountant, "step", lambda **_: 1 / 0)
-        step()
+        step_in(parts, private)
     assert all(param.grad is None for param in private.plain.parameters())
-    step()  # without zero_grad()
+    step_in(parts, private)
     assert len(private.engine.accountant) == 1
     assert released.releases[-1][0] <= 0.1 * parts * SLACK
 
