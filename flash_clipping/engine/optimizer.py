@@ -43,6 +43,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     the step's sums were clipped by: see :meth:`follow`.
 
     Args:
+        noise_multiplier: standard deviation of the noise on a sum, in ``C``; 0 or more.
+        expected_batch_size: what noisy sums are divided by with ``loss_reduction="mean"``.
         max_grad_norm: clipping bound; a list with one bound per parameter for per-layer clipping,
             where the sensitivity is the norm of the list.
         stream: what noise is made of; by default with a key of its own, which nobody knows.
