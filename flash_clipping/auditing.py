@@ -36,7 +36,7 @@ from scipy.stats import binom, norm
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, checked_number
 
 __all__ = [
     "Audit",
@@ -76,11 +76,12 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
         epsilon, delta: of the hypothesis.
 
     Raises:
-        ValueError: not ``0 <= correct <= guesses <= canaries``; ``delta`` not in ``[0, 1)``.
+        ValueError: not ``0 <= correct <= guesses <= canaries``; an ``epsilon`` that is negative or
+            not finite; ``delta`` not in ``[0, 1)``.
     """
     _check_counts(canaries, guesses, correct)
-    if not 0 <= delta < 1:
-        raise InvalidValue(f"found delta={delta}; expected 0 or more, below 1:\n    delta=1e-5")
+    checked_number("epsilon", epsilon, "[0, inf)", example=1.0)
+    checked_number("delta", delta, "[0, 1)", example=1e-5)
     right = 1.0 / (1.0 + math.exp(-epsilon))
     tail = binom.sf(correct - 1, guesses, right)
     if delta == 0 or correct == 0:
@@ -101,9 +102,12 @@ def is_improbable_gaussian(
     guesses add up to, and that falls short of ``guesses / canaries``.
 
     Raises:
-        ValueError: as :func:`p_value`.
+        ValueError: counts as in :func:`p_value`; ``mu`` that is negative or not finite;
+            ``significance`` not between 0 and 1.
     """
     _check_counts(canaries, guesses, correct)
+    checked_number("mu", mu, "[0, inf)", example=1.0)
+    checked_number("significance", significance, "(0, 1)", example=0.05)
     right = significance * correct / canaries
     wrong = significance * (guesses - correct) / canaries
     for i in range(correct - 1, -1, -1):
@@ -137,21 +141,13 @@ def epsilon_lower_bound(
         ValueError: counts and ``delta`` as in :func:`p_value`; ``gaussian`` with ``delta=0``;
             ``confidence`` not between 0 and 1.
     """
-    if not 0 < confidence < 1:
-        raise InvalidValue(
-            f"found confidence={confidence}; expected a probability between 0 and 1:\n"
-            "    confidence=0.95"
-        )
+    checked_number("confidence", confidence, "(0, 1)", example=0.95)
     significance = 1.0 - confidence
     if not gaussian:
         return _first_kept(
             lambda eps: p_value(canaries, guesses, correct, eps, delta) < significance
         )
-    if not 0 < delta < 1:
-        raise InvalidValue(
-            f"epsilon_lower_bound: found gaussian=True with delta={delta}; expected a δ between 0 "
-            "and 1, at which a Gaussian mechanism has an ε:\n    delta=1e-5"
-        )
+    checked_number("delta", delta, "(0, 1)", example=1e-5)
     mu = _first_kept(
         lambda mu: (
             mu < _MOST_MU and is_improbable_gaussian(canaries, guesses, correct, mu, significance)
@@ -177,10 +173,9 @@ def _first_kept(rejected: Callable[[float], bool]) -> float:
 
 
 def _check_counts(canaries: int, guesses: int, correct: int) -> None:
-    if not 0 <= correct <= guesses <= canaries:
-        raise InvalidValue(
-            f"expected 0 <= correct <= guesses <= canaries, found {correct}, {guesses}, {canaries}."
-        )
+    checked_number("canaries", canaries, "[1, inf)", example=1000, whole=True)
+    checked_number("guesses", guesses, f"[0, {canaries}]", example=canaries, whole=True)
+    checked_number("correct", correct, f"[0, {guesses}]", example=guesses, whole=True)
 
 
 # -- canaries -------------------------------------------------------------------------------------
@@ -253,8 +248,7 @@ def audit(
             f"{int((~score_M.isfinite()).sum())} of them not finite; expected a finite number "
             f"for each of {m} canaries:\n    score_M = score_M.nan_to_num()"
         )
-    if not epsilon >= 0:
-        raise InvalidValue(f"audit: found epsilon={epsilon}; expected 0 or more.")
+    checked_number("epsilon", epsilon, "[0, inf]", example=1.0)
     correct = right_guesses(score_M, included_M, guesses)
     return Audit(
         canaries=m,
@@ -332,8 +326,7 @@ class Audit:
 def right_guesses(score_M: Tensor, included_M: Tensor, guesses: int) -> int:
     """How many guesses are right: "in" for the highest half of the guesses' scores, "out" for the
     lowest. Canaries of one score are in the order they were given."""
-    if not 0 <= guesses <= len(score_M):
-        raise InvalidValue(f"found {guesses} guesses; expected 0 to {len(score_M)}, the canaries.")
+    checked_number("guesses", guesses, f"[0, {len(score_M)}]", example=len(score_M), whole=True)
     order_M = score_M.argsort(descending=True, stable=True)
     high, low = guesses - guesses // 2, guesses // 2
     hits = included_M[order_M[:high]].sum() + (~included_M[order_M[len(order_M) - low :]]).sum()
@@ -362,6 +355,8 @@ def bootstrap(
 ) -> tuple[float, float]:
     """An interval of a statistic of scores and coins, by drawing canaries anew with replacement
     (Efron's percentiles): the canaries' luck, and no bound on ε."""
+    checked_number("level", level, "(0, 1)", example=0.95)
+    checked_number("resamples", resamples, "[1, inf)", example=1000, whole=True)
     generator = torch.Generator().manual_seed(seed)
     m, found = len(score_M), []
     for _ in range(resamples):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, SupportsFloat, SupportsIndex
 
 
 class NamesItsPage(Exception):
@@ -45,6 +47,35 @@ def check_one_of(name: str, value: str, known: Sequence[str]) -> None:
     """Raise ``ValueError`` for an option that is none of those that are known."""
     if value not in known:
         raise InvalidValue(f"{name}={value!r} is unknown; expected one of {', '.join(known)}.")
+
+
+def checked_number(
+    name: str, value: Any, interval: str, example: object, *, whole: bool = False
+) -> float:
+    """The number that an option was given.
+
+    Args:
+        name: of the option.
+        value: what was found: a number of Python's or NumPy's, or a tensor with one.
+        interval: where it is to be, as it is written: ``"[0, inf)"``. NaN is nowhere.
+        example: a value that serves.
+        whole: whether it is to be an integer.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    number = math.nan
+    if isinstance(value, SupportsIndex if whole else SupportsFloat) and not isinstance(value, bool):
+        with suppress(TypeError, ValueError, RuntimeError):  # of an array, for instance
+            number = float(value)  # type: ignore[arg-type]
+    low, high = map(float, interval[1:-1].split(","))
+    at_end = (number == low and interval[0] == "[") or (number == high and interval[-1] == "]")
+    if not (low < number < high or at_end):
+        kind = "a whole number" if whole else "a number"
+        raise InvalidValue(
+            f"{name}: found {value!r}; expected {kind} in {interval}:\n    {name}={example}"
+        )
+    return number
 
 
 #: A note for ``torch.OutOfMemoryError`` in a loop that cannot go back to the batch.

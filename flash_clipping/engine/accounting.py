@@ -23,7 +23,12 @@ from opacus.accountants import (
 )
 
 from flash_clipping.engine.releases import Release, dp_accounting, epsilon_by_pld
-from flash_clipping.errors import FlashClippingError, InvalidValue, check_one_of
+from flash_clipping.errors import (
+    FlashClippingError,
+    InvalidValue,
+    check_one_of,
+    checked_number,
+)
 from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 
 #: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
@@ -78,10 +83,7 @@ class MechanismSpec:
 
     def __post_init__(self) -> None:
         check_one_of("sampling", self.sampling, get_args(Sampling))
-        if isinstance(self.participations, bool) or self.participations < 1:
-            raise InvalidValue(
-                f"participations: found {self.participations!r}; expected 1 or more."
-            )
+        checked_number("participations", self.participations, "[1, inf)", example=1, whole=True)
         if self.participations > 1 and self.sampling != "random_allocation":
             raise InvalidValue(
                 f"participations: found {self.participations} with sampling={self.sampling!r}; "

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flash_clipping.errors import FlashClippingError, InvalidValue
+from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
 
 #: Standard deviation of the count's noise, as a part of the expected batch (Andrew et al. 2021).
 COUNT_NOISE = 1 / 20
@@ -42,15 +42,15 @@ class AdaptiveBound:
     clipbound_learning_rate: float = 0.2
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_clipbound <= self.max_clipbound:
+        quantile, rate = self.target_unclipped_quantile, self.clipbound_learning_rate
+        checked_number("target_unclipped_quantile", quantile, "[0, 1]", example=0.5)
+        checked_number("clipbound_learning_rate", rate, "[0, inf)", example=0.2)
+        checked_number("min_clipbound", self.min_clipbound, "(0, inf)", example=0.1)
+        checked_number("max_clipbound", self.max_clipbound, "(0, inf]", example=1e8)
+        if not self.min_clipbound <= self.max_clipbound:
             raise InvalidValue(
                 f"Adaptive clipping: found min_clipbound={self.min_clipbound} and "
-                f"max_clipbound={self.max_clipbound}; expected 0 < min_clipbound <= max_clipbound."
-            )
-        if not 0 <= self.target_unclipped_quantile <= 1:
-            raise InvalidValue(
-                "Adaptive clipping: found target_unclipped_quantile="
-                f"{self.target_unclipped_quantile}; expected a number from 0 to 1."
+                f"max_clipbound={self.max_clipbound}; expected min_clipbound <= max_clipbound."
             )
 
     def noise_multiplier(self, accounted: float, batch_size: float) -> float:

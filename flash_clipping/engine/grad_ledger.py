@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.draws import DrawnBatch, of_one_draw
-from flash_clipping.errors import FlashClippingError, InvalidValue
+from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
 
 #: One bound, or one for each trainable parameter (per-layer clipping).
 Bound = float | list[float]
@@ -91,11 +91,13 @@ def added(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def checked_bound(value: Any) -> Bound:
-    """A clipping bound as it is kept; ``ValueError`` unless it is positive."""
-    bound: Bound = [float(one) for one in value] if isinstance(value, Sequence) else float(value)
-    if not all(one > 0 for one in (bound if isinstance(bound, list) else [bound])):
-        raise InvalidValue(f"max_grad_norm={value!r}: expected positive numbers.")
-    return bound
+    """A clipping bound as it is kept; ``ValueError`` unless it is positive and finite."""
+    of_parameters = isinstance(value, Sequence) and not isinstance(value, str)
+    bounds = [
+        checked_number("max_grad_norm", one, "(0, inf)", example=1.0)
+        for one in (value if of_parameters else [value])
+    ]
+    return bounds if of_parameters else bounds[0]
 
 
 def total_bound(bound: float | Sequence[float]) -> float:

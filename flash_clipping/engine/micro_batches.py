@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
-from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidValue
+from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidValue, checked_number
 
 _T = TypeVar("_T")
 
@@ -201,10 +201,9 @@ class MicroBatches:
                 "make_private returned."
             )
         session, most = module._session, max_physical_batch_size
-        if most != "auto" and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-            raise InvalidValue(
-                f"MicroBatches: found max_physical_batch_size={most!r}; expected a number of "
-                'samples, or "auto".'
+        if most != "auto":
+            checked_number(
+                "max_physical_batch_size", most, "[1, inf)", example='"auto"', whole=True
             )
         found = ""
         if type(optimizer) not in (FlashDPOptimizer, DistributedFlashDPOptimizer):

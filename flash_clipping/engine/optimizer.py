@@ -27,7 +27,7 @@ from flash_clipping.engine.grad_ledger import (
     total_bound,
 )
 from flash_clipping.engine.sampling.loaders import refuse_split_units
-from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed
+from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed, checked_number
 from flash_clipping.ops.noise import NoiseGrid, discrete_noisy_means, noisy_means
 from flash_clipping.randomness import ALL_ROUNDS, FEWER_ROUNDS, Purpose, SecretStream
 from flash_clipping.randomness.stream import stream_of
@@ -43,6 +43,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     the step's sums were clipped by: see :meth:`follow`.
 
     Args:
+        noise_multiplier: standard deviation of the noise on a sum, in ``C``; 0 or more.
+        expected_batch_size: what noisy sums are divided by with ``loss_reduction="mean"``.
         max_grad_norm: clipping bound; a list with one bound per parameter for per-layer clipping,
             where the sensitivity is the norm of the list.
         stream: what noise is made of; by default with a key of its own, which nobody knows.
@@ -58,8 +60,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         stream: the :class:`~flash_clipping.randomness.SecretStream`.
 
     Raises:
-        ValueError: a seed in secure mode, or beside a stream; in ``step``, for gradients that are
-            not the clipped sums of this step.
+        ValueError: noise, bound or expected batch size that is no such number; a seed in secure
+            mode, or beside a stream; in ``step``, for gradients that are not the clipped sums of
+            this step.
 
     Warns:
         SeededNoiseWarning: a generator was given.
@@ -91,12 +94,17 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self,
         optimizer: Any,
         *,
+        noise_multiplier: float,
         max_grad_norm: float | Sequence[float],
+        expected_batch_size: float | None,
         stream: SecretStream | None = None,
         noise_grid: NoiseGrid = False,
         **kwargs: Any,
     ):
         _refuse_many_closures(optimizer)
+        checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
+        if expected_batch_size is not None:
+            checked_number("expected_batch_size", expected_batch_size, "(0, inf)", example=64)
         if noise_grid == "exact" and type(self) is not FlashDPOptimizer:
             raise NotServed(
                 f"noise_grid='exact': found {type(self).__name__}, as for several processes; "
@@ -105,7 +113,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             )
         self.stream = stream_of(stream, kwargs.get("generator"), kwargs.get("secure_mode", False))
         self.noise_grid = noise_grid
-        super().__init__(optimizer, max_grad_norm=max_grad_norm, **kwargs)  # type: ignore[arg-type]
+        kwargs |= {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm}
+        super().__init__(optimizer, expected_batch_size=expected_batch_size, **kwargs)
         check_optimizer(self)
         if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
             raise NotServed(

@@ -23,7 +23,7 @@ from flash_clipping.engine.accounting import (
     without_hints,
 )
 from flash_clipping.engine.adaptive import AdaptiveBound
-from flash_clipping.errors import InvalidType, InvalidValue, check_one_of
+from flash_clipping.errors import InvalidType, InvalidValue, check_one_of, checked_number
 from flash_clipping.finish.clipping import Clipping
 from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
@@ -233,6 +233,20 @@ def check_noise_grid(accountant: Any, given: dict[str, Any]) -> None:
             "Only Poisson batches are accounted for exactly. Leave it at its default"
         )
     _refuse("noise_grid='exact'", advice)
+
+
+def check_target(epsilon: Any, delta: Any, epochs: Any, options: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a target that noise is not looked for, or would be for ever."""
+    checked_number("target_epsilon", epsilon, "(0, inf)", example=3.0)
+    checked_number("target_delta", delta, "(0, 1)", example=1e-5)
+    checked_number("epochs", epochs, "(0, inf)", example=1)
+    tolerance = options.get("epsilon_tolerance", 0.01)
+    checked_number("epsilon_tolerance", tolerance, "(0, inf)", example=0.01)
+    if (batches := len(options["data_loader"])) and epochs * batches < 1:
+        raise InvalidValue(
+            f"epochs: found {epochs} of {batches} batches; expected one step at least:\n"
+            "    epochs=1"
+        )
 
 
 def planned_noise(

@@ -33,7 +33,13 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.grad_ledger import publish_norms
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, refuse_unserved
-from flash_clipping.errors import FlashClippingError, InvalidType, InvalidValue, NotServed
+from flash_clipping.errors import (
+    FlashClippingError,
+    InvalidType,
+    InvalidValue,
+    NotServed,
+    checked_number,
+)
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Coefficients, Doubts
 from flash_clipping.ops.error_bounds import upper_bound
@@ -180,8 +186,7 @@ class PrivateSchedule:
     def __init__(self, schedule: Any, *, microbatch_size: int):
         stage, count = _checked_parts(schedule)
         module: GradSampleModuleFlashClipping = stage.submod
-        if microbatch_size < 1:
-            raise InvalidValue(f"microbatch_size={microbatch_size}: expected 1 or more.")
+        checked_number("microbatch_size", microbatch_size, "[1, inf)", example=8, whole=True)
         self.schedule, self.module = schedule, module
         self.capacity = count * microbatch_size
         self._stage, self._microbatches, self._size = stage, count, microbatch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, Unpack, overload
@@ -26,6 +27,7 @@ from flash_clipping.engine.accounting import (
 )
 from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.criterion import FlashAdaptiveLoss, FlashLoss
+from flash_clipping.engine.grad_ledger import checked_bound
 from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
@@ -45,6 +47,7 @@ from flash_clipping.engine.options import (
     check_keywords,
     check_noise_grid,
     check_options,
+    check_target,
     planned_noise,
     requested_process,
 )
@@ -59,7 +62,7 @@ from flash_clipping.engine.sampling.loaders import (
 )
 from flash_clipping.engine.sampling.samplers import RoundSampler
 from flash_clipping.engine.unsupported import refuse_alone, validate
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 from flash_clipping.randomness.stream import SecretStream, seed_notice
@@ -287,11 +290,12 @@ class FlashPrivacyEngine(PrivacyEngine):
 
         Raises:
             TypeError: an argument that is unknown, or that belongs to another ``clipping``.
-            ValueError: arguments that contradict each other; a loader whose sampling can be neither
-                replaced nor accounted for.
+            ValueError: noise or bound that is no such number; arguments that contradict each other;
+                a loader whose sampling can be neither replaced nor accounted for.
             opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
         """
         given = {**locals(), **kwargs}
+        checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
         refuse_units(given)
         process = requested_process(self.accountant, given)
         if grad_sample_mode != "flash":
@@ -304,6 +308,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 of_opacus["criterion"] = criterion
             return super().make_private(**of_opacus)
         check_keywords(kwargs, clipping)
+        checked_bound(max_grad_norm)
         if noise_generator and self.secure_mode:
             raise InvalidValue(
                 "noise_generator: found a seed for the noise. Passing seed is prohibited in secure "
@@ -329,8 +334,6 @@ class FlashPrivacyEngine(PrivacyEngine):
             )
         in_parts = isinstance(module, _DataParallel) or is_sharded(module)
         wrapper = self._wrapped(given)
-        if poisson_sampling:
-            wrapper.forbid_grad_accumulation()
         refuse_loader(data_loader, poisson_sampling=poisson_sampling, distributed=in_parts)
         self._note_dataset(dataset)
         loader = data_loader
@@ -427,10 +430,14 @@ class FlashPrivacyEngine(PrivacyEngine):
             **options: all arguments of :meth:`make_private` but ``noise_multiplier``; what the
                 accountant's ``get_epsilon`` takes.
 
+        Raises:
+            ValueError: a target that is no such number, or out of reach; less than one step.
+
         Warns:
             LargeDeltaWarning: ``target_delta`` is not below one over the number of samples.
         """
         options["data_loader"] = data_loader
+        check_target(target_epsilon, target_delta, epochs, options)
         target = {"target_epsilon": target_epsilon, "target_delta": target_delta, "epochs": epochs}
         if grad_sample_mode == "flash":
             noise = planned_noise(self.accountant, options, **target)
@@ -528,7 +535,8 @@ class FlashPrivacyEngine(PrivacyEngine):
         return private
 
     def get_epsilon(self, delta: float) -> float:
-        """The privacy spent so far: ``epsilon`` for this ``delta``, as the accountant has it.
+        """The privacy spent so far: ``epsilon`` for this ``delta``, as the accountant has it; 0
+        before any step, infinite without noise.
 
         Formal guarantee:
             For datasets that are neighbours by :attr:`relation` (they differ in one sample, *added
@@ -548,16 +556,24 @@ class FlashPrivacyEngine(PrivacyEngine):
             that sample only, and the bound that every step's noise is for. A sample whose gradient
             is inf or NaN counts as one that adds nothing.
 
+        Raises:
+            ValueError: ``delta`` is not between 0 and 1.
+
         Warns:
             LargeDeltaWarning: ``delta`` is not below one over the number of samples; once.
         """
         self.check_delta(delta)
+        history = self.accountant.history
+        if not history or any(multiplier == 0 for multiplier, _, _ in history):
+            return math.inf if history else 0.0
         with without_hints():
             return float(super().get_epsilon(delta))
 
     def check_delta(self, delta: float | None, stacklevel: int = 1) -> None:
         """Warn once, with a ``LargeDeltaWarning``, of a δ that promises nothing for so many
-        samples."""
+        samples; ``ValueError`` unless it is between 0 and 1."""
+        if delta is not None:
+            checked_number("delta", delta, "(0, 1)", example=1e-5)
         samples = self._samples
         if delta is None or samples is None or delta in self._large_deltas or delta * samples < 1:
             return

@@ -26,7 +26,7 @@ from flash_clipping.engine.accounting import (
     without_hints,
 )
 from flash_clipping.engine.releases import Release, epsilon_by_pld
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.randomness.stream import seeds_of
 
 #: Of the form of reports, raised when a reader of an older one would be misled.
@@ -112,12 +112,9 @@ def statistics_report(
     Raises:
         ValueError: a sensitivity or a number of times that is not positive; negative noise.
     """
-    if not (0 < sensitivity < math.inf and 0 <= standard_deviation < math.inf and times >= 1):
-        raise InvalidValue(
-            f"statistics_report: found sensitivity={sensitivity}, "
-            f"standard_deviation={standard_deviation}, times={times}; expected a positive "
-            "sensitivity, noise and a number of times."
-        )
+    checked_number("sensitivity", sensitivity, "(0, inf)", example=1.0)
+    checked_number("standard_deviation", standard_deviation, "[0, inf)", example=1.0)
+    checked_number("times", times, "[1, inf)", example=1, whole=True)
     given = {"sensitivity": sensitivity, "standard_deviation": standard_deviation, "times": times}
     return _report(
         [[Release(standard_deviation / sensitivity, times)]],
@@ -196,8 +193,7 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
 def _report(
     neighbours: Sequence[Sequence[Release]], delta: float, *, violated: list[str], **said: Any
 ) -> dict[str, Any]:
-    if not 0 < delta < 1:
-        raise InvalidValue(f"delta: found {delta}; expected more than 0 and less than 1.")
+    checked_number("delta", delta, "(0, 1)", example=1e-5)
     epsilon = {name: _largest(by, neighbours, delta, bool(violated)) for name, by in _BY.items()}
     return {
         "format": FORMAT,

@@ -231,8 +231,7 @@ def refuse_unsupported(root: nn.Module) -> None:
     refuse_batch_norms(batch_norms_of(root))
     for name, param in root.named_parameters():
         refuse_complex(name, param)
-    # Accelerate's hooks load what a device_map keeps elsewhere, for every forward.
-    is_offloaded = any(hasattr(module, "_hf_hook") for module in root.modules())
+    refuse_unloaded(root)
     for path, module in root.named_modules():
         for name, param in module._parameters.items():
             if param is not None and is_lazy(param):
@@ -242,8 +241,6 @@ def refuse_unsupported(root: nn.Module) -> None:
                     "the model once on a batch, then make the optimizer and wrap the model."
                     "\n    with torch.no_grad(): model(x)"
                 )
-            if param is not None and param.is_meta and (param.requires_grad or not is_offloaded):
-                _refuse_unloaded(path, name, is_offloaded)
         _refuse_hooked(path, module)
         _refuse_quantized(path, module)
         refuse_inside(path, module)
@@ -298,6 +295,24 @@ def _refuse_hooked(path: str, module: nn.Module) -> None:
         )
 
 
+def refuse_unloaded(root: nn.Module) -> None:
+    """Raise ``FlashClippingError`` for a parameter without values, unless it is frozen and a hook
+    of Accelerate's, of its module or one around it, loads it for every forward (``device_map``)."""
+    loaded = {inside for module in root.modules() if _loads(module) for inside in module.modules()}
+    for path, module in root.named_modules():
+        for name, param in module._parameters.items():
+            if param is None or not param.is_meta or is_lazy(param):
+                continue
+            if param.requires_grad or module not in loaded:
+                # Adapters of what is offloaded are made where it is.
+                _refuse_unloaded(path, name, param.requires_grad and bool(loaded))
+
+
+def _loads(module: nn.Module) -> bool:
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
+
+
 def _refuse_unloaded(path: str, name: str, is_offloaded: bool) -> NoReturn:
     """Refuse a parameter on the meta device."""
     found = "a parameter without values"
@@ -307,7 +322,7 @@ def _refuse_unloaded(path: str, name: str, is_offloaded: bool) -> NoReturn:
         '    model.to_empty(device="cpu"); model.load_state_dict(state)'
     )
     if is_offloaded:
-        found = "a trainable parameter that Accelerate loads for every forward"
+        found = "a trainable parameter of what Accelerate loads for every forward"
         advice = (
             "Gradients of what it loads reach no parameter. Keep what is trained on its device; "
             "frozen modules alone may be offloaded:\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, checked_number
 
 #: Arguments of ``make_private`` that a trainer passes itself.
 _OWN = """module optimizer data_loader noise_multiplier max_grad_norm poisson_sampling wrap_model
@@ -56,16 +56,13 @@ class PrivacyArguments:
                 f"PrivacyArguments: found target_epsilon={self.target_epsilon} and "
                 f"noise_multiplier={self.noise_multiplier}; expected exactly one of them."
             )
-        if not 0 < self.target_delta < 1:
-            raise InvalidValue(
-                f"PrivacyArguments: found target_delta={self.target_delta}; expected a number "
-                "between 0 and 1, well below 1 / len(dataset)."
-            )
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise InvalidValue(
-                f"PrivacyArguments: found max_grad_norm={self.max_grad_norm}; expected the "
-                "clipping bound of a sample, a positive number."
-            )
+        checked_number("target_delta", self.target_delta, "(0, 1)", example=1e-5)
+        if self.target_epsilon is not None:
+            checked_number("target_epsilon", self.target_epsilon, "(0, inf)", example=3.0)
+        else:
+            checked_number("noise_multiplier", self.noise_multiplier, "[0, inf)", example=1.0)
+        if self.max_grad_norm is not None:
+            checked_number("max_grad_norm", self.max_grad_norm, "(0, inf)", example=1.0)
         if self.secure_mode and self.seed is not None:
             raise InvalidValue(
                 "PrivacyArguments: found seed= with secure_mode=True, which has no seed. Leave one "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.engine.accounting import relation_of
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import checked_number
 from flash_clipping.randomness.stream import seed_notice
 
 
@@ -120,8 +120,7 @@ class PrivacyDashboard:
         every: int = 50,
         show: Callable[[str], object] = print,
     ):
-        if every < 1:
-            raise InvalidValue(f"PrivacyDashboard: found every={every}; expected at least 1 step.")
+        checked_number("every", every, "[1, inf)", example=50, whole=True)
         self._engine, self._delta, self._every, self._show = engine, delta, every, show
         self._model, self._statistics = model, ClippingStatistics(model)
         self._shown = accounted_steps(engine)

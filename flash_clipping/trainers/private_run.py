@@ -6,7 +6,6 @@ The model keeps its class and its names: it gets hooks, no wrapper.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -74,6 +73,8 @@ class PrivateRun:
         #: Steps that were accounted for before the trainer began to count its own.
         self.steps_before = 0
         self.sampling_stream = self.engine.stream.another()
+        #: Steps, and their ε.
+        self._spent = 0, 0.0
 
     def begin_epoch(self, loader: LogicalLoader, run: int, epoch: int) -> None:
         """Let a run with a seed draw this epoch's batches as it would after any interruption."""
@@ -132,7 +133,6 @@ class PrivateRun:
         self.engine.check_delta(arguments.target_delta)
         if before is not None:
             self.optimizer.max_grad_norm = before.max_grad_norm  # adaptive clipping has moved it
-        self.hooks.forbid_grad_accumulation()
         halves = getattr(getattr(loader, "collate_fn", None), "keeps_items", False)
         self.in_parts = StepInParts(self.optimizer, halves=halves)
         self.statistics = ClippingStatistics(self.hooks)
@@ -164,11 +164,10 @@ class PrivateRun:
         return accounted_steps(self.engine)
 
     def epsilon(self) -> float:
-        """ε that is spent, for ``target_delta``; 0 before any step, infinite without noise."""
-        steps = self.steps
-        if not steps or not self.noise_multiplier:
-            return math.inf if steps else 0.0
-        return self.engine.get_epsilon(self.arguments.target_delta)
+        """ε that is spent, for ``target_delta``; computed once for so many steps."""
+        if self._spent[0] != (steps := self.steps):
+            self._spent = steps, self.engine.get_epsilon(self.arguments.target_delta)
+        return self._spent[1]
 
     def check_steps(self, counted: int) -> None:
         """Raise ``RuntimeError`` unless the steps that a trainer counts are those accounted for."""

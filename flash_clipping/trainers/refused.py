@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import RandomSampler
 
 from flash_clipping.distributed import has_shards
+from flash_clipping.engine.unsupported import refuse_unloaded
 from flash_clipping.errors import InvalidValue
 
 _SEVERAL = (
@@ -83,6 +84,7 @@ def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None
         "Give the plain model: Accelerate shards it (accelerate launch with fsdp_version: 2). For "
         "tensor parallelism use FlashPrivacyEngine after parallelize_module",
     )
+    refuse_unloaded(trainer.model)  # or the loss would be compared with one of other adapters
     asked, plugin = trainer.args.fsdp, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     version = getattr(plugin, "fsdp_version", 1)
     _refuse_if(plugin is not None and version != 2, f"fsdp with fsdp_version={version}", _SEVERAL)

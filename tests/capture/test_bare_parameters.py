@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.autograd import truth_by_autograd
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import CASES, Case, Scale, Wrapped, floats
-from tests.support.oracle import per_sample_truth
+from tests.support.oracle import Truth, per_sample_truth
 from tests.support.uses import Scaling
 
 Forward = Callable[["Uses", Tensor], Tensor]
@@ -105,18 +106,23 @@ def case_of(use: Forward) -> Case:
     return Case(lambda: Uses(use), floats(B, T, 3))
 
 
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-@pytest.mark.parametrize("name", USES)
-def test_use_is_exact_and_forward_runs_once(name: str, mode: str) -> None:
-    case = case_of(USES[name])
-    model, batch = make_case(case, torch.float64)
-    truth = per_sample_truth(model, batch, case.loss)
+def check_once(case: Case, model: Uses, batch: tuple[Tensor, ...], truth: Truth, mode: Any) -> None:
+    """A step is exact, and the model's forward runs once in it."""
     bound = bound_between(truth)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode, strict=False)
     model.calls = 0
     step_case(module, case, batch, "mean")
     assert model.calls == 1
     check_case(module, truth, bound, 1e-10)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("name", USES)
+def test_use_is_exact_and_forward_runs_once(name: str, mode: str) -> None:
+    case = case_of(USES[name])
+    model, batch = make_case(case, torch.float64)
+    truth = per_sample_truth(model, batch, case.loss)
+    check_once(case, model, batch, truth, mode)
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
@@ -177,12 +183,7 @@ def test_rows_under_a_mask_are_written_without_the_generic_rule(axes: int, mode:
     assert 0 < int((torch.tanh(model.first(*batch))[:, 0, 0] > 0).sum()) < B
     truth = truth_by_autograd(model, batch, lambda m, b: case.loss(m, b).mean())
     model.zero_grad(set_to_none=True)
-    bound = bound_between(truth)
-    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode, strict=False)
-    model.calls = 0
-    step_case(module, case, batch, "mean")
-    assert model.calls == 1
-    check_case(module, truth, bound, 1e-10)
+    check_once(case, model, batch, truth, mode)
 
 
 def test_dropout_is_the_one_that_was_applied() -> None:

@@ -15,6 +15,7 @@ from tests.support.compiled import (
     LM,
     Backend,
     Block,
+    Borrowing,
     Language,
     compare,
     lm_loss,
@@ -143,14 +144,6 @@ def test_a_layer_inside_and_outside_of_a_block(mode: Any) -> None:
 
 def test_a_layer_that_a_block_borrows() -> None:
     """Numbers of taps are those of the region that runs: of a layer outside there is none."""
-
-    class Borrowing(nn.Module):
-        def __init__(self, lent: list[nn.Module]):
-            super().__init__()
-            self.own, self.lent = nn.Linear(4, 4), lent
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.own(torch.tanh(self.lent[0](x)))
 
     class Lending(nn.Module):
         def __init__(self) -> None:

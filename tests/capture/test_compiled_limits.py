@@ -15,6 +15,7 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.compiled.regions import Region
 from flash_clipping.capture.compiled.tracing import ACTIVE, traces
 from tests.support.autograd import float64s, squares, truth_by_autograd
+from tests.support.compiled import Borrowing
 from tests.support.oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_yet")
@@ -206,14 +207,6 @@ def test_operators_with_bodies_name_the_layer(use: Any, fullgraph: bool | None) 
 def test_numbers_of_another_region_are_none_of_this_one(order: tuple[str, str]) -> None:
     """A block calls a layer that is not in it, and that has the number of the block's own layer in
     the region that ran before."""
-
-    class Borrowing(nn.Module):
-        def __init__(self, lent: list[nn.Module]) -> None:
-            super().__init__()
-            self.own, self.lent = nn.Linear(4, 4), lent
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.own(torch.tanh(self.lent[0](x)))
 
     class Lending(nn.Module):
         def __init__(self) -> None:

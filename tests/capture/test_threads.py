@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -78,23 +79,36 @@ def assert_sums(module: Any, truth: Tensor) -> None:
     torch.testing.assert_close(found, truth)
 
 
+@contextmanager
+def at_its_gate(work: Callable[[], Any], module: Any, gate: Gate, truth: Tensor) -> Iterator[None]:
+    """While another thread stands in its step there, which is right in the end."""
+    thread = Thread(work)
+    thread.start()
+    assert gate.reached.wait(20)
+    yield
+    gate.go_on.set()
+    thread.end()
+    assert_sums(module, truth)
+    assert module.backward_count == 1
+
+
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 def test_a_forward_during_another_threads_forward(mode: str, grad: bool) -> None:
     module, gate, x, truth = made(True, mode)
     ready = module(torch.randn(3, 4)).sum()
-    thread = Thread(lambda: module(x).square().sum(1).mean().backward())
-    thread.start()
-    assert gate.reached.wait(20)
-    with torch.set_grad_enabled(grad), pytest.raises(FlashClippingError, match="Two threads use"):
-        module(x)
-    if mode == "one_pass":
-        with pytest.raises(FlashClippingError, match="backward was called while another thread's"):
-            ready.backward()
-    gate.go_on.set()
-    thread.end()
-    assert_sums(module, truth)
-    assert module.backward_count == 1
+    words = "backward was called while another thread's"
+
+    def step() -> None:
+        module(x).square().sum(1).mean().backward()
+
+    with at_its_gate(step, module, gate, truth):
+        two = pytest.raises(FlashClippingError, match="Two threads use")
+        with torch.set_grad_enabled(grad), two:
+            module(x)
+        if mode == "one_pass":
+            with pytest.raises(FlashClippingError, match=words):
+                ready.backward()
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
@@ -110,17 +124,11 @@ def test_another_threads_backward_is_not_joined(mode: str) -> None:
 
     if mode == "two_pass":
         module._module.first.weight.register_hook(gate)
-    thread = Thread(hooked)
-    thread.start()
-    assert gate.reached.wait(20)
-    with pytest.raises(FlashClippingError, match="forward was called while .* backward runs"):
-        module(x)
-    with pytest.raises(FlashClippingError, match="backward was called while .* backward runs"):
-        ready.backward()
-    gate.go_on.set()
-    thread.end()
-    assert_sums(module, truth)
-    assert module.backward_count == 1
+    with at_its_gate(hooked, module, gate, truth):
+        with pytest.raises(FlashClippingError, match="forward was called while .* backward runs"):
+            module(x)
+        with pytest.raises(FlashClippingError, match="backward was called while .* backward runs"):
+            ready.backward()
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])

@@ -116,8 +116,10 @@ def trained(kind: str) -> dict[str, Any]:
         resumed.train(resume_from_checkpoint=f"{folder[0]}/checkpoint-{STEPS}")
         noisy = trainer_of(noise=1.0, max_steps=2)
         noisy.train()
-        fsdp = message(lambda: trainer(str(folder[0]), fsdp=True))
         halved = message(lambda: trainer_of(auto_find_batch_size=True))
+        # The last: Accelerate then has all trainers of the process shard, where there are GPUs
+        # (ACCELERATE_USE_FSDP).
+        fsdp = message(lambda: trainer(str(folder[0]), fsdp=True))
         AcceleratorState._reset_state(True)
     assert plain.run is not None and noisy.run is not None and resumed.run is not None
     return {

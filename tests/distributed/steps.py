@@ -30,10 +30,10 @@ from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.mechanisms import NoiseMechanism
 from tests.distributed.processes import (
-    _TRUTHS,
     SAMPLES,
     C,
     Parts,
+    _truth_of,
     all_of,
     batch,
     device,
@@ -42,9 +42,9 @@ from tests.distributed.processes import (
     make,
     message,
     sharded,
-    truth_of,
 )
 from tests.support import packed
+from tests.support.oracle import Truth
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
 
@@ -233,16 +233,19 @@ def engine_run(
     }
 
 
+def descend(model: nn.Module, drawn: list[list[int]], truth: Callable[[list[int]], Truth]) -> None:
+    """Steps of 0.5 on the clipped sums of these batches, of 2 expected samples."""
+    for index in filter(None, drawn):
+        clipped = truth(index).clipped(C)
+        for name, param in model.named_parameters():
+            param.data -= 0.5 * clipped[name] / 2
+
+
 def check_sums(runs: list[dict[str, Any]], drawn: list[list[int]]) -> None:
     """Beside one process that has all samples of every batch, one by one."""
     ids, y, _ = Rows(copies=3).tensors
     model = make()
-    for index in drawn:
-        if index:
-            _TRUTHS.clear()
-            clipped = truth_of(model, ids[index], y[index]).clipped(C)
-            for name, param in model.named_parameters():
-                param.data -= 0.5 * clipped[name] / 2
+    descend(model, drawn, lambda index: _truth_of(model, ids[index], y[index]))
     for run in runs:
         assert run["expected"] == 2
         assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]

@@ -54,10 +54,12 @@ def truth_of(model: Any, ids: Tensor, y: Tensor) -> Truth:
     weights = sum(float(param.detach().sum()) for param in model.parameters())  # those of fp32 too
     name = f"{model} {trained} {tuple(ids.shape)} {weights}"
     if name not in _TRUTHS:
-        _TRUTHS[name] = per_sample_truth(
-            model, (ids, y), lambda m, b: loss_of(m(b[0]), b[1], "none")
-        )
+        _TRUTHS[name] = _truth_of(model, ids, y)
     return _TRUTHS[name]
+
+
+def _truth_of(model: Any, ids: Tensor, y: Tensor) -> Truth:
+    return per_sample_truth(model, (ids, y), lambda m, b: loss_of(m(b[0]), b[1], "none"))
 
 
 def of_units(truth: Truth, of_row: tuple[int, ...]) -> Truth:
@@ -300,10 +302,5 @@ def replayed(drawn: list[list[int]]) -> dict[str, Tensor]:
     """What one process would end with, sample by sample, of these batches."""
     ids, y, _ = Rows().tensors
     model = decoders.make()
-    for index in drawn:
-        if index:
-            _TRUTHS.clear()
-            clipped = truth_of(model, ids[index], y[index]).clipped(C)
-            for name, param in model.named_parameters():
-                param.data -= 0.5 * clipped[name] / 2
+    steps.descend(model, drawn, lambda index: _truth_of(model, ids[index], y[index]))
     return {name: param.detach() for name, param in model.named_parameters()}

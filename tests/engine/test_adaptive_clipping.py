@@ -132,13 +132,6 @@ def test_any_loss_moves_the_bound() -> None:
     assert bounds[0] == bounds[1] != 1.0
 
 
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ({"min_clipbound": 2.0, "max_clipbound": 1.0}, "0 < min_clipbound <= max_clipbound"),
-        ({"target_unclipped_quantile": 1.5}, "a number from 0 to 1"),
-    ],
-)
-def test_error_settings(option: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Private(**{**ADAPTIVE, **option})
+def test_error_settings() -> None:
+    with pytest.raises(ValueError, match="expected min_clipbound <= max_clipbound"):
+        Private(**ADAPTIVE | {"min_clipbound": 2.0, "max_clipbound": 1.0})

@@ -7,8 +7,6 @@ gloo over the loopback interface.
 from __future__ import annotations
 
 import copy
-import os
-import sys
 from typing import Any
 
 import pytest
@@ -33,8 +31,7 @@ from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.mechanisms import OneStepNoise
 from tests.support.models import Block
-from tests.support.shared import filled_once
-from tests.support.starting import start_processes
+from tests.support.starting import found_by_gloo
 
 WORLD = 2
 SAMPLES, BATCH = 64, 16  # BATCH over all processes
@@ -192,36 +189,21 @@ def gradients_under_torch_ddp() -> tuple[list[Tensor], list[Tensor]] | str:
     return found[1], found[0]
 
 
-def worker(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD
-    )
-    try:
-        results = {}
-        for name, options in (SCENARIOS | RANDOM).items():
-            needs_pld = {"max_batch_size", "sampling"} & {*options}
-            engine = FlashPrivacyEngine(accountant="pld" if needs_pld else "rdp")
-            results[name] = train(options, rank, engine)
-            results[name]["key"] = engine.stream.draw(Purpose.NOISE).key
-            results[name]["history"] = list(engine.accountant.history)
-        results["torch_ddp"] = gradients_under_torch_ddp()
-        torch.save(results, f"{directory}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def find(rank: int) -> dict[str, Any]:
+    results = {}
+    for name, options in (SCENARIOS | RANDOM).items():
+        needs_pld = {"max_batch_size", "sampling"} & {*options}
+        engine = FlashPrivacyEngine(accountant="pld" if needs_pld else "rdp")
+        results[name] = train(options, rank, engine)
+        results[name]["key"] = engine.stream.draw(Purpose.NOISE).key
+        results[name]["history"] = list(engine.accountant.history)
+    return results | {"torch_ddp": gradients_under_torch_ddp()}
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every process found in every scenario. Starting them takes longer than all of these."""
-    directory = filled_once(
-        tmp_path_factory,
-        "distributed",
-        lambda folder: start_processes(worker, (str(folder),), WORLD, fork=True),
-    )
-    return [torch.load(directory / f"{rank}.pt") for rank in range(WORLD)]
+    return found_by_gloo(tmp_path_factory, "distributed", find, WORLD)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -395,7 +395,8 @@ def test_exact_noise_is_refused_where_it_is_not_accounted_for() -> None:
             discrete(**options)
     for cls in (ShardedFlashDPOptimizer, DistributedFlashDPOptimizer):
         with pytest.raises(NotImplementedError, match="noise_grid='exact'"):
-            cls(torch.optim.SGD(parameter()), noise_grid="exact", max_grad_norm=1.0)
+            given = dict.fromkeys(("noise_multiplier", "max_grad_norm", "expected_batch_size"), 1.0)
+            cls(torch.optim.SGD(parameter()), noise_grid="exact", **given)
     with pytest.raises(ValueError, match="Train fewer parameters"):
         discrete_grid(1.0, 1e4, 10**9)
 

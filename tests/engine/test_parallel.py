@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,7 @@ from flash_clipping import (
 )
 from tests.support.empty import ReshapingAttention
 from tests.support.oracle import per_sample_truth
-from tests.support.shared import filled_once
-from tests.support.starting import start_processes
+from tests.support.starting import found_by_gloo
 
 WORLD, SAMPLES, STEPS, C = 2, 30, 15, 0.02
 needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
@@ -150,33 +148,18 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def worker(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def find(rank: int) -> dict[str, Any]:
     # Accelerate reads these, and finds the process group that is there.
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD),
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
     )  # fmt: skip
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD
-    )
-    try:
-        results = {"train": train(), "refused": refusals()}
-        torch.save(results, f"{directory}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    return {"train": train(), "refused": refusals()}
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    directory = filled_once(
-        tmp_path_factory,
-        "parallel",
-        lambda folder: start_processes(worker, (str(folder),), WORLD, fork=True),
-    )
-    return [torch.load(directory / f"{rank}.pt") for rank in range(WORLD)]
+    return found_by_gloo(tmp_path_factory, "parallel", find, WORLD)
 
 
 # -- sampling --------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import copy
 import math
 import pickle
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,20 @@ from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping import (
+    FlashClippingError,
+    FlashDPOptimizer,
+    FlashPrivacyEngine,
+    auditing,
+    planning,
+)
+from flash_clipping.engine.accounting import MechanismSpec
+from flash_clipping.engine.adaptive import AdaptiveBound
+from flash_clipping.engine.report import statistics_report
+from flash_clipping.engine.sampling.loaders import PoissonLoader
+from flash_clipping.engine.sampling.samplers import FixedShapeSampler, UnitsOfRows
+from flash_clipping.trainers.arguments import PrivacyArguments
+from flash_clipping.trainers.dashboard import PrivacyDashboard
 from tests.support.private import Private, TwoLayers, data
 
 
@@ -41,6 +56,16 @@ def test_next_to_no_noise_has_a_huge_epsilon(multiplier: float) -> None:
     epsilon = engine.get_epsilon(1e-5)
     assert type(epsilon) is float and epsilon > 1e3
     assert math.isinf(epsilon) == (multiplier == 0)
+
+
+@pytest.mark.filterwarnings("ignore:GDP accounting")
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp", "pld", "discrete_gaussian"])
+def test_nothing_is_spent_before_the_first_step_and_all_without_noise(accountant: str) -> None:
+    engine = FlashPrivacyEngine(accountant=accountant)
+    assert engine.get_epsilon(1e-5) == 0.0
+    assert engine.summary(1e-5).startswith("ε = 0 at")
+    engine.accountant.history = [(0.0, 0.1, 3)]
+    assert math.isinf(engine.get_epsilon(1e-5))
 
 
 def test_little_noise_has_no_epsilon_that_is_too_small() -> None:
@@ -110,3 +135,163 @@ def test_a_missing_accountant_is_said_before_training(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[accounting\]'"):
         FlashPrivacyEngine(accountant="pld")
+
+
+def made(grad_sample_mode: str = "flash", **options: Any) -> None:
+    model = nn.Linear(6, 4)
+    given = arguments(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    given |= {"grad_sample_mode": grad_sample_mode} | options
+    engine = FlashPrivacyEngine(accountant="rdp")
+    try:
+        if "epochs" in given:
+            del given["noise_multiplier"]
+            engine.make_private_with_epsilon(**given)
+        else:
+            engine.make_private(**given)
+    except ValueError:
+        assert type(model) is nn.Linear and not model._forward_hooks, "the model was wrapped"
+        assert "forward" not in vars(model)
+        raise
+
+
+def with_epsilon(**options: Any) -> None:
+    made(**{"target_epsilon": 8.0, "target_delta": 1e-3, "epochs": 2} | options)
+
+
+def optimizer(**options: Any) -> None:
+    params = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 4}
+    FlashDPOptimizer(params, **given | options)
+
+
+def statistics(**options: Any) -> None:
+    given = {"sensitivity": 1.0, "standard_deviation": 2.0, "delta": 1e-3, "times": 1}
+    statistics_report("a", **given | options)
+
+
+def planned(**options: Any) -> planning.Plan:
+    given = {"samples": 40, "batch_size": 10, "epochs": 2, "epsilon": 8.0, "accountant": "rdp"}
+    given |= {"epochs": None} if "steps" in options else {}
+    given |= {"epsilon": None} if "noise_multiplier" in options else {}
+    return planning.plan(**given | options)
+
+
+def p_value(**options: Any) -> None:
+    auditing.p_value(**{"canaries": 9, "guesses": 5, "correct": 4, "epsilon": 1.0} | options)
+
+
+def lower_bound(**options: Any) -> None:
+    auditing.epsilon_lower_bound(**{"canaries": 9, "guesses": 5, "correct": 4} | options)
+
+
+def gaussian(**options: Any) -> None:
+    given = {"canaries": 9, "guesses": 5, "correct": 4, "mu": 1.0, "significance": 0.1}
+    auditing.is_improbable_gaussian(**given | options)
+
+
+def audited(**options: Any) -> None:
+    score_M = torch.arange(9.0)
+    auditing.audit(score_M, score_M > 3, **{"guesses": 4, "epsilon": 1.0, "delta": 1e-3} | options)
+
+
+def resampled(**options: Any) -> None:
+    score_M = torch.arange(9.0)
+    auditing.bootstrap(auditing.area_under_curve, score_M, score_M > 3, **options)
+
+
+def losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model(x).square().sum(1)
+    return out
+
+
+def bound_of(**options: Any) -> None:
+    planning.first_bound(nn.Linear(3, 2), [torch.randn(4, 3)], losses, **options)
+
+
+def largest(**options: Any) -> None:
+    batch_of = lambda n: torch.randn(n, 3)  # noqa: E731
+    planning.largest_physical_batch(nn.Linear(3, 2), batch_of, losses, **options)
+
+
+def of_units(max_rows_per_unit: Any) -> None:
+    UnitsOfRows([0, 1], 2, 0.5, max_rows_per_unit)
+
+
+def of_trainer(**options: Any) -> None:
+    given = {"target_delta": 1e-5}
+    given |= {} if "noise_multiplier" in options else {"target_epsilon": 1.0}
+    PrivacyArguments(**given | options)
+
+
+#: Where a number is asked for, by its name: what takes it, and numbers that are none there.
+NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+    ("noise_multiplier", made, (-1, math.inf)),
+    ("noise_multiplier", partial(made, "hooks"), (-1, math.inf)),
+    ("max_grad_norm", made, (-1, 0, math.inf)),
+    ("target_epsilon", with_epsilon, (-1, 0, math.inf)),
+    ("target_epsilon", partial(with_epsilon, grad_sample_mode="hooks"), (-1, 0, math.inf)),
+    ("target_delta", with_epsilon, (-1, 0, 1, 2)),
+    ("epochs", with_epsilon, (-1, 0, math.inf)),
+    ("epsilon_tolerance", with_epsilon, (-1, 0, math.inf)),
+    ("noise_multiplier", optimizer, (-1, math.inf)),
+    ("max_grad_norm", optimizer, (-1, 0, math.inf)),
+    ("expected_batch_size", optimizer, (-1, 0, math.inf)),
+    ("target_unclipped_quantile", AdaptiveBound, (-1, 2)),
+    ("min_clipbound", AdaptiveBound, (-1, 0, math.inf)),
+    ("max_clipbound", AdaptiveBound, (-1, 0)),
+    ("clipbound_learning_rate", AdaptiveBound, (-1, math.inf)),
+    ("sample_rate", partial(PoissonLoader, data()), (-1, 0, 1.5)),
+    ("participations", partial(MechanismSpec, "random_allocation"), (-1, 0, 1.5)),
+    ("max_rows_per_unit", of_units, (-1, 0, 1.5)),
+    (
+        "max_batch_size",
+        partial(FixedShapeSampler, num_samples=9, sample_rate=0.5, steps=2),
+        (0, 10),
+    ),
+    ("every", partial(PrivacyDashboard, FlashPrivacyEngine(), None, delta=1e-5), (-1, 0, 1.5)),
+    ("delta", FlashPrivacyEngine().get_epsilon, (-1, 0, 1, 2)),
+    ("delta", FlashPrivacyEngine().summary, (-1, 0, 1, 2)),
+    ("delta", FlashPrivacyEngine().report, (-1, 0, 1, 2)),
+    ("sensitivity", statistics, (-1, 0, math.inf)),
+    ("standard_deviation", statistics, (-1, math.inf)),
+    ("delta", statistics, (-1, 0, 1, 2)),
+    ("times", statistics, (-1, 0, 2.5)),
+    ("samples", planned, (-1, 0, 40.5)),
+    ("batch_size", planned, (-1, 0, 2.5, 41)),
+    ("epochs", planned, (-1, 0, math.inf)),
+    ("steps", planned, (-1, 0, 2.5)),
+    ("epsilon", planned, (-1, 0, math.inf)),
+    ("noise_multiplier", planned, (-1, 0, math.inf)),
+    ("delta", planned, (-1, 0, 1, 2)),
+    ("max_physical_batch_size", planned().micro_batches, (-1, 0, 2.5)),
+    ("parameters", planned().noise_over_signal, (-1, 0, 2.5)),
+    ("quantile", bound_of, (-1, 2)),
+    ("at_most", largest, (-1, 0, 2.5)),
+    ("epsilon", p_value, (-1, math.inf)),
+    ("delta", p_value, (-1, 1)),
+    ("guesses", p_value, (4.5,)),
+    ("confidence", lower_bound, (-1, 0, 1, 95)),
+    ("mu", gaussian, (-1, math.inf)),
+    ("significance", gaussian, (-1, 0, 1)),
+    ("epsilon", audited, (-1,)),
+    ("guesses", audited, (-1, 4.5, 10)),
+    ("level", resampled, (-1, 0, 1)),
+    ("resamples", resampled, (-1, 0, 2.5)),
+    ("target_delta", of_trainer, (-1, 0, 1, 2)),
+    ("target_epsilon", of_trainer, (-1, 0, math.inf)),
+    ("noise_multiplier", of_trainer, (-1, math.inf)),
+    ("max_grad_norm", of_trainer, (-1, 0, math.inf)),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "outside"), NUMBERS)
+def test_what_is_no_number_there_is_refused_with_one_that_is(
+    name: str, call: Callable[..., Any], outside: tuple[Any, ...]
+) -> None:
+    for value in (*outside, math.nan, "1.0", True, torch.ones(2)):
+        with pytest.raises(ValueError, match=f"{name}: found ") as error:
+            call(**{name: value})
+        said, *_, line = str(error.value).splitlines()
+        assert f"found {value!r}; expected a" in said
+        assert line.startswith(f"    {name}=")
+    call(**eval(f"dict({line.strip()})"))

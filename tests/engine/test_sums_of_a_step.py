@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping import FlashClippingError, GraphedStep
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, GraphedStep
 from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
 # -- p.grad between backward and step -------------------------------------------------------------
@@ -71,6 +71,32 @@ def test_what_gradients_held_before_backward(released: Released) -> None:
     with pytest.raises(ValueError, match="was not cleared before"):
         private.optimizer.step()
     assert not released.releases
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_two_backward_passes_on_a_batch_of_the_engine_s_loader(again: bool) -> None:
+    """Also where that loader is given to make_private once more, as it is."""
+    private = Private(poisson_sampling=True)
+    model, optimizer, criterion, loader = (
+        private.model, private.optimizer, private.criterion, private.loader
+    )  # fmt: skip
+    if again:
+        plain = TwoLayers()
+        model, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
+            module=plain,
+            optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=0.1,
+            poisson_sampling=False,
+        )
+    x, y = next(batch for batch in loader if len(batch[0]))
+    criterion(model(x), y).backward()
+    with pytest.raises(ValueError, match="not compatible with grad accumulation"):
+        criterion(model(x), y).backward()
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])
@@ -162,25 +188,26 @@ def test_an_exception_between_backward_and_step(released: Released) -> None:
     assert released.ratio() <= SLACK and len(released.releases) == 1
 
 
+def step_in(parts: int, private: Private) -> None:
+    """Without ``zero_grad()``."""
+    for part in range(parts):
+        private.optimizer.signal_skip_step(part + 1 < parts)
+        private.backward(start=part)
+        private.optimizer.step()
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_step_whose_noise_fails(
     parts: int, released: Released, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory ran out, say. The same samples again, without ``zero_grad()``, count once."""
     private = Private()
-
-    def step() -> None:
-        for part in range(parts):
-            private.optimizer.signal_skip_step(part + 1 < parts)
-            private.backward(start=part)
-            private.optimizer.step()
-
     with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
         error = torch.OutOfMemoryError()
         patched.setattr(private.optimizer.stream, "draw", Mock(side_effect=error))
-        step()
+        step_in(parts, private)
     assert not released.releases and len(private.engine.accountant) == 0
-    step()
+    step_in(parts, private)
     assert released.releases[-1][0] <= 0.1 * parts * SLACK
 
 
@@ -189,18 +216,11 @@ def test_a_step_that_is_not_accounted_for_leaves_nothing(
     parts: int, released: Released, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private = Private()
-
-    def step() -> None:
-        for part in range(parts):
-            private.optimizer.signal_skip_step(part + 1 < parts)
-            private.backward(start=part)
-            private.optimizer.step()
-
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         patched.setattr(private.engine.accountant, "step", lambda **_: 1 / 0)
-        step()
+        step_in(parts, private)
     assert all(param.grad is None for param in private.plain.parameters())
-    step()  # without zero_grad()
+    step_in(parts, private)
     assert len(private.engine.accountant) == 1
     assert released.releases[-1][0] <= 0.1 * parts * SLACK
 

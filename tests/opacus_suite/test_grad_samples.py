@@ -34,7 +34,12 @@ if EXAMPLES > 1:
     RUNS += [("sum", "two_pass"), ("mean", "one_pass")]
 
 
-def compare_with_microbatches(
+def compare_with_microbatches(x: Any, module: nn.Module, **options: Any) -> None:
+    for loss_reduction, mode in RUNS:
+        _compare(x, module, loss_reduction=loss_reduction, mode=mode, **options)
+
+
+def _compare(
     x: Any,
     module: nn.Module,
     *,
@@ -103,17 +108,8 @@ class Flash:
         ew_compatible: bool = True,
         chunk_method: Callable[[Any], Any] = iter,
     ) -> None:
-        for loss_reduction, mode in RUNS:
-            compare_with_microbatches(
-                x,
-                module,
-                batch_first=batch_first,
-                loss_reduction=loss_reduction,
-                mode=mode,
-                chunk_method=chunk_method,
-                atol=atol,
-                rtol=rtol,
-            )
+        how: dict[str, Any] = {"batch_first": batch_first, "chunk_method": chunk_method}
+        compare_with_microbatches(x, module, atol=atol, rtol=rtol, **how)
 
 
 def cases(name: str, test_case: str, examples: int = 15) -> type[unittest.TestCase]:
@@ -213,16 +209,7 @@ def flash_is_correct(
     """In the place of Opacus' check of its own modes. An empty batch has no microbatches."""
     if is_batch_empty(x):
         raise RuntimeError("x is expected to be non-empty.")
-    for loss_reduction, mode in RUNS:
-        compare_with_microbatches(
-            x,
-            module,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            mode=mode,
-            atol=atol,
-            rtol=rtol,
-        )
+    compare_with_microbatches(x, module, batch_first=batch_first, atol=atol, rtol=rtol)
     return True
 
 

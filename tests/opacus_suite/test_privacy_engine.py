@@ -52,12 +52,15 @@ class TestConvNet(EngineCase, engine_tests.PrivacyEngineConvNetTest): ...
 class TestConvNetFrozen(EngineCase, engine_tests.PrivacyEngineConvNetFrozenTest): ...
 
 
-class TestText(EngineCase, engine_tests.PrivacyEngineTextTest):
+class OfTexts(EngineCase):
     test_make_private_with_epsilon = not_applicable(
         "hands over inputs [T, batch] without batch_first=False; positions would be samples: "
         "refused (tests/engine/test_counts_of_samples.py::"
         "test_time_first_input_is_refused_by_the_criterion)"
     )
+
+
+class TestText(OfTexts, engine_tests.PrivacyEngineTextTest): ...
 
 
 class TestTiedWeights(EngineCase, engine_tests.PrivacyEngineTiedWeightsTest): ...
@@ -79,12 +82,7 @@ class TestConvNetHooks(EngineCase, engine_tests.PrivacyEngineConvNetHooksTest): 
 class TestConvNetFrozenHooks(EngineCase, engine_tests.PrivacyEngineConvNetFrozenHooksTest): ...
 
 
-class TestTextHooks(EngineCase, engine_tests.PrivacyEngineTextHooksTest):
-    test_make_private_with_epsilon = not_applicable(
-        "hands over inputs [T, batch] without batch_first=False; positions would be samples: "
-        "refused (tests/engine/test_counts_of_samples.py::"
-        "test_time_first_input_is_refused_by_the_criterion)"
-    )
+class TestTextHooks(OfTexts, engine_tests.PrivacyEngineTextHooksTest): ...
 
 
 class TestTiedWeightsHooks(EngineCase, engine_tests.PrivacyEngineTiedWeightsHooksTest): ...

@@ -81,6 +81,20 @@ def in_rows_on_16_bytes(x: Tensor) -> Tensor:
     return room[..., :width]
 
 
+def sizes_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each product of batches of matrices, from now on."""
+    sizes: list[int] = []
+    bmm = torch.bmm
+
+    def watch(x: Tensor, y: Tensor) -> Tensor:
+        product = bmm(x, y)
+        sizes.append(product.numel())
+        return product
+
+    monkeypatch.setattr(torch, "bmm", watch)
+    return sizes
+
+
 def relative_error(result: Tensor, oracle: Tensor) -> float:
     """``‖result - oracle‖ / ‖oracle‖``; NaN, or a wrong shape, never passes."""
     assert result.shape == oracle.shape, (result.shape, oracle.shape)

@@ -28,9 +28,9 @@ def _functions_kernel(words_ptr, out_ptr, N: tl.constexpr):
     at = tl.arange(0, N)
     low, high = tl.load(words_ptr + at).to(tl.uint32), tl.load(words_ptr + N + at).to(tl.uint32)
     tl.store(out_ptr + at, _radius(low, high))
-    cos, sin = _turned(tl.full((N,), 1.0, tl.float32), low, high)
-    tl.store(out_ptr + N + at, cos)
-    tl.store(out_ptr + 2 * N + at, sin)
+    sign, cos, sin = _turned(tl.full((N,), 1.0, tl.float32), low, high)
+    tl.store(out_ptr + N + at, sign * cos)
+    tl.store(out_ptr + 2 * N + at, sign * sin)
 
 
 @triton.jit

@@ -33,6 +33,8 @@ def compile_only(self, *args, grid, warmup, **kwargs):
     assert kernel.asm, self.fn.__name__
     assert not tma or kernel.metadata.shared <= 227 * 1024, self.fn.__name__  # Hopper's
     compiled.add(self.fn.__name__)
+    global made
+    made = kernel
 
 jit.JITFunction.run = compile_only
 
@@ -99,6 +101,11 @@ for dtype in (torch.bfloat16, torch.float32):
     numbers, draws = [(0, 0), (1, 0)], [Draw(bytes(32), Purpose.NOISE, 1, n) for n in (12, 20)]
     noise_triton.noisy_means([A, G], 1.0, 2.0, draws[0], numbers, 0.0, torch.bfloat16)
     noise_triton.noisy_means([A.flatten()[1:], A], 1.0, 2.0, draws[1], numbers, 0.5, dtype)
+    rounded = []  # how often, and where: bits do not depend on addresses
+    for summed in (A, A.flatten()[1:]):
+        noise_triton.noisy_means([summed], 1.0, 2.0, draws[0], numbers[:1], 0.0, dtype)
+        rounded.append([made.asm.get("ptx", "").count(name) for name in ("fma.rn.f32", "add.f32")])
+    assert rounded[0] == rounded[1], rounded
     row_scale_triton.row_scale(A, coef)
     for in_place in (False, True):
         for rows in (A[0], A.view(16, -1)):

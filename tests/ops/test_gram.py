@@ -16,6 +16,7 @@ from tests.ops.cases import (
     every_case_interpreted_once,
     in_rows_on_16_bytes,
     per_sample_gradients,
+    sizes_of_products,
     worst_relative_error,
 )
 
@@ -395,15 +396,7 @@ def test_long_sums_are_not_truncated(dtype: torch.dtype) -> None:
 
 def test_no_temporary_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram_torch, "TILE", 8)
-    sizes = []
-    bmm = torch.bmm
-
-    def watch(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        product = bmm(x, y)
-        sizes.append(product.numel())
-        return product
-
-    monkeypatch.setattr(torch, "bmm", watch)
+    sizes = sizes_of_products(monkeypatch)
     A, G = torch.randn(5, 30, 4), torch.randn(5, 30, 6)
     gram_sqnorms(A, [G], backend="torch")
     assert max(sizes) <= 8 * 8

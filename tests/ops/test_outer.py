@@ -17,6 +17,7 @@ from tests.ops.cases import (
     in_rows_on_16_bytes,
     per_sample_gradients,
     relative_error,
+    sizes_of_products,
     worst_relative_error,
 )
 
@@ -157,15 +158,7 @@ def test_long_sums_are_not_truncated(dtype: torch.dtype) -> None:
 
 def test_gradients_that_are_not_kept_are_formed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outer_torch, "BUFFER", 64)
-    sizes = []
-    bmm = torch.bmm
-
-    def watch(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        product = bmm(x, y)
-        sizes.append(product.numel())
-        return product
-
-    monkeypatch.setattr(torch, "bmm", watch)
+    sizes = sizes_of_products(monkeypatch)
     A, G = torch.randn(4, 3, 16), torch.randn(4, 3, 10)
     sq, _ = outer_sqnorms(A, G, backend="torch")
     assert max(sizes) <= 64

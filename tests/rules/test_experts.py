@@ -17,7 +17,14 @@ from transformers.integrations.moe import use_experts_implementation
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.factors import SegmentedLinearGrad
-from tests.support.autograd import Loss, check_by_autograd, squares, truth_by_autograd
+from tests.support.autograd import (
+    Loss,
+    check_by_autograd,
+    check_not_finite,
+    check_removed,
+    squares,
+    truth_by_autograd,
+)
 from tests.support.mixtures import FAMILIES, language_loss, mixture, tokens
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
@@ -254,34 +261,12 @@ def test_the_operands_that_were_multiplied(dtype: torch.dtype) -> None:
 def test_removing_a_sample_routes_anew() -> None:
     """Routing is of each token alone: the sum changes by at most the bound."""
     torch.manual_seed(0)
-    model = block()
-    (x,) = inputs(5, 4)
-    x[2] *= 1e4
-    sums = []
-    for batch in (x, torch.cat([x[:2], x[3:]])):
-        flash = GradSampleModuleFlashClipping(
-            copy.deepcopy(model), max_grad_norm=0.5, loss_reduction="sum"
-        )
-        (squares(flash, (batch,)) * len(batch)).backward()
-        sums.append(torch.cat([p.grad.flatten() for p in flash.parameters()]))
-    assert (sums[0] - sums[1]).norm() <= 0.5 * (1 + 1e-4)
+    check_removed(block(), *inputs(5, 4), squares)
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
 def test_a_sample_that_is_not_finite() -> None:
-    model = block()
-    (x,) = inputs(4, 5)
-    kept = torch.tensor([0, 1, 3])
-    sums = []
-    for rows in (x[kept], x):
-        flash = GradSampleModuleFlashClipping(
-            copy.deepcopy(model), max_grad_norm=0.5, loss_reduction="sum"
-        )
-        (squares(flash, (rows,)) * len(rows)).backward()
-        sums.append([p.grad for p in flash.parameters()])
-        x[2, 1, 3] = float("inf")
-    for without, beside in zip(*sums, strict=True):
-        assert_close(beside, without, 1e-9)
+    check_not_finite(block(), *inputs(4, 5), squares)
 
 
 def test_what_computes_something_else() -> None:

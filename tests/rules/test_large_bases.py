@@ -312,7 +312,12 @@ def test_parameters_without_values_are_refused() -> None:
 def dispatched(model: nn.Module, places: dict[str, str], folder: Path) -> nn.Module:
     accelerate = pytest.importorskip("accelerate")
     spread: nn.Module = accelerate.dispatch_model(
-        model, places, main_device="cpu", offload_dir=folder, force_hooks=True
+        model,
+        places,
+        main_device="cpu",
+        offload_dir=folder,
+        force_hooks=True,
+        offload_buffers=True,
     )
     return spread
 
@@ -324,6 +329,7 @@ def test_a_base_that_is_spread_by_a_device_map(place: str, mode: str, tmp_path: 
     model = Model(nn.Identity).double()
     for layer in model.layers:
         layer.base = nn.Linear(D, D, dtype=torch.float64).requires_grad_(False)
+    model.layers[0].base.register_buffer("scale", torch.rand(D))  # which is loaded as well
     plain = copy.deepcopy(model)
     places = {name: "cpu" for name, child in model.named_modules() if not [*child.children()]}
     dispatched(model, places | {"layers.0.base": place}, tmp_path)
@@ -343,5 +349,18 @@ def test_what_is_trained_may_not_be_offloaded(tmp_path: Path) -> None:
     dispatched(model, {"embed": "cpu", "layers.0": "disk", "layers.1": "cpu"}, tmp_path)
     with pytest.raises(
         FlashClippingError, match=r"layers.0.down.weight: .*Accelerate.*\n.*device_map"
+    ):
+        GradSampleModuleFlashClipping(model)
+
+
+def test_a_base_that_nobody_loads_is_refused(tmp_path: Path) -> None:
+    """A ``device_map`` to the meta device, beside modules that are loaded."""
+    model = Model(nn.Identity)
+    for layer in model.layers:
+        layer.base = nn.Linear(D, D).requires_grad_(False)
+    places = {name: "cpu" for name, child in model.named_modules() if not [*child.children()]}
+    dispatched(model, places | {"layers.0.base": "disk", "layers.1.base": "meta"}, tmp_path)
+    with pytest.raises(
+        FlashClippingError, match=r"layers.1.base.weight: .*without values.*\n.*load"
     ):
         GradSampleModuleFlashClipping(model)

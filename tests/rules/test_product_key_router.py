@@ -17,7 +17,7 @@ from flash_clipping.layers.product_key_experts import ExpertTables
 from flash_clipping.ops import error_bounds
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.rules import own_layers as rule
-from tests.support.autograd import check_by_autograd, squares
+from tests.support.autograd import check_by_autograd, check_not_finite, check_removed, squares
 from tests.support.models import squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
 from tests.support.wrapping import MODES, WRAPPERS
@@ -160,33 +160,13 @@ def test_the_kernel_inside_a_model() -> None:
 
 def test_removing_a_sample_routes_anew() -> None:
     """Routing is of each token alone: the sum changes by at most the bound."""
-    model, (x,) = Model(heads=2, shared=4), inputs(5, 4, dtype=torch.float32)
-    x[2] *= 1e4
-    sums = []
-    for batch in (x, torch.cat([x[:2], x[3:]])):
-        flash = GradSampleModuleFlashClipping(
-            copy.deepcopy(model), max_grad_norm=0.5, loss_reduction="sum"
-        )
-        (squares(flash, (batch,)) * len(batch)).backward()
-        sums.append(torch.cat([p.grad.flatten() for p in flash.parameters()]))
-    assert (sums[0] - sums[1]).norm() <= 0.5 * (1 + 1e-4)
+    check_removed(Model(heads=2, shared=4), *inputs(5, 4, dtype=torch.float32), squares)
 
 
 @pytest.mark.filterwarnings("ignore:.*not finite")
 @pytest.mark.parametrize("value", [NAN, float("inf")])
 def test_a_sample_that_is_not_finite(value: float) -> None:
-    model, (x,) = Model(heads=2).double(), inputs(4, 5)
-    kept = torch.tensor([0, 1, 3])
-    sums = []
-    for rows in (x[kept], x):
-        flash = GradSampleModuleFlashClipping(
-            copy.deepcopy(model), max_grad_norm=0.5, loss_reduction="sum"
-        )
-        (squares(flash, (rows,)) * len(rows)).backward()
-        sums.append([p.grad for p in flash.parameters()])
-        x[2, 1, 3] = value
-    for without, beside in zip(*sums, strict=True):
-        assert_close(beside, without, 1e-9)
+    check_not_finite(Model(heads=2).double(), *inputs(4, 5), squares, value)
 
 
 # -- no expert -------------------------------------------------------------------------------------

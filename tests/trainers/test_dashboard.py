@@ -135,5 +135,5 @@ def test_no_samples() -> None:
     reading = ClippingStatistics(model).read()
     assert (reading.samples, reading.samples_per_second) == (0, 0.0)
     assert "clipped nan%" in line(1, 0.5, reading)
-    with pytest.raises(ValueError, match="every=0"):
+    with pytest.raises(ValueError, match="every: found 0"):
         PrivacyDashboard(None, model, delta=1e-3, every=0)

@@ -75,6 +75,21 @@ SIZES = dict(
     max_position_embeddings=32,
     initializer_range=0.1,
 )
+#: Of encoders with decoders.
+OF_TWO_HALVES = dict(
+    vocab_size=VOCABULARY,
+    d_model=16,
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=32,
+    decoder_ffn_dim=32,
+    pad_token_id=0,
+    bos_token_id=2,
+    eos_token_id=3,
+    init_std=0.1,
+)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -275,21 +290,10 @@ def summary(rng: Any) -> dict[str, Any]:
 def bart() -> nn.Module:
     return BartForConditionalGeneration(
         BartConfig(
-            vocab_size=VOCABULARY,
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
             max_position_embeddings=32,
-            pad_token_id=0,
-            bos_token_id=2,
-            eos_token_id=3,
             decoder_start_token_id=3,
             forced_eos_token_id=3,
-            init_std=0.1,
+            **OF_TWO_HALVES,
         )
     )
 
@@ -463,22 +467,11 @@ def letters_right(prediction: Any) -> dict[str, float]:
 def whisper() -> nn.Module:
     return WhisperForConditionalGeneration(
         WhisperConfig(
-            vocab_size=VOCABULARY,
             num_mel_bins=8,
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
             max_source_positions=10,
             max_target_positions=12,
-            pad_token_id=0,
-            bos_token_id=2,
-            eos_token_id=3,
             decoder_start_token_id=2,
-            init_std=0.1,
+            **OF_TWO_HALVES,
             apply_spec_augment=True,
             mask_time_prob=0.1,
             mask_time_length=2,

@@ -67,6 +67,23 @@ def test_epsilon_in_logs(tmp_path: Path, capsys: Any) -> None:
     assert "np.float64" not in capsys.readouterr().out
 
 
+def test_epsilon_is_computed_once_for_so_many_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = trainer(tmp_path, num_train_epochs=1)
+    ask, asked = private.run.engine.accountant.get_epsilon, []
+    monkeypatch.setattr(
+        private.run.engine.accountant,
+        "get_epsilon",
+        lambda delta: asked.append(private.run.steps) or ask(delta),
+    )
+    assert private.epsilon == 0.0 and not asked
+    private.train()
+    logged = [log["epsilon"] for log in private.state.log_history if "epsilon" in log]
+    assert logged[-1] == private.epsilon == ask(private.privacy.target_delta)
+    assert asked == sorted({*asked})
+
+
 def test_delta_of_an_engine() -> None:
     """Of 20 samples: before training where it is given, otherwise when ε is asked for; once."""
     with pytest.warns(LargeDeltaWarning, match=r"found 0\.05 for 20 samples.*delta=0\.005"):

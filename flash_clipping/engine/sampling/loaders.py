@@ -50,7 +50,7 @@ from flash_clipping.engine.sampling.samplers import (
     ShuffledSampler,
     UnitsOfRows,
 )
-from flash_clipping.errors import FlashClippingError, InvalidValue
+from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
 from flash_clipping.randomness import SecretStream
 from flash_clipping.randomness.stream import stream_of
 
@@ -124,7 +124,8 @@ class PoissonLoader(DPDataLoader):
         **kwargs: as in PyTorch.
 
     Raises:
-        ValueError: ``rand_on_empty``; processes whose loaders differ, or that draw units.
+        ValueError: ``rand_on_empty``; ``sample_rate`` not in ``(0, 1]``; processes whose loaders
+            differ, or that draw units.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class PoissonLoader(DPDataLoader):
                 f"rand_on_empty=True: found {found}. A made-up sample in a batch without samples "
                 "would move the sum by up to 2 C. Leave it out: such batches are served."
             )
+        checked_number("sample_rate", sample_rate, "(0, 1]", example=0.01)
         distributed = distributed or processes is not None
         self.sample_rate, self.distributed = sample_rate, distributed
         size, steps = len(dataset), round(1 / sample_rate)  # type: ignore[arg-type]
@@ -429,6 +431,7 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     session.whole_batches = announce is not None and announce.strict
     if isinstance(sampler, PoissonSampler):
         sampler.announce.follow(module)
+        module.forbid_grad_accumulation()  # a second backward is of the same samples
     elif not isinstance(sampler, _POISSON) and len(loader) != 1:  # nor all of the data
         _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
     #: Steps on batches that nobody announced: BatchMemoryManager's, whose workers collate.

@@ -26,7 +26,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch, Draws
-from flash_clipping.errors import FlashClippingError, InvalidValue
+from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import allocations, coin_tosses, subset
 from flash_clipping.randomness.stream import stream_of
@@ -103,10 +103,8 @@ class UnitsOfRows:
                 f"units: found shape {tuple(ids.shape)} for a dataset of {rows} rows; expected the "
                 "id of one unit for each row."
             )
-        if max_rows is not None and (isinstance(max_rows, bool) or max_rows < 1):
-            raise InvalidValue(
-                f"max_rows_per_unit: found {max_rows!r}; expected 1 or more, or None."
-            )
+        if max_rows is not None:
+            checked_number("max_rows_per_unit", max_rows, "[1, inf)", example=8, whole=True)
         _, self.place_of_row, sizes = ids.unique(return_inverse=True, return_counts=True)
         #: How many units there are.
         self.count = len(sizes)
@@ -337,11 +335,10 @@ class FixedShapeSampler(PoissonSampler):
 
     def __init__(self, *, max_batch_size: int, fills_up: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
-        if isinstance(max_batch_size, bool) or not 1 <= max_batch_size <= self.num_samples:
-            raise InvalidValue(
-                f"max_batch_size: found {max_batch_size!r}; expected the rows of every batch, 1 to "
-                f"the {self.num_samples} samples of the dataset."
-            )
+        samples = self.num_samples
+        checked_number(
+            "max_batch_size", max_batch_size, f"[1, {samples}]", example=samples, whole=True
+        )
         if max_batch_size % self.world_size:
             fewer = max_batch_size - max_batch_size % self.world_size
             raise InvalidValue(

@@ -49,7 +49,8 @@ def _radius(low, high):
 
 @triton.jit
 def _turned(radius, low, high):
-    """Radius times cosine and sine of ``2 pi a / 2^64``, ``a`` signed."""
+    """The radius with a sign, and what its products with are the radius times cosine and sine of
+    ``2 pi a / 2^64``, ``a`` signed."""
     # The rest behind the nearest quarter of a turn: a's upper two bits are shifted out.
     a = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
     x = (a << 2).to(tl.int64, bitcast=True).to(tl.float32) * 8.515303950076e-20  # 2 pi / 2^66
@@ -63,10 +64,11 @@ def _turned(radius, low, high):
     radius = (radius.to(tl.uint32, bitcast=True) ^ (quarter & 0x80000000)).to(
         tl.float32, bitcast=True
     )
-    return radius * tl.where(is_odd, -sin, cos), radius * tl.where(is_odd, cos, sin)
+    return radius, tl.where(is_odd, -sin, cos), tl.where(is_odd, cos, sin)
 
 
 @triton.jit
 def normal_pair(w0, w1, w2, w3, std):
-    """Two independent normals of four words, times ``std``; see ``reference.py``."""
+    """Two independent normals of four words, times ``std`` (``reference.py``): three numbers, of
+    which the first times the second is one, and the first times the third the other."""
     return _turned(std * _radius(w0, w1), w2, w3)

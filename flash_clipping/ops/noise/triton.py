@@ -122,9 +122,13 @@ def words(key, counter, n0, n1, n2, ROUNDS: tl.constexpr):
 @triton.jit
 def _mean(summed, std, inverse, scales_ptr, a0, a1, a2, a3, b0, b1, b2, b3, GRID: tl.constexpr):
     """Noisy means of four elements for each counter, side by side, of eight words."""
-    z0, z1 = normal_pair(a0, a1, a2, a3, std)
-    z2, z3 = normal_pair(b0, b1, b2, b3, std)
-    noisy = summed.to(tl.float32) + tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
+    r0, t0, t1 = normal_pair(a0, a1, a2, a3, std)
+    r2, t2, t3 = normal_pair(b0, b1, b2, b3, std)
+    radius = tl.interleave(r0, r2)
+    turn = tl.interleave(tl.interleave(t0, t2), tl.interleave(t1, t3))
+    # One rounding, said so: else the compiler makes one of it where no element moves between
+    # threads, which depends on addresses, and the same draw would be other bits.
+    noisy = tl.fma(tl.interleave(radius, radius), turn, summed.to(tl.float32))
     if GRID:
         grid = tl.load(scales_ptr + 2).to(tl.float64, bitcast=True).to(tl.float32)
         cell = noisy * tl.load(scales_ptr + 3).to(tl.float64, bitcast=True).to(tl.float32)

@@ -3,12 +3,10 @@ are exact."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,15 +21,7 @@ from tests.support.models import CASES
 from tests.support.plans import Plan, RandomModel, batch_of, plans
 from tests.support.profiles import profile
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _same_numbers() -> Iterator[None]:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    yield
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("same_numbers")]
 
 
 def first_step(model: torch.nn.Module) -> GradSampleModuleFlashClipping:

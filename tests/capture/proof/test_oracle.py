@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,15 +25,7 @@ from tests.capture.proof.proving import (
 from tests.capture.proof.states import every_state
 from tests.support.models import CASES
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _same_numbers() -> Iterator[None]:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    yield
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("same_numbers")]
 
 
 #: The first round may miss these, the audits after the first steps do not: a coin that fell
