@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, distributed as dist, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import (
@@ -30,6 +31,7 @@ from flash_clipping.randomness.mechanisms import NoiseMechanism
 from tests.distributed.processes import (
     _TRUTHS,
     SAMPLES,
+    VOCAB,
     C,
     Parts,
     all_of,
@@ -43,6 +45,7 @@ from tests.distributed.processes import (
     truth_of,
 )
 from tests.support import packed
+from tests.support.autograd import truth_by_autograd
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
 
@@ -353,19 +356,27 @@ def check_correlated(noise: NoiseMechanism, runs: list[dict[str, Any]]) -> None:
                 torch.testing.assert_close(added[name], rows[(step, *cut)], rtol=0, atol=1e-9)
 
 
-def documents_in_rows(rank: int, **options: Any) -> dict[str, Any]:
-    """Packed documents, all of one its own process's: the second process has two of them, one, and
-    a row without positions."""
+#: Which documents are which process's, in three steps: some have one, or a row without positions.
+OF_DOCUMENTS = {
+    2: ((0, 3, 5), (0, 4, 5), (0, 5, 5)),
+    4: ((0, 1, 3, 4, 5), (0, 0, 2, 4, 5), (0, 3, 3, 3, 5)),
+}
+
+
+def documents_in_rows(
+    rank: int, shards: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Packed documents, all of one its own process's."""
     every = packed.documents((3, 5, 1, 4, 2))
     truth = packed.truth_of(packed.Reader().double(), [[*enumerate(every)]])
-    model = sharded(packed.Reader().double().to(device()), how="leaves")
+    model = sharded(packed.Reader().double().to(device()), how="leaves", **(shards or {}))
     flash = GradSampleModuleFlashClipping(
         model, max_grad_norm=C, loss_reduction="sum", sample_of="document", **options
     )
     errors = []
-    for cut in (3, 4, 5):
+    for cuts in OF_DOCUMENTS[dist.get_world_size()]:
         flash.zero_grad(set_to_none=True)
-        mine = slice(cut) if rank == 0 else slice(cut, None)
+        mine = slice(cuts[rank], cuts[rank + 1])
         ids, places, numbers = packed.packed([[*enumerate(every[mine])]])
         # fully_shard takes the map to the GPU, where nobody asks how many documents there are.
         flash.expect_samples(len(every[mine]))
@@ -376,6 +387,81 @@ def documents_in_rows(rank: int, **options: Any) -> dict[str, Any]:
             errors.append(error(all_of(model.get_parameter(name).grad), total))
     settled = flash._sharded.together._settled_with == flash._guards.count
     return {"error": max(errors), "settled": settled}
+
+
+class Tables(nn.Module):
+    """Texts with their lengths, of words of one kind: a table with a single row."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.kinds = nn.Embedding(VOCAB, 8), nn.Embedding(1, 8)
+        self.head = nn.Linear(8, 3)
+        self.checkpointed = checkpointed
+
+    def embed(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        return self.words(ids) + self.kinds(kinds)
+
+    def forward(self, ids: Tensor, kinds: Tensor, lengths: Tensor) -> Tensor:
+        x = self.embed(ids, kinds)
+        if self.checkpointed:
+            x = checkpoint(self.embed, ids, kinds, use_reentrant=False)
+        pack, pad = nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pad_packed_sequence
+        packed = pack(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.head(pad(packed, batch_first=True)[0].mean(1))
+
+
+class Bags(nn.Module):
+    """Words of all samples one after the other, and where those of each begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag, self.head = nn.EmbeddingBag(VOCAB, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.head(self.bag(ids, offsets))
+
+
+def tables_without_samples(rank: int, kind: str, **options: Any) -> float:
+    """The second process has no samples, of a model that does not run on any numbers: a table has
+    its rows, bags begin with the first, and no text has the length 0."""
+    ids, y = batch()
+    numbers = torch.arange(SAMPLES, device=device())
+
+    def called(model: Any, samples: Tensor) -> Tensor:
+        own = ids[samples]
+        if kind == "bags":
+            return model(own.flatten(), 5 * torch.arange(len(own), device=own.device))
+        return model(own, torch.zeros_like(own), torch.full_like(samples, 5))
+
+    def build() -> Any:
+        return (Bags() if kind == "bags" else Tables(kind == "checkpointed")).double().to(device())
+
+    whole = truth_by_autograd(
+        build(), (numbers, y), lambda m, given: F.cross_entropy(called(m, given[0]), given[1])
+    )
+    model = sharded(build(), how="leaves")
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, **options)
+    mine = numbers[: 0 if rank else SAMPLES]
+    errors = []
+    for _ in range(2):
+        flash.zero_grad(set_to_none=True)
+        F.cross_entropy(called(flash, mine), y[mine]).backward()
+        errors.append(error(flash.get_norm_sample(), whole.norms[mine]))
+        for name, total in whole.clipped(C).items():
+            errors.append(error(all_of(model.get_parameter(name).grad), total))
+    return max(errors)
+
+
+#: Kinds, and options of the private model.
+TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bags": ("bags", {}),
+    "one row": ("one row", {}),
+    "two_pass": ("one row", {"mode": "two_pass"}),
+    "checkpointed": ("checkpointed", {}),
+    "checkpointed, two_pass": ("checkpointed", {"mode": "two_pass"}),
+}
 
 
 def checkpointed(rank: int, folder: str) -> dict[str, Any]:

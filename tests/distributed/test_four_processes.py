@@ -19,6 +19,11 @@ CASES: dict[str, dict[str, Any]] = {
     "one_pass": {},
     "two_pass": {"mode": "two_pass"},
     "tied": {"net": {"tied": True, "bare": True}},
+    "compiled blocks": {"compiled": "blocks"},
+    "compiled, two_pass": {"compiled": "blocks", "mode": "two_pass"},
+    "compiled root": {"compiled": "root"},
+    "compiled shards": {"compiled": "shards"},
+    "compiled private": {"compiled": "private"},
 }
 
 
@@ -31,6 +36,10 @@ def main(rank: int) -> Parts:
         **{
             f"clipped {n}": partial(clipped_step, rank, CUTS, shards=shards, **c)
             for n, c in CASES.items()
+        },
+        **{
+            f"documents {mode}": partial(steps.documents_in_rows, rank, shards, mode=mode)
+            for mode in ("one_pass", "two_pass")
         },
         "trained": lambda: steps.trained(rank, shards),
         "noise": lambda: steps.noisy(rank, shards),
@@ -53,6 +62,12 @@ def found(by_four: list[Found]) -> list[Found]:
 @pytest.mark.parametrize("name", CASES)
 def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
     assert max(of_rank[f"clipped {name}"]["error"] for of_rank in found) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_documents_of_a_row_are_one_process_s(mode: str, found: list[Found]) -> None:
+    for of_rank in found:
+        assert of_rank[f"documents {mode}"]["error"] <= 1e-12
 
 
 def test_training_is_that_of_one_process(found: list[Found]) -> None:
