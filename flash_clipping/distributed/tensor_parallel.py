@@ -22,7 +22,6 @@ Shape suffixes: ``B`` samples, ``R`` rows of a batch, ``P`` parameters.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -231,8 +230,9 @@ class LocalBoundary(Rule):
 
 def _local_layer(layer: Any) -> Any:
     """The layer with this process's part of its parameters, as a rule reads it."""
-    local = copy.copy(layer)
-    local.__dict__.pop("forward", None)
+    local: Any = object.__new__(type(layer))  # fully_shard leaves classes that copy() makes anew
+    vars(local).update(vars(layer))
+    vars(local).pop("forward", None)
     local._parameters = {name: local_of(param) for name, param in layer._parameters.items()}
     weight = layer._parameters["weight"]
     (cut,) = weight.placements
