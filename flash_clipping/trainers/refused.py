@@ -89,21 +89,25 @@ def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None
         "tensor parallelism let transformers cut it (from_pretrained(..., tp_plan='auto')), or use "
         "FlashPrivacyEngine after parallelize_module",
     )
-    of_one_sample = [
-        f"{name}={size}"
-        for name in ("cp_size", "sp_size")
-        if (size := getattr(trainer.accelerator.state.parallelism_config, name, 1)) > 1
-    ]
-    _refuse_if(of_one_sample, f"parallelism_config with {', '.join(of_one_sample)}", _SEVERAL)
+    form = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("cp_size", "sp_size"):
+        size = getattr(form, name, 1)
+        _refuse_if(
+            size > 1,
+            f"parallelism_config with {name}={size}",
+            "Positions of one sample would be in several processes. Give every sample to one: "
+            "dp_replicate_size and dp_shard_size",
+        )
     _refuse_if(
         cut > 1 and (cut != trainer.args.world_size or trainer.is_fsdp_enabled),
         f"layers cut over {cut} of {trainer.args.world_size} processes",
         "Accelerate does not shard such models, nor give them parts of a batch. Cut layers over "
         "all processes, or use FlashPrivacyEngine after fully_shard",
     )
+    saves = str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy))
     _refuse_if(
-        cut > 1 and str(getattr(trainer.args.save_strategy, "value", "no")) != "no",
-        f"save_strategy={trainer.args.save_strategy}, and layers that are cut over processes",
+        cut > 1 and saves != "no",
+        f"save_strategy={saves}, and layers that are cut over processes",
         "The Trainer saves in one process, which would wait for the parts that others have. Use "
         "save_strategy='no', and at the end in all processes "
         "trainer.model.save_pretrained(folder)",

@@ -89,8 +89,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
     What arguments of ``TrainingArguments`` mean here:
         per_device_train_batch_size: the most samples that are on the device at a time, ``b``.
         gradient_accumulation_steps: ``a``; the expected batch of a step has ``a b n`` samples, in
-            ``n`` processes with samples of their own. A step draws every one of the ``N`` samples with probability
-            ``1 / ceil(N / (a b n))``, and there are ``ceil(N / (a b n))`` steps in an epoch.
+            ``n`` processes with samples of their own. A step draws every one of the ``N`` samples
+            with probability ``1 / ceil(N / (a b n))``, and there are ``ceil(N / (a b n))`` steps in
+            an epoch.
         auto_find_batch_size: a part that runs out of memory is halved and run again, and so are
             those that follow; ``b`` is where it begins. Batches, noise and accounting are the same.
         max_grad_norm: the clipping bound of every *sample's* gradient, unless

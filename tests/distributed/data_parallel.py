@@ -140,7 +140,7 @@ def main(rank: int) -> Parts:
             if world == dist.get_world_size()
         },
         **{
-            f"lightning {kind}": lambda kind=kind: [fitted(kind, physical) for physical in (None, 1)]
+            f"lightning {kind}": lambda kind=kind: [fitted(kind, part) for part in (None, 1)]
             for kind, (world, _) in FITTED.items()
             if world == dist.get_world_size()
         },
