@@ -14,7 +14,7 @@ from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.tensor_parallel import TensorParallelBackwardPass
 from flash_clipping.factors import LinearGrad
-from tests.distributed import decoders, steps
+from tests.distributed import decoders, processes, steps
 from tests.distributed.decoders import around_loss, batch, cut, loss_of
 from tests.distributed.processes import C, all_of, device, error, expected_sums, freeze
 from tests.support.oracle import Truth, per_sample_truth
@@ -31,15 +31,16 @@ def meshes(data: int = 1) -> tuple[Any, Any]:
     return mesh["tp"], mesh["dp"]
 
 
-def sharded(model: Any, tensor: Any, data: Any, kind: str = "layers", tied: bool = False) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
+def sharded(
+    model: Any,
+    tensor: Any,
+    data: Any,
+    kind: str = "layers",
+    tied: bool = False,
+    how: str = "blocks",
+) -> Any:
     cut(model, tensor, kind, tied)
-    if data is not None:
-        for block in model.blocks:
-            fully_shard(block, mesh=data)
-        fully_shard(model, mesh=data)
-    return model
+    return model if data is None else processes.sharded(model, how, mesh=data)
 
 
 #: Of the decoders' batch.
@@ -81,6 +82,7 @@ def clipped_step(
     net: dict[str, Any] | None = None,
     length: int = 6,
     tied: bool = False,
+    how: str = "blocks",
     frozen: tuple[str, ...] = (),
     micro: int = 1,
     times: int = 1,
@@ -95,7 +97,7 @@ def clipped_step(
     if tied:
         plain.head.weight = plain.embed.weight
     freeze(plain, frozen)
-    model = freeze(sharded(decoders.make(**net), tensor, data, kind, tied), frozen)
+    model = freeze(sharded(decoders.make(**net), tensor, data, kind, tied, how), frozen)
     if options.get("clipping") == "per_layer":
         trained = [p for p in model.parameters() if p.requires_grad]
         options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trained))]

@@ -18,6 +18,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence, logits stay cut": {"kind": "sequence, loss", "tied": True},
     "no samples in one half": {"kind": "sequence", "cuts": (0, 0, 4)},
     "two_pass": {"kind": "sequence", "mode": "two_pass"},
+    "leaves": {"how": "leaves", "times": 2},
     "units": {"kind": "sequence", "of_row": (0, 1, 0, 2)},
 }
 
