@@ -161,6 +161,9 @@ class LocalBoundary(Rule):
     def __init__(self, inner: Rule, path: str, layers: TensorParallelLayers):
         self.inner, self.path, self.layers, self.session = inner, path, layers, layers.session
 
+    def works_by_position(self, layer: Any) -> bool:
+        return self.inner.works_by_position(layer)
+
     def call(
         self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -178,6 +181,11 @@ class LocalBoundary(Rule):
                 "Parallelize all of the layer."
             )
         layout = layout_of(self.inner, weight, x, self.session.batch_axis)
+        if self.session.positions is not None and layout.share is Share.TERM:
+            raise UnsupportedLayer(
+                "found parts of the positions in each process, and a map of all of them (sample_of "
+                "with a map of positions). Leave SequenceParallel out of the plan."
+            )
         for name, param in layer._parameters.items():
             if param is not None:
                 share = layout.bias if name == "bias" else layout.share
@@ -190,7 +198,7 @@ class LocalBoundary(Rule):
         if layout.ids:
             start, rows = _own_words(weight)
             mine = (inside >= start) & (inside < start + rows)
-            inside = torch.where(mine, inside - start, 0)
+            inside = (inside - start).remainder(rows)
         try:
             output = tapped(inside)
         except ReadsNoSamples:
@@ -198,7 +206,7 @@ class LocalBoundary(Rule):
                 "what it reads is the same for all samples (positions, say), which is not built "
                 "for a layer with DTensors. Leave it out of parallelize_module, or freeze it."
             ) from None
-        if mine is not None:  # other words are other processes'; no gradient comes back to row 0
+        if mine is not None:  # no gradient comes back to the rows that stood for others' words
             output = torch.where(mine.unsqueeze(-1), output, 0)
         return DTensor.from_local(
             output,
@@ -451,11 +459,14 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
         whole_B = torch.where(is_shard_P1, 0.0, sq_PB).sum(0)
         whole_B = torch.where(whole_B.isfinite(), whole_B, -1.0)  # to be compared as well
         marks_B = self._marks_of_samples(whole_B)
-        counted_P1 = is_shard_P1 | (self.mesh.get_local_rank() == 0)
+        # What is not finite in one process is so for all: a document, say, of which one has lost
+        # positions in its own columns.
+        lost_B = ~sq_PB.isfinite().all(0)
+        counted_PB = is_shard_P1 | lost_B | (self.mesh.get_local_rank() == 0)
         message = torch.cat(
             [
-                torch.where(counted_P1, sq_PB, 0.0),  # not a product: 0 * inf is NaN
-                torch.where(counted_P1, doubt_PB, 0.0),
+                torch.where(counted_PB, sq_PB, 0.0),  # not a product: 0 * inf is NaN
+                torch.where(counted_PB, doubt_PB, 0.0),
                 torch.stack([marks_B, marks_B.square(), whole_B, whole_B.square()]),
             ]
         )
@@ -467,7 +478,8 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
         # n Σ x² = (Σ x)² where all x are the same; of whole numbers exactly.
         check_on_device((ranks * marks_sq_B == marks_B.square()).all(), _OTHER_SAMPLES)
         spread_B = ranks * whole_sq_B - whole_B.square()
-        check_on_device((spread_B <= _ALIKE**2 * whole_B.square()).all(), _OTHER_GRADIENTS)
+        alike_B = (spread_B <= _ALIKE**2 * whole_B.square()) | ~sq_PB.isfinite().all(0)
+        check_on_device(alike_B.all(), _OTHER_GRADIENTS)
         return sq_PB.sqrt().to(norms_PB), Doubts([(keys, doubt_PB.to(norms_PB))], doubts.scale)
 
     def _marks_of_samples(self, like_B: Tensor) -> Tensor:

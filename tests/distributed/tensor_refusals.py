@@ -12,7 +12,7 @@ from torch import Tensor, distributed as dist, nn
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.distributed import decoders
 from tests.distributed.decoders import WIDTH, batch, cut, loss_of
-from tests.distributed.processes import C, Parts, device, join_anew, message
+from tests.distributed.processes import C, Parts, device, freeze, join_anew, message
 from tests.distributed.steps import optimizer_of
 from tests.distributed.tensor_steps import meshes
 from tests.support.hugging_face import llama
@@ -189,8 +189,10 @@ def refusals(rank: int, mesh: Any) -> Parts:
         unit = torch.tensor([0, 1, rank, 1])
         loss_of(flash(ids, unit=unit), y).backward()
 
-    def documents() -> None:
-        flash = wrap(cut(decoders.make(), mesh), sample_of="document", loss_reduction="sum")
+    def documents(frozen: tuple[str, ...] = ()) -> None:
+        """Norm layers see parts of them."""
+        model = freeze(cut(decoders.make(), mesh, "sequence"), frozen)
+        flash = wrap(model, sample_of="document", loss_reduction="sum")
         flash(ids, document=torch.zeros_like(ids, device="cpu"))
 
     return {
@@ -216,6 +218,7 @@ def refusals(rank: int, mesh: Any) -> Parts:
         "compiled": compiled,
         "other units": other_units,
         "documents": documents,
+        "documents, frozen": lambda: documents(("norm", "blocks.0.attention_norm", "blocks")),
     }
 
 

@@ -51,7 +51,13 @@ def main(rank: int) -> Parts:
             for n, c in CASES.items()
         },
         **{
-            f"documents {mode}": partial(steps.documents_in_rows, rank, shards, mode=mode)
+            f"documents {mode}": partial(
+                steps.documents_in_rows,
+                rank,
+                4,
+                lambda m: sharded(m, "leaves", mesh=mesh),
+                mode=mode,
+            )
             for mode in ("one_pass", "two_pass")
         },
         "trained": lambda: steps.trained(rank, shards),

@@ -39,6 +39,13 @@ CASES: dict[str, dict[str, Any]] = {
 IN_FP32 = ("layers", "sequence", "two_pass, tied")
 IN_BF16 = ("layers", "sequence")
 
+#: Frozen layers are cut as well, between layers that are trained.
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "one_pass": {},
+    "two_pass": {"mode": "two_pass"},
+    "frozen": {"frozen": ("places", "out", "between.0")},
+}
+
 
 NOISE = OneStepNoise(0.6)
 
@@ -58,6 +65,11 @@ def main(rank: int) -> Parts:
         "loaded": lambda: uses.cut_by_transformers("loaded"),
         "applied": lambda: uses.cut_by_transformers("applied"),
         "poisoned": lambda: tensor_steps.poisoned(mesh),
+        **{
+            f"documents {n}": partial(tensor_steps.documents, mesh, **options)
+            for n, options in DOCUMENTS.items()
+        },
+        "lost document": lambda: tensor_steps.lost_document(mesh),
         "trained": lambda: tensor_steps.trained(mesh),
         "noise": lambda: tensor_steps.noisy(mesh),
         "engine": lambda: tensor_steps.engine_run(mesh),
@@ -118,6 +130,20 @@ def test_a_sample_that_is_not_finite_adds_nothing(found: list[Found]) -> None:
     for of_rank in found:
         assert of_rank["poisoned"]["coefs"][0] == 0
         assert of_rank["poisoned"]["error"] <= 1e-12
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_of_a_row_are_samples(name: str, found: list[Found]) -> None:
+    for of_rank in found:
+        assert of_rank[f"documents {name}"]["error"] <= 1e-12
+
+
+def test_a_document_that_is_not_finite_in_one_process_adds_nothing_anywhere(
+    found: list[Found],
+) -> None:
+    for of_rank in found:
+        assert of_rank["lost document"]["coefs"][3] == 0
+        assert of_rank["lost document"]["error"] <= 1e-12
 
 
 def test_processes_stop_asking_each_other(found: list[Found]) -> None:
@@ -186,7 +212,8 @@ REFUSED = {
     "compile": r"found compiled parts .*cut over processes.*\n.*\n        block.compile\(\)",
     "compiled": "found compiled parts",
     "other units": "called with different samples",
-    "documents": "does not work position by position",
+    "documents, frozen": r"cut along its positions.*SequenceParallel",
+    "documents": r"found parts of the positions.*SequenceParallel",
 }
 
 

@@ -60,7 +60,13 @@ def main(rank: int) -> Parts:
         "noise": lambda: steps.noisy(rank, {}),
         "engine": lambda: steps.engine_run({}),
         **{
-            f"documents {mode}": partial(steps.documents_in_rows, rank, mode=mode)
+            f"documents {mode}": partial(
+                steps.documents_in_rows,
+                rank,
+                2,
+                partial(processes.sharded, how="leaves"),
+                mode=mode,
+            )
             for mode in ("one_pass", "two_pass")
         },
         **{
