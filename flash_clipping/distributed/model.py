@@ -27,7 +27,7 @@ from flash_clipping.distributed.process_groups import ProcessGroups, device_of
 from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.distributed.tensor_parallel import TensorParallelLayers
 from flash_clipping.distributed.transformers_plan import lay_out_by_hooks
-from flash_clipping.errors import FlashClippingError, NotServed
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
 
 #: How many samples are made up.
@@ -284,18 +284,6 @@ class ShardedModel:
         for module in self.slots.gathering:
             # After the module's own, which gathers parameters.
             handles.append(module.register_forward_pre_hook(self._look))
-
-    def check_compiled(self, any_compiled: bool) -> None:
-        """Refuse compiled parts beside layers that are cut over processes."""
-        if any_compiled and self.layers is not None:
-            raise NotServed(
-                "the model: found compiled parts (compile(), torch.compile) and layers that are "
-                "cut over processes (parallelize_module). Wires of a compiled graph are ordinary "
-                "tensors, and what it computes with are DTensors. Leave all of the model "
-                "uncompiled; after fully_shard alone compiled blocks are served:\n"
-                "    for block in model.blocks:\n"
-                "        block.compile()"
-            )
 
     @property
     def is_empty(self) -> bool:

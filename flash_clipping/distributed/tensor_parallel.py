@@ -31,15 +31,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist, nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flash_clipping.capture.draws import row_hashes
 from flash_clipping.capture.generic import ReadsNoSamples
-from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.inputs import arrived, batched_inputs, tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.distributed.backward_pass import ShardedBackwardPass
-from flash_clipping.distributed.parameter_slots import ParameterSlots, arrived, local_of
+from flash_clipping.distributed.parameter_slots import ParameterSlots, local_of
 from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.errors import FlashClippingError, NotServed
@@ -160,6 +161,8 @@ class LocalBoundary(Rule):
 
     def __init__(self, inner: Rule, path: str, layers: TensorParallelLayers):
         self.inner, self.path, self.layers, self.session = inner, path, layers, layers.session
+        #: Of the weight, as calls that were not traced have found it.
+        self.share: Share | None = None
 
     def works_by_position(self, layer: Any) -> bool:
         return self.inner.works_by_position(layer)
@@ -186,10 +189,15 @@ class LocalBoundary(Rule):
                 "found parts of the positions in each process, and a map of all of them (sample_of "
                 "with a map of positions). Leave SequenceParallel out of the plan."
             )
-        for name, param in layer._parameters.items():
-            if param is not None:
-                share = layout.bias if name == "bias" else layout.share
-                self.layers.note_share(f"{self.path}: {name}", id(param), share)
+        if is_dynamo_compiling():  # what is noted in a trace is noted once for many calls
+            if layout.share is not self.share:
+                raise UnsupportedLayer("it is laid out otherwise than before it was compiled.")
+        else:
+            self.share = layout.share
+            for name, param in layer._parameters.items():
+                if param is not None:
+                    share = layout.bias if name == "bias" else layout.share
+                    self.layers.note_share(f"{self.path}: {name}", id(param), share)
         if tuple(x.placements) != (layout.input,):
             x = x.redistribute(placements=[layout.input])
         floats = x.is_floating_point()
@@ -208,14 +216,26 @@ class LocalBoundary(Rule):
             ) from None
         if mine is not None:  # no gradient comes back to the rows that stood for others' words
             output = torch.where(mine.unsqueeze(-1), output, 0)
-        return DTensor.from_local(
-            output,
-            weight.device_mesh,
-            [layout.output],
-            run_check=False,
-            shape=torch.Size(layout.shape),
-            stride=torch.empty(layout.shape, device="meta").stride(),
-        )
+        sizes: dict[str, Any] = {}
+        if layout.output.is_shard() and layout.shape[layout.output.dim] % weight.device_mesh.size():
+            sizes["shape"] = torch.Size(layout.shape)
+            sizes["stride"] = torch.empty(layout.shape, device="meta").stride()
+        mesh = weight.device_mesh
+        return DTensor.from_local(output, mesh, [layout.output], run_check=False, **sizes)
+
+    def local_layer(self, layer: Any) -> Any:
+        """The layer with this process's part of its parameters."""
+        return _local_layer(layer)
+
+    def local_parameters(self, layer: Any) -> dict[str, Any]:
+        """Those of :meth:`local_layer`, in a trace."""
+        found = {
+            name: None if param is None else param.detach().to_local()
+            for name, param in layer._parameters.items()
+        }
+        if _adds_no_bias(layer):
+            found["bias"] = None
+        return found
 
     def forward(self, layer: Any, *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
         local = _local_layer(layer)
@@ -244,16 +264,21 @@ def _local_layer(layer: Any) -> Any:
     local._parameters = {name: local_of(param) for name, param in layer._parameters.items()}
     weight = layer._parameters["weight"]
     (cut,) = weight.placements
-    if isinstance(layer, nn.Linear):
-        # Outputs are added up over processes, and a bias once.
-        if cut.is_shard(1) and weight.device_mesh.get_local_rank() != 0:
-            local._parameters["bias"] = None
+    if _adds_no_bias(layer):
+        local._parameters["bias"] = None
     elif isinstance(layer, nn.Embedding) and cut.is_shard(0):
         start, rows = _own_words(weight)
         local.num_embeddings = rows
         if (padding := layer.padding_idx) is not None:
             local.padding_idx = padding - start if start <= padding < start + rows else None
     return local
+
+
+def _adds_no_bias(layer: Any) -> bool:
+    """Whether this process's outputs are added to others', of which one has the bias in it."""
+    weight = layer._parameters["weight"]
+    is_term = isinstance(layer, nn.Linear) and weight.placements[0].is_shard(1)
+    return is_term and weight.device_mesh.get_local_rank() != 0
 
 
 def _own_words(weight: Any) -> tuple[int, int]:
@@ -274,6 +299,7 @@ class TensorParallelLayers:
         reducer: Reducer,
     ):
         self.session, self.mesh, self.between_steps = session, processes.tensor, processes.mesh
+        session.layers_are_cut = True
         #: Of parameters, by their ``id``, as layers have found them in forward.
         self._shares: dict[int, Share] = {}
         #: Numbers of the rows that the model was called with since the last backward, the latest.
@@ -337,7 +363,7 @@ class TensorParallelLayers:
         self, tap: Tap, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The inputs of a layer that every process has as a whole."""
-        if not self.session.recording or not tap.trainable()[1]:
+        if is_dynamo_compiling() or not self.session.recording or not tap.trainable()[1]:
             return None
         if any(isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
             raise FlashClippingError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist, nn
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
@@ -89,10 +90,12 @@ def clipped_step(
     times: int = 1,
     dtype: torch.dtype = torch.float64,
     of_row: tuple[int, ...] = (),
+    compiled: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Norms and sums of some steps, beside those of every sample by itself in float64; ``of_row``:
-    the unit of every row, where units are samples."""
+    the unit of every row, where units are samples; ``compiled``: the backend for every block, or
+    for the "whole" model."""
     net = {"dtype": dtype} | (net or {})
     plain: Any = decoders.make(**net | {"checkpointed": False}).double()
     if tied:
@@ -103,6 +106,12 @@ def clipped_step(
         trained = [p for p in model.parameters() if p.requires_grad]
         options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trained))]
     options |= {"sample_of": "unit"} if of_row else {}
+    if compiled:
+        torch.compiler.reset()
+        counters.clear()
+        name, whole = compiled.removeprefix("whole, "), compiled.startswith("whole")
+        for module in (model,) if whole else model.blocks:
+            module.compile(backend=name, fullgraph=not whole)
     flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
     words = net.get("words", 12)
     ids, y = batch(cuts[-1], length, words)
@@ -138,6 +147,7 @@ def clipped_step(
         "error": max(errors),
         "alike": all(torch.equal(coefs, other) for other in others),
         "settled": wrapped._sharded.together._settled_with == flash._guards.count,
+        "graphs": counters["stats"]["unique_graphs"] if compiled else 0,
     }
 
 

@@ -33,8 +33,28 @@ CASES: dict[str, dict[str, Any]] = {
     "two_pass, tied": {"kind": "loss", "mode": "two_pass", "tied": True},
     "empty": {"cuts": (0, 0, 4)},
     "units": {"kind": "sequence", "of_row": (0, 1, 0, 2)},
+    "compiled": {"kind": "sequence", "net": {"layers": 2}, "times": 2, "compiled": "aot_eager"},
     "units, two_pass": {"of_row": (0, 1, 0, 2), "mode": "two_pass", "tied": True},
 }
+#: They take longer.
+COMPILED: dict[str, dict[str, Any]] = {
+    "inductor": {"net": {"layers": 2}, "compiled": "inductor"},
+    "whole": {"kind": "sequence, loss", "net": {"words": 11}, "compiled": "whole, aot_eager"},
+    "adapters": {"net": {"adapted": True}, "compiled": "aot_eager"},
+    "frozen": {"frozen": ("embed", *LINEAR), "kind": "sequence", "compiled": "aot_eager"},
+    "two_pass": {"mode": "two_pass", "compiled": "aot_eager"},
+    "accumulated": {"micro": 2, "compiled": "aot_eager"},
+    "units": {"of_row": (0, 1, 0, 2), "compiled": "aot_eager"},
+    "as many samples as positions": {"length": 4, "tied": True, "compiled": "aot_eager"},
+}
+
+
+def compiled(rank: int) -> Parts:
+    mesh, _ = tensor_steps.meshes()
+    step = partial(tensor_steps.clipped_step, mesh, times=3)
+    return {n: partial(step, **case) for n, case in COMPILED.items()}
+
+
 #: The same in fp32, beside float64.
 IN_FP32 = ("layers", "sequence", "two_pass, tied")
 IN_BF16 = ("layers", "sequence")
@@ -97,6 +117,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
     for of_rank in found:
         assert of_rank[f"clipped {name}"]["error"] <= 1e-12
+
+
+def test_equal_blocks_are_compiled_once(found: list[Found]) -> None:
+    assert all(of_rank["clipped compiled"]["graphs"] == 1 for of_rank in found)
+
+
+@pytest.mark.slow
+def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for of_rank in processes.run(tmp_path_factory, "tensor_compiled", 2, compiled):
+        for name in COMPILED:
+            assert of_rank[name]["error"] <= 1e-12 and of_rank[name]["alike"], name
+            assert of_rank[name]["graphs"] >= 1, name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -209,8 +241,7 @@ REFUSED = {
     "other samples": "called with different samples",
     "changed": "is not the clipped sum",
     "by hand": r"c10d::allreduce_, in its forward \(.*tensor_refusals.py",
-    "compile": r"found compiled parts .*cut over processes.*\n.*\n        block.compile\(\)",
-    "compiled": "found compiled parts",
+    "graph break": r"a break between two compiled graphs.*\n.*\n        block.compile\(fullgraph",
     "other units": "called with different samples",
     "documents, frozen": r"cut along its positions.*SequenceParallel",
     "documents": r"found parts of the positions.*SequenceParallel",
