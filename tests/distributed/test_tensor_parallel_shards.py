@@ -19,7 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no samples in one half": {"kind": "sequence", "cuts": (0, 0, 4)},
     "two_pass": {"kind": "sequence", "mode": "two_pass"},
     "leaves": {"how": "leaves", "times": 2},
-    "compiled": {"kind": "sequence", "times": 2, "compiled": "aot_eager"},
+    "compiled": {"kind": "sequence", "times": 2, "compiled": "eager"},
     "units": {"kind": "sequence", "of_row": (0, 1, 0, 2)},
 }
 
