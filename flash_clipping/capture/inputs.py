@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from flash_clipping._compat import pytree
+from flash_clipping._compat import is_awaited, pytree
 
 #: How many objects inside each other are opened.
 DEPTH = 4
@@ -117,3 +117,21 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def _is_packed(leaf: Any) -> bool:
     return isinstance(leaf, PackedSequence)
+
+
+def arrived(x: Any) -> Any:
+    """A plain tensor where a collective may still be writing: kernels of ours read its memory."""
+    return _Arrived.apply(x) if is_awaited(x) else x
+
+
+class _Arrived(torch.autograd.Function):
+    """Its own ``wait()`` leaves autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        found: Tensor = x.wait()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

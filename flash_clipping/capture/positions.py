@@ -213,8 +213,24 @@ def _finite_positions(
     """``x``, with zeros at positions where its values, or its gradient, are not finite."""
     if not (x.is_floating_point() if values else x.requires_grad):
         return x
-    found: Tensor = _FinitePositions.apply(x, session, values, gradients)
-    return found
+    if not hasattr(x, "placements"):
+        found: Tensor = _FinitePositions.apply(x, session, values, gradients)
+        return found
+    from torch.distributed.tensor import Replicate
+
+    cut: Any = x  # of which this process has some features, or a term of a sum
+    lies = cut.placements
+    if any(placement.is_shard(0) or (placement.is_shard(1) and x.dim() > 2) for placement in lies):
+        raise FlashClippingError(
+            f"the model: units are parts of rows (sample_of with a map of positions), and a layer "
+            f"reads or returns a tensor that is cut along its positions ({lies}), so that each "
+            "process has parts of the map. Leave SequenceParallel out of the plan."
+        )
+    whole = [placement if placement.is_shard() else Replicate() for placement in lies]
+    own = _FinitePositions.apply(cut.to_local(grad_placements=whole), session, values, gradients)
+    return type(cut).from_local(
+        own, cut.device_mesh, lies, run_check=False, shape=x.shape, stride=x.stride()
+    )
 
 
 class _FinitePositions(torch.autograd.Function):

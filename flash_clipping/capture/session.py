@@ -124,6 +124,8 @@ class ClippingSession:
         self.positions: Units | None = None
         #: Class of the backward pass; probes and sharded models substitute their own.
         self.backward_pass_class: Callable[[ClippingSession], BackwardPass] = BackwardPass
+        #: Whether layers are cut over processes, which see DTensors (tensor parallelism).
+        self.layers_are_cut = False
         #: ``mode="two_pass"``: what a walk needs around it.
         self.around_walk: Callable[[], AbstractContextManager[None]] = nullcontext
         self.enabled = False

@@ -120,6 +120,8 @@ class Tap(FactorSource):
         self._looked_up = -1  # how many attributes the layer had when its parameters were
         #: How it is recorded inside a compiled region, and its number in the region that runs.
         self.wiring = wiring_of(rule)
+        #: A rule that stands around the layer's own.
+        self.boundary: Any = None
         self.number = -1
         self.instance_forward = vars(layer).get("forward")
         tapped = getattr(self.instance_forward, "__self__", self.instance_forward)
@@ -168,7 +170,7 @@ class Tap(FactorSource):
 
     def surround(self, rule: Rule) -> None:
         """Let this rule, which stands around the layer's own, serve the layer."""
-        self.rule = rule
+        self.rule = self.boundary = rule
         self._rule_calls = True
 
     def remove(self) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist, nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.fsdp import FSDPModule
 
 from flash_clipping.capture.borrowed import UsesOthers
 from flash_clipping.capture.factor_source import Guard
+from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
 from flash_clipping.capture.no_samples import made_up
 from flash_clipping.capture.no_trace import random_state, untouched
@@ -25,7 +27,7 @@ from flash_clipping.distributed.process_groups import ProcessGroups, device_of
 from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.distributed.tensor_parallel import TensorParallelLayers
 from flash_clipping.distributed.transformers_plan import lay_out_by_hooks
-from flash_clipping.errors import FlashClippingError, NotServed
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
 
 #: How many samples are made up.
@@ -46,6 +48,28 @@ class EmptyBatches:
         self._axis = session.batch_axis
         self._has_bags = any(isinstance(module, nn.EmbeddingBag) for module in root.modules())
 
+    def surround_tables(self, root: nn.Module) -> list[Any]:
+        """Hooks, in which tables that cannot read ones read zeros: where bags begin, and rows of a
+        table with a single row."""
+        return [
+            module.register_forward_pre_hook(self._first_rows, with_kwargs=True)
+            for module in root.modules()
+            if isinstance(module, nn.EmbeddingBag)
+            or (isinstance(module, nn.Embedding) and module.num_embeddings == 1)
+        ]
+
+    def _first_rows(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.running:
+            # Under activation checkpointing a table may read once more, in backward.
+            if is_dynamo_compiling() or not in_backward():
+                return None
+            call = self.session.current_forward
+            if call is None or not call.made_up:
+                return None
+        return map_tensors(
+            lambda x: x if x.is_floating_point() else torch.zeros_like(x), (args, kwargs)
+        )
+
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments with samples, where there are none."""
         session = self.session
@@ -63,7 +87,7 @@ class EmptyBatches:
         if not is_empty:
             return None
         self.running = True
-        # Of ones: lengths, and masks of what is to be seen, must not be 0.
+        # Of ones: lengths, masks of what is to be seen, and words that are no padding are not 0.
         return made_up(args, kwargs, axis, _COUNT, fill=1)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -255,22 +279,11 @@ class ShardedModel:
         self.together.taps = [tap for tap in taps if type(tap) is Tap]
         if self.layers is not None:
             self.layers.surround(self.together.taps, handles)
+        handles += self._empty.surround_tables(self.root)
         handles.append(self.root.register_forward_hook(self._empty.after, with_kwargs=True))
         for module in self.slots.gathering:
             # After the module's own, which gathers parameters.
             handles.append(module.register_forward_pre_hook(self._look))
-
-    def check_compiled(self, any_compiled: bool) -> None:
-        """Refuse compiled parts beside layers that are cut over processes."""
-        if any_compiled and self.layers is not None:
-            raise NotServed(
-                "the model: found compiled parts (compile(), torch.compile) and layers that are "
-                "cut over processes (parallelize_module). Wires of a compiled graph are ordinary "
-                "tensors, and what it computes with are DTensors. Leave all of the model "
-                "uncompiled; after fully_shard alone compiled blocks are served:\n"
-                "    for block in model.blocks:\n"
-                "        block.compile()"
-            )
 
     @property
     def is_empty(self) -> bool:

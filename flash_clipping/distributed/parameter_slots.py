@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from flash_clipping._compat import dtensor_of, is_awaited, layout_of_dtensor, local_tensor
+from flash_clipping._compat import dtensor_of, layout_of_dtensor, local_tensor
+from flash_clipping.capture.inputs import arrived
 from flash_clipping.capture.proxies import ParameterProxy
 from flash_clipping.distributed.experts import in_parallel
 from flash_clipping.errors import FlashClippingError
@@ -23,24 +24,6 @@ def local_of(x: Any) -> Any:
     if not isinstance(x, DTensor):
         return x
     return arrived(local_tensor(x))
-
-
-def arrived(x: Any) -> Any:
-    """A plain tensor where a collective may still be writing: kernels of ours read its memory."""
-    return _Arrived.apply(x) if is_awaited(x) else x
-
-
-class _Arrived(torch.autograd.Function):
-    """Its own ``wait()`` leaves autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Tensor:
-        found: Tensor = x.wait()
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 @dataclass(eq=False)

@@ -22,7 +22,6 @@ Shape suffixes: ``B`` samples, ``R`` rows of a batch, ``P`` parameters.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,15 +31,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist, nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flash_clipping.capture.draws import row_hashes
 from flash_clipping.capture.generic import ReadsNoSamples
-from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.inputs import arrived, batched_inputs, tensors_in
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.distributed.backward_pass import ShardedBackwardPass
-from flash_clipping.distributed.parameter_slots import ParameterSlots, arrived, local_of
+from flash_clipping.distributed.parameter_slots import ParameterSlots, local_of
 from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.errors import FlashClippingError, NotServed
@@ -161,6 +161,11 @@ class LocalBoundary(Rule):
 
     def __init__(self, inner: Rule, path: str, layers: TensorParallelLayers):
         self.inner, self.path, self.layers, self.session = inner, path, layers, layers.session
+        #: Of the weight, as calls that were not traced have found it.
+        self.share: Share | None = None
+
+    def works_by_position(self, layer: Any) -> bool:
+        return self.inner.works_by_position(layer)
 
     def call(
         self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -179,10 +184,20 @@ class LocalBoundary(Rule):
                 "Parallelize all of the layer."
             )
         layout = layout_of(self.inner, weight, x, self.session.batch_axis)
-        for name, param in layer._parameters.items():
-            if param is not None:
-                share = layout.bias if name == "bias" else layout.share
-                self.layers.note_share(f"{self.path}: {name}", id(param), share)
+        if self.session.positions is not None and layout.share is Share.TERM:
+            raise UnsupportedLayer(
+                "found parts of the positions in each process, and a map of all of them (sample_of "
+                "with a map of positions). Leave SequenceParallel out of the plan."
+            )
+        if is_dynamo_compiling():  # what is noted in a trace is noted once for many calls
+            if layout.share is not self.share:
+                raise UnsupportedLayer("it is laid out otherwise than before it was compiled.")
+        else:
+            self.share = layout.share
+            for name, param in layer._parameters.items():
+                if param is not None:
+                    share = layout.bias if name == "bias" else layout.share
+                    self.layers.note_share(f"{self.path}: {name}", id(param), share)
         if tuple(x.placements) != (layout.input,):
             x = x.redistribute(placements=[layout.input])
         floats = x.is_floating_point()
@@ -191,7 +206,7 @@ class LocalBoundary(Rule):
         if layout.ids:
             start, rows = _own_words(weight)
             mine = (inside >= start) & (inside < start + rows)
-            inside = torch.where(mine, inside - start, 0)
+            inside = (inside - start).remainder(rows)
         try:
             output = tapped(inside)
         except ReadsNoSamples:
@@ -199,16 +214,28 @@ class LocalBoundary(Rule):
                 "what it reads is the same for all samples (positions, say), which is not built "
                 "for a layer with DTensors. Leave it out of parallelize_module, or freeze it."
             ) from None
-        if mine is not None:  # other words are other processes'; no gradient comes back to row 0
+        if mine is not None:  # no gradient comes back to the rows that stood for others' words
             output = torch.where(mine.unsqueeze(-1), output, 0)
-        return DTensor.from_local(
-            output,
-            weight.device_mesh,
-            [layout.output],
-            run_check=False,
-            shape=torch.Size(layout.shape),
-            stride=torch.empty(layout.shape, device="meta").stride(),
-        )
+        sizes: dict[str, Any] = {}
+        if layout.output.is_shard() and layout.shape[layout.output.dim] % weight.device_mesh.size():
+            sizes["shape"] = torch.Size(layout.shape)
+            sizes["stride"] = torch.empty(layout.shape, device="meta").stride()
+        mesh = weight.device_mesh
+        return DTensor.from_local(output, mesh, [layout.output], run_check=False, **sizes)
+
+    def local_layer(self, layer: Any) -> Any:
+        """The layer with this process's part of its parameters."""
+        return _local_layer(layer)
+
+    def local_parameters(self, layer: Any) -> dict[str, Any]:
+        """Those of :meth:`local_layer`, in a trace."""
+        found = {
+            name: None if param is None else param.detach().to_local()
+            for name, param in layer._parameters.items()
+        }
+        if _adds_no_bias(layer):
+            found["bias"] = None
+        return found
 
     def forward(self, layer: Any, *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
         local = _local_layer(layer)
@@ -231,21 +258,27 @@ class LocalBoundary(Rule):
 
 def _local_layer(layer: Any) -> Any:
     """The layer with this process's part of its parameters, as a rule reads it."""
-    local = copy.copy(layer)
-    local.__dict__.pop("forward", None)
+    local: Any = object.__new__(type(layer))  # fully_shard leaves classes that copy() makes anew
+    vars(local).update(vars(layer))
+    vars(local).pop("forward", None)
     local._parameters = {name: local_of(param) for name, param in layer._parameters.items()}
     weight = layer._parameters["weight"]
     (cut,) = weight.placements
-    if isinstance(layer, nn.Linear):
-        # Outputs are added up over processes, and a bias once.
-        if cut.is_shard(1) and weight.device_mesh.get_local_rank() != 0:
-            local._parameters["bias"] = None
+    if _adds_no_bias(layer):
+        local._parameters["bias"] = None
     elif isinstance(layer, nn.Embedding) and cut.is_shard(0):
         start, rows = _own_words(weight)
         local.num_embeddings = rows
         if (padding := layer.padding_idx) is not None:
             local.padding_idx = padding - start if start <= padding < start + rows else None
     return local
+
+
+def _adds_no_bias(layer: Any) -> bool:
+    """Whether this process's outputs are added to others', of which one has the bias in it."""
+    weight = layer._parameters["weight"]
+    is_term = isinstance(layer, nn.Linear) and weight.placements[0].is_shard(1)
+    return is_term and weight.device_mesh.get_local_rank() != 0
 
 
 def _own_words(weight: Any) -> tuple[int, int]:
@@ -266,6 +299,7 @@ class TensorParallelLayers:
         reducer: Reducer,
     ):
         self.session, self.mesh, self.between_steps = session, processes.tensor, processes.mesh
+        session.layers_are_cut = True
         #: Of parameters, by their ``id``, as layers have found them in forward.
         self._shares: dict[int, Share] = {}
         #: Numbers of the rows that the model was called with since the last backward, the latest.
@@ -329,7 +363,7 @@ class TensorParallelLayers:
         self, tap: Tap, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The inputs of a layer that every process has as a whole."""
-        if not self.session.recording or not tap.trainable()[1]:
+        if is_dynamo_compiling() or not self.session.recording or not tap.trainable()[1]:
             return None
         if any(isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
             raise FlashClippingError(
@@ -451,11 +485,14 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
         whole_B = torch.where(is_shard_P1, 0.0, sq_PB).sum(0)
         whole_B = torch.where(whole_B.isfinite(), whole_B, -1.0)  # to be compared as well
         marks_B = self._marks_of_samples(whole_B)
-        counted_P1 = is_shard_P1 | (self.mesh.get_local_rank() == 0)
+        # What is not finite in one process is so for all: a document, say, of which one has lost
+        # positions in its own columns.
+        lost_B = ~sq_PB.isfinite().all(0)
+        counted_PB = is_shard_P1 | lost_B | (self.mesh.get_local_rank() == 0)
         message = torch.cat(
             [
-                torch.where(counted_P1, sq_PB, 0.0),  # not a product: 0 * inf is NaN
-                torch.where(counted_P1, doubt_PB, 0.0),
+                torch.where(counted_PB, sq_PB, 0.0),  # not a product: 0 * inf is NaN
+                torch.where(counted_PB, doubt_PB, 0.0),
                 torch.stack([marks_B, marks_B.square(), whole_B, whole_B.square()]),
             ]
         )
@@ -467,7 +504,8 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
         # n Σ x² = (Σ x)² where all x are the same; of whole numbers exactly.
         check_on_device((ranks * marks_sq_B == marks_B.square()).all(), _OTHER_SAMPLES)
         spread_B = ranks * whole_sq_B - whole_B.square()
-        check_on_device((spread_B <= _ALIKE**2 * whole_B.square()).all(), _OTHER_GRADIENTS)
+        alike_B = (spread_B <= _ALIKE**2 * whole_B.square()) | ~sq_PB.isfinite().all(0)
+        check_on_device(alike_B.all(), _OTHER_GRADIENTS)
         return sq_PB.sqrt().to(norms_PB), Doubts([(keys, doubt_PB.to(norms_PB))], doubts.scale)
 
     def _marks_of_samples(self, like_B: Tensor) -> Tensor:

@@ -260,8 +260,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         (:mod:`flash_clipping.capture.compiled` tells for what layers). Norms and clipped sums are
         those of the model that is not compiled.
         """
-        if self._sharded is not None:
-            self._sharded.check_compiled(True)
         self._taps.regions.compile(self._taps.of_root, compiler_of(args, kwargs))
 
     # -- forward: who is a sample? --------------------------------------------------------------

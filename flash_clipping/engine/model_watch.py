@@ -232,8 +232,6 @@ class ModelWatch:
         refuse_since(self.wrapper, () if self.sharded is None else self.sharded.slots.gathering)
         if not is_dynamo_compiling():
             self.taps.regions.find(self.taps.of_root)
-            if self.sharded is not None:
-                self.sharded.check_compiled(self.taps.regions.any_compiled)
         self._looked_around = True
 
     def look_at(

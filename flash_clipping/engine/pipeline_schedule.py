@@ -462,11 +462,6 @@ def _checked_parts(schedule: Any) -> tuple[Any, int]:
         )
     settings = {name: getattr(module, name) for name in ("mode", "clipping", "sample_of")}
     refuse_unserved("PrivateSchedule", module, settings)
-    if module._taps.regions.any_compiled:
-        raise NotServed(
-            "PrivateSchedule: found a compiled stage, for which it is not built. Leave compile() "
-            "out."
-        )
     if dist.get_world_size(stage.group) != dist.get_world_size():
         raise NotServed(
             f"PrivateSchedule: found a pipeline of {dist.get_world_size(stage.group)} processes "

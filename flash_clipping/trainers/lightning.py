@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from flash_clipping.distributed import is_sharded
+from flash_clipping.distributed import has_shards
 from flash_clipping.errors import InvalidValue, missing_extra
 
 try:
@@ -105,7 +105,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 "PrivateTraining: found a second fit(). Give the number of epochs at once, or "
                 "resume from a checkpoint with new objects (Trainer, LightningModule, callback)."
             )
-        self._loader = self._private_loader(trainer, pl_module, distributed=is_sharded(model))
+        self._loader = self._private_loader(trainer, pl_module, distributed=has_shards(model))
         loop = trainer.fit_loop
         loop._data_source.instance = self._loader
         loop._combined_loader = None  # configure_optimizers may have asked for its length
@@ -195,11 +195,12 @@ def _refuse(trainer: Any, model: nn.Module) -> None:
     several = trainer.world_size > 1
     refused = [
         (
-            several and not is_sharded(model),
+            several and not has_shards(model),
             f"{trainer.world_size} processes, and {type(model).__name__} whole in each of them",
             "Call fully_shard in configure_model, on its blocks and on the module itself that is "
-            "private, with Trainer(strategy=ModelParallelStrategy(tensor_parallel_size=1, "
-            "data_parallel_size=...)); or train on one device: Trainer(devices=1)",
+            "private, or parallelize_module, with Trainer(strategy=ModelParallelStrategy("
+            "data_parallel_size=..., tensor_parallel_size=...)); or train on one device: "
+            "Trainer(devices=1)",
         ),
         (
             several and trainer._accelerator_connector.use_distributed_sampler,

@@ -17,6 +17,11 @@ _SEVERAL = (
 )
 
 
+def layers_cut_by_transformers(model: Any) -> int:
+    """Over how many processes ``transformers`` has cut a model's layers: 1 if it has not."""
+    return (getattr(model, "_tp_size", None) or 1) if has_shards(model) else 1
+
+
 def refuse_arguments(args: Any) -> None:
     """Raise ``ValueError`` for ``TrainingArguments`` under which steps would not be private, or not
     be accounted."""
@@ -32,7 +37,6 @@ def refuse_arguments(args: Any) -> None:
     form = str(getattr(get("parallel_mode"), "value", "distributed"))
     is_several = get("world_size", 1) > 1
     _refuse_if(is_several and form != "distributed", f"several processes ({form})", _SEVERAL)
-    _refuse_if(is_several and get("parallelism_config"), "parallelism_config", _SEVERAL)
     _refuse_if(get("deepspeed"), "deepspeed", _SEVERAL)
     _refuse_if(get("n_gpu", 1) > 1, f"{get('n_gpu', 1)} GPUs (DataParallel)", _SEVERAL)
     compiles = "The Trainer would compile the model with its hooks. Leave it out"
@@ -78,11 +82,36 @@ def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None
         "a model that is private already",
         "Give model.to_standard_module(), or take the hooks off first: hooks.cleanup()",
     )
+    cut = layers_cut_by_transformers(trainer.model)
     _refuse_if(
-        has_shards(trainer.model),
+        has_shards(trainer.model) and cut == 1,
         "a model whose parameters are shards",
         "Give the plain model: Accelerate shards it (accelerate launch with fsdp_version: 2). For "
-        "tensor parallelism use FlashPrivacyEngine after parallelize_module",
+        "tensor parallelism let transformers cut it (from_pretrained(..., tp_plan='auto')), or use "
+        "FlashPrivacyEngine after parallelize_module",
+    )
+    form = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("cp_size", "sp_size"):
+        size = getattr(form, name, 1)
+        _refuse_if(
+            size > 1,
+            f"parallelism_config with {name}={size}",
+            "Positions of one sample would be in several processes. Give every sample to one: "
+            "dp_replicate_size and dp_shard_size",
+        )
+    _refuse_if(
+        cut > 1 and (cut != trainer.args.world_size or trainer.is_fsdp_enabled),
+        f"layers cut over {cut} of {trainer.args.world_size} processes",
+        "Accelerate does not shard such models, nor give them parts of a batch. Cut layers over "
+        "all processes, or use FlashPrivacyEngine after fully_shard",
+    )
+    saves = str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy))
+    _refuse_if(
+        cut > 1 and saves != "no",
+        f"save_strategy={saves}, and layers that are cut over processes",
+        "The Trainer saves in one process, which would wait for the parts that others have. Use "
+        "save_strategy='no', and at the end in all processes "
+        "trainer.model.save_pretrained(folder)",
     )
     refuse_unloaded(trainer.model)  # or the loss would be compared with one of other adapters
     asked, plugin = trainer.args.fsdp, getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -94,7 +123,7 @@ def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None
         "It needs several processes with a GPU each (torchrun). Start them, or leave fsdp out",
     )
     _refuse_if(
-        trainer.is_fsdp_enabled and trainer._finds_batch_size,
+        (trainer.is_fsdp_enabled or cut > 1) and trainer._finds_batch_size,
         "auto_find_batch_size=True, and shards",
         "All processes must run as many parts. Give per_device_train_batch_size what fits, and the "
         "rest to gradient_accumulation_steps",

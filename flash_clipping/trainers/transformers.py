@@ -39,7 +39,7 @@ except ImportError as error:
 
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.units import UnitsOfCalls
-from flash_clipping.distributed import reshard
+from flash_clipping.distributed import has_shards, reshard
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.private_run import (
     LogicalBatch,
@@ -47,7 +47,12 @@ from flash_clipping.trainers.private_run import (
     PrivateRun,
     ReportsPrivacy,
 )
-from flash_clipping.trainers.refused import refuse_arguments, refuse_loader, refuse_trainer
+from flash_clipping.trainers.refused import (
+    layers_cut_by_transformers,
+    refuse_arguments,
+    refuse_loader,
+    refuse_trainer,
+)
 from flash_clipping.trainers.sample_losses import (
     asking,
     compare,
@@ -84,8 +89,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
     What arguments of ``TrainingArguments`` mean here:
         per_device_train_batch_size: the most samples that are on the device at a time, ``b``.
         gradient_accumulation_steps: ``a``; the expected batch of a step has ``a b n`` samples, in
-            ``n`` processes. A step draws every one of the ``N`` samples with probability
-            ``1 / ceil(N / (a b n))``, and there are ``ceil(N / (a b n))`` steps in an epoch.
+            ``n`` processes with samples of their own. A step draws every one of the ``N`` samples
+            with probability ``1 / ceil(N / (a b n))``, and there are ``ceil(N / (a b n))`` steps in
+            an epoch.
         auto_find_batch_size: a part that runs out of memory is halved and run again, and so are
             those that follow; ``b`` is where it begins. Batches, noise and accounting are the same.
         max_grad_norm: the clipping bound of every *sample's* gradient, unless
@@ -112,7 +118,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         self._max_grad_norm = _clipping_bound(given.max_grad_norm, privacy.max_grad_norm)
         self._logical_batch_size = (
             given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size
-        )
+        ) // layers_cut_by_transformers(bound.arguments.get("model"))
         bound.arguments["args"] = own = copy.copy(given)
         own.gradient_accumulation_steps = 1
         own.max_grad_norm = 0.0
@@ -222,6 +228,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
         if training and self.args.world_size > 1 and not self.is_fsdp_enabled:
+            if has_shards(model):  # each process has a part of the layers, and all samples
+                return model
             if self._data_parallel is None:
                 self._data_parallel = DifferentiallyPrivateDistributedDataParallel(self.model)
             return self._data_parallel

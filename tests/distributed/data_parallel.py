@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, distributed as dist, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.distributed.processes import BACKEND, C, Parts, all_of, as_torchrun, message
 from tests.support.trainers import Texts, arguments, bert, privacy
 from tests.trainers import test_lightning
 
-#: Samples; steps of an epoch of expected batches of 2 (samples) x 1 (part) x 2 (processes).
+#: Samples; steps of an epoch of expected batches of 4.
 SIZE, STEPS, RATE = 24, 6, 0.5
-TRAINING = {"gradient_accumulation_steps": 1, "lr_scheduler_type": "constant"}
+TRAINING = {"lr_scheduler_type": "constant", "remove_unused_columns": False}
 
 
 class Noting(PrivateTrainer):
@@ -41,6 +43,13 @@ class Noting(PrivateTrainer):
         )
 
 
+class OfCpus(ParallelismConfig):
+    """Accelerate takes no mesh of CPUs before it shards."""
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        pass
+
+
 class Sharding(Noting):
     """Accelerate takes FSDP for GPUs alone, so that it is told here that there are some."""
 
@@ -55,11 +64,50 @@ class Sharding(Noting):
 
 #: Accelerate shards input embeddings by themselves, and fails where those around are sharded.
 _LAYERS = {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}
-#: How models are spread over processes, for ``TrainingArguments``.
-KINDS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "fsdp": {"fsdp": True, "fsdp_config": _LAYERS},
+_SHARDS = {"fsdp": True, "fsdp_config": _LAYERS}
+#: Samples of a part, and parts, in each process with samples of its own.
+_PARTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_TWO, _FOUR, _ALL = (dict(zip(_PARTS, sizes, strict=True)) for sizes in ((2, 1), (1, 1), (2, 2)))
+#: How models are spread over so many processes, for ``TrainingArguments``.
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "whole": (2, _TWO),
+    "fsdp": (2, _TWO | _SHARDS),
+    "tensor": (2, _ALL | {"parallelism_config": OfCpus(tp_size=2)}),
+    "hsdp": (
+        4,
+        _FOUR | _SHARDS | {"parallelism_config": OfCpus(dp_replicate_size=2, dp_shard_size=2)},
+    ),
 }
+#: Layers of BERT that are cut over processes, by rows or columns.
+_PLAN = {
+    f"bert.encoder.layer.*.{layer}": "rowwise" if "output" in layer else "colwise"
+    for layer in (
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+        "attention.output.dense",
+        "intermediate.dense",
+        "output.dense",
+    )
+}
+
+
+def model_of(folder: str, kind: str) -> nn.Module:
+    model = bert(torch.float64)
+    if kind == "whole":  # another model in each process, until it is shared
+        with torch.no_grad():
+            model.classifier.weight.add_(dist.get_rank())
+    if kind != "tensor":
+        return model
+    if dist.get_rank() == 0:
+        model.save_pretrained(f"{folder}/plain")
+    dist.barrier()
+    cut: nn.Module = type(model).from_pretrained(
+        f"{folder}/plain",
+        distributed_config={"tp_plan": _PLAN, "tp_size": 2},
+        dtype=torch.float64,
+    )
+    return cut
 
 
 def momentum_of(kind: str) -> float:
@@ -68,14 +116,10 @@ def momentum_of(kind: str) -> float:
 
 
 def trainer(folder: str, kind: str = "whole", noise: float = 0.0, **settings: Any) -> Noting:
-    model = bert(torch.float64)
-    if kind == "whole":  # another model in each process, until it is shared
-        with torch.no_grad():
-            model.classifier.weight.add_(dist.get_rank())
-    settings = KINDS[kind] | TRAINING | {"remove_unused_columns": False} | settings
-    cls = Noting if kind == "whole" else Sharding
+    settings = KINDS[kind][1] | TRAINING | settings
+    cls = Sharding if "fsdp" in KINDS[kind][1] else Noting
     return cls(
-        model=model,
+        model=model_of(folder, kind),
         args=arguments(folder, ddp_backend=BACKEND, use_cpu=BACKEND == "gloo", **settings),
         train_dataset=Texts(SIZE),
         eval_dataset=Texts(3),
@@ -90,8 +134,16 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def main(rank: int) -> Parts:
     return {
-        **{kind: partial(trained, kind) for kind in KINDS},
-        "lightning": lambda: [fitted(physical) for physical in (None, 1)],
+        **{
+            kind: partial(trained, kind)
+            for kind, (world, _) in KINDS.items()
+            if world == dist.get_world_size()
+        },
+        **{
+            f"lightning {kind}": lambda kind=kind: [fitted(kind, part) for part in (None, 1)]
+            for kind, (world, _) in FITTED.items()
+            if world == dist.get_world_size()
+        },
     }
 
 
@@ -100,41 +152,37 @@ def trained(kind: str) -> dict[str, Any]:
     dist.broadcast_object_list(folder)
     trainer_of = partial(trainer, str(folder[0]), kind)
     with as_torchrun(29512):
-        plain = trainer_of(
-            num_train_epochs=1,
-            save_strategy="steps",
-            save_steps=STEPS,
-            eval_strategy="steps",
-            eval_steps=2,
-        )
+        saving = {"save_strategy": "steps", "save_steps": STEPS} if kind != "tensor" else {}
+        plain = trainer_of(num_train_epochs=1, eval_strategy="steps", eval_steps=2, **saving)
         plain.train()
-        again = trainer_of(noise=1.0)
-        refused = message(
-            lambda: again.train(resume_from_checkpoint=f"{folder[0]}/checkpoint-{STEPS}")
-        )
-        resumed = trainer_of(max_steps=STEPS + 1)
-        resumed.train(resume_from_checkpoint=f"{folder[0]}/checkpoint-{STEPS}")
+        found = {
+            "drawn": plain.drawn,
+            "most": plain.most,
+            "history": plain.run.engine.accountant.state_dict()["history"],
+            "expected": plain.run.optimizer.expected_batch_size,
+            "end": weights(plain.model),
+        }
+        if saving:
+            again = trainer_of(noise=1.0)
+            checkpoint = f"{folder[0]}/checkpoint-{STEPS}"
+            found["refused"] = message(lambda: again.train(resume_from_checkpoint=checkpoint))
+            resumed = trainer_of(max_steps=STEPS + 1)
+            resumed.train(resume_from_checkpoint=checkpoint)
+            found["resumed"] = weights(resumed.model), resumed.run.steps, resumed.drawn
+        else:
+            found["refused"] = message(lambda: trainer_of(save_strategy="steps"))
+            plain.model.save_pretrained(f"{folder[0]}/end", is_main_process=dist.get_rank() == 0)
+            dist.barrier()
+            found["saved"] = weights(type(plain.model).from_pretrained(f"{folder[0]}/end"))
         noisy = trainer_of(noise=1.0, max_steps=2)
         noisy.train()
-        halved = message(lambda: trainer_of(auto_find_batch_size=True))
+        found |= {"noisy": weights(noisy.model), "epsilon": noisy.epsilon}
+        found["halved"] = message(lambda: trainer_of(auto_find_batch_size=True))
         # The last: Accelerate then has all trainers of the process shard, where there are GPUs
         # (ACCELERATE_USE_FSDP).
-        fsdp = message(lambda: trainer(str(folder[0]), fsdp=True))
+        found["fsdp"] = message(lambda: trainer(str(folder[0]), fsdp=True))
         AcceleratorState._reset_state(True)
-    assert plain.run is not None and noisy.run is not None and resumed.run is not None
-    return {
-        "drawn": plain.drawn,
-        "most": plain.most,
-        "history": plain.run.engine.accountant.state_dict()["history"],
-        "expected": plain.run.optimizer.expected_batch_size,
-        "end": weights(plain.model),
-        "resumed": (weights(resumed.model), resumed.run.steps, resumed.drawn),
-        "noisy": weights(noisy.model),
-        "epsilon": noisy.epsilon,
-        "refused": refused,
-        "fsdp": fsdp,
-        "halved": halved,
-    }
+    return found
 
 
 def replayed(drawn: list[list[int]], kind: str) -> dict[str, Tensor]:
@@ -158,20 +206,42 @@ def replayed(drawn: list[list[int]], kind: str) -> dict[str, Tensor]:
     return weights(model)
 
 
+#: How Lightning's models lie over so many processes: (data, tensor), or replicas of shards.
+FITTED: dict[str, tuple[int, tuple[int, int]]] = {
+    "fsdp": (2, (2, 1)),
+    "tensor": (2, (1, 2)),
+    "hsdp": (4, (4, 1)),
+    "fsdp, tensor": (4, (2, 2)),
+}
+
+
 class Sharded(test_lightning.Classifier):
     """Lightning's ``ModelParallelStrategy`` calls :meth:`configure_model`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
+        self.kind = kind
         #: The step of each batch, or part of one.
         self.at: list[int] = []
 
     def configure_model(self) -> None:
         from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         mesh = self.device_mesh["data_parallel"]
-        fully_shard(self.model[0], mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        if self.kind == "hsdp":
+            names = ("replicate", "shard")
+            mesh = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=names)
+        if "tensor" in self.kind:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
+        if self.kind != "tensor":
+            fully_shard(self.model[0], mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=test_lightning.RATE, momentum=0.5)
@@ -181,7 +251,7 @@ class Sharded(test_lightning.Classifier):
         return super().training_step(batch, index)
 
 
-def fitted(physical: int | None) -> dict[str, Any]:
+def fitted(kind: str, physical: int | None) -> dict[str, Any]:
     """An epoch, and another one from its checkpoint; ``physical``: samples of a part."""
     import lightning
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -190,9 +260,11 @@ def fitted(physical: int | None) -> dict[str, Any]:
     dist.broadcast_object_list(folder)
     checkpoint = Path(str(folder[0])) / "checkpoint"
 
+    _, (data, tensor) = FITTED[kind]
+
     def fit(module: Any, **settings: Any) -> lightning.Trainer:
         defaults: dict[str, Any] = {
-            "strategy": ModelParallelStrategy(tensor_parallel_size=1, data_parallel_size=2),
+            "strategy": ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor),
             "use_distributed_sampler": False,
         }
         trainer, callback = test_lightning.fit(
@@ -200,7 +272,7 @@ def fitted(physical: int | None) -> dict[str, Any]:
             checkpoint.parent,
             of_privacy={"noise_multiplier": 0.0, "seed": None},
             physical=physical,
-            devices=2,
+            devices=dist.get_world_size(),
             **defaults | settings,
         )
         assert trainer.global_step == callback.run.steps
@@ -213,12 +285,12 @@ def fitted(physical: int | None) -> dict[str, Any]:
         ]
         return {"drawn": drawn, "parts": [*map(len, steps)], "end": [*weights(module).values()]}
 
-    first, resumed = Sharded(), Sharded()
+    first, resumed = Sharded(kind), Sharded(kind)
     with as_torchrun(29514):
         fit(first).save_checkpoint(checkpoint)
         fit(resumed, checkpoint=checkpoint, max_epochs=2)
         refused = [
             message(lambda: fit(test_lightning.Classifier(), strategy="ddp")),
-            message(lambda: fit(Sharded(), use_distributed_sampler=True)),
+            message(lambda: fit(Sharded(kind), use_distributed_sampler=True)),
         ]
     return {"first": of(first), "resumed": of(resumed), "refused": refused}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed as dist, nn
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from flash_clipping import (
@@ -92,6 +93,15 @@ STEPS: dict[str, dict[str, Any]] = {
     "LoRA": {"size": 4, "net": {"kind": Adapted}, "frozen": ("embed", "norm", "head")},
     "not finite": {"size": 3, "poisoned": 2},
     "as torch is called": {"size": 4, "only_own": True},
+    "compiled blocks": {"size": 2, "micro": 4, "compiled": "blocks"},
+    "compiled stages": {"kind": "GPipe", "size": 5, "samples": 7, "compiled": "stage"},
+    "compiled, LoRA": {
+        "size": 2,
+        "micro": 3,
+        "compiled": "private",
+        "net": {"kind": Adapted},
+        "frozen": ("embed", "norm"),
+    },
 }
 
 
@@ -107,9 +117,11 @@ def clipped_step(
     frozen: tuple[str, ...] = (),
     poisoned: int | None = None,
     only_own: bool = False,
+    compiled: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """Norms and sums of two steps, beside those of every sample by itself."""
+    """Norms and sums of two steps, beside those of every sample by itself; ``compiled``: the
+    "blocks" of stages, or each "stage" before or after it is "private"."""
     model, plain = make(**(net or {})), make(**(net or {}))
     for one in (model, plain):
         freeze(one, frozen)
@@ -124,7 +136,14 @@ def clipped_step(
         with torch.no_grad():
             model.embed.weight[10] = float("inf")
     part = Part(model, rank)
+    if compiled:
+        torch.compiler.reset()
+        counters.clear()
+        for module in {"blocks": part.blocks.values(), "stage": (part,)}.get(compiled, ()):
+            module.compile(backend="aot_eager")
     flash = GradSampleModuleFlashClipping(part, max_grad_norm=C, **options)
+    if compiled == "private":
+        flash.compile(backend="aot_eager")
     schedule = PrivateSchedule(schedule_of(flash, kind, micro, loss), microbatch_size=size)
     errors: list[float] = []
     losses: list[Tensor] = []
@@ -157,6 +176,7 @@ def clipped_step(
         "losses": len(losses),
         "backwards": flash.backward_count,
         "held": len(schedule._held),
+        "graphs": counters["stats"]["unique_graphs"] if compiled else 0,
     }
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, distributed as dist, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import (
@@ -31,6 +32,7 @@ from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.mechanisms import NoiseMechanism
 from tests.distributed.processes import (
     SAMPLES,
+    VOCAB,
     C,
     Parts,
     _truth_of,
@@ -38,12 +40,14 @@ from tests.distributed.processes import (
     batch,
     device,
     error,
+    freeze,
     local,
     make,
     message,
     sharded,
 )
 from tests.support import packed
+from tests.support.autograd import truth_by_autograd
 from tests.support.oracle import Truth
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
@@ -358,19 +362,39 @@ def check_correlated(noise: NoiseMechanism, runs: list[dict[str, Any]]) -> None:
                 torch.testing.assert_close(added[name], rows[(step, *cut)], rtol=0, atol=1e-9)
 
 
-def documents_in_rows(rank: int, **options: Any) -> dict[str, Any]:
-    """Packed documents, all of one its own process's: the second process has two of them, one, and
-    a row without positions."""
+#: Which documents are in which part, in three steps: some have one, or a row without positions.
+OF_DOCUMENTS = {
+    1: ((0, 5), (0, 5)),
+    2: ((0, 3, 5), (0, 4, 5), (0, 5, 5)),
+    4: ((0, 1, 3, 4, 5), (0, 0, 2, 4, 5), (0, 3, 3, 3, 5)),
+}
+
+
+def reader() -> Any:
+    """A model for packed documents, in whose attention and feed-forward layers can be cut."""
+    torch.manual_seed(0)
+    between = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    return packed.Reader(between).double().to(device())
+
+
+def documents_in_rows(
+    place: int,
+    parts: int,
+    prepare: Callable[[Any], Any],
+    frozen: tuple[str, ...] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """Packed documents in so many parts, of which this process has one."""
     every = packed.documents((3, 5, 1, 4, 2))
-    truth = packed.truth_of(packed.Reader().double(), [[*enumerate(every)]])
-    model = sharded(packed.Reader().double().to(device()), how="leaves")
+    truth = packed.truth_of(freeze(reader().cpu(), frozen), [[*enumerate(every)]])
+    model = prepare(freeze(reader(), frozen))
     flash = GradSampleModuleFlashClipping(
         model, max_grad_norm=C, loss_reduction="sum", sample_of="document", **options
     )
     errors = []
-    for cut in (3, 4, 5):
+    for cuts in OF_DOCUMENTS[parts]:
         flash.zero_grad(set_to_none=True)
-        mine = slice(cut) if rank == 0 else slice(cut, None)
+        mine = slice(cuts[place], cuts[place + 1])
         ids, places, numbers = packed.packed([[*enumerate(every[mine])]])
         # fully_shard takes the map to the GPU, where nobody asks how many documents there are.
         flash.expect_samples(len(every[mine]))
@@ -378,9 +402,86 @@ def documents_in_rows(rank: int, **options: Any) -> dict[str, Any]:
         packed.losses(output).sum().backward()
         errors.append(error(flash.get_norm_sample(), truth.norms[mine]))
         for name, total in truth.clipped(C).items():
-            errors.append(error(all_of(model.get_parameter(name).grad), total))
+            grad = model.get_parameter(name).grad
+            assert (grad is None) == name.startswith(frozen or ("-",)), name
+            errors += [] if grad is None else [error(all_of(grad), total)]
     settled = flash._sharded.together._settled_with == flash._guards.count
     return {"error": max(errors), "settled": settled}
+
+
+class Tables(nn.Module):
+    """Texts with their lengths, of words of one kind: a table with a single row."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.kinds = nn.Embedding(VOCAB, 8), nn.Embedding(1, 8)
+        self.head = nn.Linear(8, 3)
+        self.checkpointed = checkpointed
+
+    def embed(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        return self.words(ids) + self.kinds(kinds)
+
+    def forward(self, ids: Tensor, kinds: Tensor, lengths: Tensor) -> Tensor:
+        x = self.embed(ids, kinds)
+        if self.checkpointed:
+            x = checkpoint(self.embed, ids, kinds, use_reentrant=False)
+        pack, pad = nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pad_packed_sequence
+        packed = pack(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.head(pad(packed, batch_first=True)[0].mean(1))
+
+
+class Bags(nn.Module):
+    """Words of all samples one after the other, and where those of each begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag, self.head = nn.EmbeddingBag(VOCAB, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.head(self.bag(ids, offsets))
+
+
+def tables_without_samples(rank: int, kind: str, **options: Any) -> float:
+    """The second process has no samples, of a model that does not run on any numbers: a table has
+    its rows, bags begin with the first, and no text has the length 0."""
+    ids, y = batch()
+    numbers = torch.arange(SAMPLES, device=device())
+
+    def called(model: Any, samples: Tensor) -> Tensor:
+        own = ids[samples]
+        if kind == "bags":
+            return model(own.flatten(), 5 * torch.arange(len(own), device=own.device))
+        return model(own, torch.zeros_like(own), torch.full_like(samples, 5))
+
+    def build() -> Any:
+        return (Bags() if kind == "bags" else Tables(kind == "checkpointed")).double().to(device())
+
+    whole = truth_by_autograd(
+        build(), (numbers, y), lambda m, given: F.cross_entropy(called(m, given[0]), given[1])
+    )
+    model = sharded(build(), how="leaves")
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, **options)
+    mine = numbers[: 0 if rank else SAMPLES]
+    errors = []
+    for _ in range(2):
+        flash.zero_grad(set_to_none=True)
+        F.cross_entropy(called(flash, mine), y[mine]).backward()
+        errors.append(error(flash.get_norm_sample(), whole.norms[mine]))
+        for name, total in whole.clipped(C).items():
+            errors.append(error(all_of(model.get_parameter(name).grad), total))
+    return max(errors)
+
+
+#: Kinds, and options of the private model.
+TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bags": ("bags", {}),
+    "one row": ("one row", {}),
+    "two_pass": ("one row", {"mode": "two_pass"}),
+    "checkpointed": ("checkpointed", {}),
+    "checkpointed, two_pass": ("checkpointed", {"mode": "two_pass"}),
+}
 
 
 def checkpointed(rank: int, folder: str) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed as dist, nn
+from torch._dynamo import graph_break
 
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.distributed import decoders
 from tests.distributed.decoders import WIDTH, batch, cut, loss_of
-from tests.distributed.processes import C, Parts, device, join_anew, message
+from tests.distributed.processes import C, Parts, device, freeze, join_anew, message
 from tests.distributed.steps import optimizer_of
 from tests.distributed.tensor_steps import meshes
 from tests.support.hugging_face import llama
@@ -178,8 +179,9 @@ def refusals(rank: int, mesh: Any) -> Parts:
                 layer.self_attn.norm = nn.LayerNorm(4, device=device())
         wrap(apply_tensor_parallelism(model, mesh))
 
-    def compiled() -> None:
+    def broken() -> None:
         model = cut(decoders.make(), mesh)
+        model.blocks[0].feed_forward.register_forward_pre_hook(lambda *_: graph_break())
         model.blocks[0].compile(backend="eager")
         step(model)
 
@@ -189,8 +191,10 @@ def refusals(rank: int, mesh: Any) -> Parts:
         unit = torch.tensor([0, 1, rank, 1])
         loss_of(flash(ids, unit=unit), y).backward()
 
-    def documents() -> None:
-        flash = wrap(cut(decoders.make(), mesh), sample_of="document", loss_reduction="sum")
+    def documents(frozen: tuple[str, ...] = ()) -> None:
+        """Norm layers see parts of them."""
+        model = freeze(cut(decoders.make(), mesh, "sequence"), frozen)
+        flash = wrap(model, sample_of="document", loss_reduction="sum")
         flash(ids, document=torch.zeros_like(ids, device="cpu"))
 
     return {
@@ -212,10 +216,10 @@ def refusals(rank: int, mesh: Any) -> Parts:
         "other samples": lambda: step(cut(decoders.make(), mesh), ids.roll(rank, 0)),
         "changed": changed,
         "by hand": by_hand,
-        "compile": lambda: wrap(cut(decoders.make(), mesh)).compile(),
-        "compiled": compiled,
+        "graph break": broken,
         "other units": other_units,
         "documents": documents,
+        "documents, frozen": lambda: documents(("norm", "blocks.0.attention_norm", "blocks")),
     }
 
 

@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist, nn
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.tensor_parallel import TensorParallelBackwardPass
 from flash_clipping.factors import LinearGrad
-from tests.distributed import decoders, steps
+from tests.distributed import decoders, processes, steps
 from tests.distributed.decoders import around_loss, batch, cut, loss_of
 from tests.distributed.processes import C, all_of, device, error, expected_sums, freeze
+from tests.support import packed
 from tests.support.oracle import Truth, per_sample_truth
 
 
@@ -31,15 +33,16 @@ def meshes(data: int = 1) -> tuple[Any, Any]:
     return mesh["tp"], mesh["dp"]
 
 
-def sharded(model: Any, tensor: Any, data: Any, kind: str = "layers", tied: bool = False) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
+def sharded(
+    model: Any,
+    tensor: Any,
+    data: Any,
+    kind: str = "layers",
+    tied: bool = False,
+    how: str = "blocks",
+) -> Any:
     cut(model, tensor, kind, tied)
-    if data is not None:
-        for block in model.blocks:
-            fully_shard(block, mesh=data)
-        fully_shard(model, mesh=data)
-    return model
+    return model if data is None else processes.sharded(model, how, mesh=data)
 
 
 #: Of the decoders' batch.
@@ -83,25 +86,34 @@ def clipped_step(
     net: dict[str, Any] | None = None,
     length: int = 6,
     tied: bool = False,
+    how: str = "blocks",
     frozen: tuple[str, ...] = (),
     micro: int = 1,
     times: int = 1,
     dtype: torch.dtype = torch.float64,
     of_row: tuple[int, ...] = (),
+    compiled: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Norms and sums of some steps, beside those of every sample by itself in float64; ``of_row``:
-    the unit of every row, where units are samples."""
+    the unit of every row, where units are samples; ``compiled``: the backend for every block, or
+    for the "whole" model."""
     net = {"dtype": dtype} | (net or {})
     plain: Any = decoders.make(**net | {"checkpointed": False}).double()
     if tied:
         plain.head.weight = plain.embed.weight
     freeze(plain, frozen)
-    model = freeze(sharded(decoders.make(**net), tensor, data, kind, tied), frozen)
+    model = freeze(sharded(decoders.make(**net), tensor, data, kind, tied, how), frozen)
     if options.get("clipping") == "per_layer":
         trained = [p for p in model.parameters() if p.requires_grad]
         options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trained))]
     options |= {"sample_of": "unit"} if of_row else {}
+    if compiled:
+        torch.compiler.reset()
+        counters.clear()
+        name, whole = compiled.removeprefix("whole, "), compiled.startswith("whole")
+        for module in (model,) if whole else model.blocks:
+            module.compile(backend=name, fullgraph=not whole)
     flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
     words = net.get("words", 12)
     ids, y = batch(cuts[-1], length, words)
@@ -137,6 +149,7 @@ def clipped_step(
         "error": max(errors),
         "alike": all(torch.equal(coefs, other) for other in others),
         "settled": wrapped._sharded.together._settled_with == flash._guards.count,
+        "graphs": counters["stats"]["unique_graphs"] if compiled else 0,
     }
 
 
@@ -197,6 +210,57 @@ def in_float64(factor: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
             setattr(wide, name, value.double())
     return wide
+
+
+def cut_reader(tensor: Any, data: Any, model: Any) -> Any:
+    """A model for packed documents, of which tables and layers are cut."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    of_whole = RowwiseParallel(input_layouts=Replicate())
+    plan: dict[str, Any] = dict.fromkeys(("table", "places", "out"), of_whole)
+    plan |= {"between.0": ColwiseParallel(), "between.2": RowwiseParallel()}
+    plan |= {"head": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, tensor, plan)
+    return model if data is None else processes.sharded(model, "leaves", mesh=data)
+
+
+def documents(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
+    """Documents packed into rows, which all processes of a tensor mesh read."""
+    place, parts = (0, 1) if data is None else (data.get_local_rank(), data.size())
+    prepare = partial(cut_reader, tensor, data)
+    return steps.documents_in_rows(place, parts, prepare, **options)
+
+
+def lost_document(tensor: Any) -> dict[str, Any]:
+    """Sums where a document is not finite in one process's columns, and in no other layer that is
+    trained, beside those of the others."""
+    every = packed.documents((3, 5, 1, 4, 2))
+    word = int(every[3][0])
+    every = [torch.where(d == word, (d + 1) % packed.VOCABULARY, d) for d in every[:3]] + every[3:4]
+    models = [
+        freeze(steps.reader(), ("table", "places", "norm", "scale", "qkv", "out")) for _ in range(2)
+    ]
+    with torch.no_grad():
+        for model in models:  # a product of the two alone is infinite
+            model.table.weight[word], model.between[0].weight[-1] = 1e100, 1e250
+    truth = packed.truth_of(models[0].cpu(), [[*enumerate(every[:3])]])
+    model = cut_reader(tensor, None, models[1])
+    flash = GradSampleModuleFlashClipping(
+        model, max_grad_norm=C, loss_reduction="sum", sample_of="document"
+    )
+    ids, places, numbers = packed.packed([[*enumerate(every)]])
+    flash.expect_samples(4)
+    packed.losses(flash(ids.to(device()), places.to(device()), numbers)).sum().backward()
+    errors = [error(flash.get_norm_sample()[:3], truth.norms)]
+    for name, total in truth.clipped(C).items():
+        param = model.get_parameter(name)
+        errors += [error(all_of(param.grad), total)] if param.requires_grad else []
+    return {"error": max(errors), "coefs": flash.get_clipping_coef()}
 
 
 def poisoned(tensor: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_clipping.randomness.mechanisms import BandedNoise
-from tests.distributed import experts, pipelines, steps
+from tests.distributed import experts, pipelines, processes, steps
 from tests.distributed.processes import Found, Parts, clipped_step, device, make, sharded
 from tests.distributed.test_two_processes import EPOCH, check_units
 
@@ -19,18 +19,46 @@ CASES: dict[str, dict[str, Any]] = {
     "one_pass": {},
     "two_pass": {"mode": "two_pass"},
     "tied": {"net": {"tied": True, "bare": True}},
+    "compiled blocks": {"compiled": "blocks"},
+}
+#: They take longer.
+COMPILED: dict[str, dict[str, Any]] = {
+    "two_pass": {"compiled": "blocks", "mode": "two_pass"},
+    "root": {"compiled": "root"},
+    "private": {"compiled": "private"},
+    "shards": {"compiled": "shards"},
 }
 
 
-def main(rank: int) -> Parts:
+def replicas() -> Any:
+    """The mesh of two replicas of two shards."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def compiled(rank: int) -> Parts:
+    shards = {"mesh": replicas()}
+    return {n: partial(clipped_step, rank, CUTS, shards=shards, **c) for n, c in COMPILED.items()}
+
+
+def main(rank: int) -> Parts:
+    mesh = replicas()
     shards = {"mesh": mesh}
     return {
         **{
             f"clipped {n}": partial(clipped_step, rank, CUTS, shards=shards, **c)
             for n, c in CASES.items()
+        },
+        **{
+            f"documents {mode}": partial(
+                steps.documents_in_rows,
+                rank,
+                4,
+                lambda m: sharded(m, "leaves", mesh=mesh),
+                mode=mode,
+            )
+            for mode in ("one_pass", "two_pass")
         },
         "trained": lambda: steps.trained(rank, shards),
         "noise": lambda: steps.noisy(rank, shards),
@@ -53,6 +81,20 @@ def found(by_four: list[Found]) -> list[Found]:
 @pytest.mark.parametrize("name", CASES)
 def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
     assert max(of_rank[f"clipped {name}"]["error"] for of_rank in found) <= 1e-12
+
+
+@pytest.mark.slow
+def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for of_rank in processes.run(tmp_path_factory, "replicas_compiled", 4, compiled):
+        for name in COMPILED:
+            assert of_rank[name]["error"] <= 1e-12, name
+            assert of_rank[name]["graphs"] >= 1, name
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_documents_of_a_row_are_one_process_s(mode: str, found: list[Found]) -> None:
+    for of_rank in found:
+        assert of_rank[f"documents {mode}"]["error"] <= 1e-12
 
 
 def test_training_is_that_of_one_process(found: list[Found]) -> None:

@@ -33,11 +33,38 @@ CASES: dict[str, dict[str, Any]] = {
     "two_pass, tied": {"kind": "loss", "mode": "two_pass", "tied": True},
     "empty": {"cuts": (0, 0, 4)},
     "units": {"kind": "sequence", "of_row": (0, 1, 0, 2)},
+    "compiled": {"kind": "sequence", "net": {"layers": 2}, "times": 2, "compiled": "aot_eager"},
     "units, two_pass": {"of_row": (0, 1, 0, 2), "mode": "two_pass", "tied": True},
 }
+#: They take longer.
+COMPILED: dict[str, dict[str, Any]] = {
+    "inductor": {"net": {"layers": 2}, "compiled": "inductor"},
+    "whole": {"kind": "sequence, loss", "net": {"words": 11}, "compiled": "whole, aot_eager"},
+    "adapters": {"net": {"adapted": True}, "compiled": "aot_eager"},
+    "frozen": {"frozen": ("embed", *LINEAR), "kind": "sequence", "compiled": "aot_eager"},
+    "two_pass": {"mode": "two_pass", "compiled": "aot_eager"},
+    "accumulated": {"micro": 2, "compiled": "aot_eager"},
+    "units": {"of_row": (0, 1, 0, 2), "compiled": "aot_eager"},
+    "as many samples as positions": {"length": 4, "tied": True, "compiled": "aot_eager"},
+}
+
+
+def compiled(rank: int) -> Parts:
+    mesh, _ = tensor_steps.meshes()
+    step = partial(tensor_steps.clipped_step, mesh, times=3)
+    return {n: partial(step, **case) for n, case in COMPILED.items()}
+
+
 #: The same in fp32, beside float64.
 IN_FP32 = ("layers", "sequence", "two_pass, tied")
 IN_BF16 = ("layers", "sequence")
+
+#: Frozen layers are cut as well, between layers that are trained.
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "one_pass": {},
+    "two_pass": {"mode": "two_pass"},
+    "frozen": {"frozen": ("places", "out", "between.0")},
+}
 
 
 NOISE = OneStepNoise(0.6)
@@ -58,6 +85,11 @@ def main(rank: int) -> Parts:
         "loaded": lambda: uses.cut_by_transformers("loaded"),
         "applied": lambda: uses.cut_by_transformers("applied"),
         "poisoned": lambda: tensor_steps.poisoned(mesh),
+        **{
+            f"documents {n}": partial(tensor_steps.documents, mesh, **options)
+            for n, options in DOCUMENTS.items()
+        },
+        "lost document": lambda: tensor_steps.lost_document(mesh),
         "trained": lambda: tensor_steps.trained(mesh),
         "noise": lambda: tensor_steps.noisy(mesh),
         "engine": lambda: tensor_steps.engine_run(mesh),
@@ -85,6 +117,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
     for of_rank in found:
         assert of_rank[f"clipped {name}"]["error"] <= 1e-12
+
+
+def test_equal_blocks_are_compiled_once(found: list[Found]) -> None:
+    assert all(of_rank["clipped compiled"]["graphs"] == 1 for of_rank in found)
+
+
+@pytest.mark.slow
+def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for of_rank in processes.run(tmp_path_factory, "tensor_compiled", 2, compiled):
+        for name in COMPILED:
+            assert of_rank[name]["error"] <= 1e-12 and of_rank[name]["alike"], name
+            assert of_rank[name]["graphs"] >= 1, name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -118,6 +162,20 @@ def test_a_sample_that_is_not_finite_adds_nothing(found: list[Found]) -> None:
     for of_rank in found:
         assert of_rank["poisoned"]["coefs"][0] == 0
         assert of_rank["poisoned"]["error"] <= 1e-12
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_of_a_row_are_samples(name: str, found: list[Found]) -> None:
+    for of_rank in found:
+        assert of_rank[f"documents {name}"]["error"] <= 1e-12
+
+
+def test_a_document_that_is_not_finite_in_one_process_adds_nothing_anywhere(
+    found: list[Found],
+) -> None:
+    for of_rank in found:
+        assert of_rank["lost document"]["coefs"][3] == 0
+        assert of_rank["lost document"]["error"] <= 1e-12
 
 
 def test_processes_stop_asking_each_other(found: list[Found]) -> None:
@@ -183,10 +241,10 @@ REFUSED = {
     "other samples": "called with different samples",
     "changed": "is not the clipped sum",
     "by hand": r"c10d::allreduce_, in its forward \(.*tensor_refusals.py",
-    "compile": r"found compiled parts .*cut over processes.*\n.*\n        block.compile\(\)",
-    "compiled": "found compiled parts",
+    "graph break": r"a break between two compiled graphs.*\n.*\n        block.compile\(fullgraph",
     "other units": "called with different samples",
-    "documents": "does not work position by position",
+    "documents, frozen": r"cut along its positions.*SequenceParallel",
+    "documents": r"found parts of the positions.*SequenceParallel",
 }
 
 

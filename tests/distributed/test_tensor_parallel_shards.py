@@ -18,6 +18,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence, logits stay cut": {"kind": "sequence, loss", "tied": True},
     "no samples in one half": {"kind": "sequence", "cuts": (0, 0, 4)},
     "two_pass": {"kind": "sequence", "mode": "two_pass"},
+    "leaves": {"how": "leaves", "times": 2},
+    "compiled": {"kind": "sequence", "times": 2, "compiled": "eager"},
     "units": {"kind": "sequence", "of_row": (0, 1, 0, 2)},
 }
 
@@ -55,6 +57,7 @@ def main(rank: int) -> Parts:
             f"clipped {n}": partial(tensor_steps.clipped_step, tensor, data, **cuts | case)
             for n, case in CASES.items()
         },
+        "documents": lambda: tensor_steps.documents(tensor, data),
         "trained": lambda: tensor_steps.trained(tensor, data),
         "noise": lambda: tensor_steps.noisy(tensor, data),
         "engine": lambda: tensor_steps.engine_run(tensor, data),
@@ -80,6 +83,11 @@ def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found
     for of_rank in found:
         assert of_rank[f"clipped {name}"]["error"] <= 1e-12
         assert of_rank[f"clipped {name}"]["alike"]
+
+
+def test_documents_of_a_row_are_samples(found: list[Found]) -> None:
+    for of_rank in found:
+        assert of_rank["documents"]["error"] <= 1e-12
 
 
 def test_training_is_that_of_one_process(found: list[Found]) -> None:

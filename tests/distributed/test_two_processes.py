@@ -64,8 +64,18 @@ def main(rank: int) -> Parts:
         "noise": lambda: steps.noisy(rank, {}),
         "engine": lambda: steps.engine_run({}),
         **{
-            f"documents {mode}": partial(steps.documents_in_rows, rank, mode=mode)
+            f"documents {mode}": partial(
+                steps.documents_in_rows,
+                rank,
+                2,
+                partial(processes.sharded, how="leaves"),
+                mode=mode,
+            )
             for mode in ("one_pass", "two_pass")
+        },
+        **{
+            f"tables {n}": partial(steps.tables_without_samples, rank, kind, **options)
+            for n, (kind, options) in steps.TABLES.items()
         },
         "in parts": lambda: steps.engine_run({}, part=1),
         "adaptive": lambda: steps.engine_run({}, **ADAPTIVE),
@@ -263,6 +273,11 @@ def test_documents_of_a_row_are_one_process_s(mode: str, found: list[Found]) -> 
     for of_rank in found:
         assert of_rank[f"documents {mode}"]["error"] <= 1e-12
         assert of_rank[f"documents {mode}"]["settled"]
+
+
+@pytest.mark.parametrize("name", steps.TABLES)
+def test_a_process_without_samples_runs_models_with_tables(name: str, found: list[Found]) -> None:
+    assert max(of_rank[f"tables {name}"] for of_rank in found) <= 1e-12
 
 
 def test_batches_have_as_many_parts_in_all_processes(found: list[Found]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -14,8 +16,9 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.trainers import refused
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.refused import refuse_arguments
+from flash_clipping.trainers.refused import refuse_arguments, refuse_trainer
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.trainers import Texts, arguments, bert, privacy, trainer
 
@@ -72,6 +75,28 @@ def test_fp16_and_several_devices(tmp_path: Path) -> None:
             continue
         with pytest.raises(ValueError, match=found):
             refuse_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"accelerator.state.parallelism_config": SimpleNamespace(cp_size=2)}, "with cp_size=2"),
+        ({"accelerator.state.parallelism_config": SimpleNamespace(sp_size=4)}, "with sp_size=4"),
+        ({"model._tp_size": 2, "args.save_strategy": "no"}, "layers cut over 2 of 1 processes"),
+        ({"model._tp_size": 1}, "whose parameters are shards.*tp_plan"),
+    ],
+)
+def test_forms_of_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], found: str
+) -> None:
+    made = trainer(tmp_path)
+    refuse_trainer(made, Trainer, PrivateTrainer)
+    for name, value in changes.items():
+        owner, _, attribute = name.rpartition(".")
+        monkeypatch.setattr(operator.attrgetter(owner)(made), attribute, value)
+    monkeypatch.setattr(refused, "has_shards", lambda model: "model._tp_size" in changes)
+    with pytest.raises(ValueError, match=found):
+        refuse_trainer(made, Trainer, PrivateTrainer)
 
 
 def test_a_bound_in_either_place(tmp_path: Path) -> None:

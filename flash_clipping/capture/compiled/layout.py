@@ -126,7 +126,9 @@ class Slot(NamedTuple):
                 "model without it."
             )
         assert self.tap.wiring is not None
-        by_name = self.tap.wiring.factors(self.tap.layer, self.names, grads)
+        layer, boundary = self.tap.layer, self.tap.boundary
+        layer = layer if boundary is None else boundary.local_layer(layer)
+        by_name = self.tap.wiring.factors(layer, self.names, grads)
         return list(zip(self.params, [by_name[name] for name in self.names], strict=True))
 
 
@@ -252,8 +254,18 @@ def layout_of(taps: Sequence[Tap], known: Calls, trainables: Sequence[Any]) -> L
             layout.calls.append(None)
             if calls:
                 layout.refused.append((tap.path, why))
-            if any(seen is not None and seen.kind == "same for all" for seen in calls):
-                layout.uncompiled = f"{tap.path}: {why}"
+            # Neither goes from one graph to the next.
+            if calls and tap.session.layers_are_cut:
+                layout.uncompiled = (
+                    f"{tap.path}: {why}. Gradients that are DTensors cannot go from one graph to "
+                    "the next: leave this part uncompiled, or freeze the layer's parameters."
+                )
+            elif any(seen is not None and seen.kind == "same for all" for seen in calls):
+                layout.uncompiled = (
+                    f"{tap.path}: {why}. Such values cannot go from one graph to the next: expand "
+                    "what the layer reads over the batch, x.expand(batch_size, ...), or freeze its "
+                    "parameters."
+                )
             if why == UNPROVEN:
                 layout.unproven.add(tap.path)
             continue

@@ -35,7 +35,7 @@ from flash_clipping.capture.compiled.tracing import ACTIVE, Calls, begin_trace, 
 from flash_clipping.capture.compiled.unbatched import note_escaped, noting_misuse
 from flash_clipping.capture.compiled.wirings import Seen
 from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.inputs import map_tensors, tensors_in
+from flash_clipping.capture.inputs import arrived, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import (
     PlainCheckpoint,
     random_state,
@@ -137,6 +137,8 @@ class Region:
             return self._run(None, args, kwargs)
         if (call is None or call.ended) and not in_backward():
             return self.inner(*args, **kwargs)  # where taps refuse it
+        if session.layers_are_cut:  # AOTAutograd gives what is awaited no gradient of its kind
+            args, kwargs = map_tensors(arrived, (args, kwargs))
         kind, sizes = kind_and_sizes(args, kwargs)
         # What is the same for all samples gets a row for each, as many as the model has now.
         kind = kind, tuple([kind_of(tap) for tap in self.taps])
@@ -187,12 +189,7 @@ class Region:
     def _warn_uncompiled(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"{self.path}: it runs uncompiled, as {why}. Such values cannot go from one graph "
-                "to the next: expand what the layer reads over the batch, x.expand(batch_size, "
-                "...), or freeze its parameters.",
-                stacklevel=2,
-            )
+            warnings.warn(f"{self.path}: it runs uncompiled, as {why}", stacklevel=2)
 
     def _run(self, layout: Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled region, with wires if there is a layout of them."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +35,7 @@ from flash_clipping.capture.compiled.unbatched import (
     without_same,
 )
 from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameters, Seen
+from flash_clipping.errors import FlashClippingError
 
 #: Of regions that run now, by the key of their model's session: the calls of each tap, by its
 #: number, and all wires, as a layout has them. Global, as Dynamo takes tensors that are reached
@@ -125,7 +127,8 @@ def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if calls[0].kind in ("own", "unused") or _only_tensor(args, kwargs) is not None:
                 number = _claim(tap.number)
                 if number < len(calls):
-                    fits, output = _on_wires(tap, calls[number], active[1], args, kwargs)
+                    on_wires = _on_wires if tap.boundary is None else _inside_of_boundary
+                    fits, output = on_wires(tap, calls[number], active[1], args, kwargs)
                     if fits:
                         return output
                     _note_misfit()
@@ -160,7 +163,7 @@ def _on_wires(
         return True, _on_own_parameters(tap, rows, args, kwargs)
     x, wiring, axis = _only_tensor(args, kwargs), tap.wiring, tap.session.batch_axis
     assert x is not None and wiring is not None
-    for name in ("weight", "bias"):
+    for name in ("weight", "bias") if tap.boundary is None else ():
         param = getattr(tap.layer, name, None)
         if param is not None and not isinstance(param, torch.nn.Parameter):
             return False, None  # computed elsewhere (functional_call): no wire leads there
@@ -182,6 +185,29 @@ def _on_wires(
     if same:
         return True, same_for_all(y, tap.path)
     return True, y.transpose(0, axis) if axis else y
+
+
+def _inside_of_boundary(
+    tap: Any, call: Any, of_all: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any]:
+    """The same of a layer that is cut over processes: wires are of this process's part."""
+    layer, fits = tap.layer, []
+    whole = dict(layer._parameters)
+
+    def tapped(x: Tensor) -> Tensor:
+        local = tap.boundary.local_parameters(layer)
+        try:
+            for name in whole:
+                layer._parameters[name] = local[name]
+            found, y = _on_wires(tap, call, of_all, (x,), {})
+            fits.append(found)
+            return y if found else tap.original(x)
+        finally:
+            for name in whole:
+                layer._parameters[name] = whole[name]
+
+    output = tap.boundary.call(layer, tapped, args, kwargs)
+    return fits[0], output
 
 
 def _seen(x: Tensor, y: Tensor, kind: Kind = "samples") -> Seen:
@@ -219,6 +245,15 @@ def _on_own_parameters(
 def by_itself(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer as it is uncompiled, with all that it calls."""
     session = tap.session
+    if session.layers_are_cut:
+        raise FlashClippingError(
+            f"{tap.path}: found a break between two compiled graphs at this layer, in a model "
+            "whose layers are cut over processes. Gradients that are DTensors do not go from one "
+            "graph to the next, and autograd does not say so. Compile parts that have no break, "
+            "and let the compiler name one:\n    for block in model.blocks:\n"
+            "        block.compile(fullgraph=True)\n"
+            "Hooks that were disabled are such a break too: use the model before it is wrapped."
+        )
     before, session.by_itself = session.by_itself, True
     try:
         return tap(*args, **kwargs)
@@ -253,6 +288,19 @@ def kind_of(tap: Any) -> Kind | None:
 
 def noted_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer's own forward, while a region learns what its layers see."""
+    if tap.boundary is None or not tap.trainable()[1]:
+        return _noted_call(tap, tap.original, args, kwargs)
+
+    def tapped(x: Tensor) -> Any:
+        local = tap.boundary.local_layer(tap.layer)
+        return _noted_call(tap, MethodType(type(local).forward, local), (x,), {})
+
+    return tap.boundary.call(tap.layer, tapped, args, kwargs)
+
+
+def _noted_call(
+    tap: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     session = tap.session
     assert session.seen is not None
     of_tap = session.seen.setdefault(id(tap), [])
@@ -277,12 +325,12 @@ def noted_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = (memory_of(x),), {}
     elif same and x is not None and batch_size is not None and _serves_same_for_all(tap):
         x = rows_of(x) if isinstance(x, Unbatched) else x.expand(batch_size, *x.shape)
-        y = tap.original(x)
+        y = original(x)
         of_tap.append(_seen(x, y, "same for all"))
         return same_for_all(y, tap.path)
     if tap.trainable()[1]:
         args, kwargs = without_same(tap.path, args, kwargs)
-    output = tap.original(*args, **kwargs)
+    output = original(*args, **kwargs)
     x, seen = args[0] if args else kwargs.get("input"), None
     if isinstance(x, Tensor) and isinstance(output, Tensor) and min(x.dim(), output.dim()) > axis:
         seen = _seen(x.transpose(0, axis), output.transpose(0, axis))
