@@ -191,7 +191,10 @@ class LocalBoundary(Rule):
             )
         if is_dynamo_compiling():  # what is noted in a trace is noted once for many calls
             if layout.share is not self.share:
-                raise UnsupportedLayer("it is laid out otherwise than before it was compiled.")
+                raise UnsupportedLayer(
+                    "found a DTensor that is laid out otherwise than when the part of the model "
+                    "around this layer was first called. Leave that part uncompiled."
+                )
         else:
             self.share = layout.share
             for name, param in layer._parameters.items():

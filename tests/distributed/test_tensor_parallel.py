@@ -44,6 +44,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "frozen": {"frozen": ("embed", *LINEAR), "kind": "sequence", "compiled": "aot_eager"},
     "two_pass": {"mode": "two_pass", "compiled": "aot_eager"},
     "accumulated": {"micro": 2, "compiled": "aot_eager"},
+    "checkpointed": {"net": {"checkpointed": True}, "compiled": "aot_eager"},
     "units": {"of_row": (0, 1, 0, 2), "compiled": "aot_eager"},
     "as many samples as positions": {"length": 4, "tied": True, "compiled": "aot_eager"},
 }
