@@ -140,7 +140,7 @@ def clipped_step(
         torch.compiler.reset()
         counters.clear()
         for module in {"blocks": part.blocks.values(), "stage": (part,)}.get(compiled, ()):
-            module.compile(backend="aot_eager")
+            module.compile(backend="eager")
     flash = GradSampleModuleFlashClipping(part, max_grad_norm=C, **options)
     if compiled == "private":
         flash.compile(backend="aot_eager")

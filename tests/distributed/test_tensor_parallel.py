@@ -33,12 +33,13 @@ CASES: dict[str, dict[str, Any]] = {
     "two_pass, tied": {"kind": "loss", "mode": "two_pass", "tied": True},
     "empty": {"cuts": (0, 0, 4)},
     "units": {"kind": "sequence", "of_row": (0, 1, 0, 2)},
-    "compiled": {"kind": "sequence", "net": {"layers": 2}, "times": 2, "compiled": "aot_eager"},
+    "compiled": {"kind": "sequence", "net": {"layers": 2}, "times": 2, "compiled": "eager"},
     "units, two_pass": {"of_row": (0, 1, 0, 2), "mode": "two_pass", "tied": True},
 }
 #: They take longer.
 COMPILED: dict[str, dict[str, Any]] = {
     "inductor": {"net": {"layers": 2}, "compiled": "inductor"},
+    "sequence": {"kind": "sequence", "compiled": "aot_eager"},
     "whole": {"kind": "sequence, loss", "net": {"words": 11}, "compiled": "whole, aot_eager"},
     "adapters": {"net": {"adapted": True}, "compiled": "aot_eager"},
     "frozen": {"frozen": ("embed", *LINEAR), "kind": "sequence", "compiled": "aot_eager"},
