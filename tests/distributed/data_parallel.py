@@ -71,8 +71,8 @@ _TWO, _FOUR, _ALL = (dict(zip(_PARTS, sizes, strict=True)) for sizes in ((2, 1),
 #: How models are spread over so many processes, for ``TrainingArguments``.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (2, _TWO),
-    "fsdp": (2, _TWO | _SHARDS),
     "tensor": (2, _ALL | {"parallelism_config": OfCpus(tp_size=2)}),
+    "fsdp": (2, _TWO | _SHARDS),  # the last of two, as Accelerate remembers that a process shards
     "hsdp": (
         4,
         _FOUR | _SHARDS | {"parallelism_config": OfCpus(dp_replicate_size=2, dp_shard_size=2)},
