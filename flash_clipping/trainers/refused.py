@@ -19,7 +19,7 @@ _SEVERAL = (
 
 def layers_cut_by_transformers(model: Any) -> int:
     """Over how many processes ``transformers`` has cut a model's layers: 1 if it has not."""
-    return (getattr(model, "_tp_size", None) or 1) if has_shards(model) else 1
+    return (getattr(model, "tp_size", None) or 1) if has_shards(model) else 1
 
 
 def refuse_arguments(args: Any) -> None:
