@@ -135,6 +135,9 @@ for dtype in (torch.bfloat16, torch.float32):
     pairs = [(A[..., 1:], G[..., 1:])]
     work = clipped_sum_triton.Products(pairs)
     clipped_sum_triton.launch_clipped_sums(work, kind, coef)
+    for T in (256, 197):  # other tiles for samples of few positions, in steps of 64 and 32
+        work = clipped_sum_triton.Products([(A[:, :T], G[:, :T])])
+        clipped_sum_triton.launch_clipped_sums(work, kind._replace(T=T), coef)
     rows, expert = torch.arange(4096), torch.arange(4096) % 3
     X, Y = torch.empty(4096, 256, dtype=dtype), torch.empty(4096, 128, dtype=dtype)
     segments = Segments(rows % 2, 2, expert, 3)

@@ -29,8 +29,6 @@ from flash_clipping.ops.runtime.tiles import operand
 
 ENTRIES = gl.constexpr(clipped_sum.COLUMNS)
 """Of a row of the table."""
-PROMOTED = gl.constexpr(1024)
-"""Positions after which a sample's product is added to the sum: tensor cores truncate."""
 GROUP = gl.constexpr(8)
 
 
@@ -56,15 +54,16 @@ def _sides(row, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    table_ptr, grid, ring,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _load(table_ptr, grid, ring):
     """One warp loads the operands of every step; positions past a sample's last are zero."""
     layers, count, B, T = grid
     A_tiles, G_tiles, full, empty = ring[0], ring[1], ring[3], ring[4]
-    GROUPS: gl.constexpr = ROWS // HALF
     DTYPE: gl.constexpr = A_tiles.dtype
+    STAGES: gl.constexpr = A_tiles.shape[0]
+    BLOCK_T: gl.constexpr = A_tiles.shape[-2]
+    COLUMNS: gl.constexpr = A_tiles.shape[-1]
+    GROUPS: gl.constexpr = G_tiles.shape[0] // STAGES
+    ROWS: gl.constexpr = GROUPS * HALF
     size: gl.constexpr = BLOCK_T * (ROWS + COLUMNS) * (DTYPE.primitive_bitwidth // 8)
     step = 0
     item = gl.program_id(0)
@@ -103,12 +102,12 @@ def _load(
 
 
 @gluon.jit
-def _multiply(
-    table_ptr, coef_ptr, grid, ring, sums,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
-    WHICH: gl.constexpr,
-):  # fmt: skip
+def _multiply(table_ptr, coef_ptr, grid, ring, sums, WHICH: gl.constexpr):
     """Four warps: 64 of the rows of every tile of this program."""
+    A_tiles, G_tiles = ring[0], ring[1]
+    BLOCK_T: gl.constexpr = A_tiles.shape[-2]
+    COLUMNS: gl.constexpr = A_tiles.shape[-1]
+    ROWS: gl.constexpr = G_tiles.shape[0] // A_tiles.shape[0] * HALF
     layers, count, B, T = grid
     steps = gl.cdiv(T, BLOCK_T)
     right = sums.index(WHICH)
@@ -117,23 +116,22 @@ def _multiply(
     for layer in range(layers):
         row, first, end = _layer(table_ptr, layer, layers, count)
         while item < end:
-            total = no_sums(right, COLUMNS)
+            total = no_sums(right)
             following = gl.load(coef_ptr)
             for b in range(B):
                 coef = following
                 # Loaded a sample ahead: none waits for its own.
                 following = gl.load(coef_ptr + gl.minimum(b + 1, B - 1))
                 step, total = add_products(
-                    step, step + steps, coef, total, right, ring,
-                    COLUMNS, BLOCK_T, STAGES, PROMOTED // BLOCK_T, ROWS // HALF, False, WHICH,
-                )  # fmt: skip
+                    step, step + steps, coef, total, right, ring, False, WHICH
+                )
             of_rows, of_columns, turned = _sides(row, ROWS, COLUMNS)
             p = gl.load(of_rows + 3).to(gl.int32)
             d = gl.load(of_columns + 3).to(gl.int32)
             p0, d0 = place_of(item - first, p, d, ROWS, COLUMNS, GROUP)
             out_ptr = gl.load(row + 8).to(gl.pointer_type(gl.float32))
             strides = gl.where(turned, 1, d), gl.where(turned, p, 1)
-            store_sums(out_ptr, total, right, p0, d0, p, d, strides[0], strides[1], COLUMNS, WHICH)
+            store_sums(out_ptr, total, right, p0, d0, p, d, strides[0], strides[1], WHICH)
             item += gl.num_programs(0)
 
 
@@ -157,15 +155,9 @@ def _clipped_sums_ring_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (table_ptr, coef_ptr, grid, ring, sums, ROWS, COLUMNS, BLOCK_T, STAGES, 0),
-                ),
-                (
-                    _multiply,
-                    (table_ptr, coef_ptr, grid, ring, sums, ROWS, COLUMNS, BLOCK_T, STAGES, 1),
-                ),
-                (_load, (table_ptr, grid, ring, ROWS, COLUMNS, BLOCK_T, STAGES)),
+                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 0)),
+                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 1)),
+                (_load, (table_ptr, grid, ring)),
             ],
             [4, 1],
             [240, 24],
@@ -173,19 +165,10 @@ def _clipped_sums_ring_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (table_ptr, coef_ptr, grid, ring, sums, ROWS, COLUMNS, BLOCK_T, STAGES, 0),
-                ),
-                (
-                    _multiply,
-                    (table_ptr, coef_ptr, grid, ring, sums, ROWS, COLUMNS, BLOCK_T, STAGES, 1),
-                ),
-                (
-                    _multiply,
-                    (table_ptr, coef_ptr, grid, ring, sums, ROWS, COLUMNS, BLOCK_T, STAGES, 2),
-                ),
-                (_load, (table_ptr, grid, ring, ROWS, COLUMNS, BLOCK_T, STAGES)),
+                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 0)),
+                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 1)),
+                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 2)),
+                (_load, (table_ptr, grid, ring)),
             ],
             [4, 4, 1],
             [160, 160, 24],

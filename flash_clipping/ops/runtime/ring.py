@@ -94,6 +94,8 @@ NARROW = gl.constexpr(tiles.SHORT_TILE[1])
 WIDE_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 """Of sums in shared memory: eight rows, which a warp moves at one time, are in different banks."""
+PROMOTED = gl.constexpr(1024)
+"""Positions that tensor cores add up at most, as they truncate."""
 
 
 @gluon.constexpr_function
@@ -103,21 +105,21 @@ def _layout(columns):
 
 @gluon.jit
 def room_for_sums(GROUPS: gl.constexpr, COLUMNS: gl.constexpr):
-    """For each group what is of its sum in shared memory; without, nothing that is used."""
-    size: gl.constexpr = 1 if COLUMNS == NARROW else HALF
-    return gl.allocate_shared_memory(gl.float32, [GROUPS, size, COLUMNS // 2], SUMS)
+    """For each group the right half of its sum; a row that nobody uses where all is in registers."""
+    rows: gl.constexpr = 1 if COLUMNS == NARROW else HALF
+    return gl.allocate_shared_memory(gl.float32, [GROUPS, rows, COLUMNS // 2], SUMS)
 
 
 @gluon.jit
 def _sides(x):
     """The left and the right half of the columns; each thread keeps what it has."""
-    rows: gl.constexpr = x.shape[0]
-    return x.reshape([rows, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    return x.reshape([HALF, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def no_sums(right, COLUMNS: gl.constexpr):
-    """What is in registers of a sum, to begin with; zeros in ``right``."""
+def no_sums(right):
+    """What is in registers of a sum, to begin with; zeros in the right half."""
+    COLUMNS: gl.constexpr = 2 * right.shape[1]
     zeros = gl.zeros([HALF, COLUMNS], gl.float32, _layout(COLUMNS))
     if COLUMNS == NARROW:
         return zeros
@@ -129,17 +131,17 @@ def no_sums(right, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    step, product, ring,
-    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, SPLIT: gl.constexpr,
-    WHICH: gl.constexpr, GOES_ON: gl.constexpr,
+    step, product, ring, SPLIT: gl.constexpr, WHICH: gl.constexpr, GOES_ON: gl.constexpr
 ):  # fmt: skip
     """Begin to add ``gᵀ a`` over a step to a product, which begins with it unless it ``GOES_ON``.
     ``SPLIT``: g is the sum of two."""
     A_tiles, G_tiles, rest_tiles, full, _ = ring
+    STAGES: gl.constexpr = A_tiles.shape[0]
+    BLOCK_T: gl.constexpr = A_tiles.shape[-2]
     stage = step % STAGES
-    place = GROUPS * stage + WHICH
+    place = G_tiles.shape[0] // STAGES * stage + WHICH
     wait_loaded(step, full, STAGES)
-    a = A_tiles.index(stage).reshape([BLOCK_T, product.shape[1]])
+    a = A_tiles.index(stage).reshape([BLOCK_T, A_tiles.shape[-1]])
     g = G_tiles.index(place).reshape([BLOCK_T, HALF]).permute((1, 0))
     product = warpgroup_mma(g, a, product, use_acc=GOES_ON, is_async=True)
     if SPLIT:
@@ -150,25 +152,23 @@ def _multiply(
 
 @gluon.jit
 def add_products(
-    step, end, coef, total, right, ring,
-    COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
-    GROUPS: gl.constexpr, SPLIT: gl.constexpr, WHICH: gl.constexpr,
+    step, end, coef, total, right, ring, SPLIT: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
-    """The products of steps up to ``end`` times their coefficient, added up in fp32.
-
-    Tensor cores truncate what they add up, so they add up ``PROMOTE`` steps at most.
-    """
+    """The products of steps up to ``end`` times their coefficient, added up in fp32."""
     empty = ring[4]
+    STAGES: gl.constexpr = ring[0].shape[0]
+    PROMOTE: gl.constexpr = PROMOTED // ring[0].shape[-2]
+    COLUMNS: gl.constexpr = ring[0].shape[-1]
     while step < end:
         # No minimum of this and the end, which the compiler would keep in registers of each thread.
         until = step + PROMOTE
         # Not cleared before: that would take as long as a step.
         product = gl.zeros([HALF, COLUMNS], gl.float32, _layout(COLUMNS))
-        begun = _multiply(step, product, ring, BLOCK_T, STAGES, GROUPS, SPLIT, WHICH, False)
+        begun = _multiply(step, product, ring, SPLIT, WHICH, False)
         product = warpgroup_mma_wait(2 if SPLIT else 1, deps=[begun])
         step += 1
         while (step < end) & (step < until):
-            begun = _multiply(step, product, ring, BLOCK_T, STAGES, GROUPS, SPLIT, WHICH, True)
+            begun = _multiply(step, product, ring, SPLIT, WHICH, True)
             product = warpgroup_mma_wait(2 if SPLIT else 1, deps=[begun])
             release(step - 1, empty, STAGES)
             step += 1
@@ -195,12 +195,11 @@ def _store(out_ptr, sums, p0, d0, p, d, row_stride, column_stride):
 
 @gluon.jit
 def store_sums(
-    out_ptr, total, right, p0, d0, p, d, row_stride, column_stride,
-    COLUMNS: gl.constexpr, WHICH: gl.constexpr,
+    out_ptr, total, right, p0, d0, p, d, row_stride, column_stride, WHICH: gl.constexpr
 ):  # fmt: skip
     """This group's rows of a tile of ``[p, d]``."""
     p0 += WHICH * HALF
     _store(out_ptr, total, p0, d0, p, d, row_stride, column_stride)
-    if COLUMNS != NARROW:
+    if 2 * right.shape[1] != NARROW:
         of_right = right.load(total.type.layout)
-        _store(out_ptr, of_right, p0, d0 + COLUMNS // 2, p, d, row_stride, column_stride)
+        _store(out_ptr, of_right, p0, d0 + right.shape[1], p, d, row_stride, column_stride)

@@ -32,8 +32,6 @@ from flash_clipping.ops.runtime.ring import (
 
 BLOCK = gl.constexpr(32)
 """Rows of a block, which is loaded at one time."""
-PROMOTE = gl.constexpr(32)
-"""Blocks after which a segment's product is added to the sum."""
 GROUP = gl.constexpr(8)
 
 
@@ -47,16 +45,16 @@ def _place(item, group_ptr, p, d, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    operands, lists, grid, ring,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
+def _load(operands, lists, grid, ring, SPLIT: gl.constexpr):
     """One warp: the operands of every block of every tile of this program."""
     A_ptr, G_ptr, rest_ptr, A_width, G_width = operands
     firsts_ptr, group_ptr = lists
     items, B, M, d, p = grid
     A_tiles, G_tiles, rest_tiles, full, empty = ring
-    GROUPS: gl.constexpr = ROWS // HALF
+    STAGES: gl.constexpr = A_tiles.shape[0]
+    COLUMNS: gl.constexpr = A_tiles.shape[-1]
+    GROUPS: gl.constexpr = G_tiles.shape[0] // STAGES
+    ROWS: gl.constexpr = GROUPS * HALF
     each: gl.constexpr = A_tiles.dtype.primitive_bitwidth // 8
     size: gl.constexpr = BLOCK * (ROWS + SPLIT * ROWS + COLUMNS) * each
     A = tma.make_tensor_descriptor(
@@ -91,18 +89,18 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    coef_ptr, out_ptr, lists, grid, ring, sums,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    WHICH: gl.constexpr,
+    coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """Four warps: 64 of the rows of every tile of this program."""
+    COLUMNS: gl.constexpr = ring[0].shape[-1]
+    ROWS: gl.constexpr = ring[1].shape[0] // ring[0].shape[0] * HALF
     firsts_ptr, group_ptr = lists
     items, B, M, d, p = grid
     right = sums.index(WHICH)
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         group, p0, d0 = _place(item, group_ptr, p, d, ROWS, COLUMNS)
-        total = no_sums(right, COLUMNS)
+        total = no_sums(right)
         # Loaded a segment ahead: none waits for its own.
         first = gl.load(firsts_ptr + group * B)
         last = gl.load(firsts_ptr + group * B + 1)
@@ -114,12 +112,9 @@ def _multiply(
             ahead = gl.minimum(b + 1, B - 1)
             last = gl.load(firsts_ptr + group * B + ahead + 1)
             following = gl.load(coef_ptr + ahead)
-            step, total = add_products(
-                step, end, coef, total, right, ring,
-                COLUMNS, BLOCK, STAGES, PROMOTE, ROWS // HALF, SPLIT, WHICH,
-            )  # fmt: skip
+            step, total = add_products(step, end, coef, total, right, ring, SPLIT, WHICH)
         of_group = out_ptr + group.to(gl.int64) * p * d
-        store_sums(of_group, total, right, p0, d0, p, d, d, 1, COLUMNS, WHICH)
+        store_sums(of_group, total, right, p0, d0, p, d, d, 1, WHICH)
 
 
 @gluon.jit(do_not_specialize=["items", "B", "M"])
@@ -149,15 +144,9 @@ def grouped_sums_ring_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (coef_ptr, out_ptr, lists, grid, ring, sums, ROWS, COLUMNS, STAGES, SPLIT, 0),
-                ),
-                (
-                    _multiply,
-                    (coef_ptr, out_ptr, lists, grid, ring, sums, ROWS, COLUMNS, STAGES, SPLIT, 1),
-                ),
-                (_load, (operands, lists, grid, ring, ROWS, COLUMNS, STAGES, SPLIT)),
+                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT, 0)),
+                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT, 1)),
+                (_load, (operands, lists, grid, ring, SPLIT)),
             ],
             [4, 1],
             [240, 24],
@@ -165,19 +154,10 @@ def grouped_sums_ring_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (coef_ptr, out_ptr, lists, grid, ring, sums, ROWS, COLUMNS, STAGES, SPLIT, 0),
-                ),
-                (
-                    _multiply,
-                    (coef_ptr, out_ptr, lists, grid, ring, sums, ROWS, COLUMNS, STAGES, SPLIT, 1),
-                ),
-                (
-                    _multiply,
-                    (coef_ptr, out_ptr, lists, grid, ring, sums, ROWS, COLUMNS, STAGES, SPLIT, 2),
-                ),
-                (_load, (operands, lists, grid, ring, ROWS, COLUMNS, STAGES, SPLIT)),
+                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT, 0)),
+                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT, 1)),
+                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT, 2)),
+                (_load, (operands, lists, grid, ring, SPLIT)),
             ],
             [4, 4, 1],
             [160, 160, 24],
