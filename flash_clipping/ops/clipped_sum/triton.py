@@ -116,19 +116,19 @@ product of a library, in fp32. A classifier of 512 samples took the kernel 0.6 m
 FEWEST = 16
 """Rows of a table that a kernel is compiled for at least: many tables, few kernels."""
 
-
 MOST_SHORT = 256
-"""Positions of a sample up to which a sum is in registers, in tiles that cost more loads."""
+"""Positions of a sample up to which its sums are in tiles for short ones."""
 
 
 def ring_constants(T: int) -> dict[str, int]:
     """Of the kernel for Hopper, for samples of T positions."""
-    (ROWS, COLUMNS), steps, STAGES = tiles.LONG_TILE, 32, 6
-    if T <= MOST_SHORT:
-        (ROWS, COLUMNS), steps, STAGES = tiles.SHORT_TILE, 64, 5
-        if tiles.cdiv(T, 32) % 2:  # half of a last step would be empty
-            steps, STAGES = 32, 11
-    return dict(ROWS=ROWS, COLUMNS=COLUMNS, BLOCK_T=steps, STAGES=STAGES)
+    if T > MOST_SHORT:
+        (rows, columns), positions, stages = tiles.LONG_TILE, 32, 6
+    elif tiles.cdiv(T, 32) % 2:  # of steps of 64, half of the last would be empty
+        (rows, columns), positions, stages = tiles.SHORT_TILE, 32, 11
+    else:
+        (rows, columns), positions, stages = tiles.SHORT_TILE, 64, 5
+    return dict(ROWS=rows, COLUMNS=columns, BLOCK_T=positions, STAGES=stages)
 
 
 def constants_for(dtype: torch.dtype, tma: bool) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _layout(columns):
 
 @gluon.jit
 def room_for_sums(GROUPS: gl.constexpr, COLUMNS: gl.constexpr):
-    """For each group the right half of its sum; a row that nobody uses where all is in registers."""
+    """For each group the right half of its sum; an unused row where all of it is in registers."""
     rows: gl.constexpr = 1 if COLUMNS == NARROW else HALF
     return gl.allocate_shared_memory(gl.float32, [GROUPS, rows, COLUMNS // 2], SUMS)
 
