@@ -1,8 +1,8 @@
 """Clipped sums on Hopper: the tiles of :mod:`flash_clipping.ops.clipped_sum.triton`, by
 :mod:`flash_clipping.ops.runtime.ring`.
 
-B samples, T positions, d input features, p output features. A layer's tiles may be *turned*, rows
-for columns, where these are fewer.
+B samples, T positions, d input features, p output features. Short tiles of a layer may be *turned*,
+rows for columns, where these are fewer.
 """
 
 # mypy: disable-error-code="name-defined"
@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flash_clipping.ops import clipped_sum
 from flash_clipping.ops.runtime.ring import (
     HALF,
+    NARROW,
     add_products,
     barriers,
     load_async,
@@ -22,6 +23,7 @@ from flash_clipping.ops.runtime.ring import (
     place_of,
     room_for_sums,
     store_sums,
+    take_turn,
     wait_loaded,
     wait_released,
 )
@@ -50,6 +52,7 @@ def _sides(row, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     p = gl.load(row + 3).to(gl.int32)
     d = gl.load(row + 7).to(gl.int32)
     turned = gl.cdiv(d, ROWS) * gl.cdiv(p, COLUMNS) < gl.cdiv(p, ROWS) * gl.cdiv(d, COLUMNS)
+    turned &= COLUMNS == NARROW
     return row + gl.where(turned, 4, 0), row + gl.where(turned, 0, 4), turned
 
 
@@ -102,7 +105,7 @@ def _load(table_ptr, grid, ring):
 
 
 @gluon.jit
-def _multiply(table_ptr, coef_ptr, grid, ring, sums, WHICH: gl.constexpr):
+def _multiply(table_ptr, coef_ptr, grid, ring, sums, lead, WHICH: gl.constexpr):
     """Four warps: 64 of the rows of every tile of this program."""
     A_tiles, G_tiles = ring[0], ring[1]
     BLOCK_T: gl.constexpr = A_tiles.shape[-2]
@@ -112,10 +115,12 @@ def _multiply(table_ptr, coef_ptr, grid, ring, sums, WHICH: gl.constexpr):
     steps = gl.cdiv(T, BLOCK_T)
     right = sums.index(WHICH)
     step = 0
+    turn = 0
     item = gl.program_id(0)
     for layer in range(layers):
         row, first, end = _layer(table_ptr, layer, layers, count)
         while item < end:
+            signal, turn = take_turn(step, B * steps, turn, lead, ring, WHICH)
             total = no_sums(right)
             following = gl.load(coef_ptr)
             for b in range(B):
@@ -123,7 +128,7 @@ def _multiply(table_ptr, coef_ptr, grid, ring, sums, WHICH: gl.constexpr):
                 # Loaded a sample ahead: none waits for its own.
                 following = gl.load(coef_ptr + gl.minimum(b + 1, B - 1))
                 step, total = add_products(
-                    step, step + steps, coef, total, right, ring, False, WHICH
+                    step, step + steps, coef, total, right, signal, lead, ring, False, WHICH
                 )
             of_rows, of_columns, turned = _sides(row, ROWS, COLUMNS)
             p = gl.load(of_rows + 3).to(gl.int32)
@@ -147,7 +152,7 @@ def _clipped_sums_ring_kernel(
     GROUPS: gl.constexpr = ROWS // HALF
     A_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_T, COLUMNS], layout)
     G_tiles = gl.allocate_shared_memory(DTYPE, [GROUPS * STAGES, 1, BLOCK_T, HALF], layout)
-    sums = room_for_sums(GROUPS, COLUMNS)
+    sums, lead = room_for_sums(GROUPS, COLUMNS)
     full, empty = barriers(STAGES, GROUPS)
     ring = (A_tiles, G_tiles, G_tiles, full, empty)
     grid = (layers, count, B, T)
@@ -155,8 +160,8 @@ def _clipped_sums_ring_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 0)),
-                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 1)),
+                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, lead, 0)),
+                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, lead, 1)),
                 (_load, (table_ptr, grid, ring)),
             ],
             [4, 1],
@@ -165,9 +170,9 @@ def _clipped_sums_ring_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 0)),
-                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 1)),
-                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, 2)),
+                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, lead, 0)),
+                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, lead, 1)),
+                (_multiply, (table_ptr, coef_ptr, grid, ring, sums, lead, 2)),
                 (_load, (table_ptr, grid, ring)),
             ],
             [4, 4, 1],

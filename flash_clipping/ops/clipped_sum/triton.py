@@ -92,14 +92,15 @@ class Products(Table):
             self.numbers.extend(self.describe(A))
             self.numbers.extend((0, 0))
 
-    def cut(self, rows: int, columns: int) -> int:
-        """Share out tiles of so many rows and columns, or columns and rows where these are fewer;
-        how many there are."""
-        tiles = [
-            min(-(-p // rows) * -(-d // columns), -(-d // rows) * -(-p // columns))
-            for p, d in self.shapes
-        ]
-        firsts, count = firsts_of(tiles)
+    def cut(self, tile: tuple[int, int]) -> int:
+        """Share out tiles of so many rows and columns, short ones turned where these are fewer; how
+        many there are."""
+        rows, columns = tile
+        counts = [tiles.cdiv(p, rows) * tiles.cdiv(d, columns) for p, d in self.shapes]
+        if tile == tiles.SHORT_TILE:
+            turned = [tiles.cdiv(d, rows) * tiles.cdiv(p, columns) for p, d in self.shapes]
+            counts = list(map(min, counts, turned))
+        firsts, count = firsts_of(counts)
         self.set_column(COLUMNS - 1, firsts)
         return count
 
@@ -116,7 +117,7 @@ product of a library, in fp32. A classifier of 512 samples took the kernel 0.6 m
 FEWEST = 16
 """Rows of a table that a kernel is compiled for at least: many tables, few kernels."""
 
-MOST_SHORT = 256
+MOST_SHORT = 384
 """Positions of a sample up to which its sums are in tiles for short ones."""
 
 
@@ -183,7 +184,7 @@ def launch_clipped_sums(
     work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
     tile = ring_constants(kind.T) if ring else dict(ROWS=BLOCK, COLUMNS=BLOCK)
-    count = work.cut(tile["ROWS"], tile["COLUMNS"])
+    count = work.cut((tile["ROWS"], tile["COLUMNS"]))
     arguments = (work.on(device), coef_B.contiguous(), layers, count, kind.B, kind.T)
     if ring:
         from flash_clipping.ops.clipped_sum.hopper import _clipped_sums_ring_kernel

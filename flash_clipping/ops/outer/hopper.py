@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_clipping.ops.runtime.ring import (
     BLOCK,
     HALF,
+    WIDE,
     WIDE_MMA,
     barriers,
     load_async,
@@ -36,8 +37,6 @@ from flash_clipping.ops.runtime.tiles import sum_by_warp
 
 store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # to 3.7
 
-WIDE = gl.constexpr(256)
-"""Columns of a tile."""
 BLOCK_T = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 EACH = gl.constexpr(64)

@@ -80,20 +80,27 @@ def place_of(
 
 # -- sums of weighted products ---------------------------------------------------------------------
 #
-# Tiles are of two kinds (``tiles.SHORT_TILE``, ``tiles.LONG_TILE``):
+# Tiles are of two kinds:
 #
-# * 192 x 128, by three groups of warps: sum and product are in registers. While one group adds its
-#   product to the sum, the others multiply.
-# * 128 x 256, by two groups: operands are read less often. A product fills half of the registers,
-#   so not all of the sum has room beside it: the left half of its columns is in registers, the
-#   right half in shared memory. That is what tensor cores read all the time, so the shorter the
-#   products are, the slower this is.
+# * short, 192 x 128, by three groups of warps: sum and product are in registers. While one group
+#   adds its product to the sum, the others multiply.
+# * long, 128 x 256, by two groups: operands are read less often. A product fills half of the
+#   registers, so not all of the sum has room beside it: the left half of its columns is in
+#   registers, the right half in shared memory. That is what tensor cores read all the time, so the
+#   shorter the products are, the slower this is. The second group begins some steps after the first
+#   (``lead`` is a barrier for that): one multiplies while the other adds its product to the sum.
 
 NARROW = gl.constexpr(tiles.SHORT_TILE[1])
-"""Columns of a tile whose sum is in registers."""
+"""Columns of a short tile."""
+WIDE = gl.constexpr(tiles.LONG_TILE[1])
+"""Columns of a long tile."""
+AHEAD = gl.constexpr(2)
+"""Steps by which the first group of a long tile is ahead of the second."""
 WIDE_MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 """Of sums in shared memory: eight rows, which a warp moves at one time, are in different banks."""
+IN_ROWS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
+"""Of sums on their way out of shared memory: a warp stores 32 neighbours."""
 PROMOTED = gl.constexpr(1024)
 """Positions that tensor cores add up at most, as they truncate."""
 
@@ -105,15 +112,60 @@ def _layout(columns):
 
 @gluon.jit
 def room_for_sums(GROUPS: gl.constexpr, COLUMNS: gl.constexpr):
-    """For each group the right half of its sum; an unused row where all of it is in registers."""
+    """For each group the right half of its sum, or a row that nobody uses; and ``lead``."""
     rows: gl.constexpr = 1 if COLUMNS == NARROW else HALF
-    return gl.allocate_shared_memory(gl.float32, [GROUPS, rows, COLUMNS // 2], SUMS)
+    sums = gl.allocate_shared_memory(gl.float32, [GROUPS, rows, COLUMNS // 2], SUMS)
+    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(lead, 1)
+    return sums, lead
+
+
+@gluon.jit
+def take_turn(step, steps, turn, lead, ring, WHICH: gl.constexpr):
+    """Begin a tile of so many steps: if it is long, the second group waits for the first.
+
+    Not in a tile of fewer steps than the ring has stages: there the first could be ahead by more
+    than one tile.
+
+    Returns:
+        The step at which the first group lets the second in, -1 for none; and the next turn.
+    """
+    in_turn = (steps >= ring[0].shape[0]) & (ring[0].shape[-1] == WIDE)
+    if in_turn & (WHICH == 1):
+        mbarrier.wait(lead, turn & 1)
+        turn += 1
+    return gl.where(in_turn & (WHICH == 0), step + AHEAD - 1, -1), turn
+
+
+@gluon.jit
+def _multiply(
+    step, product, signal, lead, ring,
+    SPLIT: gl.constexpr, WHICH: gl.constexpr, GOES_ON: gl.constexpr,
+):  # fmt: skip
+    """Begin to add ``gᵀ a`` over a step to a product, which begins with it unless it ``GOES_ON``.
+    ``SPLIT``: g is the sum of two."""
+    A_tiles, G_tiles, rest_tiles, full, _ = ring
+    STAGES: gl.constexpr = A_tiles.shape[0]
+    BLOCK_T: gl.constexpr = A_tiles.shape[-2]
+    stage = step % STAGES
+    place = G_tiles.shape[0] // STAGES * stage + WHICH
+    wait_loaded(step, full, STAGES)
+    a = A_tiles.index(stage).reshape([BLOCK_T, A_tiles.shape[-1]])
+    g = G_tiles.index(place).reshape([BLOCK_T, HALF]).permute((1, 0))
+    product = warpgroup_mma(g, a, product, use_acc=GOES_ON, is_async=True)
+    if SPLIT:
+        rest = rest_tiles.index(place).reshape([BLOCK_T, HALF]).permute((1, 0))
+        product = warpgroup_mma(rest, a, product, is_async=True)
+    is_first_of_two: gl.constexpr = (A_tiles.shape[-1] == WIDE) & (WHICH == 0)
+    if (step == signal) & is_first_of_two:
+        mbarrier.arrive(lead)
+    return product
 
 
 @gluon.jit
 def _sides(x):
     """The left and the right half of the columns; each thread keeps what it has."""
-    return x.reshape([HALF, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    return x.reshape([HALF, 2, WIDE // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
@@ -130,29 +182,8 @@ def no_sums(right):
 
 
 @gluon.jit
-def _multiply(
-    step, product, ring, SPLIT: gl.constexpr, WHICH: gl.constexpr, GOES_ON: gl.constexpr
-):  # fmt: skip
-    """Begin to add ``gᵀ a`` over a step to a product, which begins with it unless it ``GOES_ON``.
-    ``SPLIT``: g is the sum of two."""
-    A_tiles, G_tiles, rest_tiles, full, _ = ring
-    STAGES: gl.constexpr = A_tiles.shape[0]
-    BLOCK_T: gl.constexpr = A_tiles.shape[-2]
-    stage = step % STAGES
-    place = G_tiles.shape[0] // STAGES * stage + WHICH
-    wait_loaded(step, full, STAGES)
-    a = A_tiles.index(stage).reshape([BLOCK_T, A_tiles.shape[-1]])
-    g = G_tiles.index(place).reshape([BLOCK_T, HALF]).permute((1, 0))
-    product = warpgroup_mma(g, a, product, use_acc=GOES_ON, is_async=True)
-    if SPLIT:
-        rest = rest_tiles.index(place).reshape([BLOCK_T, HALF]).permute((1, 0))
-        product = warpgroup_mma(rest, a, product, is_async=True)
-    return product
-
-
-@gluon.jit
 def add_products(
-    step, end, coef, total, right, ring, SPLIT: gl.constexpr, WHICH: gl.constexpr
+    step, end, coef, total, right, signal, lead, ring, SPLIT: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """The products of steps up to ``end`` times their coefficient, added up in fp32."""
     empty = ring[4]
@@ -164,11 +195,11 @@ def add_products(
         until = step + PROMOTE
         # Not cleared before: that would take as long as a step.
         product = gl.zeros([HALF, COLUMNS], gl.float32, _layout(COLUMNS))
-        begun = _multiply(step, product, ring, SPLIT, WHICH, False)
+        begun = _multiply(step, product, signal, lead, ring, SPLIT, WHICH, False)
         product = warpgroup_mma_wait(2 if SPLIT else 1, deps=[begun])
         step += 1
         while (step < end) & (step < until):
-            begun = _multiply(step, product, ring, SPLIT, WHICH, True)
+            begun = _multiply(step, product, signal, lead, ring, SPLIT, WHICH, True)
             product = warpgroup_mma_wait(2 if SPLIT else 1, deps=[begun])
             release(step - 1, empty, STAGES)
             step += 1
@@ -197,9 +228,11 @@ def _store(out_ptr, sums, p0, d0, p, d, row_stride, column_stride):
 def store_sums(
     out_ptr, total, right, p0, d0, p, d, row_stride, column_stride, WHICH: gl.constexpr
 ):  # fmt: skip
-    """This group's rows of a tile of ``[p, d]``."""
+    """This group's rows of a tile of ``[p, d]``. ``column_stride`` of a long tile: 1."""
     p0 += WHICH * HALF
-    _store(out_ptr, total, p0, d0, p, d, row_stride, column_stride)
-    if 2 * right.shape[1] != NARROW:
-        of_right = right.load(total.type.layout)
-        _store(out_ptr, of_right, p0, d0 + right.shape[1], p, d, row_stride, column_stride)
+    if 2 * right.shape[1] == NARROW:
+        _store(out_ptr, total, p0, d0, p, d, row_stride, column_stride)
+    else:
+        _store(out_ptr, right.load(IN_ROWS), p0, d0 + WIDE // 2, p, d, row_stride, 1)
+        right.store(total)
+        _store(out_ptr, right.load(IN_ROWS), p0, d0, p, d, row_stride, 1)

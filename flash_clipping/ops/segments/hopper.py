@@ -27,6 +27,7 @@ from flash_clipping.ops.runtime.ring import (
     place_of,
     room_for_sums,
     store_sums,
+    take_turn,
     wait_released,
 )
 
@@ -89,7 +90,7 @@ def _load(operands, lists, grid, ring, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT: gl.constexpr, WHICH: gl.constexpr
+    coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """Four warps: 64 of the rows of every tile of this program."""
     COLUMNS: gl.constexpr = ring[0].shape[-1]
@@ -98,11 +99,14 @@ def _multiply(
     items, B, M, d, p = grid
     right = sums.index(WHICH)
     step = 0
+    turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         group, p0, d0 = _place(item, group_ptr, p, d, ROWS, COLUMNS)
+        first = gl.load(firsts_ptr + group * B)
+        steps = gl.load(firsts_ptr + (group + 1) * B) - first
+        signal, turn = take_turn(step, steps, turn, lead, ring, WHICH)
         total = no_sums(right)
         # Loaded a segment ahead: none waits for its own.
-        first = gl.load(firsts_ptr + group * B)
         last = gl.load(firsts_ptr + group * B + 1)
         following = gl.load(coef_ptr)
         for b in range(B):
@@ -112,7 +116,9 @@ def _multiply(
             ahead = gl.minimum(b + 1, B - 1)
             last = gl.load(firsts_ptr + group * B + ahead + 1)
             following = gl.load(coef_ptr + ahead)
-            step, total = add_products(step, end, coef, total, right, ring, SPLIT, WHICH)
+            step, total = add_products(
+                step, end, coef, total, right, signal, lead, ring, SPLIT, WHICH
+            )
         of_group = out_ptr + group.to(gl.int64) * p * d
         store_sums(of_group, total, right, p0, d0, p, d, d, 1, WHICH)
 
@@ -134,7 +140,7 @@ def grouped_sums_ring_kernel(
         rest_tiles = gl.allocate_shared_memory(DTYPE, [GROUPS * STAGES, BLOCK, HALF], layout)
     else:
         rest_tiles = G_tiles
-    sums = room_for_sums(GROUPS, COLUMNS)
+    sums, lead = room_for_sums(GROUPS, COLUMNS)
     full, empty = barriers(STAGES, GROUPS)
     ring = (A_tiles, G_tiles, rest_tiles, full, empty)
     grid = (items, B, M, d, p)
@@ -144,8 +150,8 @@ def grouped_sums_ring_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT, 0)),
-                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT, 1)),
+                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT, 0)),
+                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT, 1)),
                 (_load, (operands, lists, grid, ring, SPLIT)),
             ],
             [4, 1],
@@ -154,9 +160,9 @@ def grouped_sums_ring_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT, 0)),
-                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT, 1)),
-                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, SPLIT, 2)),
+                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT, 0)),
+                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT, 1)),
+                (_multiply, (coef_ptr, out_ptr, lists, grid, ring, sums, lead, SPLIT, 2)),
                 (_load, (operands, lists, grid, ring, SPLIT)),
             ],
             [4, 4, 1],
