@@ -190,17 +190,20 @@ def add_products(
     STAGES: gl.constexpr = ring[0].shape[0]
     PROMOTE: gl.constexpr = PROMOTED // ring[0].shape[-2]
     COLUMNS: gl.constexpr = ring[0].shape[-1]
+    UNDER_WAY: gl.constexpr = 2 if SPLIT else 1  # multiplications of one step
     while step < end:
         # No minimum of this and the end, which the compiler would keep in registers of each thread.
         until = step + PROMOTE
         # Not cleared before: that would take as long as a step.
         product = gl.zeros([HALF, COLUMNS], gl.float32, _layout(COLUMNS))
-        begun = _multiply(step, product, signal, lead, ring, SPLIT, WHICH, False)
-        product = warpgroup_mma_wait(2 if SPLIT else 1, deps=[begun])
+        product = warpgroup_mma_wait(
+            UNDER_WAY, deps=[_multiply(step, product, signal, lead, ring, SPLIT, WHICH, False)]
+        )
         step += 1
         while (step < end) & (step < until):
-            begun = _multiply(step, product, signal, lead, ring, SPLIT, WHICH, True)
-            product = warpgroup_mma_wait(2 if SPLIT else 1, deps=[begun])
+            product = warpgroup_mma_wait(
+                UNDER_WAY, deps=[_multiply(step, product, signal, lead, ring, SPLIT, WHICH, True)]
+            )
             release(step - 1, empty, STAGES)
             step += 1
         product = warpgroup_mma_wait(0, deps=[product])
