@@ -225,9 +225,12 @@ def of_one_kind(pairs: list, coef: torch.Tensor) -> list[torch.Tensor]:
         (3, 128, [(256, 257)]),  # rows on 16 bytes that are no multiple of them
         (3, 197, [(72, 1001), (1001, 257), (264, 520), (257, 64)]),
         (2, 64, [(1024, 50257)]),
-        (4, 257, [(384, 200), (200, 384)]),  # fewer tiles if these are turned; one position more
-        (40, 17, [(384, 200), (136, 264)]),  # samples shorter than a step
-        (7, 48, [(520, 264)] * 90),  # many tiles of few steps
+        # Many samples of few positions: other tiles.
+        (12, 128, [(384, 200), (200, 384), (1024, 2048)]),  # turned, and not
+        (12, 197, [(72, 1001), (1001, 257), (264, 520), (257, 64)]),  # an odd number of steps of 32
+        (24, 48, [(520, 264)] * 90),
+        (64, 17, [(384, 200), (136, 264)]),  # samples shorter than a step
+        (5, 384, [(520, 264), (8, 8)]),
     ],
     ids=str,
 )

@@ -137,7 +137,7 @@ for dtype in (torch.bfloat16, torch.float32):
     clipped_sum_triton.launch_clipped_sums(work, kind, coef)
     for T in (256, 197):  # other tiles for samples of few positions, in steps of 64 and 32
         work = clipped_sum_triton.Products([(A[:, :T], G[:, :T])])
-        clipped_sum_triton.launch_clipped_sums(work, kind._replace(T=T), coef)
+        clipped_sum_triton.launch_clipped_sums(work, kind._replace(B=64, T=T), coef)
     rows, expert = torch.arange(4096), torch.arange(4096) % 3
     X, Y = torch.empty(4096, 256, dtype=dtype), torch.empty(4096, 128, dtype=dtype)
     segments = Segments(rows % 2, 2, expert, 3)

@@ -118,14 +118,19 @@ FEWEST = 16
 """Rows of a table that a kernel is compiled for at least: many tables, few kernels."""
 
 MOST_SHORT = 384
-"""Positions of a sample up to which its sums are in tiles for short ones."""
+"""Positions of a sample up to which tiles are short ones, in which adding its product takes less
+(benchmarks/NOTES.md)."""
+
+FEWEST_STEPS = 48
+"""Steps of 32 positions from which on they are: they take longer to store."""
 
 
-def ring_constants(T: int) -> dict[str, int]:
-    """Of the kernel for Hopper, for samples of T positions."""
-    if T > MOST_SHORT:
+def ring_constants(B: int, T: int) -> dict[str, int]:
+    """Of the kernel for Hopper, for B samples of T positions."""
+    steps = tiles.cdiv(T, 32)
+    if T > MOST_SHORT or B * steps < FEWEST_STEPS:
         (rows, columns), positions, stages = tiles.LONG_TILE, 32, 6
-    elif tiles.cdiv(T, 32) % 2:  # of steps of 64, half of the last would be empty
+    elif steps % 2:  # of steps of 64, half of the last would be empty
         (rows, columns), positions, stages = tiles.SHORT_TILE, 32, 11
     else:
         (rows, columns), positions, stages = tiles.SHORT_TILE, 64, 5
@@ -183,7 +188,7 @@ def launch_clipped_sums(
     results = [torch.empty(shape, dtype=torch.float32, device=device) for shape in work.shapes]
     work.set_column(8, [result.data_ptr() for result in results])
     layers = len(results)
-    tile = ring_constants(kind.T) if ring else dict(ROWS=BLOCK, COLUMNS=BLOCK)
+    tile = ring_constants(kind.B, kind.T) if ring else dict(ROWS=BLOCK, COLUMNS=BLOCK)
     count = work.cut((tile["ROWS"], tile["COLUMNS"]))
     arguments = (work.on(device), coef_B.contiguous(), layers, count, kind.B, kind.T)
     if ring:
