@@ -33,9 +33,10 @@ class ShardedBackwardPass(BackwardPass):
         self.slots, self.reducer = slots, reducer
         self._session = session
         #: ``mode="two_pass"``: clipped sums of this process, until they are sent; how often each
-        #: parameter came in the second walk; and what of them is on its way.
+        #: parameter came in the first walk, and has yet to come in the second; and what of the sums
+        #: is on its way.
         self._sums: dict[int, Tensor] = {}
-        self._came: Counter[int] = Counter()
+        self._awaited: Counter[int] = Counter()
         self._reduction: Reduction | None = None
 
     def stand_in(self) -> None:
@@ -67,15 +68,14 @@ class ShardedBackwardPass(BackwardPass):
     def _send_complete(self, params: Sequence[nn.Parameter]) -> None:
         """``mode="two_pass"``: send what is complete once the second walk has come by these.
 
-        Walks reach layers in one order in all processes, as ``fully_shard`` has it, too.
+        Walks reach layers in one order in all processes, as ``fully_shard`` has it, too. What
+        forward used counts for nothing: a process may hold calls that no backward goes through.
         """
-        if not self.norms_only and self.coef is None:
-            return
-        uses, came = self.uses, self._came  # as forward has it: all ask in the first walk
         if self.norms_only:
-            return
-        came.update(map(id, params))
-        self._reducing().send_while(lambda key: came[key] >= uses[key])
+            self._awaited.update(map(id, params))
+        elif self.coef is not None:
+            self._awaited.subtract(map(id, params))
+            self._reducing().send_while(lambda key: self._awaited[key] <= 0)
 
     def _reducing(self) -> Reduction:
         if self._reduction is None:

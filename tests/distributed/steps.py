@@ -571,7 +571,7 @@ def gradients_in_buckets(rank: int) -> dict[str, bool]:
 
 def left_to_the_end(rank: int) -> tuple[int, int]:
     """Buckets of a step by ``mode="two_pass"``, and how many its second walk has not sent; with
-    samples in all processes, and in the first one only."""
+    samples in all processes, in the first one only, and while that holds another call's output."""
     model = sharded(make(torch.float32))
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, mode="two_pass")
     flash._sharded.reducer.bucket_bytes = 1
@@ -583,8 +583,11 @@ def left_to_the_end(rank: int) -> tuple[int, int]:
         finish(self)
 
     with mock.patch.object(Reduction, "finish", counted):
-        for cuts in (everyone(), (0, *[SAMPLES] * dist.get_world_size())):
+        for cuts in (everyone(), (0, *[SAMPLES] * dist.get_world_size()), everyone()):
             ids, y = local(rank, cuts)
+            held = flash(ids) if len(left) == 2 else None
+            if rank:
+                del held
             F.cross_entropy(flash(ids), y).backward()
     return len(flash._sharded.reducer._buckets), max(left)
 
