@@ -174,8 +174,8 @@ def _first_kept(rejected: Callable[[float], bool]) -> float:
 
 def _check_counts(canaries: int, guesses: int, correct: int) -> None:
     checked_number("canaries", canaries, "[1, inf)", example=1000, whole=True)
-    checked_number("guesses", guesses, f"[0, {canaries}]", example=canaries, whole=True)
-    checked_number("correct", correct, f"[0, {guesses}]", example=guesses, whole=True)
+    checked_number("guesses", guesses, f"[0, {int(canaries)}]", example=canaries, whole=True)
+    checked_number("correct", correct, f"[0, {int(guesses)}]", example=guesses, whole=True)
 
 
 # -- canaries -------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat
 
 
 class NamesItsPage(Exception):
@@ -65,9 +66,10 @@ def checked_number(
         ValueError: it is no such number.
     """
     number = math.nan
-    if isinstance(value, SupportsIndex if whole else SupportsFloat) and not isinstance(value, bool):
-        with suppress(TypeError, ValueError, RuntimeError):  # of an array, for instance
-            number = float(value)  # type: ignore[arg-type]
+    if not isinstance(value, bool):
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # of an array, say
+            if whole or isinstance(value, SupportsFloat):  # no text is
+                number = float(operator.index(value) if whole else value)
     low, high = map(float, interval[1:-1].split(","))
     at_end = (number == low and interval[0] == "[") or (number == high and interval[-1] == "]")
     if not (low < number < high or at_end):

@@ -181,7 +181,7 @@ def plan(
             both = " and ".join(f"{name}={value}" for name, value in given.items())
             raise InvalidValue(f"plan: found {both}; expected one of them.")
     checked_number("samples", samples, "[1, inf)", example=1000, whole=True)
-    checked_number("batch_size", batch_size, f"[1, {samples}]", example=samples, whole=True)
+    checked_number("batch_size", batch_size, f"[1, {int(samples)}]", example=samples, whole=True)
     delta = 0.1 / samples if delta is None else delta
     checked_number("delta", delta, "(0, 1)", example=1e-5)
     per_epoch = -(-samples // batch_size)

@@ -242,11 +242,17 @@ def check_target(epsilon: Any, delta: Any, epochs: Any, options: dict[str, Any])
     checked_number("epochs", epochs, "(0, inf)", example=1)
     tolerance = options.get("epsilon_tolerance", 0.01)
     checked_number("epsilon_tolerance", tolerance, "(0, inf)", example=0.01)
-    if (batches := len(options["data_loader"])) and epochs * batches < 1:
+    if (batches := len(options["data_loader"])) and steps_of(epochs, batches) < 1:
         raise InvalidValue(
             f"epochs: found {epochs} of {batches} batches; expected one step at least:\n"
             "    epochs=1"
         )
+
+
+def steps_of(epochs: float, batches: int) -> int:
+    """Whole steps of so many epochs. Opacus divides by the rate, and finds 224 steps in 3 epochs of
+    75 batches, and so too little noise: what a float is off by takes no step away."""
+    return int(round(epochs * batches, 6))
 
 
 def planned_noise(
@@ -270,11 +276,9 @@ def planned_noise(
     options = {name: given.pop(name) for name in known & given.keys()}
     options |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
     batches = len(given["data_loader"])
+    options |= {"sample_rate": 1 / batches, "steps": steps_of(epochs, batches)}
     if isinstance(accountant, PldAccountant):
         requested_process(accountant, given)
-        steps = int(epochs * batches)
-        return accountant.noise_multiplier(sample_rate=1 / batches, steps=steps, **options)
+        return accountant.noise_multiplier(**options)
     with without_hints():
-        return get_noise_multiplier(
-            sample_rate=1 / batches, epochs=epochs, accountant=accountant.mechanism(), **options
-        )
+        return get_noise_multiplier(accountant=accountant.mechanism(), **options)

@@ -283,7 +283,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             is drawn by one of them (all draw the same batch, and take parts of it, where it is cut
             or in an order). A step whose batch is empty runs no model and adds noise only.
             Gradients are divided by the expected batch size, ``len(dataset) / len(data_loader)``
-            rounded down, or number of units: a public constant (:meth:`get_epsilon`).
+            rounded down and at least 1, or the number of units: a public constant
+            (:meth:`get_epsilon`).
 
         Warns:
             NotPoissonWarning: batches are not drawn in that way; once.
@@ -354,7 +355,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             loader = switch_generator(data_loader=data_loader, generator=self.secure_rng)
         sampler: Any = loader.batch_sampler
         sample_rate = 1 / len(loader)
-        expected: float = int(len(dataset) * sample_rate)
+        expected: float = max(1, len(dataset) // len(loader))
         if of_rows is not None:
             expected = getattr(sampler, "total_size", sampler.num_samples) * of_rows.sample_rate
         private = self._optimizer(given, expected, group)

@@ -12,7 +12,7 @@ from opacus import PrivacyEngine
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise, StepGradClip
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
@@ -101,6 +101,28 @@ def test_make_private_with_epsilon() -> None:
     assert 2.9 < flash.engine.get_epsilon(1e-5) <= 3.01
     assert isinstance(flash.wrapper, GradSampleModuleFlashClipping)
     assert flash.wrapper.mode == "two_pass"
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize(("epochs", "batches", "steps"), [(3, 75, 225), (1 / 49, 49, 1)])
+def test_the_target_is_not_exceeded_after_the_last_step(
+    epochs: float, batches: int, steps: int, accountant: str
+) -> None:
+    """int(3 / (1 / 75)) is 224, and int(49 * (1 / 49)) is 0."""
+    engine = FlashPrivacyEngine(accountant=accountant)
+    model = nn.Linear(3, 2)
+    _, optimizer, *_ = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.zeros(2 * batches, 3)), batch_size=2),
+        target_epsilon=8.0,
+        target_delta=1e-3,
+        epochs=epochs,
+        epsilon_tolerance=1e-3,
+        max_grad_norm=1.0,
+    )
+    engine.accountant.history = [(optimizer.noise_multiplier, 1 / batches, steps)]
+    assert 7.99 < engine.get_epsilon(1e-3) <= 8.0
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -288,7 +288,8 @@ NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 def test_what_is_no_number_there_is_refused_with_one_that_is(
     name: str, call: Callable[..., Any], outside: tuple[Any, ...]
 ) -> None:
-    for value in (*outside, math.nan, "1.0", True, torch.ones(2)):
+    tensors = [torch.tensor(value) for value in outside if isinstance(value, float)]
+    for value in (*outside, *tensors, math.nan, "1.0", True, torch.ones(2), 10**400):
         with pytest.raises(ValueError, match=f"{name}: found ") as error:
             call(**{name: value})
         said, *_, line = str(error.value).splitlines()

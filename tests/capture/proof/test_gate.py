@@ -96,6 +96,17 @@ def test_audits_are_seldom() -> None:
     assert audits == {32: 1, 64: 2}
 
 
+def test_an_audit_waits_for_a_batch_with_samples() -> None:
+    """The third looks at one sample, which a Poisson batch may not have."""
+    flash = first_step(Around(RIGHT["plain"]))
+    gate = flash._watch.gate
+    gate.calls = gate.next_audit = 4 * FIRST_AUDIT
+    for samples, due in ((0, gate.calls + 2), (B, 2 * (gate.calls + 2))):
+        flash.zero_grad()
+        flash(torch.randn(samples, T, K)).square().sum().backward()
+        assert gate.next_audit == due
+
+
 @pytest.mark.parametrize("name", WRONG_AFTER)
 def test_outputs_that_mix_samples_are_refused_by_name(name: str) -> None:
     model = Around(RIGHT["plain"], WRONG_AFTER[name])
