@@ -16,10 +16,14 @@ from typing import Any
 
 import torch
 from opacus.accountants import create_accountant
-from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, nn
 
-from flash_clipping.engine.accounting import ADD_OR_REMOVE, without_hints
+from flash_clipping.engine.accounting import (
+    ADD_OR_REMOVE,
+    least_noise,
+    with_right_length,
+    without_hints,
+)
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.engine.graphs.graphed_step import without_gradients
 from flash_clipping.engine.micro_batches import free_memory
@@ -193,16 +197,16 @@ def plan(
     else:
         checked_number("noise_multiplier", noise_multiplier, "(0, inf)", example=1.0)
     rate = 1 / per_epoch
+    counted = with_right_length(create_accountant(accountant))
+    if noise_multiplier is None:
+        noise_multiplier = least_noise(
+            counted,
+            target_epsilon=epsilon,  # type: ignore[arg-type]
+            target_delta=delta,
+            sample_rate=rate,
+            steps=steps,
+        )
     with without_hints():
-        if noise_multiplier is None:
-            noise_multiplier = get_noise_multiplier(
-                target_epsilon=epsilon,  # type: ignore[arg-type]
-                target_delta=delta,
-                sample_rate=rate,
-                steps=steps,
-                accountant=accountant,
-            )
-        counted = create_accountant(accountant)
         counted.history = [(noise_multiplier, rate, steps)]
         found = float(counted.get_epsilon(delta))
     return Plan(samples, batch_size, steps, noise_multiplier, found, delta, accountant)

@@ -7,6 +7,7 @@ extra (``flash-clipping[accounting]``); it is imported when such an accountant i
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -332,40 +333,6 @@ class PldAccountant(CountsSteps, IAccountant):
             return math.inf
         return max((epsilon_by_pld(r, delta) for r in releases_of(self)), default=0.0)
 
-    def noise_multiplier(
-        self,
-        *,
-        target_epsilon: float,
-        target_delta: float,
-        sample_rate: float,
-        steps: int,
-        epsilon_tolerance: float = 0.01,
-    ) -> float:
-        """The least noise, to within the tolerance, whose ε after these steps is below the target;
-        ``ValueError`` if none is enough."""
-
-        def epsilon(multiplier: float) -> float:
-            planned = PldAccountant()
-            planned.process = self.process
-            planned.history = [(multiplier, sample_rate, steps)]
-            return planned.get_epsilon(target_delta)
-
-        low, high = 0.0, 1.0
-        while (found := epsilon(high)) > target_epsilon:
-            low, high = high, 2 * high
-            if high > _MOST_NOISE:
-                raise InvalidValue(
-                    f"target_epsilon={target_epsilon} with target_delta={target_delta}: no noise "
-                    f"below {_MOST_NOISE:g} is enough."
-                )
-        while target_epsilon - found > epsilon_tolerance and high - low > 1e-6 * high:
-            middle = (low + high) / 2
-            if (of_middle := epsilon(middle)) <= target_epsilon:
-                high, found = middle, of_middle
-            else:
-                low = middle
-        return high
-
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
         """As Opacus', for steps of one batch each, unless these are ordinary Poisson batches."""
         account = super().get_optimizer_hook_fn(sample_rate)
@@ -437,6 +404,46 @@ def without_hints() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Optimal order is the")
         yield
+
+
+def least_noise(
+    accountant: Any,
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    epsilon_tolerance: float = 0.01,
+    **options: Any,
+) -> float:
+    """The least noise multiplier, to within the tolerance, whose ε after these steps is below the
+    target, as Opacus looks for it; ``ValueError`` if none is enough.
+
+    By the accountant that will count the steps: Opacus' PRV accountant has an ε too small, or none,
+    next to no noise. Where ε jumps over the target the search ends all the same.
+    """
+    planned = copy.copy(accountant)
+
+    def epsilon(multiplier: float) -> float:
+        planned.history = [(multiplier, sample_rate, steps)]
+        with without_hints():
+            return float(planned.get_epsilon(target_delta, **options))
+
+    low, high = 0.0, 20.0
+    while (found := epsilon(high)) > target_epsilon:
+        low, high = high, 2 * high
+        if high > _MOST_NOISE:
+            raise InvalidValue(
+                f"target_epsilon={target_epsilon} with target_delta={target_delta}: no noise "
+                f"below {_MOST_NOISE:g} is enough."
+            )
+    while target_epsilon - found > epsilon_tolerance and high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        if (of_middle := epsilon(middle)) <= target_epsilon:
+            high, found = middle, of_middle
+        else:
+            low = middle
+    return high
 
 
 class LargeDeltaWarning(UserWarning):

@@ -10,7 +10,6 @@ from typing import Any, Literal, Required, TypedDict, get_args
 
 import torch
 from opacus import PrivacyEngine
-from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,7 +19,7 @@ from flash_clipping.engine.accounting import (
     MechanismSpec,
     PldAccountant,
     Sampling,
-    without_hints,
+    least_noise,
 )
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.errors import InvalidType, InvalidValue, check_one_of, checked_number
@@ -270,15 +269,13 @@ def planned_noise(
             "noise is for the target without them.",
             stacklevel=3,
         )
-    functions = get_noise_multiplier, accountant.get_epsilon
+    functions = least_noise, accountant.get_epsilon
     known = {name for function in functions for name in inspect.signature(function).parameters}
-    known -= {"delta", "steps", "sample_rate", "accountant"}
+    known -= {"delta", "steps", "sample_rate", "accountant", "options"}
     options = {name: given.pop(name) for name in known & given.keys()}
     options |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
     batches = len(given["data_loader"])
     options |= {"sample_rate": 1 / batches, "steps": steps_of(epochs, batches)}
     if isinstance(accountant, PldAccountant):
         requested_process(accountant, given)
-        return accountant.noise_multiplier(**options)
-    with without_hints():
-        return get_noise_multiplier(accountant=accountant.mechanism(), **options)
+    return least_noise(accountant, **options)

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 from torch.utils.data import default_collate
 
 from flash_clipping._compat import pin_memory
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.distributed import processes_of
-from flash_clipping.engine.accounting import without_hints
+from flash_clipping.engine.accounting import least_noise
 from flash_clipping.engine.micro_batches import Parts, StepInParts
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import PoissonLoader
@@ -149,14 +148,13 @@ class PrivateRun:
         arguments = self.arguments
         if arguments.noise_multiplier is not None:
             return arguments.noise_multiplier
-        with without_hints():
-            return get_noise_multiplier(
-                target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]
-                target_delta=arguments.target_delta,
-                sample_rate=sample_rate,
-                steps=self.planned_steps,
-                accountant=arguments.accountant,
-            )
+        return least_noise(
+            self.engine.accountant,
+            target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]
+            target_delta=arguments.target_delta,
+            sample_rate=sample_rate,
+            steps=self.planned_steps,
+        )
 
     @property
     def steps(self) -> int:

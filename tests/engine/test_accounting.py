@@ -20,6 +20,7 @@ from flash_clipping.engine.accounting import (
     DiscreteGaussianAccountant,
     MechanismSpec,
     PldAccountant,
+    least_noise,
     relation_of,
 )
 from flash_clipping.randomness.mechanisms import (
@@ -189,7 +190,7 @@ def test_next_to_no_noise_costs_at_most_one_gaussian(sampled: releases.Release, 
 def test_the_noise_for_a_target(process: MechanismSpec) -> None:
     planner = accountant(process)
     options = {"target_epsilon": 3.0, "target_delta": 1e-4, "sample_rate": 0.2}
-    found = planner.noise_multiplier(**options, steps=20, epsilon_tolerance=0.1)
+    found = least_noise(planner, **options, steps=20, epsilon_tolerance=0.1)
     assert 2.9 <= accountant(process, (found, 0.2, 20)).get_epsilon(1e-4) <= 3.0
 
 

@@ -21,6 +21,7 @@ from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     MechanismSpec,
     PldAccountant,
+    least_noise,
     releases_of,
 )
 from flash_clipping.engine.releases import (
@@ -351,7 +352,7 @@ def test_a_step_that_is_refused_is_none() -> None:
 def test_a_target_finds_its_noise() -> None:
     planner = accountant(MechanismSpec("random_allocation", cycle=20))
     target = {"target_epsilon": 2.0, "target_delta": 1e-5}
-    noise = planner.noise_multiplier(**target, sample_rate=0.05, steps=60, epsilon_tolerance=0.05)
+    noise = least_noise(planner, **target, sample_rate=0.05, steps=60, epsilon_tolerance=0.05)
     found = epsilon_by_pld([Release(noise, 3, "one_of", size=20)], 1e-5)
     assert 1.95 <= found <= 2.0
 

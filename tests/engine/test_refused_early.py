@@ -25,7 +25,7 @@ from flash_clipping import (
     auditing,
     planning,
 )
-from flash_clipping.engine.accounting import MechanismSpec
+from flash_clipping.engine.accounting import MechanismSpec, least_noise
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.report import statistics_report
 from flash_clipping.engine.sampling.loaders import PoissonLoader
@@ -74,6 +74,22 @@ def test_little_noise_has_no_epsilon_that_is_too_small() -> None:
     accountant = FlashPrivacyEngine().accountant
     accountant.history = [(0.01, 0.01, 1)]
     assert accountant.get_epsilon(1e-5) > 5000
+
+
+def test_plans_are_by_the_accountant_that_counts() -> None:
+    """By Opacus' PRV accountant ε is 705 at the first noise, and no noise has an ε of 1000."""
+    assert planning.plan(100, 1, steps=1, noise_multiplier=0.01, delta=1e-5).epsilon > 5000
+    assert 990 < planning.plan(100, 1, steps=1, epsilon=1000.0, delta=1e-5).epsilon <= 1000
+
+
+def test_a_search_for_noise_ends_where_epsilon_jumps_over_the_target() -> None:
+    class Jumps(RDPAccountant):
+        def get_epsilon(self, delta: float, **_: Any) -> float:
+            return 1.0 if self.history[0][0] > 3 else 100.0
+
+    target = {"target_epsilon": 50.0, "target_delta": 1e-5}
+    noise = least_noise(Jumps(), **target, sample_rate=0.1, steps=1)
+    assert noise == pytest.approx(3, rel=1e-6) and noise > 3
 
 
 def test_epsilon_is_opacus_where_that_can_be_computed() -> None:
