@@ -252,8 +252,8 @@ def by_itself(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "graph to the next, and autograd does not say so. Compile parts that have no break, "
             "and let the compiler name one:\n    for block in model.blocks:\n"
             "        block.compile(fullgraph=True)\n"
-            "Such breaks too are hooks that were disabled (use the model before it is wrapped), and "
-            "inputs that lie otherwise than in the first call (lay them out alike in all calls)."
+            "Hooks that were disabled are such a break too: use the model before it is wrapped. So "
+            "are inputs that lie otherwise than in the first call: lay them out alike in all calls."
         )
     before, session.by_itself = session.by_itself, True
     try:
