@@ -99,6 +99,12 @@ def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None
             "Positions of one sample would be in several processes. Give every sample to one: "
             "dp_replicate_size and dp_shard_size",
         )
+    tensor = getattr(form, "tp_size", 1)
+    _refuse_if(
+        tensor > 1 and tensor != cut,
+        f"parallelism_config with tp_size={tensor}, and layers cut over {cut} processes",
+        "Nothing would cut them. Let transformers do it: from_pretrained(..., tp_plan='auto')",
+    )
     _refuse_if(
         cut > 1 and (cut != trainer.args.world_size or trainer.is_fsdp_enabled),
         f"layers cut over {cut} of {trainer.args.world_size} processes",

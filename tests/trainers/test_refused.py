@@ -82,6 +82,7 @@ def test_fp16_and_several_devices(tmp_path: Path) -> None:
     [
         ({"accelerator.state.parallelism_config": SimpleNamespace(cp_size=2)}, "with cp_size=2"),
         ({"accelerator.state.parallelism_config": SimpleNamespace(sp_size=4)}, "with sp_size=4"),
+        ({"accelerator.state.parallelism_config": SimpleNamespace(tp_size=2)}, "with tp_size=2"),
         ({"model._tp_size": 2, "args.save_strategy": "no"}, "layers cut over 2 of 1 processes"),
         ({"model._tp_size": 1}, "whose parameters are shards.*tp_plan"),
     ],
