@@ -75,13 +75,13 @@ class ShardedBackwardPass(BackwardPass):
             self._awaited.update(map(id, params))
         elif self.coef is not None:
             self._awaited.subtract(map(id, params))
-            self._reducing().send_while(lambda key: self._awaited[key] <= 0)
+            self._reducing().send_while(lambda key: self._awaited[key] <= 0, self._sums_of)
 
     def _reducing(self) -> Reduction:
         if self._reduction is None:
             self.slots.check()
             rounded = self.session.sum_dtype == "parameter"
-            self._reduction = self.reducer.begin(self._sums_of, rounded)
+            self._reduction = self.reducer.begin(rounded)
         return self._reduction
 
     def finish(self) -> None:
@@ -107,7 +107,7 @@ class ShardedBackwardPass(BackwardPass):
 
     def add_clipped_sums(self) -> None:
         """Reduce the sums of all trainable parameters, in an order that all processes share."""
-        self._reducing().finish()
+        self._reducing().finish(self._sums_of)
         self.slots.note_sums()
         self.session.note_sums(self.slots.trainable())
 

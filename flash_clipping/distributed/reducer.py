@@ -178,19 +178,15 @@ class Reducer:
         self._layout: Any = None
         self._buckets: list[_Bucket] = []
 
-    def begin(self, sums: Sums, rounded: bool) -> Reduction:
-        """Add the sums of all trainable parameters into the shards of ``p.grad``.
-
-        Args:
-            sums: of this process; asked for some of the parameters that layers recorded at a time.
-            rounded: to the parameter's dtype (``sum_dtype="parameter"``).
-        """
+    def begin(self, rounded: bool) -> Reduction:
+        """Add the sums of all trainable parameters into the shards of ``p.grad``; ``rounded``: to
+        the parameter's dtype (``sum_dtype="parameter"``)."""
         keys = [id(param) for param in reversed(self.slots.recorded())]
         waiting = [
             (bucket, tuple([keys[place] for place in bucket.places]))
             for bucket in self._planned(rounded)
         ]
-        return Reduction(self.slots, sums, deque(waiting))
+        return Reduction(self.slots, deque(waiting))
 
     def _planned(self, rounded: bool) -> list[_Bucket]:
         """The buckets: the model's order backwards, as factors came."""
@@ -229,7 +225,8 @@ class Reducer:
 
 @dataclass
 class Reduction:
-    """Of one backward pass: buckets in the order that all processes share.
+    """Of one backward pass, which owns it and gives it sums of some parameters at a time: buckets
+    in the order that all processes share.
 
     Attributes:
         waiting: to be sent: buckets, and the ids of their parameters as layers recorded them.
@@ -237,32 +234,31 @@ class Reduction:
     """
 
     slots: ParameterSlots
-    sums: Sums
     waiting: deque[tuple[_Bucket, tuple[int, ...]]]
     flying: deque[_Flight] = field(default_factory=deque)
 
-    def send_while(self, is_complete: Callable[[int], bool]) -> None:
+    def send_while(self, is_complete: Callable[[int], bool], sums: Sums) -> None:
         """Send the next buckets, as long as the sums of all of their parameters are complete.
 
         Nothing is added into ``p.grad``: a pass that fails leaves nothing there.
         """
         while self.waiting and all(map(is_complete, self.waiting[0][1])):
-            self._send()
+            self._send(sums)
             for flight in [*self.flying][:-IN_FLIGHT]:
                 flight.wait()
 
-    def finish(self) -> None:
+    def finish(self, sums: Sums) -> None:
         """Send the others, and add all into ``p.grad``."""
         while self.waiting:
-            self._send()
+            self._send(sums)
             while len(self.flying) > IN_FLIGHT:
                 self.flying.popleft().land(self.slots)
         while self.flying:
             self.flying.popleft().land(self.slots)
 
-    def _send(self) -> None:
+    def _send(self, sums: Sums) -> None:
         bucket, part = self.waiting.popleft()
-        found = self.sums(part)
+        found = sums(part)
         self.flying.append(bucket.launch([*map(found.get, part)]))
 
 

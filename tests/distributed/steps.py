@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -569,18 +570,21 @@ def gradients_in_buckets(rank: int) -> dict[str, bool]:
     }
 
 
-def left_to_the_end(rank: int) -> tuple[int, int]:
+def left_to_the_end(rank: int) -> tuple[int, int, int]:
     """Buckets of a step by ``mode="two_pass"``, and how many its second walk has not sent; with
-    samples in all processes, in the first one only, and while that holds another call's output."""
+    samples in all processes, in the first one only, and while that holds another call's output;
+    and how many of these passes are held by cycles."""
     model = sharded(make(torch.float32))
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, mode="two_pass")
     flash._sharded.reducer.bucket_bytes = 1
     left: list[int] = []
+    passes: list[Any] = []
     finish = Reduction.finish
 
-    def counted(self: Reduction) -> None:
+    def counted(self: Reduction, sums: Any) -> None:
         left.append(len(self.waiting))
-        finish(self)
+        passes.append(weakref.ref(sums.__self__))
+        finish(self, sums)
 
     with mock.patch.object(Reduction, "finish", counted):
         for cuts in (everyone(), (0, *[SAMPLES] * dist.get_world_size()), everyone()):
@@ -589,7 +593,8 @@ def left_to_the_end(rank: int) -> tuple[int, int]:
             if rank:
                 del held
             F.cross_entropy(flash(ids), y).backward()
-    return len(flash._sharded.reducer._buckets), max(left)
+    held_by_cycles = sum(one() is not None for one in passes)
+    return len(flash._sharded.reducer._buckets), max(left), held_by_cycles
 
 
 def offloaded_gradient() -> bool:
