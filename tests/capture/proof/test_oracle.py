@@ -122,9 +122,11 @@ def of_part(part: str) -> nn.Module:
         return with_layer(FaultyNorm(8, 8))
     if part == "GRADIENT":
         return with_layer(FaultySum(8, 8))
-    if part == "SIZE":  # with chance, without which two batches of one size differ already
-        divided = WRONG["divided by the size"]
+    divided = WRONG["divided by the size"]
+    if part == "SIZE":  # with chance, without which autograd's run has another size already
         return Around(lambda m, h: F.dropout(divided(m, h), 0.3))
+    if part == "SIZE OF BATCHES":
+        return Around(divided)
     names = {
         "TOGETHER": "hook, largest",
         "EXTREME": "outlier guard",
@@ -135,7 +137,18 @@ def of_part(part: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "part", ["VALUE", "NORM", "GRADIENT", "TOGETHER", "SIZE", "EXTREME", "PERTURB", "ORDER"]
+    "part",
+    [
+        "VALUE",
+        "NORM",
+        "GRADIENT",
+        "TOGETHER",
+        "SIZE",
+        "SIZE OF BATCHES",
+        "EXTREME",
+        "PERTURB",
+        "ORDER",
+    ],
 )
 def test_each_part_alone_refuses_some_model(part: str) -> None:
     """Mutants without a part are killed here."""
