@@ -1,4 +1,4 @@
-"""``tables``: measure every table of docs/performance.md anew, at one revision.
+"""``tables``: measure tables of docs/performance.md anew, all at one revision.
 
 Each table is a run of another command, in a process of its own, one after the other. Its file is
 named after the card and the table (``h100-step-models.json``). A run that fails, or takes longer
@@ -115,7 +115,7 @@ ON_A_CPU = {
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "tables",
-        help="measure every table of docs/performance.md anew",
+        help="measure tables of docs/performance.md anew, all at one revision",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
