@@ -1,21 +1,23 @@
 """``tables``: measure tables of docs/performance.md anew, all at one revision.
 
-Each table is a run of another command, in a process of its own, one after the other. Its file is
-named after the card and the table (``h100-step-models.json``). A run that fails, or takes longer
-than it may, leaves what it has, and the others go on. ``report`` then writes the page.
+Each table is a run of another command, one after the other. Its file is named after the card and
+the table (``h100-step-models.json``). A run that fails, or takes longer than it may, leaves what it
+has, and the others go on in another process. ``report`` then writes the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
@@ -39,11 +41,13 @@ class Table:
     Attributes:
         command: of ``python -m benchmarks``, without ``--json`` and ``--revision``.
         seconds: after which it is ended.
-        cold: with an empty folder of compiled kernels.
+        alone: in a process that takes no table after it, as peers replace parts of PyTorch.
+        cold: with an empty folder of compiled kernels, in a process of its own.
     """
 
     command: str
     seconds: int = 240
+    alone: bool = False
     cold: bool = False
 
 
@@ -52,7 +56,9 @@ def _step(
 ) -> Table:
     """Without ``more``, with enough turns for a median."""
     turns = "" if "--rounds" in more else "--rounds 5 --steps 6 "
-    return Table(f"step --model {models} --methods {methods} {turns}{more}".strip(), seconds)
+    command = f"step --model {models} --methods {methods} {turns}{more}".strip()
+    peers = any(peer in methods for peer in ("opacus", "fastdp", "flashdp"))
+    return Table(command, seconds, alone=peers)
 
 
 #: By the name of their files, the most wanted first.
@@ -141,30 +147,67 @@ def run(options: argparse.Namespace, console: Console) -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tables", "transformers"])
     options.results.mkdir(parents=True, exist_ok=True)
-    begin, failed = time.monotonic(), []
+    begin, failed, worker = time.monotonic(), [], None
     for name, table in chosen.items():
         since = time.monotonic()
         if options.seconds is not None and since - begin > options.seconds:
             failed.append(name)
             console.print(f"{name}: not begun")
             continue
-        arguments = options.on, name, table, options.results, options.revision
-        process = context.Process(target=measure, args=arguments)
-        process.start()
-        process.join(table.seconds)
-        if process.is_alive():
-            process.terminate()
-            process.join()
+        if worker is not None and table.cold:
+            worker.end()
+            worker = None
+        worker = worker or _Worker(context)
+        status = worker.measure(
+            table.seconds, options.on, name, table, options.results, options.revision
+        )
+        if status or table.alone or table.cold:
+            worker.end()
+            worker = None
         took = time.monotonic() - since
-        console.print(f"{name}: exit status {process.exitcode} after {took:.0f} s")
-        failed += [name] if process.exitcode else []
+        console.print(f"{name}: exit status {status} after {took:.0f} s")
+        failed += [name] if status else []
+    if worker is not None:
+        worker.end()
     if failed:
         console.print(f"[bold red]not measured, or in part: {', '.join(failed)}[/]")
     return 1 if failed else 0
 
 
-def measure(on: str, name: str, table: Table, results: Path, revision: str | None) -> None:
-    """Of one process: one table, into its file and, as it is printed, a log beside it."""
+class _Worker:
+    """A process that measures tables, one after the other: it takes seconds to begin."""
+
+    def __init__(self, context: ForkServerContext) -> None:
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+
+    def measure(self, seconds: float, *arguments: object) -> int | None:
+        """The exit status of :func:`measure`; not 0 where it took longer or ended the process."""
+        self._connection.send(arguments)
+        try:
+            if self._connection.poll(seconds):
+                status: int = self._connection.recv()
+                return status
+        except EOFError:
+            pass
+        self.end()
+        return self._process.exitcode or 1
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        connection.send(measure(*connection.recv()))
+        gc.collect()
+
+
+def measure(on: str, name: str, table: Table, results: Path, revision: str | None) -> int:
+    """One table, into its file and, as it is printed, a log beside it; the exit status."""
     from benchmarks.__main__ import main
 
     with tempfile.TemporaryDirectory() as folder:
@@ -175,8 +218,7 @@ def measure(on: str, name: str, table: Table, results: Path, revision: str | Non
         if revision:
             arguments += ["--revision", revision]
         with path.with_suffix(".log").open("w") as log:
-            status = main(arguments, Console(file=log, width=140))
-    sys.exit(status)
+            return main(arguments, Console(file=log, width=140))
 
 
 def _card(on: str) -> str:

@@ -118,12 +118,14 @@ def momentum_of(kind: str) -> float:
 def trainer(folder: str, kind: str = "whole", noise: float = 0.0, **settings: Any) -> Noting:
     settings = KINDS[kind][1] | TRAINING | settings
     cls = Sharding if "fsdp" in KINDS[kind][1] else Noting
+    # On GPUs PyTorch's optimizers take parameters that are cut and others one by one only.
+    of_optimizer = {"lr": RATE, "momentum": momentum_of(kind), "foreach": False}
     return cls(
         model=model_of(folder, kind),
         args=arguments(folder, ddp_backend=BACKEND, use_cpu=BACKEND == "gloo", **settings),
         train_dataset=Texts(SIZE),
         eval_dataset=Texts(3),
-        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": RATE, "momentum": momentum_of(kind)}),
+        optimizer_cls_and_kwargs=(torch.optim.SGD, of_optimizer),
         privacy=privacy(noise_multiplier=noise, max_grad_norm=C, seed=None),
     )
 

@@ -400,6 +400,7 @@ def _worker(
             if isinstance(parts[name], Ends):
                 Path(folder, f"{rank}.{name}.printed").write_text(_printed)
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes when the other has ended
+                dist.barrier()  # the other's end finds this process prepared
             with _patience(PATIENCE):
                 torch.save(parts[name](), f"{folder}/{rank}.{name}.pt")
             _say(f"{time.monotonic() - began:.1f} s", name)

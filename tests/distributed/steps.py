@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, distributed as dist, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -397,8 +398,10 @@ def documents_in_rows(
         flash.zero_grad(set_to_none=True)
         mine = slice(cuts[place], cuts[place + 1])
         ids, places, numbers = packed.packed([[*enumerate(every[mine])]])
-        # fully_shard takes the map to the GPU, where nobody asks how many documents there are.
+        # On a GPU nobody asks the map how many documents there are; fully_shard takes it there.
         flash.expect_samples(len(every[mine]))
+        if not isinstance(model, FSDPModule):
+            numbers = numbers.to(device())
         output = flash(ids.to(device()), places.to(device()), numbers)
         packed.losses(output).sum().backward()
         errors.append(error(flash.get_norm_sample(), truth.norms[mine]))

@@ -253,9 +253,9 @@ def lost_document(tensor: Any) -> dict[str, Any]:
     flash = GradSampleModuleFlashClipping(
         model, max_grad_norm=C, loss_reduction="sum", sample_of="document"
     )
-    ids, places, numbers = packed.packed([[*enumerate(every)]])
+    row = [part.to(device()) for part in packed.packed([[*enumerate(every)]])]
     flash.expect_samples(4)
-    packed.losses(flash(ids.to(device()), places.to(device()), numbers)).sum().backward()
+    packed.losses(flash(*row)).sum().backward()
     errors = [error(flash.get_norm_sample()[:3], truth.norms)]
     for name, total in truth.clipped(C).items():
         param = model.get_parameter(name)

@@ -71,6 +71,9 @@ SIZES = ((2, 1), (4, 2))
 #: Outputs that are looked at one by one where something is wrong with one of them.
 OUTPUTS = 16
 
+#: Numbers of outputs that are converted to float64 at once.
+AT_ONCE = 2**23
+
 #: Parameters that an error names.
 NAMED = 10
 
@@ -292,7 +295,7 @@ class _Oracle:
         scales = [self.alone, self.loud, *([{b: self.loud[b] for b in R}] if adds_up else [])]
         taps = self._taps(scales, sums=3 if adds_up else 1, compiles=not self.audit)
         self.returned, self.axes = set(taps.outputs), taps.axes
-        of_S = [_finite(taps.outputs[n][S]).norm() for n in self._fit(taps)]
+        of_S = [_norms(taps.outputs[n][S]) for n in self._fit(taps)]
         if not of_S:
             return None
         self.size = float(torch.stack(of_S).norm())
@@ -517,8 +520,8 @@ class _Oracle:
             if n not in b.outputs or a.outputs[n].shape[1] != b.outputs[n].shape[1]:
                 gaps[n] = torch.inf
                 continue
-            x, y = (_finite(run.outputs[n][list(rows)]) for run, rows in ((a, rows_a), (b, rows_b)))
-            gaps[n] = float(((x - y).norm(dim=1) / (y.norm(dim=1) + 1e-9)).max())
+            x, y = a.outputs[n][list(rows_a)], b.outputs[n][list(rows_b)]
+            gaps[n] = float((_norms(x, y) / (_norms(y) + 1e-9)).max())
         return {n: gap for n, gap in gaps.items() if gap > self.tolerance}
 
     def _exclude(self, part: str, wrong: Mapping[int, float]) -> bool:
@@ -541,9 +544,25 @@ def _halves(B: int, audit: int) -> tuple[list[int], list[int]]:
     return sorted(S), sorted(R)
 
 
+def _norms(x: Tensor, less: Tensor | None = None) -> Tensor:
+    """Norms of the rows of outputs ``[S, F]``, or of their differences, in float64, on the CPU.
+
+    Masked scores do not count. Outputs stay where they are, as copies of logits take seconds, and
+    are converted some columns at a time.
+    """
+    squares = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    width = max(1, AT_ONCE // max(1, len(x)))
+    for begin in range(0, x.shape[1], width):
+        columns = slice(begin, begin + width)
+        part = _finite(x[:, columns])
+        if less is not None:
+            part = part - _finite(less[:, columns])
+        squares += part.square().sum(1)
+    return squares.sqrt().cpu()
+
+
 def _finite(x: Tensor) -> Tensor:
-    """Outputs on the CPU, without masked scores."""
-    return x.double().cpu().nan_to_num(0, 0, 0).clamp(-MASKED, MASKED)
+    return x.double().nan_to_num(0, 0, 0).clamp(-MASKED, MASKED)
 
 
 def _text(why: Complaint | FlashClippingError | None) -> str:

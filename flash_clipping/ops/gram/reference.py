@@ -10,8 +10,9 @@ from torch import Tensor
 from flash_clipping.ops.error_bounds import FLOOR, error_bound
 from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock, accumulator
 
-TILE = 256
-"""Side of a tile, and TILE² the most elements that any Gram temporary holds."""
+TILE, TILE_ON_GPU = 256, 1024
+"""Side of a tile; its square is the most elements that any Gram temporary holds. A GPU would wait
+for the launches of small ones."""
 
 
 def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,17 +22,18 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> tuple[Tensor, Tensor, T
     wanted, dtype = accumulator(A_BTd, *Gs), torch.float64
     sq_LB = A_BTd.new_zeros((len(Gs), B), dtype=dtype)
     spread_LB = torch.zeros_like(sq_LB)
-    samples = max(1, TILE * TILE // max(1, min(T, TILE) ** 2))
+    side = TILE_ON_GPU if A_BTd.is_cuda else TILE
+    samples = max(1, side**2 // max(1, min(T, side) ** 2))
     for b in range(0, B, samples):
         chunk = slice(b, b + samples)
-        for i in range(0, T, TILE):
-            for j in range(0, i + 1, TILE):
+        for i in range(0, T, side):
+            for j in range(0, i + 1, side):
                 twice = 1 if i == j else 2  # the tile (j, i) above the diagonal is the transpose
-                AA = _gram_tile(A_BTd[chunk], i, j, dtype)
+                AA = _gram_tile(A_BTd[chunk], i, j, side)
                 if i == j:
                     A_sq_bt = AA.diagonal(dim1=1, dim2=2) + FLOOR * d
                 for layer, G_BTp in enumerate(Gs):
-                    GG = _gram_tile(G_BTp[chunk], i, j, dtype)
+                    GG = _gram_tile(G_BTp[chunk], i, j, side)
                     if i == j:
                         G_sq_bt = GG.diagonal(dim1=1, dim2=2) + FLOOR * G_BTp.shape[2]
                         spread_LB[layer, chunk] += G_sq_bt.mul_(A_sq_bt).sqrt_().sum(1)
@@ -48,7 +50,7 @@ def gram_blocks(groups: Sequence[Group], memo: LaunchCache | None = None) -> lis
     ]
 
 
-def _gram_tile(X_BTf: Tensor, i: int, j: int, dtype: torch.dtype) -> Tensor:
-    rows = X_BTf[:, i : i + TILE].to(dtype)
-    columns = rows if i == j else X_BTf[:, j : j + TILE].to(dtype)
+def _gram_tile(X_BTf: Tensor, i: int, j: int, side: int) -> Tensor:
+    rows = X_BTf[:, i : i + side].double()
+    columns = rows if i == j else X_BTf[:, j : j + side].double()
     return torch.bmm(rows, columns.mT)

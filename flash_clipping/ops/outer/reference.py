@@ -11,8 +11,9 @@ from torch import Tensor
 from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.runtime.shapes import accumulator
 
-BUFFER = 2**18
-"""The most gradient elements held at once when they are not kept (one row of p at least)."""
+BUFFER, BUFFER_ON_GPU = 2**18, 2**24
+"""The most gradient elements held at once when they are not kept (one row of p at least): what a
+CPU's caches hold, and what keeps a GPU from waiting for launches."""
 
 
 def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
@@ -25,8 +26,9 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
         return squared_norms(kept_Bpd).unsqueeze(1), kept_Bpd
     sq_B = A_BTd.new_zeros(B, dtype=dtype)
     grads_Bpd = A_BTd.new_empty((B, p, d), dtype=G_BTp.dtype) if store else None
-    samples = max(1, BUFFER // max(1, p * d))
-    rows = max(1, min(p, BUFFER // max(1, d)))
+    most = BUFFER_ON_GPU if A_BTd.is_cuda else BUFFER
+    samples = max(1, most // max(1, p * d))
+    rows = max(1, min(p, most // max(1, d)))
     for b in range(0, B, samples):
         chunk = slice(b, b + samples)
         A = A_BTd[chunk].to(dtype)

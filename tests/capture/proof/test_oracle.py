@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_clipping import FlashClippingError, register_rule
+from flash_clipping.capture.proof import oracle
 from flash_clipping.capture.proof.oracle import WORDS
 from flash_clipping.factors import PerSampleGrad
 from flash_clipping.rules.linear import LinearRule
@@ -457,3 +458,17 @@ def test_a_model_that_runs_on_one_batch_only_is_not_shown_to_be_right() -> None:
         prove(flash, (x,), {})
     table = prove(flash, (x,), {}, audit=1)
     assert not table.outputs and not table.unfit
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 2**20])
+def test_norms_of_outputs_are_taken_some_columns_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(oracle, "AT_ONCE", at_once)
+    x, y = torch.randn(2, 3, 11, dtype=torch.float64)
+    x[1, 4], y[1, 4], x[2, 10], y[0, 0] = -torch.inf, -1e30, torch.nan, torch.inf
+    seen_x, seen_y = x.clone(), y.clone()
+    seen_x[1, 4], seen_y[1, 4], seen_x[2, 10], seen_y[0, 0] = 0, -1e4, 0, 0
+    torch.testing.assert_close(oracle._norms(x), seen_x.norm(dim=1))
+    torch.testing.assert_close(oracle._norms(x, y), (seen_x - seen_y).norm(dim=1))
+    assert oracle._norms(x[:, :0]).tolist() == [0, 0, 0]
