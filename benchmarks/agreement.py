@@ -12,10 +12,10 @@ which that is more than :data:`DOUBTFUL`.
 
 The reference is none of them: the plain model on one sample at a time, by ordinary autograd, in
 the next wider dtype with the weights that the methods have (:func:`one_at_a_time`): fp32 for 16
-bits, fp64 for fp32. The same is done once more in the methods' own dtype. What that is off by is
-the model's rounding, which no method can be blamed for: a method may be off by :data:`TOLERANCE`,
-or :data:`MARGIN` times as much as the plain model itself. Only a method of ours that is further
-off is an error; a peer's row says it.
+bits, fp64 for fp32. Where one of ours is off by more than :data:`TOLERANCE`, the same is done once
+more in the methods' own dtype. What that is off by is the model's rounding, which no method can be
+blamed for: a method may be off by :data:`MARGIN` times as much. Only a method of ours that is
+further off is an error; a peer's row says it.
 """
 
 from __future__ import annotations

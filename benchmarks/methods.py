@@ -33,16 +33,11 @@ from flash_clipping import GraphedStep
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods of one comparison have in common.
-
-    ``plain`` is the same model and data without activation checkpointing, where ``workload`` has
-    it: what a method that cannot run under checkpointing can still be a reference on.
-    """
+    """What all methods of one comparison have in common."""
 
     workload: Workload
     device: torch.device
     dtype: torch.dtype
-    plain: Workload | None = None
     optimizer: bool = False
     compile: str | None = None
     max_grad_norm: float = 1.0
@@ -227,6 +222,42 @@ class OpacusGhost(_Opacus):
         return (p.grad for p in self._trainable())
 
 
+class OpacusRandomized(OpacusGhost):
+    """Opacus' ghost clipping by estimates of the norms of linear layers: the mean of ``‖gᵀ v‖²``
+    over :data:`VECTORS` Gaussian ``v``, so that no matrix over pairs of positions is needed.
+
+    Ullah et al., "Efficient DP-SGD for LLMs with Randomized Clipping", 2026, by Hutchinson's
+    estimator. They have published no code; this is how it reads on Opacus.
+    """
+
+    def _set_up(self, model: nn.Module) -> None:
+        super()._set_up(model)
+        hooks = self.module
+        hooks.NORM_SAMPLERS = {**hooks.NORM_SAMPLERS, nn.Linear: _estimated_norms}
+
+
+VECTORS = 16
+
+
+def _estimated_norms(
+    layer: nn.Linear, activations: list[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """In place of Opacus' norm sampler of linear layers: of ``[B, T, d]`` and ``[B, T, p]``."""
+    if backprops.dim() == 2:
+        from opacus.grad_sample.linear import compute_linear_norm_sample
+
+        return compute_linear_norm_sample(layer, activations, backprops)
+    G_BTp, A_BTd = backprops, activations[0].to(backprops.dtype)
+    found = {}
+    if layer.weight.requires_grad:
+        v_pk = torch.randn(G_BTp.shape[-1], VECTORS, dtype=G_BTp.dtype, device=G_BTp.device)
+        squares = (A_BTd.mT @ (G_BTp @ v_pk)).float().square()  # [B, d, k]
+        found[layer.weight] = (squares.sum((1, 2)) / VECTORS).sqrt()
+    if layer.bias is not None and layer.bias.requires_grad:
+        found[layer.bias] = G_BTp.sum(1, dtype=torch.float32).norm(dim=1)
+    return found
+
+
 class OpacusHooks(_Opacus):
     """Opacus' hooks: every per-sample gradient is stored."""
 
@@ -389,6 +420,7 @@ METHODS: dict[str, type[Method]] = {
     "flash-rounded-sums": FlashRoundedSums,
     "flash-tf32": FlashTF32,
     "opacus-ghost": OpacusGhost,
+    "opacus-randomized": OpacusRandomized,
     "opacus-hooks": OpacusHooks,
     "fastdp": FastDP,
     "flashdp": FlashDP,

@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -115,21 +114,19 @@ def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
         torch.cuda.set_device(device)  # events and Triton kernels go to the current device
     if options.threads:
         torch.set_num_threads(options.threads)
-    make = partial(
-        models.workload,
-        model,
-        batch=shape.batch,
-        seq=shape.seq,
-        layers=options.layers,
-        lora=options.lora,
-    )
     try:
-        workload = make(checkpointing=options.checkpointing)
+        workload = models.workload(
+            model,
+            batch=shape.batch,
+            seq=shape.seq,
+            layers=options.layers,
+            checkpointing=options.checkpointing,
+            lora=options.lora,
+        )
     except (ValueError, ImportError, AttributeError) as error:
         raise UsageError(str(error)) from error
     return Setting(
         workload=workload,
-        plain=make() if options.checkpointing else None,
         device=device,
         dtype=DTYPES[dtype_name(options)],
         optimizer=options.optimizer,

@@ -242,7 +242,6 @@ def _run(chosen: argparse.Namespace, console: Console, device: torch.device) -> 
         workload,
         device,
         DTYPES[options.dtype_name(chosen)],
-        plain=models.workload(chosen.model, **shape),
         compile="default" if chosen.compile else None,
     )
     # Of their own in each process: but for tensor parallelism, where all compute with one batch.
@@ -274,7 +273,7 @@ def _check(
     targets: Tensor,
 ) -> Errors:
     """Note every method's errors; what is allowed of them."""
-    plain = dataclasses.replace(setting, workload=setting.plain, compile=None)
+    plain = dataclasses.replace(setting, compile=None)
     wide = agreement.reference_dtype(setting.dtype)
     together = chosen.shards != "tp"  # sums are over the samples of all processes
     reference, rounded = (

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import options, records
+from benchmarks import agreement, methods, options, records
 from benchmarks.agreement import Errors, Fingerprint, allowed, one_at_a_time, shortened
 from benchmarks.methods import METHODS, Flash, Method, NonPrivate, OpacusGhost, OpacusHooks
 from benchmarks.options import Shape, UsageError, stop_without_triton
@@ -77,7 +77,24 @@ def test_bf16_is_compared_with_a_tolerance_that_is_stated(run: Run, quick: tuple
     assert status == 0, printed
     assert "allowed: 3.0e-02 for norms" in printed
     assert "compared with one sample at a time in fp32" in printed
+    assert "the plain model's own rounding: " not in printed
+
+
+def test_the_plain_model_is_asked_what_it_rounds_where_a_method_is_further_off(
+    run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(agreement.TOLERANCE, torch.bfloat16, 1e-9)
+    status, printed = run("step", *quick, "--dtype", "bf16", "--methods", "nonprivate,flash")
+    assert status == 0, printed
     assert "the plain model's own rounding: " in printed
+
+
+def test_norms_of_randomized_clipping_are_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "VECTORS", 20_000)
+    layer, A, G = torch.nn.Linear(4, 3), torch.randn(2, 5, 4), torch.randn(2, 5, 3)
+    found = methods._estimated_norms(layer, [A], G)
+    torch.testing.assert_close(found[layer.weight], (G.mT @ A).norm(dim=(1, 2)), rtol=0.05, atol=0)
+    torch.testing.assert_close(found[layer.bias], G.sum(1).norm(dim=1))
 
 
 @pytest.mark.gpu
