@@ -38,7 +38,7 @@ from torch import Tensor
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.repeatable import perturbed, rounded_otherwise
-from flash_clipping.capture.proof.runs import MASKED, Run, Runs, Subject
+from flash_clipping.capture.proof.runs import AT_ONCE, MASKED, Run, Runs, Subject
 from flash_clipping.errors import FlashClippingError
 
 #: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
@@ -70,9 +70,6 @@ SIZES = ((2, 1), (4, 2))
 
 #: Outputs that are looked at one by one where something is wrong with one of them.
 OUTPUTS = 16
-
-#: Numbers of outputs that are converted to float64 at once.
-AT_ONCE = 2**23
 
 #: Parameters that an error names.
 NAMED = 10
@@ -295,7 +292,7 @@ class _Oracle:
         scales = [self.alone, self.loud, *([{b: self.loud[b] for b in R}] if adds_up else [])]
         taps = self._taps(scales, sums=3 if adds_up else 1, compiles=not self.audit)
         self.returned, self.axes = set(taps.outputs), taps.axes
-        of_S = [_norms(taps.outputs[n][S]) for n in self._fit(taps)]
+        of_S = [_norms(taps.outputs[n], S) for n in self._fit(taps)]
         if not of_S:
             return None
         self.size = float(torch.stack(of_S).norm())
@@ -520,8 +517,9 @@ class _Oracle:
             if n not in b.outputs or a.outputs[n].shape[1] != b.outputs[n].shape[1]:
                 gaps[n] = torch.inf
                 continue
-            x, y = a.outputs[n][list(rows_a)], b.outputs[n][list(rows_b)]
-            gaps[n] = float((_norms(x, y) / (_norms(y) + 1e-9)).max())
+            x, y = a.outputs[n], b.outputs[n]
+            gap = _norms(x, rows_a, y, rows_b) / (_norms(y, rows_b) + 1e-9)
+            gaps[n] = float(gap.max())
         return {n: gap for n, gap in gaps.items() if gap > self.tolerance}
 
     def _exclude(self, part: str, wrong: Mapping[int, float]) -> bool:
@@ -544,19 +542,21 @@ def _halves(B: int, audit: int) -> tuple[list[int], list[int]]:
     return sorted(S), sorted(R)
 
 
-def _norms(x: Tensor, less: Tensor | None = None) -> Tensor:
-    """Norms of the rows of outputs ``[S, F]``, or of their differences, in float64, on the CPU.
+def _norms(
+    x: Tensor, rows: Sequence[int], y: Tensor | None = None, rows_y: Sequence[int] = ()
+) -> Tensor:
+    """Norms of these rows of outputs ``[B, F]``, or of their differences, in float64, on the CPU.
 
-    Masked scores do not count. Outputs stay where they are, as copies of logits take seconds, and
-    are converted some columns at a time.
+    Masked scores do not count. Logits stay where they are, and are copied some columns at a time:
+    there may be no room for more, and their way to the CPU takes seconds.
     """
-    squares = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    width = max(1, AT_ONCE // max(1, len(x)))
+    squares = torch.zeros(len(rows), dtype=torch.float64, device=x.device)
+    width = max(1, AT_ONCE // max(1, len(rows)))
     for begin in range(0, x.shape[1], width):
         columns = slice(begin, begin + width)
-        part = _finite(x[:, columns])
-        if less is not None:
-            part = part - _finite(less[:, columns])
+        part = _finite(x[:, columns][list(rows)])
+        if y is not None:
+            part -= _finite(y[:, columns][list(rows_y)])
         squares += part.square().sum(1)
     return squares.sqrt().cpu()
 

@@ -43,6 +43,9 @@ FOLDED = -1
 #: Masked scores (the least number of a dtype) are no values.
 MASKED = 1e4
 
+#: Numbers of outputs that are computed with at once: logits may leave no room for more.
+AT_ONCE = 2**23
+
 
 @dataclass
 class Gradient:
@@ -513,6 +516,12 @@ def _weights(x: Tensor, places: Sequence[int], scale: Mapping[int, float]) -> Te
     step = torch.arange(float(-(-entries // columns)), device=x.device)
     down = torch.cos(1.3 * step + 2.1 * numbers[:, None]) + 0.1
     along = torch.cos(0.7 * torch.arange(float(columns), device=x.device) + numbers[:, None])
-    w = (down[:, :, None] * (along[:, None] + 0.3)).flatten(1)[:, :entries]
-    w = (w * amounts.to(x.device)[:, None]).to(x.dtype)
-    return torch.where(x.detach().abs() < MASKED, w, 0)
+    amounts, along = amounts.to(x.device)[:, None], along[:, None] + 0.3
+    weights, x = torch.empty_like(x, memory_format=torch.contiguous_format), x.detach()
+    rows = max(1, AT_ONCE // (columns * max(1, len(x))))
+    for begin in range(0, len(step), rows):
+        part = slice(begin * columns, (begin + rows) * columns)
+        seen = x[:, part].abs() < MASKED
+        w = (down[:, begin : begin + rows, None] * along).flatten(1)[:, : seen.shape[1]]
+        weights[:, part] = torch.where(seen, (w * amounts).to(x.dtype), 0)
+    return weights

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_clipping import FlashClippingError, register_rule
-from flash_clipping.capture.proof import oracle
+from flash_clipping.capture.proof import oracle, runs
 from flash_clipping.capture.proof.oracle import WORDS
 from flash_clipping.factors import PerSampleGrad
 from flash_clipping.rules.linear import LinearRule
@@ -466,9 +466,25 @@ def test_norms_of_outputs_are_taken_some_columns_at_a_time(
 ) -> None:
     monkeypatch.setattr(oracle, "AT_ONCE", at_once)
     x, y = torch.randn(2, 3, 11, dtype=torch.float64)
+    rows = [2, 0, 1]
     x[1, 4], y[1, 4], x[2, 10], y[0, 0] = -torch.inf, -1e30, torch.nan, torch.inf
     seen_x, seen_y = x.clone(), y.clone()
     seen_x[1, 4], seen_y[1, 4], seen_x[2, 10], seen_y[0, 0] = 0, -1e4, 0, 0
-    torch.testing.assert_close(oracle._norms(x), seen_x.norm(dim=1))
-    torch.testing.assert_close(oracle._norms(x, y), (seen_x - seen_y).norm(dim=1))
-    assert oracle._norms(x[:, :0]).tolist() == [0, 0, 0]
+    torch.testing.assert_close(oracle._norms(x, rows), seen_x[rows].norm(dim=1))
+    difference = seen_x[[0, 1]] - seen_y[[1, 2]]
+    torch.testing.assert_close(oracle._norms(x, [0, 1], y, [1, 2]), difference.norm(dim=1))
+    assert oracle._norms(x[:, :0], rows).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("entries", [0, 1, 7, 1001])
+def test_gradients_given_to_outputs_do_not_depend_on_how_many_are_computed_at_once(
+    monkeypatch: pytest.MonkeyPatch, entries: int
+) -> None:
+    x = torch.randn(3, entries, dtype=torch.bfloat16)
+    x[1, 2:5], x[2, 3:4] = -torch.inf, torch.nan
+    given = x, [4, 0, 9], {0: 1.0, 2: -3.0}
+    whole = runs._weights(*given)
+    assert (whole[1] == 0).all() and (whole[2, 3:4] == 0).all()
+    assert (whole[0] != 0).all() and (whole[2, :3] != 0).all()
+    monkeypatch.setattr(runs, "AT_ONCE", 50)
+    assert torch.equal(runs._weights(*given), whole)
