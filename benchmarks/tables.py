@@ -99,6 +99,10 @@ ON_A_GPU = {
     "noise": Table("noise"),
     "segments": Table("segments"),
     "step-compiled": _step("bert-base", more="--compile"),
+    "profile": Table(
+        f"profile --model {DECODERS} llama-3.2-1b gpt2-large-e2e vit-large "
+        "--methods nonprivate-graph,flash-graph"
+    ),
     # The largest, and the last: logits of two samples take 17 GB, three times.
     "step-long-32k": _step(
         LONG,
