@@ -46,4 +46,4 @@ def test_a_step_on_a_gpu(run: Run, tmp_path: Path) -> None:
     for name, times in found.items():
         ours = [kind for kind in times if kind.startswith("_") and kind.endswith("_kernel")]
         assert bool(ours) == name.startswith("flash"), times
-        assert 0 < sum(times[kind] for kind in times if kind != "all kernels") and times["products"]
+        assert times["all kernels"] > times["products"] > 0
