@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping._compat import has_lasting_node
 from tests.support.autograd import truth_by_autograd
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import CASES, Case, Scale, Wrapped, floats
@@ -124,6 +125,22 @@ def test_use_is_exact_and_forward_runs_once(name: str, mode: str) -> None:
     truth = per_sample_truth(model, batch, case.loss)
     check_once(case, model, batch, truth, mode)
     assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("name", ["matrix", "rows_of_all_samples"])
+def test_nothing_of_a_step_is_held_after_it(name: str, mode: str) -> None:
+    """Proofs are steps as well: a graph of autograd's that stays keeps its memory, and keeps steps
+    from being captured as CUDA graphs."""
+
+    def rows_of_all_samples(m: Uses, x: Tensor) -> Tensor:  # as routers read them
+        return F.linear(x.flatten(0, 1), m.matrix).view_as(x)
+
+    case = case_of(USES.get(name, rows_of_all_samples))
+    model, batch = make_case(case, torch.float64)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, mode=mode)
+    step_case(module, case, batch, "mean")
+    assert not [name for name, param in model.named_parameters() if has_lasting_node(param)]
 
 
 @pytest.mark.parametrize("name", ["class_token", "matrix", "positions", "twice", "temperature"])

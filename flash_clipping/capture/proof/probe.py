@@ -141,8 +141,12 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
             runs.only = set(unfit)
 
     seen, given = _Seen(), samples.batch(own)
-    with hooked(runs.root, seen.note, has_own_trainable):
-        runs.run(given, places, scales, calm=True, sums=0, before=next_pass, probing=seen)
+    try:
+        with hooked(runs.root, seen.note, has_own_trainable):
+            runs.run(given, places, scales, calm=True, sums=0, before=next_pass, probing=seen)
+    finally:
+        # Their hooks hold ``seen``, in a cycle that Python's collector does not see.
+        seen.watched.clear()
     layouts: defaultdict[str, list[SampleLayout]] = defaultdict(list)
     operations: Operations = {}
     for key, shape in seen.shapes.items() if seen.passes else ():
