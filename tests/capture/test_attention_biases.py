@@ -221,8 +221,9 @@ class Scores(nn.Module):
     Args:
         rows: of the table; with few of them, each is read at many pairs.
         mask: how what a sample may not attend to is left out: of the biases, before they are added
-            (``"causal"``, ``"filled"`` and ``"named"``, the same for all samples, ``"where"``,
-            ``"added"``, each sample's own), or not at all.
+            (``"causal"``, ``"filled"`` and ``"named"``, the same for all samples, ``"expanded"``,
+            which has a row for each of them, ``"where"``, ``"added"``, each sample's own), or not
+            at all.
         fused: attention is one function, which gets the biases as its mask.
     """
 
@@ -245,6 +246,8 @@ class Scores(nn.Module):
                 mask = bias.masked_fill(~seen, -0.5)
             elif self.mask == "named":
                 mask = torch.where(~seen, other=bias, input=bias.new_tensor(-0.5))
+            elif self.mask == "expanded":  # as transformers writes masks out for CUDA graphs
+                mask = torch.where(seen.expand(len(x), -1, -1, -1), bias, -0.5)
             elif self.mask == "where":
                 mask = torch.where(hidden, -1e4, bias)
             elif self.mask == "added":
@@ -258,7 +261,7 @@ class Scores(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mask", ["", "causal", "filled", "named", "where", "added"])
+@pytest.mark.parametrize("mask", ["", "causal", "filled", "named", "expanded", "where", "added"])
 @pytest.mark.parametrize("rows, fused", [(2, False), (5, True), (100, False)])
 def test_a_table_that_layers_share(rows: int, fused: bool, mask: str, mode: str) -> None:
     """Its gradient is one factor for all of them, taken through the lookup once."""
@@ -275,6 +278,29 @@ def test_a_table_that_layers_share(rows: int, fused: bool, mask: str, mode: str)
             flash(x).square().sum((1, 2)).mean().backward()
         check_truth(flash, model, truth, 1.0, 1e-9)
     assert spy.call_count == 1 + (mode == "two_pass")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_mask_that_has_a_row_for_each_sample_from_some_step_on(fused: bool, mode: str) -> None:
+    """T5's causal mask is expanded over the batch while a CUDA graph is captured, and not before.
+    Biases are of one row as well then: a row for each sample would go back through the table one
+    by one, 192 times a step of T5-base."""
+    torch.manual_seed(0)
+    model = Scores(2, "causal", fused=fused).double()
+    plain, x = copy.deepcopy(model), torch.randn(B, T, 4).double()
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, mode=mode)
+    flash(x).square().sum((1, 2)).mean().backward()
+    model.mask = plain.mask = "expanded"
+    truth = truth_of_one_forward(plain(x).square().sum((1, 2)), plain)
+    for _ in range(2):
+        flash.zero_grad()
+        with mock.patch.object(
+            TableRows, "factor", autospec=True, side_effect=TableRows.factor
+        ) as spy:
+            flash(x).square().sum((1, 2)).mean().backward()
+        check_truth(flash, model, truth, 1.0, 1e-9)
+        assert spy.call_count == 1 + (mode == "two_pass")
 
 
 def test_attention_takes_the_short_way_until_something_changes() -> None:

@@ -104,7 +104,11 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         layout, given = None, others
     batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis)
+    is_by_element = name in _BY_ELEMENT or (name in ADDITION and len(leaves) == 2)
     if any(batched):
+        if is_by_element and all(x.shape[:1] == bares[0].shape[:1] for x in others):
+            leaves = [x.of_one_row if isinstance(x, ParameterProxy) else x for x in leaves]
+            bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
         if writes:
             raise UnsupportedUse(tap, f"{name} writes into a tensor")
         if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
@@ -132,23 +136,52 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     # they go backward by themselves, for each sample, in the midst of a backward. Each of that
     # would run the whole checkpoint again, and under vmap, where dropout fails.
     with _as_they_are() if saved_tensors_hooks_now() else nullcontext():
+        if is_by_element and not (writes or in_place):
+            repeated, of_one_row = _repeated(leaves, bares[0])
+            if repeated:
+                result = called(func, of_one_row, spec)
+                one = _stand_ins(func, name, of_one_row, spec, result, None, bool(kwargs))
+                if isinstance(one, ParameterProxy):
+                    value = one.value.expand(repeated, *one.shape[1:]).contiguous()
+                    return ParameterProxy.wrap(value, one.leaves, tap, one.value, parent=one)
         result = called(func, leaves, spec)
         if writes:
             return result  # what it wrote into, with gradients off
         if name in _METADATA_ONLY and is_plain(leaves[0]):
             return result  # only the parameter's shape, dtype or device went into it
         rows = _row_of(func, name, leaves, spec, result)
+    return _stand_ins(func, name, leaves, spec, result, rows, bool(kwargs), in_place)
+
+
+def _stand_ins(
+    func: Callable[..., Any],
+    name: str,
+    leaves: list[Any],
+    spec: Any,
+    result: Any,
+    rows: Any,
+    named: bool,
+    in_place: bool = False,
+) -> Any:
+    """The result of a function of parameters and constants, with stand-ins for its tensors.
+
+    Args:
+        rows: what one sample's row of it is; see :func:`_row_of`.
+        named: arguments were given by name, in whatever order.
+    """
+    bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
+    tap = bares[0].tap
     origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}
     lookup = source = parent = kept = None
     if len(bares) == 1 and isinstance(result, Tensor):
         (bare,) = bares
         lookup = _table_rows(func, name, leaves, spec, bare, result)
         if (known := bare.kept_origin) is not None and not in_place:
-            source = origin_of(name, leaves, bool(kwargs), bare.value, known, result)
+            source = origin_of(name, leaves, named, bare.value, known, result)
         is_other = lookup is source is rows is None and not in_place
         if is_other and bare.kept_lookup and result.shape == bare.shape:
             parent = bare
-            if not kwargs:  # whose order says nothing
+            if not named:
                 kept = _kept_of(name, leaves)
 
     def derived(value: Tensor, row: Tensor | None) -> Tensor:
@@ -182,6 +215,21 @@ def _is_masked_write(x: Any, index: Any, value: Any) -> bool:
         and value.dim() <= x.dim() - index.dim()
         and value.dtype == x.dtype
     )
+
+
+def _repeated(leaves: list[Any], bare: ParameterProxy) -> tuple[int, list[Any]]:
+    """How many rows of constants are the same, one for each sample, where a function by element
+    puts them together with one stand-in that has a single row; and its arguments with one of them.
+    No rows: it is not so."""
+    call, tensors = bare.tap.session.current_forward, [x for x in leaves if isinstance(x, Tensor)]
+    rank = max(x.dim() for x in tensors)
+    many = [x for x in tensors if x.dim() == rank and len(x) != 1]
+    alone = sum(isinstance(x, ParameterProxy) for x in tensors) == 1 and bare.row is None
+    if not (alone and many and rank and call is not None and torch.is_grad_enabled()):
+        return 0, leaves
+    if any(x is bare or x.stride(0) or len(x) != call.batch_size for x in many):
+        return 0, leaves
+    return len(many[0]), [x[:1] if any(x is y for y in many) else x for x in leaves]
 
 
 def _kept_of(name: str, leaves: list[Any]) -> Tensor | None:

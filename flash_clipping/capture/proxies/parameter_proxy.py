@@ -287,7 +287,8 @@ class ParameterProxy(torch.Tensor):
     lookup: TableRows | None  # for rows of a table, which ones
     origin: AffineView | None  # what ``value`` is of one parameter, if little more than that
     version: int  # of ``value`` as it was made
-    parent: ParameterProxy | None  # rows of a table that a function without a name here was given
+    parent: ParameterProxy | None  # rows of a table that a function without a name here was given,
+    # or, with a row, what every row of it is
     kept: Tensor | None  # where it is its parent, element by element, if it is constant elsewhere
     tap: FactorSource  # the module's
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
@@ -343,6 +344,13 @@ class ParameterProxy(torch.Tensor):
     def kept_origin(self) -> AffineView | None:
         """The origin, unless ``value`` was changed since."""
         return self.origin if self.is_kept else None
+
+    @property
+    def of_one_row(self) -> ParameterProxy:
+        """What it is of one sample, if it was made to be the same for every one, and neither was
+        changed since; else itself."""
+        one = self.parent if self.row is not None else None
+        return self if one is None or not (self.is_kept and one.is_kept) else one
 
     @property
     def kept_lookup(self) -> TableRows | None:

@@ -179,6 +179,8 @@ def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: 
 
     def of_each(bare: ParameterProxy) -> Tensor:
         B, rank = len(samples), samples.dim()
+        if bare.shape[:1] == (B,) and bare.dim() == rank:
+            bare = bare.of_one_row
         if bare.row is None and (bare.dim() < rank or len(bare) == 1) and bare.value.requires_grad:
             return of_samples(bare, B, rank)
         zeros = samples.new_zeros((), dtype=bare.dtype).expand(B, *[1] * (rank - 1))
