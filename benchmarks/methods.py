@@ -70,13 +70,15 @@ class Method(ABC):
 
     ``package`` is what must be importable; ``flat`` says that the method clips by the norm over all
     parameters, so that its norms and clipped sums can be compared with another's; ``ours``, that
-    its failure is ours; ``graph``, that its forward and backward are one CUDA graph.
+    its failure is ours; ``graph``, that its forward and backward are one CUDA graph; ``rounds_as``,
+    that its products are of fewer digits than the setting's dtype has.
     """
 
     package: str | None = None
     flat: bool = True
     ours: bool = False
     graph: bool = False
+    rounds_as: torch.dtype | None = None
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -332,6 +334,7 @@ class FlashTF32(Flash):
     """Flash clipping with per-sample gradients of convolutions by one product in TF32."""
 
     fp32_precision = "tf32"
+    rounds_as = torch.float16  # as many digits
 
 
 class FlashGraph(Flash):

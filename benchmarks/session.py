@@ -83,6 +83,9 @@ class Session:
                 raise
             wide = setting.dtype  # PyTorch's grouped products have no fp64
             reference = self._one_at_a_time_in(wide)
+        if reference is None and setting.dtype != wide:  # it takes half of the memory
+            wide = setting.dtype
+            reference = self._one_at_a_time_in(wide)
         if reference is not None:
             self.reference = _one_at_a_time(wide)
             done(f"took {self.reference}")
@@ -104,7 +107,7 @@ class Session:
                 continue
             found = agreement.errors(taken, reference)
             row.norm_error, row.gradient_error = found.norms, found.gradients
-            if found.exceed(self.allowed):
+            if found.exceed(self._allowed(name)):
                 suspects.append(name)
         ours = any(METHODS[name].ours for name in suspects)
         if ours and self.reference == _one_at_a_time(wide) and setting.dtype != wide:
@@ -117,12 +120,11 @@ class Session:
         for name in suspects:
             row = self.rows[name]
             found = Errors(row.norm_error, row.gradient_error)
-            if found.exceed(self.allowed):
+            allowed = self._allowed(name)
+            if found.exceed(allowed):
                 row.note = f"off by {found.largest:.1e} from {self.reference}"
                 if METHODS[name].ours:
-                    limits = (
-                        f"{self.allowed.norms:.0e} (norms), {self.allowed.gradients:.0e} (sums)"
-                    )
+                    limits = f"{allowed.norms:.0e} (norms), {allowed.gradients:.0e} (sums)"
                     wrong.append(f"{name} is {row.note}, more than {limits}")
         if wrong:
             raise Disagreement("; ".join(wrong))
@@ -130,9 +132,13 @@ class Session:
     def _fingerprint(self, name: str, setting: Setting) -> Fingerprint:
         """Of the method whose memory was measured, where a new one would compute the same."""
         method = self._built.get(name)
-        if method is None or setting != self.setting or setting.dtype == torch.float32:
+        if setting != self.setting or setting.dtype == torch.float32:
             with _exact_convolutions():
                 return agreement.fingerprint(METHODS[name](setting), *self._batches[0])
+        if method is None:  # it made room for the plain model
+            if self._one_at_a_time:
+                self._built.clear()
+            method = self._built[name] = METHODS[name](setting)
         return agreement.fingerprint(method, *self._batches[0])
 
     def _one_at_a_time_in(self, dtype: torch.dtype) -> Fingerprint | None:
@@ -145,7 +151,7 @@ class Session:
             with _exact_convolutions():
                 return agreement.one_at_a_time(plain, *self._batches[0], dtype)
 
-        taken = self._attempt(row, take)
+        taken = self._attempt(row, take, lasting=False)
         settle(setting.device)
         if row.status == "failed":
             raise Disagreement(f"the plain model fails on one sample: {row.note}")
@@ -154,6 +160,10 @@ class Session:
     @property
     def allowed(self) -> Errors:
         return agreement.allowed(self.setting.dtype, self.rounding)
+
+    def _allowed(self, name: str) -> Errors:
+        rounds_as = METHODS[name].rounds_as
+        return agreement.allowed(rounds_as or self.setting.dtype, self.rounding)
 
     # ------------------------------------------------------------------------------------- memory
 
@@ -254,10 +264,11 @@ class Session:
 
     # ------------------------------------------------------------------------------------- errors
 
-    def _attempt(self, row: Row, work: Callable[[], T]) -> T | None:
+    def _attempt(self, row: Row, work: Callable[[], T], lasting: bool = True) -> T | None:
         """Do it; what goes wrong becomes the row's status.
 
-        What does not fit beside the other methods is tried once more without them.
+        What does not fit beside the other methods is tried once more without them, and if it is
+        ``lasting``, all are without others from then on.
         """
         try:
             return work()
@@ -270,9 +281,9 @@ class Session:
             self._built.clear()
         settle(self.setting.device)
         if row.status == "OOM" and beside_others:
-            self._one_at_a_time = True
+            self._one_at_a_time |= lasting
             row.status = "ok"
-            return self._attempt(row, work)
+            return self._attempt(row, work, lasting)
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 
 from rich.console import Console, Group
@@ -91,7 +92,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
             def done(line: str, progress: Progress = progress, task: TaskID = task) -> None:
                 progress.update(task, description=line, advance=1)
 
+            since = time.monotonic()
             session.measure_memory(done)
+            built = time.monotonic()
             try:
                 session.check(done)
             except Disagreement as error:
@@ -100,6 +103,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 console.print(f"[bold red]Nothing was timed: {error}[/]")
                 status = 1
                 continue
+            checked = time.monotonic()
             progress.stop()
             _print_agreement(session, console)
             progress.start()
@@ -114,6 +118,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
             )
         rows = list(session.rows.values())
         console.print(step_table(rows))
+        seconds = built - since, checked - built, time.monotonic() - checked
+        console.print("first steps took {:.0f} s, agreement {:.0f}, turns {:.0f}".format(*seconds))
         record.rows += rows
         if any(row.status == "failed" for row in rows if METHODS[row.method].ours):
             status = 1

@@ -81,7 +81,9 @@ ON_A_GPU = {
         "--batch 4 --seq 1024 --rounds 5 --steps 4",
     ),
     "step-long-8k": _step(
-        LONG, f"nonprivate,flash,{ESTIMATED}", "--batch 2 --seq 8192 --rounds 3 --steps 2"
+        LONG,
+        f"nonprivate,flash,{ESTIMATED}",
+        "--batch 2 --seq 8192 --rounds 2 --steps 1 --warmup 1",
     ),
     "step-experts": _step(
         "experts-8x2048 experts-32x512-zipf mixture-8x2048 mixture-lora-32x512-zipf"

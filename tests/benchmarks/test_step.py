@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +28,12 @@ def replace_method(monkeypatch: pytest.MonkeyPatch, name: str, method: type[Meth
     monkeypatch.setitem(METHODS, name, method)
 
 
-def session_of(*methods: str, optimizer: bool = False) -> Session:
+def session_of(*methods: str, optimizer: bool = False, dtype: str = "fp32") -> Session:
     import argparse
 
     parser = argparse.ArgumentParser()
     options.add_setting_options(parser)
-    arguments = ["--device", "cpu"] + (["--optimizer"] if optimizer else [])
+    arguments = ["--device", "cpu", "--dtype", dtype] + (["--optimizer"] if optimizer else [])
     return Session(options.setting(parser.parse_args(arguments), "tiny", Shape()), methods)
 
 
@@ -367,6 +368,30 @@ def test_methods_are_compared_with_each_other_where_one_sample_does_not_fit(
     replace_method(monkeypatch, "flash-two-pass", WrongNorm)
     with pytest.raises(Disagreement, match="flash-two-pass is off by .* from flash, more than"):
         session_of("nonprivate", "flash", "flash-two-pass").check()
+
+
+def test_where_one_sample_does_not_fit_in_fp32_the_methods_own_dtype_is_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def half_of_it(setting: Any, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Any:
+        if dtype == torch.float32:
+            raise torch.OutOfMemoryError("out of memory")
+        return one_at_a_time(setting, inputs, targets, dtype)
+
+    monkeypatch.setattr("benchmarks.agreement.one_at_a_time", half_of_it)
+    session = session_of("nonprivate", "flash", dtype="bf16")
+    session.measure_memory()
+    session.check()
+    assert session.reference == "one sample at a time in bf16"
+    assert session.rows["flash"].norm_error is not None
+    assert (
+        not session._one_at_a_time and "flash" in session._built
+    )  # methods lie side by side again
+
+
+def test_products_in_tf32_are_allowed_what_they_round() -> None:
+    session = session_of("flash", "flash-tf32")
+    assert session._allowed("flash").norms == 1e-4 and session._allowed("flash-tf32").norms == 1e-2
 
 
 # ------------------------------------------------------------------------------------- usage
