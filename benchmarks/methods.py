@@ -350,7 +350,7 @@ class FlashAuto(Flash):
 
     @property
     def settling(self) -> int:
-        return 5  # three as they are, the capture, the first replay that is like all others
+        return 3  # the capture comes after them; what it allocates stays
 
 
 class FastDP(Method):
