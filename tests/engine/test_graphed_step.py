@@ -293,6 +293,10 @@ def test_nothing_is_captured_while_another_loss_is_kept() -> None:
     for x in batches(6):
         assert_same_tensors(graphed.results(x), eager.results(x))
     assert graphed.step.replays == 0
+    with pytest.warns(UserWarning, match="32 steps ran as they are that could have been") as said:
+        for x in batches(40):
+            graphed.results(x)
+    assert len(said) == 1
     del kept
     for x in batches(2):
         assert_same_tensors(graphed.results(x), eager.results(x))

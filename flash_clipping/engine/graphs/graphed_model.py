@@ -122,7 +122,7 @@ class GraphedModel(GraphedStep):
                 return self._give_up("it has hooks, which no replay would call", args, kwargs)
             uses = self._uses.setdefault(name, [])
             ready = len(uses) >= self.warmup and uses[-1] == uses[-2] and uses[-1].grads
-            if not ready or not self._has_room(name[1]) or self._meets_others():
+            if not ready or not self._has_room(name[1]) or self._is_kept_waiting():
                 return self._run_and_learn(uses, args, kwargs)
             try:
                 call = self._capture_call(uses[-1], leaves, structure, name[1], modules, device)

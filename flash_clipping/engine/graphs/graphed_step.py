@@ -7,6 +7,7 @@ kernels. What that Python decided is part of what a graph is found by, and what 
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -86,6 +87,9 @@ def without_gradients(params: Sequence[nn.Parameter]) -> Iterator[None]:
 
 #: Layouts of which the number of calls is remembered.
 REMEMBERED = 256
+
+#: Steps in a row that run as they are because of another's graph, until a warning says so.
+PATIENCE = 32
 
 #: Where a gradient that was handed out may be waiting for a step of the optimizer.
 HOLDERS = ("grad", "summed_grad")
@@ -200,6 +204,8 @@ class GraphedStep:
         self.replays = self.calls = 0
         self._graphs: dict[Hashable, Graph] = {}
         self._met: OrderedDict[Hashable, int] = OrderedDict()
+        #: Steps that waited for others, one after the other.
+        self._waited = 0
         #: Gradients of the last replay as they were handed out.
         self._lent: list[tuple[nn.Parameter, Tensor]] = []
         self._pool: Any = None
@@ -249,7 +255,7 @@ class GraphedStep:
                     self._met.popitem(last=False)
                 return output
             self._met[name] = met
-            if not self._has_room(circumstances) or self._meets_others():
+            if not self._has_room(circumstances) or self._is_kept_waiting():
                 return self._run(args, kwargs)
             call = leaves, structure, circumstances, modules, device
             graph, copies, named = self._new_graph(*call)
@@ -302,6 +308,18 @@ class GraphedStep:
                 if graph.circumstances != circumstances:
                     del self._graphs[name]
         return len(self._graphs) < self.size
+
+    def _is_kept_waiting(self) -> bool:
+        """Whether it meets others, with one warning where that lasts."""
+        self._waited = self._waited + 1 if self._meets_others() else 0
+        if self._waited == PATIENCE:
+            warnings.warn(
+                f"GraphedStep, or cuda_graphs='auto': {PATIENCE} steps ran as they are that could "
+                "have been replayed, because something still holds autograd's graph of an earlier "
+                "one: a loss or an output in a list, say. Keep loss.detach().",
+                stacklevel=5,
+            )
+        return self._waited > 0
 
     def _meets_others(self) -> bool:
         """Whether somebody keeps a graph of autograd's that ends in a parameter. Its last node
