@@ -98,6 +98,7 @@ USES: dict[str, Forward] = {
     "prompt": lambda m, x: torch.cat(
         [torch.tanh(m.token @ m.matrix).expand(x.shape[0], 3, -1), x], 1
     ),
+    "numbers_added": lambda m, x: x * (m.temperature.exp() + m.temperature + 1.0),
     "rebinding": inplace_rebinding,
     "attention_pool": attention_pool,
 }

@@ -223,7 +223,7 @@ def _repeated(leaves: list[Any], bare: ParameterProxy) -> tuple[int, list[Any]]:
     No rows: it is not so."""
     call, tensors = bare.tap.session.current_forward, [x for x in leaves if isinstance(x, Tensor)]
     rank = max(x.dim() for x in tensors)
-    many = [x for x in tensors if x.dim() == rank and len(x) != 1]
+    many = [x for x in tensors if x.dim() == rank and x.shape[:1] != (1,)]
     alone = sum(isinstance(x, ParameterProxy) for x in tensors) == 1 and bare.row is None
     if not (alone and many and rank and call is not None and torch.is_grad_enabled()):
         return 0, leaves
