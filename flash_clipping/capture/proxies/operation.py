@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from flash_clipping._compat import vmap_without_warnings
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.proxies.parameter_proxy import (
     AffineView,
@@ -225,47 +226,67 @@ def _per_sample_factors(
         # An operation that vmap does not have, or that does not take one row of an operand alone.
         own_row = alike = [False] * len(bares)
         operand_grads = _operand_grads_in_turn(operation, plain, G)
+    parts = operation.tap.parts(operation.count or len(G), operation.samples)
     for bare, grads_B, has_own, same in zip(bares, operand_grads, own_row, alike, strict=True):
         origin = bare.row if same else bare.value
         assert origin is not None
         if not origin.requires_grad:
             continue  # computed with gradients off
-        found = _through_rows(bare, grads_B) if has_own else through(origin, bare.leaves, grads_B)
+        if has_own:
+            found = _through_rows(bare, grads_B, parts)
+        else:
+            found = through(origin, bare.leaves, in_samples(grads_B, parts))
         yield from ((param, DenseGrad(grads)) for param, grads in found)
+
+
+def in_samples(grads_N: Tensor, parts: int) -> Tensor:
+    """Gradients of rows, added up where as many consecutive ones are of one sample: what goes back
+    through functions of parameters is then no more than samples, however many windows or heads."""
+    if parts == 1:
+        return grads_N
+    return grads_N.unflatten(0, (-1, parts)).sum(1, dtype=accumulation_dtype(grads_N.dtype))
 
 
 def through(
     value: Tensor, leaves: dict[Tensor, nn.Parameter], grads_B: Tensor
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Per-sample gradients ``[B, *value]`` of what was computed from parameters, as theirs."""
-    for leaf, param in leaves.items():
-        if value is leaf:
-            yield param, grads_B
-            continue
-        (found,) = torch.autograd.grad(
-            value,
-            leaf,
-            grads_B.to(value.dtype),
-            is_grads_batched=True,
-            retain_graph=True,
-            allow_unused=True,
+    if value in leaves:
+        yield leaves[value], grads_B
+        return
+    used: list[nn.Parameter] = []
+
+    def of_sample(grad: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad(
+            value, list(leaves), grad, retain_graph=True, allow_unused=True
         )
-        if found is not None:
-            yield param, found
+        pairs = zip(leaves.values(), found, strict=True)
+        used[:] = [param for param, grad in pairs if grad is not None]
+        return [grad for grad in found if grad is not None]
+
+    # Not by is_grads_batched, which takes indexing, embeddings and more one sample at a time.
+    with vmap_without_warnings():
+        found = torch.func.vmap(of_sample)(grads_B.to(value.dtype))
+    yield from zip(used, found, strict=True)
 
 
-def _through_rows(bare: ParameterProxy, grads_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Per-sample gradients where sample ``b`` met row ``b`` alone: ``grads_B [B, 1, *row]``."""
-    for leaf, param in bare.leaves.items():
-        found = []
-        for b in range(len(grads_B)):  # all at once would take B times the operand
-            with torch.enable_grad():
-                row = bare.value[b : b + 1]
-            (grad,) = torch.autograd.grad(
-                row, leaf, grads_B[b].to(row.dtype), retain_graph=True, allow_unused=True
-            )
-            found.append(torch.zeros_like(leaf) if grad is None else grad)
-        yield param, torch.stack(found)
+def _through_rows(
+    bare: ParameterProxy, grads_N: Tensor, parts: int
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Per-sample gradients where row ``n`` of a sample's ``parts`` met row ``n`` alone: ``grads_N
+    [N, 1, *row]``."""
+    found: list[list[Tensor]] = [[] for _ in bare.leaves]
+    with torch.enable_grad():
+        values = bare.value.split(parts)
+    for rows, grads in zip(values, grads_N.squeeze(1).split(parts), strict=True):
+        # All at once would take B times the operand.
+        of_sample = torch.autograd.grad(
+            rows, list(bare.leaves), grads.to(rows.dtype), retain_graph=True, materialize_grads=True
+        )
+        for of_leaf, grad in zip(found, of_sample, strict=True):
+            of_leaf.append(grad)
+    for param, of_leaf in zip(bare.leaves.values(), found, strict=True):
+        yield param, torch.stack(of_leaf)
 
 
 def _operand_grads(
@@ -382,6 +403,7 @@ def _pointwise(
         return grad_input, []  # computed with gradients off
     G = G * samples if product else G
     grads_B = _reduce_to(G, (1, *shape[1:]) if by_row else shape)
+    grads_B = in_samples(grads_B, operation.tap.parts(len(G), operation.samples))
     if origin is not None:
         return grad_input, [(bare.leaves[origin.leaf], DenseGrad(origin.grads(grads_B)))]
     return grad_input, [(p, DenseGrad(grads)) for p, grads in through(value, bare.leaves, grads_B)]
