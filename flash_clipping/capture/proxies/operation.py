@@ -114,7 +114,7 @@ class ProxyOp:
         So it is where a parameter and a constant with a row per sample made it: an attention mask
         that was added to a table of biases before both are added to the scores.
         """
-        if bare.row is not None or bare.dim() != G.dim() or bare.shape[0] != G.shape[0] != 1:
+        if bare.dim() != G.dim() or bare.shape[0] != G.shape[0] != 1:
             return False
         first = [x[:1] if batched else x for x, batched in zip(plain, self.batched, strict=True)]
         try:
@@ -214,9 +214,19 @@ def _per_sample_factors(
 ) -> Iterator[tuple[nn.Parameter, PerSampleGrad]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
     bares = operation.bares
-    own_row = [operation.after is None and operation.row_by_row(x, plain, G) for x in bares]
-    # The first axis is the batch, each row the same.
-    alike = [x.row is not None and x.dim() == G.dim() and x.shape[0] != 1 for x in bares]
+    parts = operation.tap.parts(operation.count or len(G), operation.samples)
+    # The first axis is the batch, the rows of each sample the same.
+    alike = [
+        x.row is not None
+        and x.dim() == G.dim()
+        and x.shape[0] != 1
+        and parts % max(1, len(x.row)) == 0
+        for x in bares
+    ]
+    own_row = [
+        operation.after is None and not same and operation.row_by_row(x, plain, G)
+        for x, same in zip(bares, alike, strict=True)
+    ]
     try:
         if operation.after is not None:
             raise NotServed("formulas below are for samples along the first axis")
@@ -226,7 +236,6 @@ def _per_sample_factors(
         # An operation that vmap does not have, or that does not take one row of an operand alone.
         own_row = alike = [False] * len(bares)
         operand_grads = _operand_grads_in_turn(operation, plain, G)
-    parts = operation.tap.parts(operation.count or len(G), operation.samples)
     for bare, grads_B, has_own, same in zip(bares, operand_grads, own_row, alike, strict=True):
         origin = bare.row if same else bare.value
         assert origin is not None
@@ -234,6 +243,9 @@ def _per_sample_factors(
             continue  # computed with gradients off
         if has_own:
             found = _through_rows(bare, grads_B, parts)
+        elif same and len(origin) > 1:
+            grads_B = grads_B.reshape(-1, *origin.shape)
+            found = through(origin, bare.leaves, in_samples(grads_B, parts // len(origin)))
         else:
             found = through(origin, bare.leaves, in_samples(grads_B, parts))
         yield from ((param, DenseGrad(grads)) for param, grads in found)
@@ -257,9 +269,7 @@ def through(
     used: list[nn.Parameter] = []
 
     def of_sample(grad: Tensor) -> list[Tensor]:
-        found = torch.autograd.grad(
-            value, list(leaves), grad, retain_graph=True, allow_unused=True
-        )
+        found = torch.autograd.grad(value, list(leaves), grad, retain_graph=True, allow_unused=True)
         pairs = zip(leaves.values(), found, strict=True)
         used[:] = [param for param, grad in pairs if grad is not None]
         return [grad for grad in found if grad is not None]
@@ -394,7 +404,7 @@ def _pointwise(
     product, shape = operation.name in MULTIPLICATION, other.shape
     by_row = len(shape) == G.dim() and shape[0] != 1
     value = bare.row if by_row else bare.value
-    if value is None or samples.shape != G.shape:
+    if value is None or (by_row and len(value) != 1) or samples.shape != G.shape:
         return None
     grad_input = None
     if is_wanted:
