@@ -50,6 +50,8 @@ IN_PLACE = {"add_"}
 ATTENTION = {"scaled_dot_product_attention"}
 #: Linear maps: layers that read one input are measured together.
 READS_ROWS = {"linear", "matmul"}
+#: What they make of a sample is the same without the others, or an error: its axis is not theirs.
+_SAME_ALONE = ADDITION | MULTIPLICATION | READS_ROWS | {"einsum", "bmm", "baddbmm"}
 
 
 @dataclass
@@ -228,8 +230,8 @@ def _per_sample_factors(
         for x, same in zip(bares, alike, strict=True)
     ]
     try:
-        if operation.after is not None:
-            raise NotServed("formulas below are for samples along the first axis")
+        if operation.after is not None and operation.name not in _SAME_ALONE:
+            raise NotServed("it may compute something else of a sample without the others")
         rowwise = [own or same for own, same in zip(own_row, alike, strict=True)]
         operand_grads = _operand_grads(operation, plain, G, rowwise)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
@@ -307,9 +309,14 @@ def _operand_grads(
     Of an operand that has a row per sample (``rowwise``), with respect to that: ``[B, 1, *row]``.
     """
 
+    before, after, B = operation.before, operation.after, operation.count
+    lies_first = before is None or after is None
+    if before is not None and after is not None:
+        G, plain = after.apart(G, B), [before.apart(x, B) for x in plain]
+
     def one_sample(G_1: Tensor, operands: list[Tensor], samples: list[Tensor]) -> Any:
         rows = [
-            x.unsqueeze(0) if batched else x
+            x.unsqueeze(0) if batched and lies_first else x
             for x, batched in zip(samples, operation.batched, strict=True)
         ]
 
@@ -317,7 +324,7 @@ def _operand_grads(
             return operation.call(rows, list(values))
 
         vjp: Any = torch.func.vjp(run, *operands)[1]
-        return vjp(G_1.unsqueeze(0))
+        return vjp(G_1.unsqueeze(0) if lies_first else G_1)
 
     operands = [
         bare.value.detach().unsqueeze(1) if row else bare.value.detach()
