@@ -302,7 +302,7 @@ def _row_of(
     if name in _EXPANDING and isinstance(result, Tensor) and result.dim():
         bare, call = bares[0], bares[0].tap.session.current_forward
         first = 1 if bare.dim() < result.dim() else len(bare)
-        samples = 0 if call is None or bare.row is not None else call.batch_size
+        samples = 0 if call is None or bare.row is not None else call.batch_size or 0
         if first == 1 or len(result) == first * samples:
             return _first_of_repeated(bare.value, first, result)
     if all(bare.row is None for bare in bares):
