@@ -106,8 +106,15 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis)
     is_by_element = name in _BY_ELEMENT or (name in ADDITION and len(leaves) == 2)
     if any(batched):
-        if is_by_element and all(x.shape[:1] == bares[0].shape[:1] for x in others):
-            leaves = [x.of_one_row if isinstance(x, ParameterProxy) else x for x in leaves]
+        if is_by_element:
+            whole = max(others, key=Tensor.dim).shape
+            leaves = [
+                x.of_one_row
+                if isinstance(x, ParameterProxy)
+                and (x.dim(), x.shape[:1]) == (len(whole), whole[:1])
+                else x
+                for x in leaves
+            ]
             bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
         if writes:
             raise UnsupportedUse(tap, f"{name} writes into a tensor")
@@ -136,21 +143,19 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     # they go backward by themselves, for each sample, in the midst of a backward. Each of that
     # would run the whole checkpoint again, and under vmap, where dropout fails.
     with _as_they_are() if saved_tensors_hooks_now() else nullcontext():
-        if is_by_element and not (writes or in_place):
-            repeated, of_one_row = _repeated(leaves, bares[0])
-            if repeated:
-                result = called(func, of_one_row, spec)
-                one = _stand_ins(func, name, of_one_row, spec, result, None, bool(kwargs))
-                if isinstance(one, ParameterProxy):
-                    value = one.value.expand(repeated, *one.shape[1:]).contiguous()
-                    return ParameterProxy.wrap(value, one.leaves, tap, one.value, parent=one)
         result = called(func, leaves, spec)
         if writes:
             return result  # what it wrote into, with gradients off
         if name in _METADATA_ONLY and is_plain(leaves[0]):
             return result  # only the parameter's shape, dtype or device went into it
         rows = _row_of(func, name, leaves, spec, result)
-    return _stand_ins(func, name, leaves, spec, result, rows, bool(kwargs), in_place)
+        made = _stand_ins(func, name, leaves, spec, result, rows, bool(kwargs), in_place)
+        if is_by_element and not in_place and isinstance(made, ParameterProxy):
+            of_one = _of_one_row(leaves, bares[0])
+            if of_one is not None:
+                row = called(func, of_one, spec)
+                made.one = _stand_ins(func, name, of_one, spec, row, None, bool(kwargs))
+    return made
 
 
 def _stand_ins(
@@ -217,19 +222,21 @@ def _is_masked_write(x: Any, index: Any, value: Any) -> bool:
     )
 
 
-def _repeated(leaves: list[Any], bare: ParameterProxy) -> tuple[int, list[Any]]:
-    """How many rows of constants are the same, one for each sample, where a function by element
-    puts them together with one stand-in that has a single row; and its arguments with one of them.
-    No rows: it is not so."""
+def _of_one_row(leaves: list[Any], bare: ParameterProxy) -> list[Any] | None:
+    """Arguments of a function by element that puts constants which are the same for every sample, a
+    row for each, together with one stand-in that has a single row: with one row of the constants.
+
+    ``None``: it is not so.
+    """
     call, tensors = bare.tap.session.current_forward, [x for x in leaves if isinstance(x, Tensor)]
     rank = max(x.dim() for x in tensors)
-    many = [x for x in tensors if x.dim() == rank and len(x) != 1]
-    alone = sum(isinstance(x, ParameterProxy) for x in tensors) == 1 and bare.row is None
-    if not (alone and many and rank and call is not None and torch.is_grad_enabled()):
-        return 0, leaves
-    if any(x is bare or x.stride(0) or len(x) != call.batch_size for x in many):
-        return 0, leaves
-    return len(many[0]), [x[:1] if any(x is y for y in many) else x for x in leaves]
+    many = [x for x in tensors if x.dim() == rank and len(x) != 1] if rank else []
+    alone = sum(isinstance(x, ParameterProxy) for x in tensors) == 1
+    if not (alone and many and call is not None and torch.is_grad_enabled()):
+        return None
+    if any(x is bare or len(x) != call.batch_size or x.stride(0) for x in many):
+        return None
+    return [x[:1] if any(x is y for y in many) else x for x in leaves]
 
 
 def _kept_of(name: str, leaves: list[Any]) -> Tensor | None:

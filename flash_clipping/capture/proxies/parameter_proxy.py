@@ -287,9 +287,9 @@ class ParameterProxy(torch.Tensor):
     lookup: TableRows | None  # for rows of a table, which ones
     origin: AffineView | None  # what ``value`` is of one parameter, if little more than that
     version: int  # of ``value`` as it was made
-    parent: ParameterProxy | None  # rows of a table that a function without a name here was given,
-    # or, with a row, what every row of it is
+    parent: ParameterProxy | None  # rows of a table that a function without a name here was given
     kept: Tensor | None  # where it is its parent, element by element, if it is constant elsewhere
+    one: ParameterProxy | None  # what every row of it is, if constants made it have many
     tap: FactorSource  # the module's
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -309,7 +309,7 @@ class ParameterProxy(torch.Tensor):
         bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
-        bare.parent, bare.kept = parent, kept
+        bare.parent, bare.kept, bare.one = parent, kept, None
         if value.requires_grad:
             with plain_functions():
                 bare.register_hook(partial(_bypassed, tap))
@@ -349,8 +349,7 @@ class ParameterProxy(torch.Tensor):
     def of_one_row(self) -> ParameterProxy:
         """What it is of one sample, if it was made to be the same for every one, and neither was
         changed since; else itself."""
-        one = self.parent if self.row is not None else None
-        return self if one is None or not (self.is_kept and one.is_kept) else one
+        return self if self.one is None or not (self.is_kept and self.one.is_kept) else self.one
 
     @property
     def kept_lookup(self) -> TableRows | None:
