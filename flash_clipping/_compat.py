@@ -234,6 +234,17 @@ transforms_are_active: Callable[[], bool] = _find(torch, "_C._are_functorch_tran
 )
 
 
+@contextmanager
+def vmap_without_warnings() -> Iterator[None]:
+    """``torch.func.vmap`` says nothing of operations that it takes one by one. Without: it does."""
+    switch = _find(torch, "_C._functorch._set_vmap_fallback_warning_enabled") or bool
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
 def apply_of(function: type[torch.autograd.Function]) -> Any:
     """``function.apply`` without its look at transforms, for who has looked. Without: with it."""
     if _find(torch, "_C._are_functorch_transforms_active") is None:

@@ -28,6 +28,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "at_end_of_backward": (["_execution_engine"], r"_execution_engine\.queue_callback"),
     "will_run": (["_will_engine_execute_node"], r"torch\._C\._will_engine_execute_node"),
     "transforms_are_active": (["_are_functorch_transforms_active"], "same"),
+    "vmap_without_warnings": (["_set_vmap_fallback_warning_enabled"], "same"),
     "apply_of": (["_are_functorch_transforms_active", "apply"], "same"),
     "saved_tensors_hooks_now": (
         ["_top_saved_tensors_default_hooks"],

@@ -87,6 +87,19 @@ class FactorSource:
         """Whether its rows are parts of samples: it was declared, or a probe has shown it."""
         return self.path in self.session.folded
 
+    @property
+    def folds(self) -> bool:
+        """Whether what is recorded of its rows becomes that of samples, not of units."""
+        return self.folded and self.session.positions is None
+
+    def parts(self, rows: int, samples: int | None) -> int:
+        """How many consecutive rows are one sample's, as :meth:`record` will have it; 1 where that
+        is for it to refuse."""
+        if not self.folds:
+            return 1
+        samples = self.session.samples() if samples is None else samples
+        return rows // samples if samples and rows % samples == 0 else 1
+
     def record(
         self,
         params: Sequence[nn.Parameter],
@@ -143,7 +156,7 @@ class FactorSource:
         """Hand factors, one for each of these parameters, to this backward pass."""
         if rows is not None:
             factors, readers = [rows.of_samples(factor) for factor in factors], None
-        elif self.folded and self.session.positions is None:  # positions become units
+        elif self.folds:
             if readers is not None:
                 samples = readers[0].batch_size
             if samples is None:

@@ -41,6 +41,10 @@ class Layout:
         """``x`` as ``[B, ...]``, a view where strides allow."""
         return x.unflatten(self.axis, (self.outer, B, -1)).movedim(self.axis + 1, 0)
 
+    def apart(self, x: Tensor, B: int) -> Tensor:
+        """``x`` as ``[B, ...]``, each of them as it would be in a batch of one sample."""
+        return self.front(x, B).flatten(self.axis + 1, self.axis + 2)
+
     def back(self, x: Tensor) -> Tensor:
         """What :meth:`front` returned, or as many rows with other features, as it was."""
         return x.movedim(0, self.axis + 1).flatten(self.axis, self.axis + 2)

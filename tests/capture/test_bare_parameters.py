@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
@@ -98,6 +99,7 @@ USES: dict[str, Forward] = {
     "prompt": lambda m, x: torch.cat(
         [torch.tanh(m.token @ m.matrix).expand(x.shape[0], 3, -1), x], 1
     ),
+    "numbers_added": lambda m, x: x * (m.temperature.exp() + m.temperature + 1.0),
     "rebinding": inplace_rebinding,
     "attention_pool": attention_pool,
 }
@@ -125,6 +127,31 @@ def test_use_is_exact_and_forward_runs_once(name: str, mode: str) -> None:
     truth = per_sample_truth(model, batch, case.loss)
     check_once(case, model, batch, truth, mode)
     assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_what_is_expanded_over_the_batch_goes_back_in_memory_of_one_batch() -> None:
+    """Not through the expansion, whose gradient has a row for each sample, of each sample."""
+    samples = 8 * D
+    case = case_of(USES["prompt"])
+    model, batch = make_case(Case(case.make, floats(samples, T, 3)), torch.float64)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    step_case(module, case, batch, "mean")
+    loss = case.loss(module, batch).mean()
+    with _Largest() as seen:
+        loss.backward()
+    assert 0 < seen.elements < samples * samples * D
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.capture.proxies import operation
 from flash_clipping.factors import EmbeddingBagGrad
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import Attention, Case, floats
@@ -177,6 +180,45 @@ def test_constants_in_a_folded_module(rows: int, batch_size: int) -> None:
     )
     step_case(module, case, batch, "mean")
     check_case(module, truth, bound, 1e-10)
+
+
+class RepeatedPositions(nn.Module):
+    """Heads folded into rows, and keys of positions that are repeated for every sample, as in
+    DeBERTa."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, self.embed, self.head = heads, nn.Linear(3, 8), nn.Linear(8, 2)
+        self.map, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8))
+        self.scale = nn.Parameter(torch.rand(8))
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2).flatten(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.rows(self.map(self.embed(x)))
+        keys = self.rows(torch.tanh(self.map(self.table * self.scale))[None]).repeat(len(x), 1, 1)
+        scores = torch.bmm(q, keys.transpose(-1, -2)).softmax(-1)
+        out = (torch.bmm(scores, keys) + q).unflatten(0, (len(x), -1))
+        return self.head(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_rows_that_are_repeated_for_every_sample(samples: int, heads: int, mode: str) -> None:
+    """They go back as one sample's, all at once: by each row it was heads times as often, with
+    gradients of every parameter for each."""
+    case = Case(lambda: RepeatedPositions(heads), floats(samples, 4, 3))
+    model, batch = make_case(case, torch.float64)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode, strict=False)
+    for _ in range(2):
+        module.zero_grad()
+        with mock.patch.object(operation, "_through_rows", side_effect=AssertionError):
+            step_case(module, case, batch, "mean")
+        check_case(module, truth, bound, 1e-10)
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -49,6 +49,8 @@ _MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__", "vi
 _MOVES_ROWS |= {"permute", "transpose", "movedim", "swapaxes"}
 #: Functions that keep them where they are.
 _KEEPS_ROWS = {"to", "contiguous", "clone"}
+#: Functions that change nothing along the first axis, if it keeps its length.
+_KEEPS_FIRST_AXIS = _KEEPS_ROWS | {"permute", "transpose", "movedim", "swapaxes", "__get__mT"}
 _EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _DETACHING = {"detach", "__get__data"}
 #: Functions of one tensor that return none.
@@ -297,21 +299,27 @@ def _probed(
 def _row_of(
     func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Any
 ) -> Any | None:
-    """What one sample's row of ``result`` is, where its first axis may be the batch.
+    """What one sample's rows of ``result`` are, where its first axis may be the batch.
 
     An expansion over a leading axis of 1 makes rows that are all the same; what is computed from
-    such rows alone is the same function of one row.
+    such rows alone is the same function of one row. Several rows that are repeated as often as
+    there are samples (heads, in DeBERTa) are one sample's, if rows turn out to be parts of samples.
     """
     bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
     if name in _EXPANDING and isinstance(result, Tensor) and result.dim():
-        bare = bares[0]
-        if bare.dim() < result.dim() or bare.shape[0] == 1:
-            return result[:1]
+        bare, call = bares[0], bares[0].tap.session.current_forward
+        first = 1 if bare.dim() < result.dim() else len(bare)
+        samples = 0 if call is None or bare.row is not None else call.batch_size or 0
+        if first == 1 or len(result) == first * samples:
+            return _first_of_repeated(bare.value, first, result)
     if all(bare.row is None for bare in bares):
         return None
     if any(word in name for word in _RANDOM):
         return None
     sizes = {bare.shape[0] for bare in bares if bare.row is not None}
+    lengths = {len(bare.row) for bare in bares if bare.row is not None}
+    if lengths != {1} and (len(lengths) > 1 or name not in _KEEPS_FIRST_AXIS):
+        return None
     try:
         rows = called(func, leaves, spec, lambda x: x.value if x.row is None else x.row)
     except (RuntimeError, IndexError, ValueError):  # asks for the whole batch, x[3] or view(B, -1)
@@ -319,10 +327,22 @@ def _row_of(
     values, found = pytree.tree_leaves(result), pytree.tree_leaves(rows)
     by_row = len(values) == len(found) and all(
         not isinstance(value, Tensor)
-        or (value.dim() > 0 and value.shape[0] in sizes and row.shape == (1, *value.shape[1:]))
+        or (
+            value.dim() > 0
+            and value.shape[0] in sizes
+            and row.shape == (*lengths, *value.shape[1:])
+        )
         for value, row in zip(values, found, strict=True)
     )
     return rows if by_row else None
+
+
+def _first_of_repeated(value: Tensor, first: int, result: Tensor) -> Tensor:
+    """The first rows of what repeats a tensor, computed from it alone: a part of the whole would go
+    back through the whole."""
+    shape = [1] * (result.dim() - value.dim()) + list(value.shape)
+    times = [n // m if m else 1 for n, m in zip(result.shape[1:], shape[1:], strict=True)]
+    return value.reshape(shape)[:first].repeat(1, *times)
 
 
 def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -455,7 +475,7 @@ def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> 
         leaves, spec = flattened((like, x), {})
         with plain_functions():
             return mixed(torch.add, leaves, spec, [True], 0, Layout(axis), batch_size)
-    if x.row is None or x.shape[0] != batch_size:
+    if x.row is None or len(x.row) != 1 or x.shape[0] != batch_size:
         raise FlashClippingError(
             f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "
             f"or from parameters of {x.tap.path} and tensors whose first axis is not the batch "

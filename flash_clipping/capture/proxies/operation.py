@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from flash_clipping._compat import vmap_without_warnings
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.proxies.parameter_proxy import (
     AffineView,
@@ -49,6 +50,8 @@ IN_PLACE = {"add_"}
 ATTENTION = {"scaled_dot_product_attention"}
 #: Linear maps: layers that read one input are measured together.
 READS_ROWS = {"linear", "matmul"}
+#: What they make of a sample is the same without the others, or an error: its axis is not theirs.
+_SAME_ALONE = ADDITION | MULTIPLICATION | READS_ROWS | {"einsum", "bmm", "baddbmm"}
 
 
 @dataclass
@@ -113,7 +116,7 @@ class ProxyOp:
         So it is where a parameter and a constant with a row per sample made it: an attention mask
         that was added to a table of biases before both are added to the scores.
         """
-        if bare.row is not None or bare.dim() != G.dim() or bare.shape[0] != G.shape[0] != 1:
+        if bare.dim() != G.dim() or bare.shape[0] != G.shape[0] != 1:
             return False
         first = [x[:1] if batched else x for x, batched in zip(plain, self.batched, strict=True)]
         try:
@@ -213,12 +216,22 @@ def _per_sample_factors(
 ) -> Iterator[tuple[nn.Parameter, PerSampleGrad]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
     bares = operation.bares
-    own_row = [operation.after is None and operation.row_by_row(x, plain, G) for x in bares]
-    # The first axis is the batch, each row the same.
-    alike = [x.row is not None and x.dim() == G.dim() and x.shape[0] != 1 for x in bares]
+    parts = operation.tap.parts(operation.count or len(G), operation.samples)
+    # The first axis is the batch, the rows of each sample the same.
+    alike = [
+        x.row is not None
+        and x.dim() == G.dim()
+        and x.shape[0] != 1
+        and parts % max(1, len(x.row)) == 0
+        for x in bares
+    ]
+    own_row = [
+        operation.after is None and not same and operation.row_by_row(x, plain, G)
+        for x, same in zip(bares, alike, strict=True)
+    ]
     try:
-        if operation.after is not None:
-            raise NotServed("formulas below are for samples along the first axis")
+        if operation.after is not None and operation.name not in _SAME_ALONE:
+            raise NotServed("it may compute something else of a sample without the others")
         rowwise = [own or same for own, same in zip(own_row, alike, strict=True)]
         operand_grads = _operand_grads(operation, plain, G, rowwise)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
@@ -230,42 +243,62 @@ def _per_sample_factors(
         assert origin is not None
         if not origin.requires_grad:
             continue  # computed with gradients off
-        found = _through_rows(bare, grads_B) if has_own else through(origin, bare.leaves, grads_B)
+        if has_own:
+            found = _through_rows(bare, grads_B, parts)
+        elif same and len(origin) > 1:
+            grads_B = grads_B.reshape(-1, *origin.shape)
+            found = through(origin, bare.leaves, in_samples(grads_B, parts // len(origin)))
+        else:
+            found = through(origin, bare.leaves, in_samples(grads_B, parts))
         yield from ((param, DenseGrad(grads)) for param, grads in found)
+
+
+def in_samples(grads_N: Tensor, parts: int) -> Tensor:
+    """Gradients of rows, added up where as many consecutive ones are of one sample: what goes back
+    through functions of parameters is then no more than samples, however many windows or heads."""
+    if parts == 1:
+        return grads_N
+    return grads_N.unflatten(0, (-1, parts)).sum(1, dtype=accumulation_dtype(grads_N.dtype))
 
 
 def through(
     value: Tensor, leaves: dict[Tensor, nn.Parameter], grads_B: Tensor
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Per-sample gradients ``[B, *value]`` of what was computed from parameters, as theirs."""
-    for leaf, param in leaves.items():
-        if value is leaf:
-            yield param, grads_B
-            continue
-        (found,) = torch.autograd.grad(
-            value,
-            leaf,
-            grads_B.to(value.dtype),
-            is_grads_batched=True,
-            retain_graph=True,
-            allow_unused=True,
+    if value in leaves:
+        yield leaves[value], grads_B
+        return
+    used: list[nn.Parameter] = []
+
+    def of_sample(grad: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad(value, list(leaves), grad, retain_graph=True, allow_unused=True)
+        pairs = zip(leaves.values(), found, strict=True)
+        used[:] = [param for param, grad in pairs if grad is not None]
+        return [grad for grad in found if grad is not None]
+
+    # Not by is_grads_batched, which takes indexing, embeddings and more one sample at a time.
+    with vmap_without_warnings():
+        found = torch.func.vmap(of_sample)(grads_B.to(value.dtype))
+    yield from zip(used, found, strict=True)
+
+
+def _through_rows(
+    bare: ParameterProxy, grads_N: Tensor, parts: int
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Per-sample gradients where row ``n`` of a sample's ``parts`` met row ``n`` alone: ``grads_N
+    [N, 1, *row]``."""
+    found: list[list[Tensor]] = [[] for _ in bare.leaves]
+    with torch.enable_grad():
+        values = bare.value.split(parts)
+    for rows, grads in zip(values, grads_N.squeeze(1).split(parts), strict=True):
+        # All at once would take B times the operand.
+        of_sample = torch.autograd.grad(
+            rows, list(bare.leaves), grads.to(rows.dtype), retain_graph=True, materialize_grads=True
         )
-        if found is not None:
-            yield param, found
-
-
-def _through_rows(bare: ParameterProxy, grads_B: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Per-sample gradients where sample ``b`` met row ``b`` alone: ``grads_B [B, 1, *row]``."""
-    for leaf, param in bare.leaves.items():
-        found = []
-        for b in range(len(grads_B)):  # all at once would take B times the operand
-            with torch.enable_grad():
-                row = bare.value[b : b + 1]
-            (grad,) = torch.autograd.grad(
-                row, leaf, grads_B[b].to(row.dtype), retain_graph=True, allow_unused=True
-            )
-            found.append(torch.zeros_like(leaf) if grad is None else grad)
-        yield param, torch.stack(found)
+        for of_leaf, grad in zip(found, of_sample, strict=True):
+            of_leaf.append(grad)
+    for param, of_leaf in zip(bare.leaves.values(), found, strict=True):
+        yield param, torch.stack(of_leaf)
 
 
 def _operand_grads(
@@ -276,9 +309,14 @@ def _operand_grads(
     Of an operand that has a row per sample (``rowwise``), with respect to that: ``[B, 1, *row]``.
     """
 
+    before, after, B = operation.before, operation.after, operation.count
+    lies_first = before is None or after is None
+    if before is not None and after is not None:
+        G, plain = after.apart(G, B), [before.apart(x, B) for x in plain]
+
     def one_sample(G_1: Tensor, operands: list[Tensor], samples: list[Tensor]) -> Any:
         rows = [
-            x.unsqueeze(0) if batched else x
+            x.unsqueeze(0) if batched and lies_first else x
             for x, batched in zip(samples, operation.batched, strict=True)
         ]
 
@@ -286,7 +324,7 @@ def _operand_grads(
             return operation.call(rows, list(values))
 
         vjp: Any = torch.func.vjp(run, *operands)[1]
-        return vjp(G_1.unsqueeze(0))
+        return vjp(G_1.unsqueeze(0) if lies_first else G_1)
 
     operands = [
         bare.value.detach().unsqueeze(1) if row else bare.value.detach()
@@ -373,7 +411,7 @@ def _pointwise(
     product, shape = operation.name in MULTIPLICATION, other.shape
     by_row = len(shape) == G.dim() and shape[0] != 1
     value = bare.row if by_row else bare.value
-    if value is None or samples.shape != G.shape:
+    if value is None or (by_row and len(value) != 1) or samples.shape != G.shape:
         return None
     grad_input = None
     if is_wanted:
@@ -382,6 +420,7 @@ def _pointwise(
         return grad_input, []  # computed with gradients off
     G = G * samples if product else G
     grads_B = _reduce_to(G, (1, *shape[1:]) if by_row else shape)
+    grads_B = in_samples(grads_B, operation.tap.parts(len(G), operation.samples))
     if origin is not None:
         return grad_input, [(bare.leaves[origin.leaf], DenseGrad(origin.grads(grads_B)))]
     return grad_input, [(p, DenseGrad(grads)) for p, grads in through(value, bare.leaves, grads_B)]

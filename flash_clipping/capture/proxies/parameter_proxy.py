@@ -283,7 +283,9 @@ class ParameterProxy(torch.Tensor):
 
     value: Tensor  # the ordinary tensor, with autograd's graph back to ``leaves``
     leaves: dict[Tensor, nn.Parameter]  # a detached stand-in for each parameter -> the parameter
-    row: Tensor | None  # of an expansion of leading dimension 1, the value before it
+    row: (
+        Tensor | None
+    )  # rows of one sample, one or several, where those of all samples are the same
     lookup: TableRows | None  # for rows of a table, which ones
     origin: AffineView | None  # what ``value`` is of one parameter, if little more than that
     version: int  # of ``value`` as it was made

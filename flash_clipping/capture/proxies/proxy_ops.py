@@ -21,6 +21,7 @@ from flash_clipping.capture.proxies.operation import (
     READS_ROWS,
     ProxyOp,
     gradients,
+    in_samples,
     layout_after,
     through,
 )
@@ -153,10 +154,12 @@ class _Expansion(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Any:
         bare, rows = ctx.bare, ctx.rows
         refuse_second(bare.tap)
+        from_parent = not isinstance(ctx.parents[0], nn.Parameter)
+        if not from_parent:  # whose rows are as many as these
+            G = in_samples(G, bare.tap.parts(len(G), ctx.given[2]))
         if rows is not None and G.dim() > -rows.feature:
             factors = [(bare.leaves[rows.table], rows.factor(G, 0))]
             return None, *_recorded(bare.tap, ctx.parents, factors, *ctx.given)
-        from_parent = not isinstance(ctx.parents[0], nn.Parameter)
         if from_parent and bare.kept is not None:
             (kept,) = ctx.saved_tensors
             return None, torch.where(kept, G, 0)
