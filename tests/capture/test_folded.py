@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.capture.proxies import operation
 from flash_clipping.factors import EmbeddingBagGrad
+from tests.support.autograd import TOLERANCE, check_truth, truth_of_one_forward
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import Attention, Case, floats
 from tests.support.oracle import per_sample_truth
@@ -191,6 +194,7 @@ class RepeatedPositions(nn.Module):
         self.heads, self.embed, self.head = heads, nn.Linear(3, 8), nn.Linear(8, 2)
         self.map, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8))
         self.scale = nn.Parameter(torch.rand(8))
+        self.change: Callable[[Tensor], Any] = lambda keys: None
 
     def rows(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2).flatten(0, 1)
@@ -198,6 +202,7 @@ class RepeatedPositions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.rows(self.map(self.embed(x)))
         keys = self.rows(torch.tanh(self.map(self.table * self.scale))[None]).repeat(len(x), 1, 1)
+        self.change(keys)
         scores = torch.bmm(q, keys.transpose(-1, -2)).softmax(-1)
         out = (torch.bmm(scores, keys) + q).unflatten(0, (len(x), -1))
         return self.head(out.transpose(1, 2).flatten(2))
@@ -219,6 +224,35 @@ def test_rows_that_are_repeated_for_every_sample(samples: int, heads: int, mode:
         with mock.patch.object(operation, "_through_rows", side_effect=AssertionError):
             step_case(module, case, batch, "mean")
         check_case(module, truth, bound, 1e-10)
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "a row": lambda keys: keys[0].mul_(2),
+    "a position of every row": lambda keys: keys.transpose(0, 1)[0].mul_(3),
+    "all": lambda keys: keys.mul_(2),
+    "all by another name": lambda keys: keys.mT.mul_(2),
+}
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("samples", "heads"), [(1, 2), (2, 2), (3, 1), (3, 2)])
+def test_repeated_rows_that_are_changed_in_place(
+    samples: int, heads: int, change: str, mode: str
+) -> None:
+    """From some step on, which is not rehearsed: rows are then no longer what was repeated."""
+    model, (x,) = make_case(
+        Case(lambda: RepeatedPositions(heads), floats(samples, 4, 3)), torch.float64
+    )
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, mode=mode, strict=False)
+    flash(x).square().sum((1, 2)).mean().backward()
+    plain = RepeatedPositions(heads).double()
+    plain.load_state_dict(model.state_dict())
+    plain.change = model.change = CHANGES[change]
+    truth = truth_of_one_forward(plain(x).square().sum((1, 2)), plain)
+    model.zero_grad()
+    flash(x).square().sum((1, 2)).mean().backward()
+    check_truth(flash, model, truth, 1.0, TOLERANCE)
 
 
 @pytest.mark.parametrize("declared", [True, False])

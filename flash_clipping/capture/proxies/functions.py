@@ -145,12 +145,17 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     # they go backward by themselves, for each sample, in the midst of a backward. Each of that
     # would run the whole checkpoint again, and under vmap, where dropout fails.
     with _as_they_are() if saved_tensors_hooks_now() else nullcontext():
+        changed = [leaves[0]] if in_place and leaves[0].row is not None else []
         result = called(func, leaves, spec)
+        for bare in changed:
+            bare.rows_version = bare.value._version  # its rows are changed below
         if writes:
             return result  # what it wrote into, with gradients off
         if name in _METADATA_ONLY and is_plain(leaves[0]):
             return result  # only the parameter's shape, dtype or device went into it
         rows = _row_of(func, name, leaves, spec, result)
+        for bare in changed:
+            bare.rows = rows
         made = _stand_ins(func, name, leaves, spec, result, rows, bool(kwargs), in_place)
         if is_by_element and not in_place and isinstance(made, ParameterProxy):
             of_one = _of_one_row(leaves, bares[0])

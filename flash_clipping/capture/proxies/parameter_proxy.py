@@ -283,9 +283,8 @@ class ParameterProxy(torch.Tensor):
 
     value: Tensor  # the ordinary tensor, with autograd's graph back to ``leaves``
     leaves: dict[Tensor, nn.Parameter]  # a detached stand-in for each parameter -> the parameter
-    row: (
-        Tensor | None
-    )  # rows of one sample, one or several, where those of all samples are the same
+    rows: Tensor | None  # of one sample, one or several, if those of all samples were the same
+    rows_version: int  # of ``value`` as they were so
     lookup: TableRows | None  # for rows of a table, which ones
     origin: AffineView | None  # what ``value`` is of one parameter, if little more than that
     version: int  # of ``value`` as it was made
@@ -309,7 +308,8 @@ class ParameterProxy(torch.Tensor):
     ) -> ParameterProxy:
         # It requires grad so that a gradient which got past these functions is noticed.
         bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
-        bare.value, bare.leaves, bare.row, bare.tap = value, leaves, row, tap
+        bare.value, bare.leaves, bare.tap = value, leaves, tap
+        bare.rows, bare.rows_version = row, value._version
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
         bare.parent, bare.kept, bare.one = parent, kept, None
         if value.requires_grad:
@@ -341,6 +341,12 @@ class ParameterProxy(torch.Tensor):
         """Whether ``value`` was not changed in place since, by this name or another."""
         with plain_functions():
             return self.value._version == self.version
+
+    @property
+    def row(self) -> Tensor | None:
+        """Rows of one sample, where those of all samples are the same: no longer once ``value`` was
+        changed by another name, in whatever rows."""
+        return self.rows if self.value._version == self.rows_version else None
 
     @property
     def kept_origin(self) -> AffineView | None:
