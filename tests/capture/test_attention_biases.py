@@ -337,7 +337,15 @@ def apart(bias: Tensor) -> Tensor:
     return torch.arange(len(bias))[:, None]
 
 
+def met_as_changed(m: Any, x: Tensor, table: Tensor) -> Tensor:
+    """A bias for each sample, of which one row is written, added to samples as it is."""
+    bias = m.bias[None] + table[:, None]
+    bias[0].mul_(2)
+    return m.net(x) * m.number + bias
+
+
 MEETINGS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "one row is written, and all are added": met_as_changed,
     "one row is written": lambda m, x, c: changed(m, x, c, lambda bias: bias[0].mul_(2)),
     "rows are filled": lambda m, x, c: changed(
         m, x, c, lambda bias: bias.masked_fill_(apart(bias) > 1, 0.5)
