@@ -285,8 +285,8 @@ def test_a_table_that_layers_share(rows: int, fused: bool, mask: str, mode: str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_mask_that_has_a_row_for_each_sample_from_some_step_on(fused: bool, mode: str) -> None:
     """T5's causal mask is expanded over the batch while a CUDA graph is captured, and not before.
-    Biases are of one row as well then: a row for each sample would go back through the table one
-    by one, 192 times a step of T5-base."""
+    The biases stay those of one row: otherwise each sample's go back through the table by
+    themselves, 192 times a step of T5-base."""
     torch.manual_seed(0)
     model = Scores(2, "causal", fused=fused).double()
     plain, x = copy.deepcopy(model), torch.randn(B, T, 4).double()

@@ -283,14 +283,14 @@ class ParameterProxy(torch.Tensor):
 
     value: Tensor  # the ordinary tensor, with autograd's graph back to ``leaves``
     leaves: dict[Tensor, nn.Parameter]  # a detached stand-in for each parameter -> the parameter
-    rows: Tensor | None  # of one sample, one or several, if those of all samples were the same
-    rows_version: int  # of ``value`` as they were so
+    rows: Tensor | None  # those of one sample, where every sample's are the same
+    rows_version: int  # of the ``value`` for which ``rows`` holds
     lookup: TableRows | None  # for rows of a table, which ones
     origin: AffineView | None  # what ``value`` is of one parameter, if little more than that
     version: int  # of ``value`` as it was made
     parent: ParameterProxy | None  # rows of a table that a function without a name here was given
     kept: Tensor | None  # where it is its parent, element by element, if it is constant elsewhere
-    one: ParameterProxy | None  # what every row of it is, if constants made it have many
+    one: ParameterProxy | None  # its only row, if constants that repeat over samples gave it many
     tap: FactorSource  # the module's
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
     run: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]

@@ -14,9 +14,9 @@ TILE, TILE_ON_GPU = 256, 1024
 """Side of a tile; its square is the most elements that any Gram temporary holds. A GPU would wait
 for the launches of small ones."""
 
-COPIED = 2**14
-"""Features of a tile's rows that are copied to float64 on a GPU; a wider layer has a sample at a
-time."""
+COPIED = 2**24
+"""Elements of an operand that are copied to float64 at once on a GPU; more only of a wide layer's
+smallest tile."""
 
 
 def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,10 +26,12 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> tuple[Tensor, Tensor, T
     wanted, dtype = accumulator(A_BTd, *Gs), torch.float64
     sq_LB = A_BTd.new_zeros((len(Gs), B), dtype=dtype)
     spread_LB = torch.zeros_like(sq_LB)
-    side = TILE_ON_GPU if A_BTd.is_cuda else TILE
+    side, widest = TILE, max(1, *(X.shape[-1] for X in (A_BTd, *Gs)))
+    if A_BTd.is_cuda:
+        side = max(TILE, min(TILE_ON_GPU, COPIED // widest))
     samples = max(1, side**2 // max(1, min(T, side) ** 2))
-    if A_BTd.is_cuda:  # whose copies in float64 are not to be larger than the largest tile's
-        samples = max(1, min(samples, side * COPIED // max(1, min(T, side) * _widest(A_BTd, Gs))))
+    if A_BTd.is_cuda:
+        samples = max(1, min(samples, COPIED // (max(1, min(T, side)) * widest)))
     for b in range(0, B, samples):
         chunk = slice(b, b + samples)
         for i in range(0, T, side):
@@ -46,10 +48,6 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> tuple[Tensor, Tensor, T
                     sq_LB[layer, chunk].add_(GG.mul_(AA).sum((1, 2)), alpha=twice)
     spread_LB = spread_LB.to(wanted)
     return sq_LB.to(wanted), error_bound(spread_LB), spread_LB.square_()
-
-
-def _widest(A_BTd: Tensor, Gs: Sequence[Tensor]) -> int:
-    return max(X.shape[-1] for X in (A_BTd, *Gs))
 
 
 def gram_blocks(groups: Sequence[Group], memo: LaunchCache | None = None) -> list[SqnormBlock]:

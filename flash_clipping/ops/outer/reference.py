@@ -13,12 +13,13 @@ from flash_clipping.ops.runtime.shapes import accumulator
 
 BUFFER, BUFFER_ON_GPU = 2**18, 2**24
 """The most gradient elements held at once when they are not kept (one row of p at least): what a
-CPU's caches hold, and what keeps a GPU from waiting for launches."""
+CPU's caches hold, and what keeps a GPU from waiting for launches. There as many elements of
+operands are copied at once, or one sample's input."""
 
 
 def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Tensor | None]:
     """See :func:`flash_clipping.ops.outer.outer_sqnorms`; norms come in parts ``[B, n]``."""
-    B, _, d = A_BTd.shape
+    B, T, d = A_BTd.shape
     p = G_BTp.shape[-1]
     dtype = accumulator(A_BTd, G_BTp)
     if store and dtype == A_BTd.dtype == G_BTp.dtype:  # what is kept needs no buffer
@@ -29,6 +30,9 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
     most = BUFFER_ON_GPU if A_BTd.is_cuda else BUFFER
     samples = max(1, most // max(1, p * d))
     rows = max(1, min(p, most // max(1, d)))
+    if A_BTd.is_cuda:
+        samples = max(1, min(samples, most // max(1, T * max(d, p))))
+        rows = max(1, min(rows, most // max(1, T)))
     for b in range(0, B, samples):
         chunk = slice(b, b + samples)
         A = A_BTd[chunk].to(dtype)
