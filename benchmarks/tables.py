@@ -1,8 +1,9 @@
 """``tables``: measure tables of docs/performance.md anew, all at one revision.
 
-Each table is a run of another command, one after the other. Its file is named after the card and
-the table (``h100-step-models.json``). A run that fails, or takes longer than it may, leaves what it
-has, and the others go on in another process. ``report`` then writes the page.
+Each table is a run of another command, one after the other, or with ``--at-once N`` on N GPUs of a
+machine, each with its share of the processors. Its file is named after the card and the table
+(``h100-step-models.json``). A run that fails, or takes longer than it may, leaves what it has, and
+the others go on in another process. ``report`` then writes the page.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import shlex
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from rich.console import Console
@@ -137,6 +140,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--on", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--only", nargs="+", metavar="TABLE", help="of those that --list tells")
     parser.add_argument("--list", action="store_true", help="tell the commands, and run nothing")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="tables side by side, on N GPUs"
+    )
     parser.add_argument("--seconds", type=float, help="begin no table after so many")
     parser.add_argument("--results", type=Path, default=_RESULTS, metavar="DIRECTORY")
     parser.add_argument("--revision", help="git revision to record where there is no git directory")
@@ -156,39 +162,54 @@ def run(options: argparse.Namespace, console: Console) -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tables", "transformers"])
     options.results.mkdir(parents=True, exist_ok=True)
-    begin, failed, worker = time.monotonic(), [], None
-    for name, table in chosen.items():
-        since = time.monotonic()
-        if options.seconds is not None and since - begin > options.seconds:
-            failed.append(name)
-            console.print(f"{name}: not begun")
-            continue
-        if worker is not None and table.cold:
+    begin, failed = time.monotonic(), list[str]()
+    left: SimpleQueue[tuple[str, Table] | None] = SimpleQueue()
+    for table_or_end in [*chosen.items(), *[None] * options.at_once]:
+        left.put(table_or_end)
+
+    def measure_what_is_left(share: int) -> None:
+        worker = None
+        while (taken := left.get()) is not None:
+            name, table = taken
+            since = time.monotonic()
+            if options.seconds is not None and since - begin > options.seconds:
+                failed.append(name)
+                console.print(f"{name}: not begun")
+                continue
+            if worker is not None and table.cold:
+                worker.end()
+                worker = None
+            worker = worker or _Worker(context, share, options.at_once)
+            status = worker.measure(
+                table.seconds, options.on, name, table, options.results, options.revision
+            )
+            if status or table.alone or table.cold:
+                worker.end()
+                worker = None
+            took = time.monotonic() - since
+            console.print(f"{name}: exit status {status} after {took:.0f} s")
+            failed.extend([name] if status else [])
+        if worker is not None:
             worker.end()
-            worker = None
-        worker = worker or _Worker(context)
-        status = worker.measure(
-            table.seconds, options.on, name, table, options.results, options.revision
-        )
-        if status or table.alone or table.cold:
-            worker.end()
-            worker = None
-        took = time.monotonic() - since
-        console.print(f"{name}: exit status {status} after {took:.0f} s")
-        failed += [name] if status else []
-    if worker is not None:
-        worker.end()
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(measure_what_is_left, range(options.at_once)))
     if failed:
         console.print(f"[bold red]not measured, or in part: {', '.join(failed)}[/]")
     return 1 if failed else 0
 
 
 class _Worker:
-    """A process that measures tables, one after the other: it takes seconds to begin."""
+    """A process that measures tables, one after the other: it takes seconds to begin.
 
-    def __init__(self, context: ForkServerContext) -> None:
+    Args:
+        share: which of ``shares`` parts of the machine it has: the GPU of this number, and as many
+            processors as the others.
+    """
+
+    def __init__(self, context: ForkServerContext, share: int, shares: int) -> None:
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other,), daemon=True)
+        self._process = context.Process(target=_serve, args=(other, share, shares), daemon=True)
         self._process.start()
         other.close()
 
@@ -209,7 +230,12 @@ class _Worker:
         self._process.join()
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, share: int, shares: int) -> None:
+    if shares > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(share)
+        processors = sorted(os.sched_getaffinity(0))
+        each = len(processors) // shares
+        os.sched_setaffinity(0, processors[share * each : (share + 1) * each])
     while True:
         connection.send(measure(*connection.recv()))
         gc.collect()
