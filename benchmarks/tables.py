@@ -236,6 +236,7 @@ def _serve(connection: Connection, share: int, shares: int) -> None:
         processors = sorted(os.sched_getaffinity(0))
         each = len(processors) // shares
         os.sched_setaffinity(0, processors[share * each : (share + 1) * each])
+        torch.set_num_threads(each)
     while True:
         connection.send(measure(*connection.recv()))
         gc.collect()
@@ -252,7 +253,7 @@ def measure(on: str, name: str, table: Table, results: Path, revision: str | Non
         arguments = [*shlex.split(table.command), "--json", str(path)]
         if revision:
             arguments += ["--revision", revision]
-        with path.with_suffix(".log").open("w") as log:
+        with path.with_suffix(".log").open("w", buffering=1) as log:
             return main(arguments, Console(file=log, width=140))
 
 

@@ -47,11 +47,16 @@ not, as there ordinary samples are raised by nothing that could be seen."""
 
 
 def spread(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
-    """``Σ_t ‖a_t‖ ‖g_t‖``, ``[B]`` in fp32 (float64 for float64); rows slightly enlarged by
+    """``Σ_t ‖a_t‖ ‖g_t‖``, ``[B]``: see :func:`row_norms`."""
+    return row_norms(A_BTd, G_BTp).sum(1)
+
+
+def row_norms(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
+    """``‖a_t‖ ‖g_t‖``, ``[B, T]`` in fp32 (float64 for float64); rows slightly enlarged by
     :data:`FLOOR`. Reads both operands once and writes nothing of their size."""
     dtype = accumulator(A_BTd, G_BTp)
     A_sq_BT, G_sq_BT = squared_rows(A_BTd, dtype), squared_rows(G_BTp, dtype)
-    return A_sq_BT.mul_(G_sq_BT).sqrt_().sum(1)
+    return A_sq_BT.mul_(G_sq_BT).sqrt_()
 
 
 def squared_rows(X_BTf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -176,6 +181,48 @@ def gram_doubt(
     by_spread_B = spread_sq_B * (2 * of_entry + added_up + released)
     # fmin: an overlap that is not a number, as inf times 0, says nothing.
     return torch.fmin(by_overlap_B, by_spread_B).mul_(1 + s).add_(sq_B, alpha=s - 2 * SLACK)
+
+
+BLOCK = 64
+"""Positions that :func:`product_doubt` counts together: a multiple of what an instruction adds, and
+what kernels load at one time or a multiple of that."""
+
+
+def product_doubt(
+    sq_B: Tensor, rows_BT: Tensor, *, measured: int, released: int, dtype: torch.dtype
+) -> Tensor:
+    """The error bound of squared norms of products ``G_bᵀ A_b`` that tensor cores added up and that
+    were not kept, whatever a sample holds.
+
+    Args:
+        sq_B: the squared norms, of products as they were rounded.
+        rows_BT: ``‖a_t‖ ‖g_t‖`` (:func:`row_norms`).
+        measured: positions, one after the other, that tensor cores added up by themselves for the
+            norms; such results were then added up in fp32. A multiple of :data:`BLOCK`, or all.
+        released: the same for the sums.
+        dtype: of the operands.
+
+    An instruction loses at most ``LOST`` for each product that it adds, of the greatest number in
+    the sum. In entry (i, j) that is at most ``Σ_{s≤t} |g_si| |a_sj|`` over the positions up to its
+    last, and such entries together have a Frobenius norm of at most ``Σ_{s≤t} ‖g_s‖ ‖a_s‖``. So a
+    position counts as often as there are positions from its :data:`BLOCK` on to the end of what is
+    added up with it: a product is off by at most
+
+        ``δ = Σ_t (LOST · to_end_t + (results + 4) · u) ‖a_t‖ ‖g_t‖``
+
+    when it is measured (δ₁), and when it is released (δ₂). What is released of a sample whose
+    measured norm is n has a norm of at most ``n + δ₁ + δ₂``, the square of which is above ``n²`` by
+    ``(2 n + δ₁ + δ₂) (δ₁ + δ₂)``.
+    """
+    T = rows_BT.shape[1]
+    lost = LOST_OF_SINGLES if dtype == torch.float32 else LOST_OF_HALVES
+    results = math.ceil(T / measured) + math.ceil(T / released)
+    first_T = torch.arange(T, device=rows_BT.device).div_(BLOCK, rounding_mode="floor").mul_(BLOCK)
+    to_end_T = torch.minimum(T - first_T, measured - first_T % measured)
+    to_end_T += torch.minimum(T - first_T, released - first_T % released)
+    weight_T = to_end_T.to(rows_BT.dtype).mul_(lost).add_((results + 8) * 2.0**-24)
+    delta_B = (rows_BT * weight_T).sum(1)
+    return sq_B.sqrt().mul_(2).add_(delta_B).mul_(delta_B)
 
 
 def upper_bound(norm: Tensor, error_bound: Tensor | None) -> Tensor:

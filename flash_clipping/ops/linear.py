@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.error_bounds import error_bound, spread
+from flash_clipping.ops.error_bounds import error_bound, product_doubt, row_norms
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.outer import outer_sqnorms, sum_parts
-from flash_clipping.ops.runtime import cost, shapes
+from flash_clipping.ops.runtime import backend as backends, cost, shapes
 from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock
 
 
@@ -63,9 +63,12 @@ def linear_sqnorm_blocks(
     if outer := by_algorithm["outer"]:
         pairs = [(ready[group][0], ready[group][1][layer]) for group, layer in outer]
         parts = [outer_sqnorms(A, G, in_parts=True, backend=backend)[0] for A, G in pairs]
-        doubts = [error_bound(spread(A, G)) for A, G in pairs]
         for members, sq_LB in sum_parts(parts):
-            doubt_LB = torch.stack([doubts[i] for i in members])
+            doubts = [
+                outer_doubt(sq_B, *pairs[i], backend)
+                for i, sq_B in zip(members, sq_LB, strict=True)
+            ]
+            doubt_LB = torch.stack(doubts)
             blocks.append(SqnormBlock([outer[i] for i in members], sq_LB, doubt_LB))
     # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
     if blocks and not by_algorithm["gram"]:
@@ -80,6 +83,21 @@ def linear_sqnorm_blocks(
         order = [(group, left[group][layer]) for group, layer in block.order]
         blocks.append(block._replace(order=order))
     return blocks
+
+
+def outer_doubt(sq_B: Tensor, A_BTd: Tensor, G_BTp: Tensor, backend: str) -> Tensor:
+    """The error bound of squared norms by :func:`outer_sqnorms`: of two, the smaller."""
+    rows_BT = row_norms(A_BTd, G_BTp)
+    doubt_B = error_bound(rows_BT.sum(1))
+    names, dtype = ("outer_sqnorms", "clipped_sums_many"), A_BTd.dtype
+    if G_BTp.is_cuda and G_BTp.dtype == dtype and backends.runs_kernels(backend, A_BTd, *names):
+        from flash_clipping.ops.clipped_sum import triton as sums
+        from flash_clipping.ops.outer import triton as norms
+
+        alone = dict(measured=norms.promoted(dtype, A_BTd.shape[1]), released=sums.promoted(dtype))
+        of_product_B = product_doubt(sq_B, rows_BT, dtype=dtype, **alone)
+        doubt_B = torch.minimum(doubt_B, of_product_B)
+    return doubt_B
 
 
 def _algorithms(ready: Sequence[Group]) -> dict[str, list[tuple[int, int]]]:

@@ -132,6 +132,12 @@ def doubt_of(backend: str, A: Tensor, G: Tensor, widest: int = 1) -> Tensor:
     )  # fmt: skip
 
 
+def cut(x: Tensor, bits: int, of: Tensor) -> Tensor:
+    """Cut at ``bits`` below the power of two that is below ``of``, towards zero."""
+    step = 2.0 ** (of.abs().clamp(min=1e-300).log2().floor() - bits)
+    return (x / step).trunc() * step
+
+
 def per_sample_gradients(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
     """The oracle: ``[B, p, d]`` in float64 on the CPU."""
     A, G = A_BTd.cpu().double(), G_BTp.cpu().double()

@@ -11,6 +11,7 @@ from flash_clipping.ops.error_bounds import gram_doubt, upper_bound
 from flash_clipping.ops.gram import gram_blocks, gram_sqnorms, reference as gram_torch
 from tests.ops.cases import (
     Case,
+    cut,
     doubt_of,
     every_case,
     every_case_interpreted_once,
@@ -82,12 +83,6 @@ def test_what_a_running_sum_loses_is_in_doubt(case: Case, features: int) -> None
         (sq,), (error_bound,) = gram_sqnorms(A, [G], backend=case.backend)
         norm = per_sample_gradients(A, G).norm()
         assert upper_bound(sq.clamp(min=0).sqrt(), error_bound).item() >= norm * (1 - 1e-4)
-
-
-def cut(x: torch.Tensor, bits: int, of: torch.Tensor) -> torch.Tensor:
-    """Cut at ``bits`` below the power of two that is below ``of``, towards zero."""
-    step = 2.0 ** (of.abs().clamp(min=1e-300).log2().floor() - bits)
-    return (x / step).trunc() * step
 
 
 def by_tensor_cores(X_Tf: torch.Tensor, promoted: int) -> torch.Tensor:

@@ -3,14 +3,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flash_clipping.ops.clipped_sum import clipped_sums
+from flash_clipping.ops.error_bounds import product_doubt, row_norms, upper_bound
+from flash_clipping.ops.linear import outer_doubt
 from flash_clipping.ops.outer import (
     outer_grads,
     outer_sqnorms,
     reference as outer_torch,
     weighted_sum,
 )
+from flash_clipping.ops.runtime import cost
 from tests.ops.cases import (
     Case,
+    cut,
     every_case,
     every_case_interpreted_once,
     every_half_case,
@@ -215,3 +220,81 @@ def test_gradients_alone(case: Case, casts: torch.dtype | None) -> None:
     wide = outer_grads(A, G.double())
     assert wide.dtype == torch.float64
     assert relative_error(wide, per_sample_gradients(A, G)) <= 1e-12
+
+
+def by_tensor_cores(A_Td: torch.Tensor, G_Tp: torch.Tensor, alone: int) -> torch.Tensor:
+    """``Gᵀ A`` as an H100 was seen to compute it, 16 positions at a time, in float64; results of
+    ``alone`` positions are added up in fp32."""
+    total = torch.zeros(G_Tp.shape[1], A_Td.shape[1])
+    for As, Gs in zip(A_Td.split(alone), G_Tp.split(alone), strict=True):
+        running = torch.zeros_like(total, dtype=torch.float64)
+        for a, g in zip(As.split(16), Gs.split(16), strict=True):
+            numbers = torch.cat([running[None], g[:, :, None] * a[:, None, :]])
+            sums = cut(numbers, 25, numbers.abs().amax(0)).sum(0)
+            running = cut(sums, 23, sums)
+        total += running.float()
+    return total.double()
+
+
+def positions_that_hide(
+    T: int, first: int, small: float, noise: float, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[1, T, 128]`` each: a large product at ``first`` that the last position takes away, and
+    between them products that are each too small to count beside it."""
+    generator = torch.Generator().manual_seed(T + first)
+    A, G = torch.full((1, T, 128), small), torch.full((1, T, 128), small)
+    A += noise * torch.randn(A.shape, generator=generator)
+    G += noise * torch.randn(G.shape, generator=generator)
+    A[:, first], A[:, -1], G[:, first], G[:, -1] = 1, 1, 1, -1
+    return A.to(device, torch.bfloat16), G.to(device, torch.bfloat16)
+
+
+HIDING = [
+    (T, first, small, noise)
+    for T in (512, 1024, 2304, 4096)
+    for first in (0, 100)
+    for small, noise in ((0.97 * 2.0**-12, 0), (1.375 * 2.0**-12, 0), (0.0, 2.0**-12), (0.0, 0.1))
+]
+
+
+@pytest.mark.parametrize(("T", "first", "small", "noise"), HIDING)
+def test_what_tensor_cores_lose_of_a_product_is_in_doubt(
+    T: int, first: int, small: float, noise: float
+) -> None:
+    A, G = positions_that_hide(T, first, small, noise)
+    A_8, G_8 = A[..., :8].double(), G[..., :8].double()
+    measured, released = by_tensor_cores(A_8[0], G_8[0], 1024), by_tensor_cores(A_8[0], G_8[0], T)
+    sq, rows = measured.square().sum()[None].float(), row_norms(A_8, G_8)
+    doubt = product_doubt(sq, rows, measured=1024, released=T, dtype=torch.bfloat16)
+    bound = upper_bound(sq.sqrt(), doubt.float())
+    assert bound >= released.norm() * (1 - 1e-4)
+    assert bound >= per_sample_gradients(A_8, G_8).norm() * (1 - 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "first", "small", "noise"), [*HIDING, (32768, 0, 2.0**-12, 0)])
+def test_what_a_gpu_loses_of_a_product_is_in_doubt(
+    T: int, first: int, small: float, noise: float
+) -> None:
+    A, G = positions_that_hide(T, first, small, noise, "cuda")
+    assert cost.choose_on("cuda", 1, T, 128, 128, 2, may_store=False) == "outer" or T < 1024
+    for dtype in (torch.bfloat16, torch.float32):
+        pair = A.to(dtype), G.to(dtype)
+        sq, _ = outer_sqnorms(*pair)
+        bound = upper_bound(sq.sqrt(), outer_doubt(sq, *pair, "auto"))
+        (released,) = clipped_sums(pair[0], [pair[1]], torch.ones(1, device="cuda"))
+        assert bound.item() >= released.double().norm().item() * (1 - 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [2048, 8192, 32768])
+def test_long_samples_are_hardly_shortened(T: int) -> None:
+    """By 1.1e-2 at 32768 positions, where the bound for any product made it 8.8e-2."""
+    generator = torch.Generator("cuda").manual_seed(T)
+    A, G = (
+        torch.randn(2, T, 256, device="cuda", generator=generator, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    sq_B, _ = outer_sqnorms(A, G)
+    bound_B = upper_bound(sq_B.sqrt(), outer_doubt(sq_B, A, G, "auto"))
+    assert (bound_B / sq_B.sqrt()).max().item() <= 1 + 1.3e-2 * (T / 32768) ** 0.5

@@ -182,6 +182,13 @@ def run(
     return _run_reference(reference, tensor, args, kwargs)
 
 
+def runs_kernels(backend: str, tensor: Tensor, *names: str) -> bool:
+    """Whether :func:`run` takes the kernels of these names for such a tensor."""
+    if resolve(backend, tensor) == "torch" or _import_error() is not None:
+        return False
+    return not any((name, tensor.dtype) in _broken for name in names)
+
+
 @contextlib.contextmanager
 def compiled_side_by_side() -> Iterator[None]:
     """Inside, the kernels that operations want are compiled side by side, in threads, while

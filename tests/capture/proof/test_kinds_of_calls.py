@@ -106,3 +106,36 @@ def test_samples_that_are_always_alike_are_not_looked_at_for_ever() -> None:
         gate(torch.zeros(B, K)).square().sum().backward()
         counts.append(len(runs))
     assert counts[5:] == [1, 1, 1]
+
+
+MOST: list[int] = []
+
+
+class Columns(nn.Module):
+    """A row of a table: a category of fifty, one of three, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.many = nn.Embedding(3, K), nn.Embedding(50, K)
+        self.last = nn.Linear(K, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        many, few = x[:, 0].long(), x[:, 1].long()
+        MOST.append(int(few.max()))
+        return self.last((self.few(few) + self.many(many)) * x[:, 2:])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_no_index_is_tried_that_no_sample_has_there(device: str, dtype: torch.dtype) -> None:
+    """A GPU does not survive one that is too large; a CPU raises, and the proof would go on."""
+    MOST.clear()
+    model = Columns().to(device)
+    flash = GradSampleModuleFlashClipping(model)
+    x = torch.tensor([[49, 0, 5.5], [3, 2, 6.25], [40, 1, 7.5], [30, 0, 8.75]])
+    x = x.to(device, dtype)
+    for _ in range(3):
+        flash.zero_grad()
+        flash(x).square().sum().backward()
+    assert max(MOST) == 2
+    assert model.few.weight.grad is not None
