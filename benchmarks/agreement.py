@@ -67,9 +67,13 @@ class Errors:
         return max(e for e in (self.norms, self.gradients, 0.0) if e is not None)
 
 
-def allowed(dtype: torch.dtype, rounding: Errors | None) -> Errors:
-    """What a method may be off by, given the plain model's own rounding in its dtype."""
-    tolerance = TOLERANCE[dtype]
+def allowed(
+    dtype: torch.dtype, rounding: Errors | None, reference: torch.dtype | None = None
+) -> Errors:
+    """What a method may be off by, given the plain model's own rounding in its dtype. Of a
+    ``reference`` in the same dtype both are rounded, by errors of one size that do not depend on
+    each other."""
+    tolerance = TOLERANCE[dtype] * (2**0.5 if reference == dtype != torch.float64 else 1)
     if rounding is None:
         return Errors(tolerance, tolerance)
     both = rounding.norms or 0.0, rounding.gradients or 0.0
@@ -82,13 +86,23 @@ def reference_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def one_at_a_time(
-    setting: Setting, inputs: Tensor, targets: Tensor, dtype: torch.dtype
+    setting: Setting,
+    inputs: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype,
+    checkpointing: bool = False,
 ) -> Fingerprint:
     """Norms and clipped sum of the plain model's gradients, one sample after the other.
 
     ``dtype`` is that of forward and backward; norms are taken in fp64 and sums in fp32 at least.
+    ``checkpointing`` takes less memory, of models of ``transformers``.
     """
     model = setting.build().to(dtype)
+    if checkpointing:
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing_enable"):
+                module.gradient_checkpointing_enable({"use_reentrant": False})
+                break
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
     params = [p for p in model.parameters() if p.requires_grad]

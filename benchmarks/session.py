@@ -55,6 +55,7 @@ class Session:
         #: What the plain model itself is off by in the methods' dtype, where that is asked for: a
         #: method is off by more than is allowed in any case.
         self.rounding: Errors | None = None
+        self._reference_dtype: torch.dtype | None = None
         self._batches = setting.draw(DISTINCT_BATCHES)
         self._built: dict[str, Method] = {}
         self._warm: set[str] = set()  # methods past their warm-up
@@ -83,11 +84,13 @@ class Session:
                 raise
             wide = setting.dtype  # PyTorch's grouped products have no fp64
             reference = self._one_at_a_time_in(wide)
+        if reference is None:
+            reference = self._one_at_a_time_in(wide, checkpointing=True)
         if reference is None and setting.dtype != wide:  # it takes half of the memory
             wide = setting.dtype
             reference = self._one_at_a_time_in(wide)
         if reference is not None:
-            self.reference = _one_at_a_time(wide)
+            self.reference, self._reference_dtype = _one_at_a_time(wide), wide
             done(f"took {self.reference}")
         suspects: list[str] = []
         for name in [name for name in self.running() if METHODS[name].flat]:
@@ -141,7 +144,9 @@ class Session:
             method = self._built[name] = METHODS[name](setting)
         return agreement.fingerprint(method, *self._batches[0])
 
-    def _one_at_a_time_in(self, dtype: torch.dtype) -> Fingerprint | None:
+    def _one_at_a_time_in(
+        self, dtype: torch.dtype, checkpointing: bool = False
+    ) -> Fingerprint | None:
         """The plain model, without compilation and graphs; None: it does not fit."""
         setting = self.setting
         plain = dataclasses.replace(setting, compile=None)
@@ -149,7 +154,7 @@ class Session:
 
         def take() -> Fingerprint:
             with _exact_convolutions():
-                return agreement.one_at_a_time(plain, *self._batches[0], dtype)
+                return agreement.one_at_a_time(plain, *self._batches[0], dtype, checkpointing)
 
         taken = self._attempt(row, take, lasting=False)
         settle(setting.device)
@@ -159,11 +164,13 @@ class Session:
 
     @property
     def allowed(self) -> Errors:
-        return agreement.allowed(self.setting.dtype, self.rounding)
+        return agreement.allowed(self.setting.dtype, self.rounding, self._reference_dtype)
 
     def _allowed(self, name: str) -> Errors:
         rounds_as = METHODS[name].rounds_as
-        return agreement.allowed(rounds_as or self.setting.dtype, self.rounding)
+        return agreement.allowed(
+            rounds_as or self.setting.dtype, self.rounding, self._reference_dtype
+        )
 
     # ------------------------------------------------------------------------------------- memory
 

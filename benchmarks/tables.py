@@ -86,7 +86,7 @@ ON_A_GPU = {
     "step-long-8k": _step(
         LONG,
         f"nonprivate,flash,{ESTIMATED}",
-        "--batch 2 --seq 8192 --rounds 2 --steps 1 --warmup 1",
+        "--batch 2 --seq 8192 --rounds 3 --steps 1 --warmup 1",
     ),
     "step-experts": _step(
         "experts-8x2048 experts-32x512-zipf mixture-8x2048 mixture-lora-32x512-zipf"
@@ -112,7 +112,7 @@ ON_A_GPU = {
     "step-long-32k": _step(
         LONG,
         "nonprivate,flash-two-pass,opacus-randomized",
-        "--checkpointing --batch 2 --seq 32768 --rounds 2 --steps 1 --warmup 1",
+        "--checkpointing --batch 2 --seq 32768 --rounds 3 --steps 1 --warmup 1",
     ),
 }
 ON_A_CPU = {

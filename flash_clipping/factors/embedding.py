@@ -17,17 +17,25 @@ from torch import Tensor
 from flash_clipping.factors.base import MeasuredOnce, PerSampleGrad, accumulation_dtype
 from flash_clipping.factors.linear import LinearGrad
 from flash_clipping.ops import error_bounds
-from flash_clipping.ops.embedding import embedding_clipped_sum, embedding_sqnorms, tied_cross_term
+from flash_clipping.ops.embedding import (
+    adds_up_runs,
+    embedding_clipped_sum,
+    embedding_sqnorms,
+    tied_cross_term,
+)
 from flash_clipping.ops.embedding.reference import sums_by_index
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.rows import row_scale
+
+#: Positions up to which equal ids are not counted for the error bound.
+LONG = 1024
 
 #: Elements of temporaries in sums of rows of a table.
 BLOCK = 1 << 22
 
 
 @dataclass(eq=False)
-class EmbeddingGrad(PerSampleGrad):
+class EmbeddingGrad(MeasuredOnce):
     """An embedding: row ``id_t`` of the gradient receives ``G_t``."""
 
     ids_BT: Tensor
@@ -39,10 +47,21 @@ class EmbeddingGrad(PerSampleGrad):
     def batch_size(self) -> int:
         return self.G_BTd.shape[0]
 
-    def sqnorms(self, backend: str) -> Tensor:
-        return self.sqnorm_parts(backend).sum(1)
+    def measure(self, backend: str) -> tuple[Tensor, Tensor | None]:
+        parts_Bn = self.square_parts(backend)
+        T, d = self.G_BTd.shape[1:]
+        if T == 1:
+            return parts_Bn, None
+        norms_BT = self._row_norms()
+        doubt_B = error_bounds.error_bound(norms_BT.sum(1), d)
+        if T > LONG and adds_up_runs(T, d, self.num_embeddings, self.padding_idx):
+            sq_B = parts_Bn.sum(1)
+            of_runs_B = error_bounds.runs_doubt(sq_B, self.ids_BT, norms_BT)
+            doubt_B = torch.minimum(doubt_B, of_runs_B)
+        return parts_Bn, doubt_B
 
-    def sqnorm_parts(self, backend: str) -> Tensor:
+    def square_parts(self, backend: str) -> Tensor:
+        """Squared norms in parts ``[B, n]`` that are still to be added up."""
         return embedding_sqnorms(
             self.ids_BT,
             self.G_BTd,
@@ -52,18 +71,17 @@ class EmbeddingGrad(PerSampleGrad):
             backend=backend,
         )
 
-    def error_bound(self, backend: str) -> Tensor | None:
-        if self.ids_BT.shape[1] == 1:
-            return None
-        return error_bounds.error_bound(self.spread(), self.G_BTd.shape[-1])
-
     def spread(self) -> Tensor:
         """``Σ_t ‖G_t‖``, ``[B]``, over the ids that receive a gradient."""
+        return self._row_norms().sum(1)
+
+    def _row_norms(self) -> Tensor:
+        """``‖G_t‖``, ``[B, T]``; 0 of ids that receive no gradient."""
         dtype = accumulation_dtype(self.G_BTd.dtype)
         norms_BT = torch.linalg.vector_norm(self.G_BTd, dim=2, dtype=dtype)
         if self.padding_idx is not None:
             norms_BT = norms_BT.masked_fill(self.ids_BT == self.padding_idx, 0)
-        return norms_BT.sum(1)
+        return norms_BT
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:
@@ -213,7 +231,7 @@ class TiedEmbeddingGrad(MeasuredOnce):
         if doubt_1B is not None:
             doubt_B.add_(doubt_1B[0])
         # The three rounded terms of a sum that cancels may come out below zero.
-        sq_B = cross_B.mul_(2).add_(sq_1B[0]).add_(lookup.sqnorms(backend))
+        sq_B = cross_B.mul_(2).add_(sq_1B[0]).add_(lookup.square_parts(backend).sum(1))
         return sq_B.unsqueeze(1), doubt_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:

@@ -225,6 +225,36 @@ def product_doubt(
     return sq_B.sqrt().mul_(2).add_(delta_B).mul_(delta_B)
 
 
+def runs_doubt(sq_B: Tensor, ids_BT: Tensor, norms_BT: Tensor) -> Tensor:
+    """The error bound of squared norms ``Σ_i ‖Σ_{t: id_t = i} G_t‖²`` of which the inner sums were
+    added up row by row, in the dtype of ``norms_BT``, and once more for what is released.
+
+    Args:
+        sq_B: the squared norms.
+        ids_BT: of every position.
+        norms_BT: ``‖G_t‖``.
+
+    Let L be the rows of an id, of norms that add up to s. The sum of L numbers is off by at most
+    ``L u`` of the sum of their absolutes, so that both sums, and the coefficient, are off by
+    ``2 (L + 4) u s`` (:data:`HIGHER` for terms of higher order). And ``s² ≤ L Σ ‖G_t‖²``. So all
+    together are off by ``δ = 2 u √(Σ_t L (L + 4)² ‖G_t‖²)``, and the square of a norm n by
+    ``2 n δ + δ²``. Rows of different ids do not cancel each other.
+    """
+    sorted_BT = ids_BT.sort(dim=1).values.contiguous()
+    ids_BT = ids_BT.contiguous()
+    rows_BT = torch.searchsorted(sorted_BT, ids_BT, right=True)
+    rows_BT -= torch.searchsorted(sorted_BT, ids_BT)
+    weight_BT = rows_BT.to(norms_BT.dtype)
+    weight_BT *= (weight_BT + 4).square_()
+    delta_B = weight_BT.mul_(norms_BT.square()).sum(1).sqrt_()
+    delta_B.mul_(HIGHER * torch.finfo(norms_BT.dtype).eps)  # which is 2 u
+    return sq_B.sqrt().mul_(2).add_(delta_B).mul_(delta_B)
+
+
+HIGHER = 1.01
+"""``1 / (1 - L u)`` is less, for L below 2¹⁷."""
+
+
 def upper_bound(norm: Tensor, error_bound: Tensor | None) -> Tensor:
     """At least the norm of what is released, up to :data:`SLACK`: what samples are clipped by.
 

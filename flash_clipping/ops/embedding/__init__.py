@@ -14,6 +14,20 @@ from flash_clipping.ops.rows import row_scale
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import as_rows, check_coefficients
 
+UNSORTED = 128
+"""Positions of a sample up to which a kernel takes them in any order, in one launch."""
+LONG_RUN = 64
+"""Positions that a row of the table has on average from which on one-hot vectors are faster."""
+
+
+def adds_up_runs(T: int, d: int, num_embeddings: int | None, padding_idx: int | None) -> bool:
+    """Whether rows of one id are added up one after the other on a GPU, not by tensor cores."""
+    rows = T if num_embeddings is None else num_embeddings
+    # The vectors are to be small beside G; and a row of padding may hold anything: times a zero it
+    # would not always be one.
+    is_linear = rows * LONG_RUN <= min(T, 4 * d) and padding_idx is None
+    return T > UNSORTED and not is_linear
+
 
 def embedding_sqnorms(
     ids: Tensor,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_clipping.ops.embedding import UNSORTED, adds_up_runs
 from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
@@ -35,12 +36,8 @@ FOLLOW = 4
 programs."""
 WARPS = 4
 """At most: each warp has 16 bytes of a row for a thread."""
-UNSORTED = 128
-"""Positions of a sample up to which they are taken in any order, by a launch instead of two."""
 BLOCK_BYTES = 256
 """Bytes of a row that such a program reads."""
-LONG_RUN = 64
-"""Positions that a row of the table has on average from which on one-hot vectors are faster."""
 _NO_ID = tl.constexpr(2**31 - 1)
 
 
@@ -169,12 +166,10 @@ def embedding_sqnorms(
     """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`: parts ``[B, n]``."""
     G_BTd = tiles.with_unit_stride(G_BTd)
     B, T, d = G_BTd.shape
-    rows = T if num_embeddings is None else num_embeddings
-    # The vectors are to be small beside G; and a row of padding may hold anything: times a zero it
-    # would not always be one.
-    if rows * LONG_RUN <= min(T, 4 * d) and T > UNSORTED and padding_idx is None:
+    if T > UNSORTED and not adds_up_runs(T, d, num_embeddings, padding_idx):
         # One-hot vectors, of which the table is a linear map, in rows of a multiple of 16 bytes,
         # which tensor descriptors want; no id is as high.
+        rows = T if num_embeddings is None else num_embeddings
         every_id = torch.arange(tiles.cdiv(rows, 8) * 8, device=ids_BT.device)
         one_hot = (ids_BT.unsqueeze(-1) == every_id).to(G_BTd.dtype)
         return outer_triton.outer_sqnorms(one_hot, G_BTd, False)[0]
