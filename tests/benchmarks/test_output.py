@@ -75,9 +75,9 @@ def test_the_pages_of_the_repository_say_what_the_results_say(run: Run) -> None:
 
 
 def test_the_plot_of_the_front_page_is_of_the_results() -> None:
-    """If not: python -m benchmarks plot benchmarks/results/h200-step-peers.json
+    """If not: python -m benchmarks plot benchmarks/results/h100-step-peers.json
     --output docs/speed.svg"""
-    record = Record.read(ROOT / "benchmarks" / "results" / "h200-step-peers.json")
+    record = Record.read(ROOT / "benchmarks" / "results" / "h100-step-peers.json")
     plot = (ROOT / "docs" / "speed.svg").read_text(encoding="utf-8")
     drawn = Counter(re.findall(r"<text[^>]*>(\d\.\d\d)</text>", plot))
     ratios = [
