@@ -154,6 +154,20 @@ class Scattered(NamedTuple):
         return sums_by_index(X_N.unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
 
 
+def _sums_of_bags(
+    ids_N: Tensor, bags_N: Tensor, weights_N: Tensor, G_Bd: Tensor, table: int
+) -> Tensor:
+    """``[table, d]``: ``Σ weights_n G_bag(n)`` over the n of each id, in a fixed order; nothing of
+    ``N`` rows is formed. Weights and rows of one dtype, fp32 or float64."""
+    ids_N = ids_N.long().contiguous()
+    unused = ids_N.new_empty(0)  # sizes and maxima of bags, which are for other modes
+    sums: Tensor = torch.ops.aten._embedding_bag_dense_backward(
+        G_Bd.contiguous(), ids_N, bags_N.long().contiguous(), unused, unused,
+        table, False, 0, weights_N.contiguous(), -1,
+    )  # fmt: skip
+    return sums
+
+
 @dataclass(eq=False)
 class EmbeddingBagGrad(MeasuredOnce):
     """An embedding bag: row ``id_n`` of sample ``bag_n`` receives ``weight_n G_bag``.
@@ -189,10 +203,11 @@ class EmbeddingBagGrad(MeasuredOnce):
             G_Bd = row_scale(G_Bd, coef_B, backend=backend)
             # A dropped sample's weights may not be finite, and 0 * inf is NaN.
             weights_N = torch.where(coef_B[self.bags_N] == 0, 0, weights_N)
-        G_Nd = G_Bd[self.bags_N] * weights_N[:, None]
-        return torch.ops.aten.embedding_dense_backward(
-            G_Nd, self.ids_N, self.num_embeddings, -1, False
+        dtype = accumulation_dtype(G_Bd.dtype)
+        total = _sums_of_bags(
+            self.ids_N, self.bags_N, weights_N.to(dtype), G_Bd.to(dtype), self.num_embeddings
         )
+        return total.to(G_Bd.dtype)
 
     def dense(self) -> Tensor:
         G_Nd = self.G_Bd[self.bags_N] * self.weights_N[:, None]
@@ -246,13 +261,12 @@ BUFFER = 1 << 25
 
 
 @dataclass(eq=False)
-class ScaledEmbeddingGrad(PerSampleGrad):
+class ScaledEmbeddingGrad(MeasuredOnce):
     """Row ``ids[b, t, l]`` of the gradient of sample b receives ``scale[b, t, l] · X[b, t]``.
 
     An embedding's gradient, but for how it is kept: the rows that a
     :class:`~flash_clipping.factors.EmbeddingGrad` would hold are L times as large as X. They are
-    formed a few samples at a time, in fp32, for norms and again, the same numbers, for the clipped
-    sum.
+    formed a few samples at a time, in fp32, for norms, and not at all for the clipped sum.
 
     Args:
         ids_BTL: int64, below E; negative for no row, of which nothing is read.
@@ -273,60 +287,66 @@ class ScaledEmbeddingGrad(PerSampleGrad):
     def operands(self) -> tuple[object, ...]:
         return self.ids_BTL, self.scale_BTL, self.X_BTd, self.num_embeddings
 
-    @property
-    def _none_BTL(self) -> Tensor:
-        return self.ids_BTL < 0
-
-    def _rows(self, samples: slice, features: slice) -> EmbeddingGrad:
-        """The gradient of some samples and features, with its ``T·L`` rows; row 0 in the place of
-        none, which receives zeros."""
+    def _finite(self) -> tuple[Tensor, Tensor]:
+        """``scale_BTL`` and ``X_BTd`` as they are added up; 0 where they belong to no row, as they
+        may hold anything there."""
         dtype = accumulation_dtype(self.X_BTd.dtype)
-        scale_bTL1 = self.scale_BTL[samples].to(dtype).unsqueeze(3)
-        rows_bTLf = scale_bTL1 * self.X_BTd[samples, :, None, features].to(dtype)
-        # A select: what belongs to no row may be infinite.
-        rows_bTLf = rows_bTLf.masked_fill_(self._none_BTL[samples].unsqueeze(3), 0)
-        ids_bN = self.ids_BTL[samples].clamp(min=0).flatten(1)
-        return EmbeddingGrad(ids_bN, rows_bTLf.flatten(1, 2), self.num_embeddings)
+        none_BTL = self.ids_BTL < 0
+        scale_BTL = self.scale_BTL.to(dtype).masked_fill(none_BTL, 0)
+        return scale_BTL, self.X_BTd.to(dtype).masked_fill(none_BTL.all(2, keepdim=True), 0)
 
-    def _pieces(self) -> Iterator[tuple[slice, slice, EmbeddingGrad]]:
-        """Samples, features and their gradient, as many at a time as shapes alone allow."""
+    def _pieces(self, scale_BTL: Tensor, X_BTd: Tensor) -> Iterator[tuple[slice, EmbeddingGrad]]:
+        """Samples and the gradient of some of their features, with its ``T·L`` rows, as much at a
+        time as shapes alone allow. Row 0 stands for none, and receives zeros."""
         B, T, L = self.ids_BTL.shape
-        d = self.X_BTd.shape[2]
-        size = max(1, T * L)
+        ids_BN = self.ids_BTL.clamp(min=0).flatten(1)
+        d, size = X_BTd.shape[2], max(1, T * L)
         features = max(1, min(d, BUFFER // size))
         samples = max(1, BUFFER // (size * features))
         for b in range(0, B, samples):
+            some = slice(b, b + samples)
             for f in range(0, d, features):
-                piece = slice(b, b + samples), slice(f, f + features)
-                yield *piece, self._rows(*piece)
+                rows_bTLf = scale_BTL[some].unsqueeze(3) * X_BTd[some, :, None, f : f + features]
+                yield (
+                    some,
+                    EmbeddingGrad(ids_BN[some], rows_bTLf.flatten(1, 2), self.num_embeddings),
+                )
 
-    def sqnorms(self, backend: str) -> Tensor:
-        sq_B = self.X_BTd.new_zeros(self.batch_size, dtype=accumulation_dtype(self.X_BTd.dtype))
-        for samples, _, rows in self._pieces():
+    def measure(self, backend: str) -> tuple[Tensor, Tensor | None]:
+        scale_BTL, X_BTd = self._finite()
+        sq_B = X_BTd.new_zeros(self.batch_size)
+        for samples, rows in self._pieces(scale_BTL, X_BTd):
             # Features of a row are summed apart, and squares add up.
-            sq_B[samples] += rows.sqnorms(backend)
-        return sq_B
-
-    def error_bound(self, backend: str) -> Tensor | None:
-        dtype = accumulation_dtype(self.X_BTd.dtype)
-        scale_BT = self.scale_BTL.to(dtype).abs().masked_fill(self._none_BTL, 0).sum(2)
-        norm_BT = error_bounds.squared_rows(self.X_BTd, dtype).sqrt_()
-        # As above: a position without rows may hold anything.
-        norm_BT = norm_BT.masked_fill(self._none_BTL.all(2), 0)
-        return error_bounds.error_bound((scale_BT * norm_BT).sum(1))
+            sq_B[samples] += rows.square_parts(backend).sum(1)
+        norm_BT1 = error_bounds.squared_rows(X_BTd, X_BTd.dtype).sqrt_().unsqueeze(2)
+        norms_BN = (scale_BTL.abs() * norm_BT1).flatten(1)
+        doubt_B = error_bounds.error_bound(norms_BN.sum(1))
+        N, d = norms_BN.shape[1], X_BTd.shape[2]
+        if N > LONG and adds_up_runs(N, d, self.num_embeddings, None):
+            ids_BN = self.ids_BTL.clamp(min=0).flatten(1)
+            doubt_B = torch.minimum(doubt_B, error_bounds.runs_doubt(sq_B, ids_BN, norms_BN))
+        return sq_B.unsqueeze(1), doubt_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        dtype = accumulation_dtype(self.X_BTd.dtype)
-        total_Ed = self.X_BTd.new_zeros((self.num_embeddings, self.X_BTd.shape[2]), dtype=dtype)
-        ordinary = coef_B is None
-        if coef_B is None:
-            coef_B = self.X_BTd.new_ones(self.batch_size, dtype=dtype)
-        for samples, features, rows in self._pieces():
-            total_Ed[:, features] += rows.clipped_sum(coef_B[samples], backend)
-        return total_Ed.to(self.X_BTd.dtype) if ordinary else total_Ed
+        scale_BTL, X_BTd = self._finite()
+        if coef_B is not None:
+            coef_B11 = coef_B.to(scale_BTL.dtype)[:, None, None]
+            # Of a dropped sample nothing, whatever its vectors and scales hold.
+            scale_BTL = torch.where(coef_B11 == 0, 0, coef_B11 * scale_BTL)
+            X_BTd = X_BTd.masked_fill(coef_B11 == 0, 0)
+        ids_N = self.ids_BTL.clamp(min=0).flatten()
+        bags_N = torch.arange(X_BTd.shape[:2].numel(), device=ids_N.device)
+        bags_N = bags_N.repeat_interleave(scale_BTL.shape[2])
+        total_Ed = _sums_of_bags(
+            ids_N, bags_N, scale_BTL.flatten(), X_BTd.flatten(0, 1), self.num_embeddings
+        )
+        return total_Ed.to(self.X_BTd.dtype) if coef_B is None else total_Ed
 
     def dense(self) -> Tensor:
-        return self._rows(slice(None), slice(None)).dense()
+        scale_BTL, X_BTd = self._finite()
+        rows_BTLd = scale_BTL.unsqueeze(3) * X_BTd.unsqueeze(2)
+        ids_BN = self.ids_BTL.clamp(min=0).flatten(1)
+        return EmbeddingGrad(ids_BN, rows_BTLd.flatten(1, 2), self.num_embeddings).dense()
 
     @classmethod
     def concatenate(cls, factors: Sequence[ScaledEmbeddingGrad]) -> PerSampleGrad:

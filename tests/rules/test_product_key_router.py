@@ -293,13 +293,13 @@ def test_the_operands_that_were_multiplied(
 ) -> None:
     """In low precision against float64 on what the backward met: no more than rounding of sums."""
     met: list[ScaledEmbeddingGrad] = []
-    norms = ScaledEmbeddingGrad.sqnorms
+    measure = ScaledEmbeddingGrad.measure
 
-    def noted(self: ScaledEmbeddingGrad, backend: str) -> Tensor:
+    def noted(self: ScaledEmbeddingGrad, backend: str) -> tuple[Tensor, Tensor | None]:
         met.append(self)
-        return norms(self, backend)
+        return measure(self, backend)
 
-    monkeypatch.setattr(ScaledEmbeddingGrad, "sqnorms", noted)
+    monkeypatch.setattr(ScaledEmbeddingGrad, "measure", noted)
     flash = GradSampleModuleFlashClipping(Model(heads=2).to(dtype), max_grad_norm=1.0)
     squares(flash, inputs(4, 9, dtype=dtype)).backward()
     met = met[-2:]  # the others, of single samples that were compared
@@ -307,7 +307,7 @@ def test_the_operands_that_were_multiplied(
         wide = [x.double() for x in (factor.scale_BTL, factor.X_BTd)]
         expected = ScaledEmbeddingGrad(factor.ids_BTL, *wide, factor.num_embeddings)
         expected = expected.dense().flatten(1).square().sum(1)
-        assert_close(norms(factor, "auto"), expected, 1e-5, "norms")
+        assert_close(factor.sqnorms("auto"), expected, 1e-5, "norms")
 
 
 def test_autocast() -> None:
