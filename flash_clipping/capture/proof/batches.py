@@ -76,6 +76,8 @@ class Samples:
         self._ids = {id(x) for x in found}
         #: Whether some entries of an extreme sample get the other sign.
         self.turns_signs = True
+        #: Whether the floats of an extreme sample are no larger than others in their places.
+        self.stays_in_range = False
 
     @property
     def are_alike(self) -> bool:
@@ -104,10 +106,10 @@ class Samples:
         Args:
             order: the number of the sample in each place.
             extreme: a place whose sample is changed: floats are 100 times as large, with other
-                signs where there are any. Integers, and floats of a feature that has no others than
-                0, 1, 2, ..., are the largest or the smallest that a sample has there: a model may
-                take them for indices, and a GPU does not survive one that is too large. Masks (no
-                entries but 0 and 1) stay.
+                signs where there are any. Integers, and floats of a model that makes integers of
+                some, are the largest or the smallest that a sample has there: they may be indices,
+                and a GPU does not survive one that is too large. Masks (no entries but 0 and 1)
+                stay.
         """
         bags = None if self._offsets is None else self._bags(order)
 
@@ -127,7 +129,7 @@ class Samples:
             is_kept = self._parts and not x.is_floating_point()
             if extreme is not None and found.numel() and not is_kept:
                 row = found.select(axis, extreme)
-                row.copy_(_extreme(x, axis, row, self.turns_signs))
+                row.copy_(self._extreme(x, axis, row))
             return found
 
         def of_leaf(leaf: Any) -> Any:
@@ -136,7 +138,7 @@ class Samples:
             rows = unpack_sequence(leaf)
             taken = [rows[b] for b in order]
             if extreme is not None:
-                taken[extreme] = _extreme(leaf.data, 0, taken[extreme], self.turns_signs)
+                taken[extreme] = self._extreme(leaf.data, 0, taken[extreme])
             return pack_sequence(taken, enforce_sorted=False)
 
         args, kwargs = map_tensors(of, (self.args, self.kwargs))
@@ -158,21 +160,14 @@ class Samples:
             torch.tensor(numbers, dtype=torch.long, device=offsets.device),
         )
 
-
-def _extreme(x: Tensor, axis: int, row: Tensor, turns_signs: bool) -> Tensor:
-    """``row``, a sample of ``x`` (or several rows of it) along this axis, as far from the others as
-    the model may take."""
-    if x.dtype == torch.bool or x.is_complex() or bool(((x == 0) | (x == 1)).all()):
-        return row
-    number = torch.arange(row.numel(), device=x.device).view(row.shape)
-    ends = torch.where(number % 2 > 0, x.amax(axis), x.amin(axis))
-    if not x.is_floating_point():
-        return ends
-    # Some with the other sign: what compares entries with a threshold chooses others.
-    turned = -EXTREME if turns_signs and bool((x < 0).any()) else EXTREME
-    large = row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)
-    may_be_code = (x == x.round()) & (x >= 0)
-    for other in range(x.dim() - 1):
-        may_be_code = may_be_code.all(other, keepdim=True)
-    may_be_code = may_be_code.all(axis, keepdim=True).select(axis, 0)
-    return torch.where(may_be_code, ends, large)
+    def _extreme(self, x: Tensor, axis: int, row: Tensor) -> Tensor:
+        """``row``, a sample of ``x`` (or several rows) along this axis, as far from the others as
+        the model may take."""
+        if x.dtype == torch.bool or x.is_complex() or bool(((x == 0) | (x == 1)).all()):
+            return row
+        number = torch.arange(row.numel(), device=x.device).view(row.shape)
+        if not x.is_floating_point() or self.stays_in_range:
+            return torch.where(number % 2 > 0, x.amax(axis), x.amin(axis))
+        # Some with the other sign: what compares entries with a threshold chooses others.
+        turned = -EXTREME if self.turns_signs and bool((x < 0).any()) else EXTREME
+        return row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)

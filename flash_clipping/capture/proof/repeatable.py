@@ -33,6 +33,8 @@ from flash_clipping.ops.runtime.backend import without_tf32
 #: Entries of a parameter that tell how far they are spread.
 ENTRIES = 4096
 
+INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+
 #: Draws of a calm run that begin anew.
 DRAWS_ALIKE = 10_000
 
@@ -103,6 +105,8 @@ class Repeatable(DispatchMode):
         self.drawn: list[Hashable] = []
         #: Dtypes that floats were cast to: by autocast in the model's own code, say.
         self.casts: set[torch.dtype] = set()
+        #: Whether floats were cast to integers, which may be indices.
+        self.makes_integers = False
         self._before = _outside_torch()
 
     def end_forward(self) -> list[Hashable]:
@@ -123,6 +127,8 @@ class Repeatable(DispatchMode):
             kwargs = {}
         elif (dtype := kwargs.get("dtype")) is not None:
             self.casts.add(dtype)
+            if func.overloadpacket is torch.ops.aten._to_copy and dtype in INTEGERS:
+                self.makes_integers |= args[0].is_floating_point()
         if not _is_random(func):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
