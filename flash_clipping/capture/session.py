@@ -158,8 +158,6 @@ class ClippingSession:
         self.doubted: set[str] = set()
         #: While gradients of single samples are compared with autograd's: nothing runs compiled.
         self.comparing = False
-        #: Whether the model was seen to cast floats to integers, which may be indices.
-        self.makes_integers = False
         #: While it is looked at where samples lie: told of operations between bare parameters and
         #: samples, which run as they are.
         self.probing: Any = None

@@ -17,6 +17,10 @@ from flash_clipping.capture.inputs import batched_inputs, map_tensors
 #: Factor of the floating inputs of an extreme sample.
 EXTREME = 100.0
 
+#: What becomes of one sample, in turn: a model may run on no floats that are as large, as it takes
+#: them for indices, say; and on no mixture of its samples.
+EXTREMES = "far", "in range", None
+
 
 class Samples:
     """The arguments of one call, as samples.
@@ -76,7 +80,8 @@ class Samples:
         self._ids = {id(x) for x in found}
         #: Whether some entries of an extreme sample get the other sign.
         self.turns_signs = True
-        #: Whether the floats of an extreme sample are no larger than others in their places.
+        #: Whether floats of an extreme sample are no larger than others in their places, for models
+        #: that run on no other ones.
         self.stays_in_range = False
 
     @property
@@ -106,10 +111,9 @@ class Samples:
         Args:
             order: the number of the sample in each place.
             extreme: a place whose sample is changed: floats are 100 times as large, with other
-                signs where there are any. Integers, and floats of a model that makes integers of
-                some, are the largest or the smallest that a sample has there: they may be indices,
-                and a GPU does not survive one that is too large. Masks (no entries but 0 and 1)
-                stay.
+                signs where there are any. Integers, which may be indices, are the largest or the
+                smallest that a sample has there, and so are floats with :attr:`stays_in_range`.
+                Masks (no entries but 0 and 1) stay.
         """
         bags = None if self._offsets is None else self._bags(order)
 
@@ -165,9 +169,14 @@ class Samples:
         the model may take."""
         if x.dtype == torch.bool or x.is_complex() or bool(((x == 0) | (x == 1)).all()):
             return row
-        number = torch.arange(row.numel(), device=x.device).view(row.shape)
+        dtype, number = x.dtype, torch.arange(row.numel(), device=x.device).view(row.shape)
+        # PyTorch has few operations for unsigned integers and for floats of 8 bits.
+        x, row = (
+            (t.float() if dtype.itemsize == 1 else t) if t.is_floating_point() else t.long()
+            for t in (x, row)
+        )
         if not x.is_floating_point() or self.stays_in_range:
-            return torch.where(number % 2 > 0, x.amax(axis), x.amin(axis))
+            return torch.where(number % 2 > 0, x.amax(axis), x.amin(axis)).to(dtype)
         # Some with the other sign: what compares entries with a threshold chooses others.
         turned = -EXTREME if self.turns_signs and bool((x < 0).any()) else EXTREME
-        return row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)
+        return (row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)).to(dtype)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.forward_call import BatchAxes
 from flash_clipping.capture.no_trace import MODELS_OWN
-from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.batches import EXTREMES, Samples
 from flash_clipping.capture.proof.reads import Note, Read, Reads
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.tap import Tap
@@ -144,11 +144,14 @@ def _others(subject: Subject) -> Iterator[tuple[Samples, list[int], int | None]]
     size = samples.count
     less, more = [*reversed(range(size - 1))], [size - 1, *reversed(range(size))]
     orders = [less, more] if size > 2 else [more, less]
-    for extreme in (0, None):  # on which it may not be finite
+    for kind in EXTREMES:
+        extreme, samples.stays_in_range = 0 if kind else None, kind == "in range"
         for narrow in range(4) if samples.is_ambiguous and subject.offsets is None else (0,):
             for order in orders:
                 if order:
-                    yield subject.samples(narrow), order, extreme if len(order) > 1 else None
+                    some = subject.samples(narrow)
+                    some.stays_in_range = samples.stays_in_range
+                    yield some, order, extreme if len(order) > 1 else None
         if size > 1:
             yield samples, more[:size], extreme
 

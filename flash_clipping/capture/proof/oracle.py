@@ -28,6 +28,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.capture.no_trace import MODELS_OWN
-from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.batches import EXTREMES, Samples
 from flash_clipping.capture.proof.repeatable import perturbed, rounded_otherwise
 from flash_clipping.capture.proof.runs import AT_ONCE, MASKED, Run, Runs, Subject
 from flash_clipping.errors import FlashClippingError
@@ -359,9 +360,9 @@ class _Oracle:
         turned = dict(zip(R, [*R[1:], *R[:1]], strict=True))
         order = [turned.get(b, b) for b in range(B)]
         places = [B + b if b in turned else b for b in range(B)]
-        batches += [(order, places, R[0])] if R else []
-        batches.append((order, places, None))
-        for order, places, extreme in batches:
+        batches.append((order, places, R[0] if R else None))
+        for kind, (order, places, changed) in itertools.product(EXTREMES, batches):
+            self.samples.stays_in_range, extreme = kind == "in range", changed if kind else None
             given = self.samples.batch(order, extreme)
             at = [places.index(b) for b in S]
             try:

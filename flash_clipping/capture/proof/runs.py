@@ -105,9 +105,7 @@ class Subject:
         """The samples of the call."""
         axis = self.session.batch_axis
         parts = parts_of_samples(self.root, self.kwargs)
-        samples = Samples(self.args, self.kwargs, axis, narrow, self.offsets, parts)
-        samples.stays_in_range = self.session.makes_integers
-        return samples
+        return Samples(self.args, self.kwargs, axis, narrow, self.offsets, parts)
 
 
 class Runs:
@@ -161,7 +159,7 @@ class Runs:
             call = session.begin_forward(batched_inputs(args, kwargs), reads, self._units)
             try:
                 with (
-                    repeatable(self.root, self._devices, seed, calm=True) as random,
+                    repeatable(self.root, self._devices, seed, calm=True),
                     without_activations(),
                     collectives_refused(),
                     warnings.catch_warnings(),
@@ -169,7 +167,6 @@ class Runs:
                     # Of the inputs, which do not require one in an ordinary step.
                     warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")
                     self.forward(*args, **kwargs)
-                    session.makes_integers |= random.makes_integers
             except Doubted:
                 return self.look(given, seed)
             except FlashClippingError as error:
@@ -251,7 +248,6 @@ class Runs:
                     call.end()
                 drawn = random.end_forward()
                 self.dtypes |= random.casts
-                session.makes_integers |= random.makes_integers
                 axes = {n: found for n, x in enumerate(tensors) if (found := self._axes(x, count))}
                 if self.chosen_axes is None:
                     self.chosen_axes = {n: found[0] for n, found in axes.items()}

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.coverage import VALUES
+from flash_clipping.capture.proof.repeatable import repeatable
 
 B, K = 4, 6
 
@@ -120,9 +122,9 @@ class Columns(nn.Module):
         self.last = nn.Linear(K, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        MET.append(x.long().amax(0).cpu())
         columns = zip((self.many, self.few, self.hours), x.long().T, strict=True)
         rows = [table(ids) for table, ids in columns]
+        MET.append(x.long().amax(0).cpu())
         return self.last(torch.stack(rows).prod(0) * (x[:, 2:] + 1).log())
 
 
@@ -140,3 +142,105 @@ def test_no_index_is_tried_that_no_sample_has_there(device: str, dtype: torch.dt
         flash(x).square().sum().backward()
     assert torch.stack(MET).amax(0).tolist() == [49, 2, 22]
     assert model.few.weight.grad is not None
+
+
+#: What a GPU does not survive: an operation, good numbers for it, and a bad one.
+ENDS_A_PROCESS: dict[str, tuple[Any, list[float], float]] = {
+    "embedding": (lambda i: F.embedding(i, torch.ones(3, 2)), [0, 2], 3),
+    "embedding, -1": (lambda i: F.embedding(i, torch.ones(3, 2)), [0, 2], -1),
+    "bags": (lambda i: F.embedding_bag(i[None], torch.ones(3, 2)), [0, 2], 3),
+    "index": (lambda i: torch.ones(3)[i], [-3, 2], 3),
+    "index of an axis": (lambda i: torch.ones(5, 3)[:, i], [-3, 2], -4),
+    "index behind a mask": (lambda i: torch.ones(2, 2, 3)[torch.ones(2, 2) > 0, i], [0] * 4, 3),
+    "index_put": (lambda i: torch.ones(3).index_put((i,), torch.ones(())), [-3, 2], 3),
+    "index_select": (lambda i: torch.ones(5, 3).index_select(-1, i), [0, 2], 3),
+    "index_add": (lambda i: torch.ones(3).index_add(0, i, torch.ones(2)), [0, 2], 3),
+    "index_fill": (lambda i: torch.ones(3).index_fill(0, i, 1.0), [-3, 2], 3),
+    "gather": (lambda i: torch.ones(5, 3).gather(1, i[None]), [0, 2], 3),
+    "scatter": (lambda i: torch.ones(3).scatter(0, i, 1.0), [0, 2], -1),
+    "take": (lambda i: torch.ones(2, 2).take(i), [-4, 3], 4),
+    "nll_loss": (lambda i: F.nll_loss(torch.ones(2, 3), i), [-100, 2], 3),
+    "cross_entropy": (lambda i: F.cross_entropy(torch.ones(1, 3, 2), i[None]), [0, 2], 3),
+    "bernoulli": (torch.bernoulli, [0.0, 1.0], 1.5),
+    "bernoulli, in place": (lambda x: (x + 5).bernoulli_(x), [0.0, 1.0], 1.5),
+    "multinomial": (lambda x: x.multinomial(1), [0.5, 1.5], -1.0),
+    "binary_cross_entropy": (lambda x: F.binary_cross_entropy(x, torch.ones(2)), [0.0, 1.0], 1.5),
+}
+
+
+@pytest.mark.parametrize("name", ENDS_A_PROCESS)
+def test_what_would_end_a_process_on_a_gpu_is_an_error(name: str) -> None:
+    operation, good, bad = ENDS_A_PROCESS[name]
+    with repeatable(nn.Identity(), [], seed=0):
+        operation(torch.tensor(good))
+        with pytest.raises(IndexError, match="a device-side assertion of a GPU"):
+            operation(torch.tensor([*good[:-1], bad]))
+
+
+class Spans(nn.Module):
+    """What lies at the end of spans of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(K, K), nn.Linear(K, 2)
+        self.after = lambda y: y
+
+    def forward(self, x: Tensor, start: Tensor, length: Tensor) -> Tensor:
+        end = (start + length - 1)[..., None].expand(-1, -1, K)
+        return self.after(self.last(self.first(x).gather(1, end).tanh()))
+
+
+def test_a_model_that_runs_on_no_extreme_sample_is_looked_at_without() -> None:
+    """The longest span from the last start is not in the text."""
+    start, length = torch.tensor([[0, 4], [5, 0], [0, 1], [1, 0]]), torch.tensor([[8, 4], [1, 8]])
+    batch = torch.randn(B, 8, K), start, length.repeat(2, 1)
+    GradSampleModuleFlashClipping(Spans())(*batch).square().sum().backward()
+    model = Spans()
+    model.after = lambda y: y - y.mean(0).detach()
+    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
+        GradSampleModuleFlashClipping(model)(*batch).square().sum().backward()
+
+
+class Codes(nn.Module):
+    """Takes two columns for indices, and others' into account where they are close together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many, self.few, self.last = nn.Embedding(20, K), nn.Embedding(7, K), nn.Linear(K, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        many, few = x.long().T
+        h = self.many(many) + self.few(few)
+        return self.last(h * 0.5 if (many - few).min() < 8 else h)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_what_may_be_an_index_is_extreme_among_those_of_its_place(dtype: torch.dtype) -> None:
+    x = torch.tensor([[14, 3.5], [16, 6.5], [11, 0.5], [12, 2.5]]).to(dtype)
+    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
+        GradSampleModuleFlashClipping(Codes())(x).square().sum().backward()
+
+
+class Counts(nn.Module):
+    """Takes numbers as such, and others' into account where one is far out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(K, K), nn.Linear(K, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.float())
+        return self.last(h * 0.5 if h.detach().abs().max() > 30 else h)
+
+
+def test_floats_that_are_no_indices_are_extreme() -> None:
+    x = torch.randint(0, 10, (B, K)).float()
+    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
+        GradSampleModuleFlashClipping(Counts())(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_inputs_of_dtypes_that_have_few_operations_are_looked_at(dtype: torch.dtype) -> None:
+    model = nn.Sequential(Counts(), nn.Softmax(0))
+    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
+        GradSampleModuleFlashClipping(model)(torch.randint(0, 8, (B, K)).to(dtype)).sum().backward()
