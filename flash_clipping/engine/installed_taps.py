@@ -17,6 +17,7 @@ from flash_clipping.capture.tap import Tap
 from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.errors import InvalidValue
 from flash_clipping.rules import find_rule, is_list_of_experts
+from flash_clipping.rules.normalization import forget_trials
 
 
 class InstalledTaps:
@@ -107,6 +108,7 @@ def plan_taps(
                 f"{', '.join(repr(path) for path in paths[1:4])}."
             )
         folded |= {p for name in named for p in paths if p == name or p.startswith(f"{name}.")}
+    forget_trials()
     rules = {path: find_rule(module) for path, module in modules.items()}
     lists = [path for path, module in modules.items() if is_list_of_experts(module)]
     for path, rule in rules.items():

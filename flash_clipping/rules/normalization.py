@@ -202,15 +202,23 @@ _TRIED: WeakKeyDictionary[type, dict[Hashable, bool]] = WeakKeyDictionary()
 """What :func:`_computes_rms_norm` found of classes, as a model has many alike: of 33 layers, 8,000
 small operations, which take minutes on a busy host of many processors."""
 
+
+def forget_trials() -> None:
+    """Try RMS norms anew: what a class computes may change (an attribute of it, a function that it
+    calls), but not while one model is looked through."""
+    _TRIED.clear()
+
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _what_decides(layer: nn.Module) -> Hashable:
-    """All that the result of an object of this class may depend on beside its input, or None."""
-    own = [(name, type(x), x) for name, x in vars(layer).items() if name not in _OF_EVERY_MODULE]
-    if not all(kind in (bool, int, float, str, type(None)) for _, kind, _ in own):
+    """All that objects of one class may differ in beside their weights' values, or None."""
+    own = {name: x for name, x in vars(layer).items() if name not in _OF_EVERY_MODULE}
+    if not all(type(x) in (bool, int, float, str, type(None)) for x in own.values()):
         return None
-    return type(layer).forward, layer.get_parameter("weight").shape, frozenset(own)
+    held = frozenset((name, type(x), repr(x)) for name, x in own.items())
+    return type(layer).forward, layer.get_parameter("weight").shape, held
 
 
 def _is_rms_norm_of(
