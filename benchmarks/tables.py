@@ -159,6 +159,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
         for name, table in chosen.items():
             console.print(f"{name}: python -m benchmarks {table.command}", soft_wrap=True)
         return 0
+    most = _shares(options.on)
+    if not 1 <= options.at_once <= most:
+        raise UsageError(
+            f"--at-once: found {options.at_once}; expected 1 to {most}, as each takes a "
+            f"{'GPU and a ' if options.on == 'gpu' else ''}processor"
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tables", "transformers"])
     options.results.mkdir(parents=True, exist_ok=True)
@@ -215,12 +221,12 @@ class _Worker:
 
     def measure(self, seconds: float, *arguments: object) -> int | None:
         """The exit status of :func:`measure`; not 0 where it took longer or ended the process."""
-        self._connection.send(arguments)
         try:
+            self._connection.send(arguments)
             if self._connection.poll(seconds):
                 status: int = self._connection.recv()
                 return status
-        except EOFError:
+        except (EOFError, ConnectionError):
             pass
         self.end()
         return self._process.exitcode or 1
@@ -230,9 +236,21 @@ class _Worker:
         self._process.join()
 
 
+def _shares(on: str) -> int:
+    """Of how many tables at once this machine can have a part for each."""
+    processors = len(os.sched_getaffinity(0))
+    return min(processors, max(torch.cuda.device_count(), 1)) if on == "gpu" else processors
+
+
+def gpu_of(share: int) -> str:
+    """The GPU of this number among those that are visible, as CUDA names it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(share) if visible is None else visible.split(",")[share].strip()
+
+
 def _serve(connection: Connection, share: int, shares: int) -> None:
     if shares > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(share)
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(share)
         processors = sorted(os.sched_getaffinity(0))
         each = len(processors) // shares
         os.sched_setaffinity(0, processors[share * each : (share + 1) * each])

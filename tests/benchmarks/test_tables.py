@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import shlex
 from pathlib import Path
 
@@ -36,7 +38,12 @@ def test_a_table_names_models_and_methods_that_there_are(name: str) -> None:
     assert "flash" in options.methods and method_names(options.methods)
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
+PROCESSORS = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    "at_once", [1, pytest.param(2, marks=pytest.mark.skipif(PROCESSORS < 2, reason="of two"))]
+)
 def test_a_table_that_fails_leaves_the_others(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_once: int
 ) -> None:
@@ -54,3 +61,26 @@ def test_a_table_that_fails_leaves_the_others(
     status, printed = run("tables", "--on", "cpu", "--results", tmp_path, "--seconds", 0)
     assert status == 1 and "right: not begun" in printed, printed
     assert run("tables", "--on", "cpu", "--only", "left")[0] == 2
+
+
+@pytest.mark.parametrize("at_once", [-1, 0, PROCESSORS + 1])
+def test_shares_that_a_machine_does_not_have(run: Run, tmp_path: Path, at_once: int) -> None:
+    command = ["tables", "--on", "cpu", "--results", tmp_path, f"--at-once={at_once}"]
+    status, printed = run(*command)
+    assert status == 2 and f"--at-once: found {at_once}; expected 1 to {PROCESSORS}" in printed
+
+
+@pytest.mark.parametrize(("visible", "gpu"), [(None, "1"), ("4,6", "6"), ("GPU-a, GPU-b", "GPU-b")])
+def test_a_share_is_of_the_gpus_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert tables.gpu_of(1) == gpu
+
+
+def test_a_process_that_ends_before_its_table_is_a_table_that_failed() -> None:
+    worker = tables._Worker(multiprocessing.get_context("forkserver"), 0, 1)
+    worker.end()
+    assert worker.measure(10.0, "cpu") not in (0, None)
