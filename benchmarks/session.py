@@ -69,8 +69,9 @@ class Session:
     def check(self, done: Progress = lambda line: None) -> None:
         """Compare every method with the plain model on one sample at a time.
 
-        Where that does not fit, with the first method that tells its norms. ``reference`` names
-        what it was.
+        Where that does not fit, its layers are recomputed in backward; then it is taken in the
+        methods' own dtype; then the first method that tells its norms is the reference.
+        ``reference`` names what it was.
 
         Raises:
             Disagreement: with a line for each method of ours that is further off than allowed.
