@@ -122,7 +122,7 @@ def _ranges(name: str, given: dict[str, Any]) -> Iterator[tuple[Any, float, floa
     elif "ignore_index" in given:
         target, ignored = given["target"], given["ignore_index"]
         counts = target != (-100 if ignored is None else ignored)
-        yield target[counts], 0, x.shape[1 if x.dim() > 1 else 0] - 1
+        yield target.where(counts, 0), 0, x.shape[1 if x.dim() > 1 else 0] - 1
     else:
         yield given.get("p", x), 0, sys.float_info.max if name == "multinomial" else 1
 

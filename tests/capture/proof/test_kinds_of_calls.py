@@ -160,6 +160,7 @@ ENDS_A_PROCESS: dict[str, tuple[Any, list[float], float]] = {
     "scatter": (lambda i: torch.ones(3).scatter(0, i, 1.0), [0, 2], -1),
     "take": (lambda i: torch.ones(2, 2).take(i), [-4, 3], 4),
     "nll_loss": (lambda i: F.nll_loss(torch.ones(2, 3), i), [-100, 2], 3),
+    "nll_loss of none": (lambda i: F.nll_loss(torch.ones(2, 3), i), [-100, -100], -1),
     "cross_entropy": (lambda i: F.cross_entropy(torch.ones(1, 3, 2), i[None]), [0, 2], 3),
     "bernoulli": (torch.bernoulli, [0.0, 1.0], 1.5),
     "bernoulli, in place": (lambda x: (x + 5).bernoulli_(x), [0.0, 1.0], 1.5),
