@@ -470,6 +470,29 @@ def lacks_batch_axis(layer: Any, x: Tensor) -> bool:
 rms_norm: Callable[..., tuple[Tensor, Tensor]] = _needed("ops.aten._fused_rms_norm.default")
 
 
+_bags_backward = _find(torch, "ops.aten._embedding_bag_dense_backward.default")
+
+
+def sums_of_bags(
+    ids_N: Tensor, bags_N: Tensor, weights_N: Tensor, G_Bd: Tensor, table: int
+) -> Tensor:
+    """``[table, d]``: ``Σ weights_n G_bag(n)`` over the n of each id, in a fixed order, without
+    forming ``N`` rows. Weights and rows are of one dtype, fp32 or float64. Without: rows are
+    formed."""
+    ids_N, bags_N = ids_N.long().contiguous(), bags_N.long().contiguous()
+    sums: Tensor
+    if _bags_backward is None:
+        rows_Nd = G_Bd[bags_N] * weights_N[:, None]
+        sums = torch.ops.aten.embedding_dense_backward(rows_Nd, ids_N, table, -1, False)
+        return sums
+    unused = ids_N.new_empty(0)  # sizes and maxima of bags, which are for other modes
+    sums = _bags_backward(
+        G_Bd.contiguous(), ids_N, bags_N, unused, unused,
+        table, False, 0, weights_N.contiguous(), -1,
+    )  # fmt: skip
+    return sums
+
+
 #: What ``transformers``' experts compute between gate and up projections and the down projection,
 #: or ``None``. Without: such layers have no rule, and are refused or served by the generic one.
 gate_of_experts: Callable[[Any], Any] = _optional("_apply_gate")

@@ -78,6 +78,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
         ["_check_input_dim", "_get_no_batch_dim"],
         r"InstanceNorm1d\._check_input_dim",
     ),
+    "sums_of_bags": (["_embedding_bag_dense_backward"], "same"),
     "gate_of_experts": (["_apply_gate"], "same"),
     "rms_norm": (["_fused_rms_norm"], r"_fused_rms_norm"),
     "runs_in_ddp": (["_active_ddp_module"], "same"),
@@ -327,6 +328,18 @@ def test_fixed_texts_of_such_assertions_are_short_enough() -> None:
 
     for text in (_CHANGED, _DISAGREE, _OTHER_GRADIENTS, _OTHER_SAMPLES):
         _as_cuda_does(torch.tensor(True), text)
+
+
+def test_sums_of_bags_are_the_same_with_rows_that_are_formed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    ids_N, bags_N = torch.randint(5, (40,)), torch.randint(3, (40,))
+    operands = ids_N, bags_N, torch.randn(40).double(), torch.randn(3, 4).double(), 6
+    found = _compat.sums_of_bags(*operands)
+    monkeypatch.setattr(_compat, "_bags_backward", None)
+    torch.testing.assert_close(found, _compat.sums_of_bags(*operands), rtol=1e-12, atol=1e-12)
+    assert found[:5].any(1).all() and not found[5].any()
 
 
 def test_hooks_are_all_of_a_modules_and_parameters() -> None:

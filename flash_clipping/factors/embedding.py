@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_clipping._compat import sums_of_bags
 from flash_clipping.factors.base import MeasuredOnce, PerSampleGrad, accumulation_dtype
 from flash_clipping.factors.linear import LinearGrad
 from flash_clipping.ops import error_bounds
@@ -154,20 +155,6 @@ class Scattered(NamedTuple):
         return sums_by_index(X_N.unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
 
 
-def _sums_of_bags(
-    ids_N: Tensor, bags_N: Tensor, weights_N: Tensor, G_Bd: Tensor, table: int
-) -> Tensor:
-    """``[table, d]``: ``Σ weights_n G_bag(n)`` over the n of each id, in a fixed order; nothing of
-    ``N`` rows is formed. Weights and rows of one dtype, fp32 or float64."""
-    ids_N = ids_N.long().contiguous()
-    unused = ids_N.new_empty(0)  # sizes and maxima of bags, which are for other modes
-    sums: Tensor = torch.ops.aten._embedding_bag_dense_backward(
-        G_Bd.contiguous(), ids_N, bags_N.long().contiguous(), unused, unused,
-        table, False, 0, weights_N.contiguous(), -1,
-    )  # fmt: skip
-    return sums
-
-
 @dataclass(eq=False)
 class EmbeddingBagGrad(MeasuredOnce):
     """An embedding bag: row ``id_n`` of sample ``bag_n`` receives ``weight_n G_bag``.
@@ -204,7 +191,7 @@ class EmbeddingBagGrad(MeasuredOnce):
             # A dropped sample's weights may not be finite, and 0 * inf is NaN.
             weights_N = torch.where(coef_B[self.bags_N] == 0, 0, weights_N)
         dtype = accumulation_dtype(G_Bd.dtype)
-        total = _sums_of_bags(
+        total = sums_of_bags(
             self.ids_N, self.bags_N, weights_N.to(dtype), G_Bd.to(dtype), self.num_embeddings
         )
         return total.to(G_Bd.dtype)
@@ -337,7 +324,7 @@ class ScaledEmbeddingGrad(MeasuredOnce):
         ids_N = self.ids_BTL.clamp(min=0).flatten()
         bags_N = torch.arange(X_BTd.shape[:2].numel(), device=ids_N.device)
         bags_N = bags_N.repeat_interleave(scale_BTL.shape[2])
-        total_Ed = _sums_of_bags(
+        total_Ed = sums_of_bags(
             ids_N, bags_N, scale_BTL.flatten(), X_BTd.flatten(0, 1), self.num_embeddings
         )
         return total_Ed.to(self.X_BTd.dtype) if coef_B is None else total_Ed
