@@ -164,10 +164,11 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         for param, factor in zip(params, whole, strict=True):
             key = id(param)
             if self.coef is not None:
-                self._put(param, factor.clipped_sum(self._coefs[key], self.backend))
+                self._put_clipped(param, factor, self._coefs[key])
             elif self.norms_only and self.uses[key] == 1:
                 self._measure(key, factor)
             else:
+                self.together[key] += 1
                 self._held.setdefault(key, []).append(factor)
         self._send_complete(params)
 

@@ -105,6 +105,10 @@ class BackwardPass:
         #: rounding may hide of them.
         self.sqnorms_B: dict[int, Tensor] = {}
         self.doubts_B: dict[int, Tensor] = {}
+        #: The same: how many uses of a parameter were measured as one gradient; and those that came
+        #: in the second walk, until all have.
+        self.together: Counter[int] = Counter()
+        self.awaiting: dict[int, list[PerSampleGrad]] = {}
         #: Of the layers that recorded parameters; complete where a new plan is made.
         self.paths: dict[int, str] = {}
         #: Once norms are asked for: the trainable parameters, and the factors by how they are
@@ -187,7 +191,7 @@ class BackwardPass:
             if factor.batch_size != self.batch_size:
                 self._check_batch_size(path, factor.batch_size)
             if self.coef is not None:
-                self._put(param, factor.clipped_sum(self.coef[key], self.backend))
+                self._put_clipped(param, factor, self.coef[key])
                 continue
             if key in self.sqnorms_B:
                 raise FlashClippingError(
@@ -201,9 +205,20 @@ class BackwardPass:
                     self.doubts_B[key] = doubt_B
                 self.paths[key] = path
             else:
+                self.together[key] += 1
                 self.calls.append(path)
                 self.used.append([param])
                 self.factors.append(factor)
+
+    def _put_clipped(self, param: nn.Parameter, factor: PerSampleGrad, coef_B: Tensor) -> None:
+        """``mode="two_pass"``: release what was measured. Several uses were measured as one
+        gradient, whose roundings are not those of each use by itself."""
+        key = id(param)
+        uses = self.awaiting.setdefault(key, [])
+        uses.append(factor)
+        if len(uses) >= self.together[key]:
+            del self.awaiting[key]
+            self._put(param, merge(uses).clipped_sum(coef_B, self.backend))
 
     def _check_batch_size(self, path: str, found: int) -> None:
         # Rows of units were counted where they became units.
@@ -282,6 +297,7 @@ class BackwardPass:
         self.calls.clear()
         self.used.clear()
         self.factors.clear()
+        self.awaiting.clear()
         if self.plan is not None:
             self.groups.forget()
 

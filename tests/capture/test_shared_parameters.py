@@ -280,6 +280,33 @@ def test_siamese_of_different_lengths(mode: str) -> None:
     check_by_autograd(model, (*float64s(5, 7, 4), *float64s(5, 3, 4)), loss, mode=mode)
 
 
+@pytest.mark.parametrize("name", ["convolution", "linear and generic"])
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_what_is_released_of_several_uses_is_what_was_measured(mode: str, name: str) -> None:
+    """In bf16 a sum of two gradients is rounded; its norm is not that of both, unrounded."""
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Conv1d(4, 4, 3, bias=False) if name == "convolution" else nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if name == "convolution":
+                return self.own(x[:, :4]).sum(1) + self.own(x[:, 4:]).sum(1)
+            return self.own(x[:, :, :4]).sum(1) + (x[:, :, 4:] * self.own.weight.sum(0)).sum(1)
+
+    worst = 0.0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        flash = GradSampleModuleFlashClipping(
+            Uses().bfloat16(), mode=mode, max_grad_norm=1e-3, loss_reduction="sum"
+        )
+        flash(torch.randn(1, 8, 8).bfloat16()).float().sum().backward()
+        sums = [p.grad.double().flatten() for p in flash.parameters() if p.grad is not None]
+        worst = max(worst, torch.cat(sums).norm().item())
+    assert 1e-3 * (1 - 1e-2) <= worst <= 1e-3 * (1 + 1e-4)
+
+
 # -- parameters that are not trained --------------------------------------------------------------
 
 
