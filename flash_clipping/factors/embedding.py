@@ -19,6 +19,7 @@ from flash_clipping.factors.base import MeasuredOnce, PerSampleGrad, accumulatio
 from flash_clipping.factors.linear import LinearGrad
 from flash_clipping.ops import error_bounds
 from flash_clipping.ops.embedding import (
+    UNSORTED,
     adds_up_runs,
     embedding_clipped_sum,
     embedding_sqnorms,
@@ -27,9 +28,7 @@ from flash_clipping.ops.embedding import (
 from flash_clipping.ops.embedding.reference import sums_by_index
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.rows import row_scale
-
-#: Positions up to which equal ids are not counted for the error bound.
-LONG = 1024
+from flash_clipping.ops.runtime.backend import runs_kernels
 
 #: Elements of temporaries in sums of rows of a table.
 BLOCK = 1 << 22
@@ -53,13 +52,17 @@ class EmbeddingGrad(MeasuredOnce):
         T, d = self.G_BTd.shape[1:]
         if T == 1:
             return parts_Bn, None
+        return parts_Bn, self.doubt_beside(parts_Bn.sum(1), backend)
+
+    def doubt_beside(self, sq_B: Tensor, backend: str) -> Tensor:
+        """The error bound of the squared norms of sums with these rows in them, ``sq_B`` or less."""
+        T, d = self.G_BTd.shape[1:]
         norms_BT = self._row_norms()
-        doubt_B = error_bounds.error_bound(norms_BT.sum(1), d)
-        if T > LONG and adds_up_runs(T, d, self.num_embeddings, self.padding_idx):
-            sq_B = parts_Bn.sum(1)
-            of_runs_B = error_bounds.runs_doubt(sq_B, self.ids_BT, norms_BT)
-            doubt_B = torch.minimum(doubt_B, of_runs_B)
-        return parts_Bn, doubt_B
+        if T <= UNSORTED:  # what so few rows may lose is less than this
+            return error_bounds.error_bound(norms_BT.sum(1), d)
+        by_runs = adds_up_runs(T, d, self.num_embeddings, self.padding_idx)
+        by_runs = by_runs or not runs_kernels(backend, self.G_BTd, "embedding_sqnorms")
+        return error_bounds.runs_doubt(sq_B, self.ids_BT, norms_BT, on_tensor_cores=not by_runs)
 
     def square_parts(self, backend: str) -> Tensor:
         """Squared norms in parts ``[B, n]`` that are still to be added up."""
@@ -131,8 +134,9 @@ class Scattered(NamedTuple):
     units: int
     table: int
 
-    def sqnorms(self) -> tuple[Tensor, Tensor]:
-        """``Σ_id ‖Σ_n G_n‖²`` of every unit, and ``Σ_n ‖G_n‖``; ``[U]`` both.
+    def sqnorms(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``Σ_id ‖Σ_n G_n‖²`` of every unit, ``Σ_n ‖G_n‖``, and what sums of rows of one id may lose
+        (:func:`~flash_clipping.ops.error_bounds.lost_of_runs`); ``[U]`` all.
 
         Runs of one unit and one id are added up in a fixed order, as many features at a time as
         :data:`BLOCK` allows.
@@ -149,7 +153,13 @@ class Scattered(NamedTuple):
             rows_Nf = columns_Nf[order_N].to(dtype)
             sq_N += sums_by_index(rows_Nf, run_N, N).square_().sum(1)
         norm_N = torch.linalg.vector_norm(self.G_Nd, dim=1, dtype=dtype)
-        return self._by_unit(sq_N, unit_of_run_N), self._by_unit(norm_N, self.unit_N)
+        rows_N = torch.zeros_like(keys_N).index_add_(0, run_N, torch.ones_like(run_N))
+        lost_N = error_bounds.lost_of_runs(rows_N[run_N], norm_N[order_N])
+        return (
+            self._by_unit(sq_N, unit_of_run_N),
+            self._by_unit(norm_N, self.unit_N),
+            self._by_unit(lost_N, self.unit_N[order_N]),
+        )
 
     def _by_unit(self, X_N: Tensor, unit_N: Tensor) -> Tensor:
         return sums_by_index(X_N.unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
@@ -177,12 +187,12 @@ class EmbeddingBagGrad(MeasuredOnce):
     def measure(self, backend: str) -> tuple[Tensor, Tensor]:
         weights_N1, B = self.weights_N.unsqueeze(1), self.batch_size
         scattered = Scattered(self.ids_N, weights_N1, self.bags_N, B, self.num_embeddings)
-        sq_weight_B, weight_B = scattered.sqnorms()
+        sq_weight_B, _, lost_B = scattered.sqnorms()
         # In float64: the square of one may be lost in fp32, and the other make up for it.
-        norm_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=torch.float64)
+        sq_G_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=torch.float64).square_()
         dtype = sq_weight_B.dtype
-        sq_B = norm_B.square().mul_(sq_weight_B).to(dtype)
-        return sq_B.unsqueeze(1), error_bounds.error_bound(norm_B.mul_(weight_B).to(dtype))
+        doubt_B = error_bounds.doubt_of_runs(sq_weight_B, lost_B)
+        return (sq_G_B * sq_weight_B).to(dtype).unsqueeze(1), sq_G_B.mul_(doubt_B).to(dtype)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         G_Bd, weights_N = self.G_Bd, self.weights_N
@@ -233,7 +243,9 @@ class TiedEmbeddingGrad(MeasuredOnce):
         if doubt_1B is not None:
             doubt_B.add_(doubt_1B[0])
         # The three rounded terms of a sum that cancels may come out below zero.
-        sq_B = cross_B.mul_(2).add_(sq_1B[0]).add_(lookup.square_parts(backend).sum(1))
+        lookup_sq_B = lookup.square_parts(backend).sum(1)
+        sq_B = cross_B.mul_(2).add_(sq_1B[0]).add_(lookup_sq_B)
+        doubt_B.add_(lookup.doubt_beside(torch.maximum(sq_B, lookup_sq_B), backend))
         return sq_B.unsqueeze(1), doubt_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
@@ -299,19 +311,15 @@ class ScaledEmbeddingGrad(MeasuredOnce):
                     EmbeddingGrad(ids_BN[some], rows_bTLf.flatten(1, 2), self.num_embeddings),
                 )
 
-    def measure(self, backend: str) -> tuple[Tensor, Tensor | None]:
+    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
         scale_BTL, X_BTd = self._finite()
         sq_B = X_BTd.new_zeros(self.batch_size)
         for samples, rows in self._pieces(scale_BTL, X_BTd):
             # Features of a row are summed apart, and squares add up.
             sq_B[samples] += rows.square_parts(backend).sum(1)
         norm_BT1 = error_bounds.squared_rows(X_BTd, X_BTd.dtype).sqrt_().unsqueeze(2)
-        norms_BN = (scale_BTL.abs() * norm_BT1).flatten(1)
-        doubt_B = error_bounds.error_bound(norms_BN.sum(1))
-        N, d = norms_BN.shape[1], X_BTd.shape[2]
-        if N > LONG and adds_up_runs(N, d, self.num_embeddings, None):
-            ids_BN = self.ids_BTL.clamp(min=0).flatten(1)
-            doubt_B = torch.minimum(doubt_B, error_bounds.runs_doubt(sq_B, ids_BN, norms_BN))
+        ids_BN, norms_BN = self.ids_BTL.flatten(1), (scale_BTL.abs() * norm_BT1).flatten(1)
+        doubt_B = _doubt(sq_B, ids_BN, norms_BN, X_BTd, self.num_embeddings, None, backend)
         return sq_B.unsqueeze(1), doubt_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:

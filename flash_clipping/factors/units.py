@@ -208,6 +208,10 @@ _OPERANDS: dict[type, tuple[str, str]] = {
 }
 
 
+TINY = 1e-38
+"""Less than any norm that counts."""
+
+
 def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
     """Squared norms of units, ``[U]``, and what rounding may hide of them."""
     if isinstance(rows, LinearGrad):
@@ -215,8 +219,8 @@ def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor,
     if isinstance(rows, SegmentedLinearGrad):
         return _segmented_sqnorms(rows, units, backend)
     if isinstance(rows, EmbeddingGrad | EmbeddingBagGrad):
-        sq_U, spread_U = _scattered(rows, units).sqnorms()
-        return sq_U, error_bounds.error_bound(spread_U)
+        sq_U, _, lost_U = _scattered(rows, units).sqnorms()
+        return sq_U, error_bounds.doubt_of_runs(sq_U, lost_U)
     if isinstance(rows, TiedEmbeddingGrad):
         return _tied_sqnorms(rows, units, backend)
     sq_U = DenseGrad(_unit_sums(rows, units)).sqnorms(backend)
@@ -226,9 +230,14 @@ def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor,
         doubt_M: Tensor | None = rows.doubt_of_any_product()
     else:
         doubt_M = rows.error_bound(backend)
+    sq_M = rows.sqnorms(backend)
     if doubt_M is None:
-        doubt_M = error_bounds.error_bound(rows.sqnorms(backend).sqrt())
-    return sq_U, units.sums(doubt_M.sqrt().unsqueeze(1)).squeeze(1).square_().to(sq_U.dtype)
+        doubt_M = error_bounds.error_bound(sq_M.sqrt())
+    # n² + doubt is (n + δ)² for the δ by which a row may be off, and what rows are off by adds up to
+    # what their sum is, of another norm.
+    off_M = doubt_M / (sq_M + doubt_M).sqrt().add_(sq_M.sqrt()).clamp_(min=TINY)
+    hidden_U, off_U = units.sums(torch.stack([doubt_M.sqrt(), off_M], 1)).to(sq_U.dtype).unbind(1)
+    return sq_U, hidden_U.square() + 2 * sq_U.sqrt() * off_U
 
 
 def _segmented(rows: LinearGrad, units: UnitMap) -> tuple[Rows, Rows, Segments]:
@@ -277,7 +286,7 @@ def _tied_sqnorms(rows: TiedEmbeddingGrad, units: UnitMap, backend: str) -> tupl
     """
     head = rows.head
     scattered = _scattered(rows.lookup, units)
-    sq_U, spread_U = scattered.sqnorms()
+    lookup_sq_U, spread_U, lost_U = scattered.sqnorms()
     head_sq_U, head_doubt_U = _measure(head, units, backend)
     dtype = torch.float64  # as in gram/reference.py
     A_Pd, G_PV = head.A_BTd.flatten(0, 1), head.G_BTp.flatten(0, 1)
@@ -297,7 +306,9 @@ def _tied_sqnorms(rows: TiedEmbeddingGrad, units: UnitMap, backend: str) -> tupl
     cross_U = sums_by_index(cross_P.unsqueeze(1), unit_P, units.count + 1)[:-1, 0]
     # Spreads add up before they are squared.
     doubt_U = (head_doubt_U.sqrt() + error_bounds.error_bound(spread_U).sqrt()).square_()
-    return sq_U + head_sq_U + 2 * cross_U.to(sq_U.dtype), doubt_U
+    sq_U = lookup_sq_U + head_sq_U + 2 * cross_U.to(lookup_sq_U.dtype)
+    doubt_U += error_bounds.doubt_of_runs(torch.maximum(sq_U, lookup_sq_U), lost_U)
+    return sq_U, doubt_U
 
 
 def _scattered(rows: EmbeddingGrad | EmbeddingBagGrad, units: UnitMap) -> Scattered:

@@ -225,7 +225,9 @@ def product_doubt(
     return sq_B.sqrt().mul_(2).add_(delta_B).mul_(delta_B)
 
 
-def runs_doubt(sq_B: Tensor, ids_BT: Tensor, norms_BT: Tensor) -> Tensor:
+def runs_doubt(
+    sq_B: Tensor, ids_BT: Tensor, norms_BT: Tensor, on_tensor_cores: bool = False
+) -> Tensor:
     """The error bound of squared norms ``Σ_i ‖Σ_{t: id_t = i} G_t‖²`` of which the inner sums were
     added up row by row, in the dtype of ``norms_BT``, and once more for what is released.
 
@@ -233,26 +235,39 @@ def runs_doubt(sq_B: Tensor, ids_BT: Tensor, norms_BT: Tensor) -> Tensor:
         sq_B: the squared norms.
         ids_BT: of every position.
         norms_BT: ``‖G_t‖``.
-
-    Let L be the rows of an id, of norms that add up to s. The sum of L numbers is off by at most
-    ``L u`` of the sum of their absolutes, so that both sums, and the coefficient, are off by
-    ``2 (L + 4) u s`` (:data:`HIGHER` for terms of higher order). And ``s² ≤ L Σ ‖G_t‖²``. So all
-    together are off by ``δ = 2 u √(Σ_t L (L + 4)² ‖G_t‖²)``, and the square of a norm n by
-    ``2 n δ + δ²``. Rows of different ids do not cancel each other.
+        on_tensor_cores: whether these added up what was measured, as products with one-hot vectors.
     """
     sorted_BT = ids_BT.sort(dim=1).values.contiguous()
     ids_BT = ids_BT.contiguous()
     rows_BT = torch.searchsorted(sorted_BT, ids_BT, right=True)
     rows_BT -= torch.searchsorted(sorted_BT, ids_BT)
-    weight_BT = rows_BT.to(norms_BT.dtype)
-    weight_BT *= (weight_BT + 4).square_()
-    delta_B = weight_BT.mul_(norms_BT.square()).sum(1).sqrt_()
-    delta_B.mul_(HIGHER * torch.finfo(norms_BT.dtype).eps)  # which is 2 u
+    return doubt_of_runs(sq_B, lost_of_runs(rows_BT, norms_BT).sum(1), on_tensor_cores)
+
+
+def lost_of_runs(rows: Tensor, norms: Tensor) -> Tensor:
+    """``L (L + 4)² ‖G_t‖²``: for rows of these norms, and how many L have the same id."""
+    weight = rows.to(norms.dtype)
+    weight *= (weight + 4).square_()
+    return weight.mul_(norms.square())
+
+
+def doubt_of_runs(sq_B: Tensor, lost_B: Tensor, on_tensor_cores: bool = False) -> Tensor:
+    """See :func:`runs_doubt`; ``lost_B``: :func:`lost_of_runs`, summed over a sample.
+
+    Let L be the rows of an id, of norms that add up to s. The sum of L numbers is off by at most
+    ``L u`` of the sum of their absolutes, in any order (Jeannerod and Rump, "Improved error bounds
+    for inner products in floating-point arithmetic", 2013), so that both sums, and the coefficient,
+    are off by ``2 (L + 4) u s``. And ``s² ≤ L Σ ‖G_t‖²``. So all together are off by
+    ``δ = 2 u √(Σ_t L (L + 4)² ‖G_t‖²)``, and the square of a norm n by ``2 n δ + δ²``. Rows of
+    different ids do not cancel each other.
+
+    Of a product with one-hot vectors, an instruction of tensor cores loses nothing where it adds
+    zeros, and at most ``5 · 2⁻²⁵`` for a row that it adds (:data:`LOST_OF_HALVES`): with what is
+    added up in fp32, both sums are then off by less than ``5 (L + 4) u s``.
+    """
+    u = torch.finfo(lost_B.dtype).eps / 2
+    delta_B = lost_B.sqrt().mul_((5 if on_tensor_cores else 2) * u)
     return sq_B.sqrt().mul_(2).add_(delta_B).mul_(delta_B)
-
-
-HIGHER = 1.01
-"""``1 / (1 - L u)`` is less, for L below 2¹⁷."""
 
 
 def upper_bound(norm: Tensor, error_bound: Tensor | None) -> Tensor:
