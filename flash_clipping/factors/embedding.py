@@ -34,6 +34,24 @@ from flash_clipping.ops.runtime.backend import runs_kernels
 BLOCK = 1 << 22
 
 
+def _doubt(
+    sq_B: Tensor,
+    ids_BT: Tensor,
+    norms_BT: Tensor,
+    rows: Tensor,
+    num_embeddings: int,
+    padding_idx: int | None,
+    backend: str,
+) -> Tensor:
+    """The error bound of squared norms of sums of rows ``[..., d]`` of these ids and norms."""
+    T, d = ids_BT.shape[1], rows.shape[-1]
+    if T <= UNSORTED:  # so few rows lose less than this, and Gram matrices may lose more than sums
+        return error_bounds.error_bound(norms_BT.sum(1), d)
+    by_runs = adds_up_runs(T, d, num_embeddings, padding_idx)
+    by_runs = by_runs or not runs_kernels(backend, rows, "embedding_sqnorms")
+    return error_bounds.runs_doubt(sq_B, ids_BT, norms_BT, on_tensor_cores=not by_runs)
+
+
 @dataclass(eq=False)
 class EmbeddingGrad(MeasuredOnce):
     """An embedding: row ``id_t`` of the gradient receives ``G_t``."""
@@ -56,13 +74,8 @@ class EmbeddingGrad(MeasuredOnce):
 
     def doubt_beside(self, sq_B: Tensor, backend: str) -> Tensor:
         """The error bound of the squared norms of sums with these rows in them, ``sq_B`` or less."""
-        T, d = self.G_BTd.shape[1:]
-        norms_BT = self._row_norms()
-        if T <= UNSORTED:  # what so few rows may lose is less than this
-            return error_bounds.error_bound(norms_BT.sum(1), d)
-        by_runs = adds_up_runs(T, d, self.num_embeddings, self.padding_idx)
-        by_runs = by_runs or not runs_kernels(backend, self.G_BTd, "embedding_sqnorms")
-        return error_bounds.runs_doubt(sq_B, self.ids_BT, norms_BT, on_tensor_cores=not by_runs)
+        table = self.num_embeddings, self.padding_idx
+        return _doubt(sq_B, self.ids_BT, self._row_norms(), self.G_BTd, *table, backend)
 
     def square_parts(self, backend: str) -> Tensor:
         """Squared norms in parts ``[B, n]`` that are still to be added up."""
