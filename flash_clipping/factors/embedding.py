@@ -73,7 +73,7 @@ class EmbeddingGrad(MeasuredOnce):
         return parts_Bn, self.doubt_beside(parts_Bn.sum(1), backend)
 
     def doubt_beside(self, sq_B: Tensor, backend: str) -> Tensor:
-        """The error bound of the squared norms of sums with these rows in them, ``sq_B`` or less."""
+        """The error bound of squared norms of sums that have these rows in them: ``sq_B`` or less."""
         table = self.num_embeddings, self.padding_idx
         return _doubt(sq_B, self.ids_BT, self._row_norms(), self.G_BTd, *table, backend)
 
@@ -148,7 +148,7 @@ class Scattered(NamedTuple):
     table: int
 
     def sqnorms(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``Σ_id ‖Σ_n G_n‖²`` of every unit, ``Σ_n ‖G_n‖``, and what sums of rows of one id may lose
+        """``Σ_id ‖Σ_n G_n‖²`` of every unit, ``Σ_n ‖G_n‖``, and what runs may lose
         (:func:`~flash_clipping.ops.error_bounds.lost_of_runs`); ``[U]`` all.
 
         Runs of one unit and one id are added up in a fixed order, as many features at a time as

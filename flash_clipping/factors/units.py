@@ -233,8 +233,8 @@ def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor,
     sq_M = rows.sqnorms(backend)
     if doubt_M is None:
         doubt_M = error_bounds.error_bound(sq_M.sqrt())
-    # n² + doubt is (n + δ)² for the δ by which a row may be off, and what rows are off by adds up to
-    # what their sum is, of another norm.
+    # n² + doubt is (n + δ)² for the δ by which a row may be off. These add up to what the unit is
+    # off by, whose norm is another.
     off_M = doubt_M / (sq_M + doubt_M).sqrt().add_(sq_M.sqrt()).clamp_(min=TINY)
     hidden_U, off_U = units.sums(torch.stack([doubt_M.sqrt(), off_M], 1)).to(sq_U.dtype).unbind(1)
     return sq_U, hidden_U.square() + 2 * sq_U.sqrt() * off_U

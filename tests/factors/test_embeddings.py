@@ -56,8 +56,8 @@ def test_tokens_of_a_long_text_are_hardly_shortened(T: int, device: str) -> None
 def test_rows_that_are_rounded_up_as_they_are_released_are_in_the_bound(
     T: int, as_what: str
 ) -> None:
-    """Rows of half of what the first one's last bit is worth: each is lost where it is measured, and
-    where coefficients have made it a little more, rounded up."""
+    """Rows of half of what the first one's last bit is worth: each is lost as it is measured, and
+    rounded up where coefficients have made it a little more."""
     ids, coef = torch.zeros(1, T, dtype=torch.long), torch.full((1,), 0.51)
     G = torch.full((1, T, 1), 2.0**-24)
     for left in (0.05, 0.1, 0.2, 0.5):
