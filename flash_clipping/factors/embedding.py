@@ -73,7 +73,7 @@ class EmbeddingGrad(MeasuredOnce):
         return parts_Bn, self.doubt_beside(parts_Bn.sum(1), backend)
 
     def doubt_beside(self, sq_B: Tensor, backend: str) -> Tensor:
-        """The error bound of squared norms of sums that have these rows in them: ``sq_B`` or less."""
+        """The error bound of squared norms, ``sq_B`` or less, of sums with these rows in them."""
         table = self.num_embeddings, self.padding_idx
         return _doubt(sq_B, self.ids_BT, self._row_norms(), self.G_BTd, *table, backend)
 
@@ -350,11 +350,15 @@ class ScaledEmbeddingGrad(MeasuredOnce):
         )
         return total_Ed.to(self.X_BTd.dtype) if coef_B is None else total_Ed
 
-    def dense(self) -> Tensor:
+    def lookup(self) -> EmbeddingGrad:
+        """With all of its rows, as :meth:`_pieces`."""
         scale_BTL, X_BTd = self._finite()
         rows_BTLd = scale_BTL.unsqueeze(3) * X_BTd.unsqueeze(2)
         ids_BN = self.ids_BTL.clamp(min=0).flatten(1)
-        return EmbeddingGrad(ids_BN, rows_BTLd.flatten(1, 2), self.num_embeddings).dense()
+        return EmbeddingGrad(ids_BN, rows_BTLd.flatten(1, 2), self.num_embeddings)
+
+    def dense(self) -> Tensor:
+        return self.lookup().dense()
 
     @classmethod
     def concatenate(cls, factors: Sequence[ScaledEmbeddingGrad]) -> PerSampleGrad:

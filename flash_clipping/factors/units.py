@@ -25,6 +25,7 @@ from flash_clipping.factors.embedding import (
     BLOCK,
     EmbeddingBagGrad,
     EmbeddingGrad,
+    ScaledEmbeddingGrad,
     Scattered,
     TiedEmbeddingGrad,
 )
@@ -218,7 +219,7 @@ def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor,
         return segment_sqnorms(*_segmented(rows, units), backend=backend)
     if isinstance(rows, SegmentedLinearGrad):
         return _segmented_sqnorms(rows, units, backend)
-    if isinstance(rows, EmbeddingGrad | EmbeddingBagGrad):
+    if isinstance(rows, EmbeddingGrad | EmbeddingBagGrad | ScaledEmbeddingGrad):
         sq_U, _, lost_U = _scattered(rows, units).sqnorms()
         return sq_U, error_bounds.doubt_of_runs(sq_U, lost_U)
     if isinstance(rows, TiedEmbeddingGrad):
@@ -227,15 +228,16 @@ def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor,
     # What rounding may hide grows with the square of the spread, and spreads add up. Of a row
     # that was measured as it is released, the spread over rows is its norm.
     if isinstance(rows, ConvolutionGrad):  # its rows were formed by another product
-        doubt_M: Tensor | None = rows.doubt_of_any_product()
+        doubt_M = rows.doubt_of_any_product()
+        off_M = torch.zeros_like(doubt_M)
+    elif (found := rows.error_bound(backend)) is None:
+        doubt_M = error_bounds.error_bound(rows.sqnorms(backend).sqrt())
+        off_M = torch.zeros_like(doubt_M)
     else:
-        doubt_M = rows.error_bound(backend)
-    sq_M = rows.sqnorms(backend)
-    if doubt_M is None:
-        doubt_M = error_bounds.error_bound(sq_M.sqrt())
-    # n² + doubt is (n + δ)² for the δ by which a row may be off. These add up to what the unit is
-    # off by, whose norm is another.
-    off_M = doubt_M / (sq_M + doubt_M).sqrt().add_(sq_M.sqrt()).clamp_(min=TINY)
+        # Where n² + doubt is (n + δ)² for the δ by which a row is off, its unit is off by as much,
+        # and may have a norm far above that of the row.
+        doubt_M, sq_M = found, rows.sqnorms(backend).clamp(min=0)
+        off_M = doubt_M / (sq_M + doubt_M).sqrt().add_(sq_M.sqrt()).clamp_(min=TINY)
     hidden_U, off_U = units.sums(torch.stack([doubt_M.sqrt(), off_M], 1)).to(sq_U.dtype).unbind(1)
     return sq_U, hidden_U.square() + 2 * sq_U.sqrt() * off_U
 
@@ -311,12 +313,19 @@ def _tied_sqnorms(rows: TiedEmbeddingGrad, units: UnitMap, backend: str) -> tupl
     return sq_U, doubt_U
 
 
-def _scattered(rows: EmbeddingGrad | EmbeddingBagGrad, units: UnitMap) -> Scattered:
+def _scattered(
+    rows: EmbeddingGrad | EmbeddingBagGrad | ScaledEmbeddingGrad, units: UnitMap
+) -> Scattered:
     """What gets no gradient, as padding, is of no unit."""
     count, table = units.count, rows.num_embeddings
     if isinstance(rows, EmbeddingBagGrad):
         G_Nd = rows.G_Bd[rows.bags_N] * rows.weights_N[:, None]
         return Scattered(rows.ids_N, G_Nd, units.bins_M[rows.bags_N], count, table)
+    if isinstance(rows, ScaledEmbeddingGrad):
+        unit_N = units.bins_M.repeat_interleave(rows.ids_BTL.shape[1:].numel())
+        unit_N = unit_N.masked_fill(rows.ids_BTL.flatten() < 0, count)
+        lookup = rows.lookup()
+        return Scattered(lookup.ids_BT.flatten(), lookup.G_BTd.flatten(0, 1), unit_N, count, table)
     ids_N = rows.ids_BT.flatten()
     unit_N = units.bins_M.repeat_interleave(rows.ids_BT.shape[1])
     if rows.padding_idx is not None:

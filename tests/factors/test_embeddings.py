@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.factors import EmbeddingBagGrad, EmbeddingGrad, PerSampleGrad
-from flash_clipping.factors.embedding import ScaledEmbeddingGrad
+from flash_clipping.factors import EmbeddingBagGrad, EmbeddingGrad, LinearGrad, PerSampleGrad
+from flash_clipping.factors.embedding import ScaledEmbeddingGrad, TiedEmbeddingGrad
+from flash_clipping.factors.merge import RearrangedGrad
 from flash_clipping.factors.units import UnitGrad, UnitMap
 from flash_clipping.ops.error_bounds import upper_bound
 
@@ -51,7 +52,9 @@ def test_tokens_of_a_long_text_are_hardly_shortened(T: int, device: str) -> None
     assert norm * (1 - 1e-4) <= bound <= norm * (1 + 4e-3 * T / 16384)
 
 
-@pytest.mark.parametrize("as_what", ["lookup", "bag", "scaled", "unit"])
+@pytest.mark.parametrize(
+    "as_what", ["lookup", "bag", "scaled", "tied", "unit", "scaled unit", "tied unit"]
+)
 @pytest.mark.parametrize("T", [256, 1024, 16384, 65536])
 def test_rows_that_are_rounded_up_as_they_are_released_are_in_the_bound(
     T: int, as_what: str
@@ -67,11 +70,28 @@ def test_rows_that_are_rounded_up_as_they_are_released_are_in_the_bound(
         if as_what == "bag":
             bags = torch.zeros(T, dtype=torch.long)
             factor = EmbeddingBagGrad(bags, ids[0], G[0, :, 0], torch.ones(1, 1), V)
-        elif as_what == "scaled":
+        elif "scaled" in as_what:
             factor = ScaledEmbeddingGrad(ids.unsqueeze(2), G, torch.ones(1, T, 1), V)
-        elif as_what == "unit":
-            factor = UnitGrad(lookup, UnitMap(torch.zeros(1, dtype=torch.long), 1))
+        elif "tied" in as_what:
+            lookup = EmbeddingGrad(ids, G, 3)
+            head = LinearGrad(torch.zeros(1, 2, 1), torch.zeros(1, 2, 3))
+            factor = TiedEmbeddingGrad(lookup, head)
+        if "unit" in as_what:
+            factor = UnitGrad(factor, UnitMap(torch.zeros(1, dtype=torch.long), 1))
         bound = upper_bound(factor.sqnorms("auto").sqrt(), factor.error_bound("auto"))
         released = factor.clipped_sum(coef, "auto").double().norm() / coef.double()
         assert released <= bound[0] * (1 + 1e-4)
         assert T > 1024 or bound[0] <= left * 1.1 + 1e-2  # and no more than it needs
+
+
+def test_what_a_row_may_lose_is_in_the_bound_of_its_unit() -> None:
+    """The row alone has next to no norm; the unit has that of another row."""
+    T = 1024
+    ids, G = torch.zeros(2, T, dtype=torch.long), torch.zeros(2, T, 1)
+    G[0], G[0, 0], G[0, -1], G[1, 0] = 2.0**-24, 1, -1, 0.3
+    ids[1, 1:] = torch.arange(1, T)
+    rows = RearrangedGrad(EmbeddingGrad(ids, G, V), torch.clone)
+    unit = UnitGrad(rows, UnitMap(torch.zeros(2, dtype=torch.long), 1))
+    bound = upper_bound(unit.sqnorms("auto").sqrt(), unit.error_bound("auto"))
+    released = unit.clipped_sum(torch.full((1,), 0.51), "auto").double().norm() / 0.51
+    assert released <= bound[0] * (1 + 1e-4)
