@@ -28,9 +28,9 @@ def register_flash_norm_samplers(backend: str = "auto") -> None:
     Guarantees:
         Norms are accumulated in fp32 whatever the model's dtype, inputs may have any number of
         dimensions, and no ``B x T x T`` matrix is written.
-        What is released is formed by Opacus' second backward, and what its products lose of a sample
-        whose positions nearly cancel is in no norm: :class:`~flash_clipping.FlashPrivacyEngine`
-        bounds what it releases itself.
+        What is released is formed by Opacus' second backward. What its products may lose of a
+        sample whose positions nearly cancel is in no norm;
+        :class:`~flash_clipping.FlashPrivacyEngine` bounds what it releases itself.
     """
 
     @register_norm_sampler(nn.Linear)
