@@ -99,7 +99,7 @@ def promoted(dtype: torch.dtype, T: int) -> int:
     """Positions that tensor cores add up by themselves for norms of products that are not kept;
     without TMA they may be fewer."""
     constants = config_for(dtype, T, 128, 128, False, True)[1]
-    return constants["PROMOTE"] * constants["BLOCK_T"] or T
+    return constants["PROMOTE"] * constants["BLOCK_T"] or max(1, T)
 
 
 def fills_ring(A_BTd: Tensor, G_BTp: Tensor) -> bool:
