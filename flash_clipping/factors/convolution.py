@@ -68,10 +68,10 @@ class ConvolutionGrad(MeasuredOnce):
         self.tf32 = takes_tf32(self.x) and takes_tf32(self.G) and not alone
         return self
 
-    def doubt_of_any_product(self) -> Tensor:
-        """What rounding may hide of squared norms, ``[B]``, whichever way products were formed."""
+    def spread(self) -> Tensor:
+        """``Σ_t ‖patch_t‖ ‖g_t‖``, ``[B]``."""
         with torch.no_grad(), full_precision(self.G.device):
-            return reference.error_bound(self.x, self.G, self.geometry)
+            return reference.spread(self.x, self.G, self.geometry)
 
     def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         x, G = self.x, self.G

@@ -250,14 +250,18 @@ class TiedEmbeddingGrad(MeasuredOnce):
         (sq_1B, doubt_1B, spread_sq_1B) = block[1:]
         if spread_sq_1B is None:
             spread_sq_1B = error_bounds.spread(A_BTd, G_BTp).square_().unsqueeze(0)
-        # The three terms may cancel; spreads add up. The head's own norm is in doubt as well.
-        spread_B = spread_sq_1B[0].sqrt().add_(lookup.spread())
-        doubt_B = error_bounds.error_bound(spread_B, A_BTd.shape[-1])
-        if doubt_1B is not None:
-            doubt_B.add_(doubt_1B[0])
         # The three rounded terms of a sum that cancels may come out below zero.
         lookup_sq_B = lookup.square_parts(backend).sum(1)
         sq_B = cross_B.mul_(2).add_(sq_1B[0]).add_(lookup_sq_B)
+        # The three terms may cancel; spreads add up. The head's own norm is in doubt as well.
+        head_spread_B = spread_sq_1B[0].sqrt()
+        doubt_B = error_bounds.error_bound(head_spread_B + lookup.spread(), A_BTd.shape[-1])
+        if A_BTd.is_cpu:  # the head is released of a sample whose norm may be above the head's
+            met = error_bounds.additions(A_BTd.shape[1])
+            released_B = error_bounds.additions_doubt(sq_B + doubt_B, head_spread_B, met)
+            doubt_B = torch.maximum(doubt_B, released_B)
+        if doubt_1B is not None:
+            doubt_B.add_(doubt_1B[0])
         doubt_B.add_(lookup.doubt_beside(torch.maximum(sq_B, lookup_sq_B), backend))
         return sq_B.unsqueeze(1), doubt_B
 

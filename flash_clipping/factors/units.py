@@ -225,12 +225,11 @@ def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor,
     if isinstance(rows, TiedEmbeddingGrad):
         return _tied_sqnorms(rows, units, backend)
     sq_U = DenseGrad(_unit_sums(rows, units)).sqnorms(backend)
+    if isinstance(rows, ConvolutionGrad):
+        return sq_U, _doubt_of_convolution(sq_U, rows, units)
     # What rounding may hide grows with the square of the spread, and spreads add up. Of a row
     # that was measured as it is released, the spread over rows is its norm.
-    if isinstance(rows, ConvolutionGrad):  # its rows were formed by another product
-        doubt_M = rows.doubt_of_any_product()
-        off_M = torch.zeros_like(doubt_M)
-    elif (found := rows.error_bound(backend)) is None:
+    if (found := rows.error_bound(backend)) is None:
         doubt_M = error_bounds.error_bound(rows.sqnorms(backend).sqrt())
         off_M = torch.zeros_like(doubt_M)
     else:
@@ -240,6 +239,17 @@ def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor,
         off_M = doubt_M / (sq_M + doubt_M).sqrt().add_(sq_M.sqrt()).clamp_(min=TINY)
     hidden_U, off_U = units.sums(torch.stack([doubt_M.sqrt(), off_M], 1)).to(sq_U.dtype).unbind(1)
     return sq_U, hidden_U.square() + 2 * sq_U.sqrt() * off_U
+
+
+def _doubt_of_convolution(sq_U: Tensor, rows: ConvolutionGrad, units: UnitMap) -> Tensor:
+    """What is released of rows is another product than what is measured; libraries of a CPU may add
+    up all positions of a unit's rows in turn."""
+    spread_M = rows.spread()
+    spread_U, rows_U = units.sums(torch.stack([spread_M, torch.ones_like(spread_M)], 1)).unbind(1)
+    if not spread_U.is_cpu:
+        return error_bounds.error_bound(spread_U)
+    met_U = 2 * rows.G.shape[2:].numel() * rows_U
+    return error_bounds.additions_doubt(sq_U, spread_U, met_U)
 
 
 def _segmented(rows: LinearGrad, units: UnitMap) -> tuple[Rows, Rows, Segments]:
@@ -309,6 +319,11 @@ def _tied_sqnorms(rows: TiedEmbeddingGrad, units: UnitMap, backend: str) -> tupl
     # Spreads add up before they are squared.
     doubt_U = (head_doubt_U.sqrt() + error_bounds.error_bound(spread_U).sqrt()).square_()
     sq_U = lookup_sq_U + head_sq_U + 2 * cross_U.to(lookup_sq_U.dtype)
+    if A_Pd.is_cpu:  # the head is released of a unit whose own norm may be above the head's
+        rows_P = error_bounds.row_norms(A_Pd.unsqueeze(0), G_PV.unsqueeze(0))[0]
+        head_spread_U = sums_by_index(rows_P.unsqueeze(1), unit_P, units.count + 1)[:-1, 0]
+        met = error_bounds.additions(len(A_Pd))
+        doubt_U += error_bounds.additions_doubt(sq_U + doubt_U, head_spread_U, met)
     doubt_U += error_bounds.doubt_of_runs(torch.maximum(sq_U, lookup_sq_U), lost_U)
     return sq_U, doubt_U
 

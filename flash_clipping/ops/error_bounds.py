@@ -24,6 +24,8 @@ The released sum errs by some ``u·√n`` of the spread for ``n`` additions (uni
 every ratio of spread to norm the formula leaves 116 u of the spread, 330 u on a GPU.
 Rows of short segments are released times their coefficients, as two bf16 numbers each
 (:mod:`flash_clipping.ops.segments.hopper`): at most 2⁻¹⁷ of every row, 128 u of the spread, more.
+Where PyTorch's products may lose more than the formula leaves, their additions are counted:
+:func:`additions_doubt`.
 
 Tables have a bound of their own as well (:func:`runs_doubt`): one id of a sample may be that of all
 of its rows, and L additions of them may lose up to L u of what they add up, by this formula more
@@ -128,6 +130,43 @@ def error_bound(spread_B: Tensor, *features: int) -> Tensor:
     """The error bound of squared norms of samples with this spread, ``CANCELLATION · spread²``."""
     share = cancellation(spread_B.device.type, spread_B.dtype, *features)
     return spread_B.square().mul_(share)
+
+
+TOGETHER = 256
+"""Rows whose products references add up by themselves; such results are then added up in turn."""
+
+
+def additions(rows: int) -> int:
+    """How many a product of so many rows meets at most, in a reference."""
+    return min(rows, TOGETHER) + math.ceil(rows / TOGETHER)
+
+
+def additions_doubt(sq_B: Tensor, spread_B: Tensor, met: int | Tensor) -> Tensor:
+    """The error bound of squared norms of products ``G_bᵀ A_b`` that were added up in the dtype of
+    ``sq_B``, whatever a sample holds.
+
+    Args:
+        sq_B: the squared norms.
+        spread_B: the spread of every sample, of the same shape.
+        met: additions that a product meets, when it is measured and when it is released together
+            (:func:`additions`; none that are in float64). A tensor: of every sample.
+
+    A sum of n numbers is off by at most ``n u`` of the sum of their absolutes, in any order and
+    with the roundings of products (Jeannerod and Rump, "Improved error bounds for inner products in
+    floating-point arithmetic", 2013). So what is released of a sample whose measured norm is n has
+    a norm of at most ``n + δ``, with ``δ = (met + 8) u spread``. Its square is at most
+    ``n² + (2 n + δ) δ``, and at most ``(1 + s) n² + (1 + 1/s) δ²`` for any s, of which
+    ``s = 2 SLACK`` is granted. Up to some 100 additions on a CPU this is what
+    :func:`error_bound` grants.
+    """
+    off = (met + 8) * (torch.finfo(sq_B.dtype).eps / 2)
+    by_slack = off * off / (2 * SLACK)
+    granted = cancellation(spread_B.device.type, sq_B.dtype)
+    if sq_B.dtype == torch.float64 or not isinstance(met, Tensor) and by_slack <= granted:
+        return spread_B.square().mul_(granted)  # error_bound
+    delta_B = spread_B * off
+    by_norm_B = sq_B.clamp(min=0).sqrt_().mul_(2).add_(delta_B).mul_(delta_B)
+    return torch.minimum(by_norm_B, spread_B.square().mul_(by_slack))
 
 
 def gram_doubt(

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.error_bounds import error_bound, product_doubt, row_norms
+from flash_clipping.ops.error_bounds import (
+    additions,
+    additions_doubt,
+    error_bound,
+    product_doubt,
+    row_norms,
+)
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.outer import outer_sqnorms, sum_parts
 from flash_clipping.ops.runtime import backend as backends, cost, shapes
@@ -88,13 +94,16 @@ def linear_sqnorm_blocks(
 def outer_doubt(sq_B: Tensor, A_BTd: Tensor, G_BTp: Tensor, backend: str) -> Tensor:
     """The error bound of squared norms by :func:`outer_sqnorms`: of two, the smaller."""
     rows_BT = row_norms(A_BTd, G_BTp)
-    doubt_B = error_bound(rows_BT.sum(1))
+    T = A_BTd.shape[1]
     names, dtype = ("outer_sqnorms", "clipped_sums_many"), A_BTd.dtype
-    if G_BTp.is_cuda and G_BTp.dtype == dtype and backends.runs_kernels(backend, A_BTd, *names):
+    if not backends.runs_kernels(backend, max(A_BTd, G_BTp, key=Tensor.element_size), *names):
+        return additions_doubt(sq_B, rows_BT.sum(1), 2 * additions(T))
+    doubt_B = error_bound(rows_BT.sum(1))
+    if G_BTp.is_cuda and G_BTp.dtype == dtype:
         from flash_clipping.ops.clipped_sum import triton as sums
         from flash_clipping.ops.outer import triton as norms
 
-        alone = dict(measured=norms.promoted(dtype, A_BTd.shape[1]), released=sums.promoted(dtype))
+        alone = dict(measured=norms.promoted(dtype, T), released=sums.promoted(dtype))
         of_product_B = product_doubt(sq_B, rows_BT, dtype=dtype, **alone)
         doubt_B = torch.minimum(doubt_B, of_product_B)
     return doubt_B

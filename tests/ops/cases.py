@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +85,17 @@ def in_rows_on_16_bytes(x: Tensor) -> Tensor:
 def sizes_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Elements of each product of batches of matrices, from now on."""
     sizes: list[int] = []
-    bmm = torch.bmm
 
-    def watch(x: Tensor, y: Tensor) -> Tensor:
-        product = bmm(x, y)
-        sizes.append(product.numel())
-        return product
+    def watched(multiply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def watch(x: Tensor, y: Tensor) -> Tensor:
+            product = multiply(x, y)
+            sizes.append(product.numel())
+            return product
 
-    monkeypatch.setattr(torch, "bmm", watch)
+        return watch
+
+    monkeypatch.setattr(torch, "bmm", watched(torch.bmm))
+    monkeypatch.setattr(Tensor, "__matmul__", watched(Tensor.__matmul__))
     return sizes
 
 
@@ -118,11 +122,14 @@ def worst_relative_error(result: Tensor, oracle: Tensor) -> float:
 def doubt_of(backend: str, A: Tensor, G: Tensor, widest: int = 1) -> Tensor:
     """The oracle of what rounding may hide of Gram norms, [B]; ``widest``: of a launch's layers."""
     dtype, T = torch.promote_types(A.dtype, G.dtype), A.shape[1]
-    share = cancellation(A.device.type, torch.promote_types(dtype, torch.float32))
+    accumulator = torch.promote_types(dtype, torch.float32)
+    device_type = A.device.type
     A, G = A.cpu().double(), G.cpu().double()
     spread_B = (A.norm(dim=2) * G.norm(dim=2)).sum(1)
     if backend == "torch":
-        return share * spread_B.square()
+        sq_B = ((A @ A.mT) * (G @ G.mT)).sum((1, 2))
+        met = min(T, 256) + -(-T // 256)  # as it is released; measured in float64
+        return doubt_of_additions(device_type, accumulator, sq_B, spread_B, met)
     promoted = 64 if dtype == torch.float32 else 256
     AA, GG = A @ A.mT, G @ G.mT
     return gram_doubt(
@@ -130,6 +137,19 @@ def doubt_of(backend: str, A: Tensor, G: Tensor, widest: int = 1) -> Tensor:
         T=T, promoted=promoted, sums=-(-max(widest, A.shape[2], G.shape[2]) // promoted),
         dtype=dtype,
     )  # fmt: skip
+
+
+def doubt_of_additions(
+    device_type: str, accumulator: torch.dtype, sq: Tensor, spread: Tensor, met: int
+) -> Tensor:
+    """The oracle of what references may lose by so many additions, in float64."""
+    general = cancellation(device_type, accumulator) * spread.square()
+    of_spread = (met + 8) * 2.0**-24
+    if accumulator == torch.float64 or of_spread**2 * 1e4 <= cancellation(device_type, accumulator):
+        return general
+    return torch.minimum(
+        (sq.sqrt() + of_spread * spread) ** 2 - sq, of_spread**2 * 1e4 * spread.square()
+    )
 
 
 def cut(x: Tensor, bits: int, of: Tensor) -> Tensor:

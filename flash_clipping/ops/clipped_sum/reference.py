@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from flash_clipping.ops.error_bounds import TOGETHER
 from flash_clipping.ops.rows.reference import row_scale
 from flash_clipping.ops.runtime.shapes import LaunchCache, accumulator
 
 CONVERTED = 1 << 22
 """Elements of 16-bit operands that are converted to fp32 at a time (one sample's at least)."""
+
+FORMED = 1 << 18
+"""Elements of small products that are formed at a time, before they are added up."""
 
 
 def clipped_sums_many(
@@ -59,5 +64,28 @@ def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tenso
         scaled_G = (
             row_scale(G_BTp, kept_B if scale_A else coef_B) if clean or not scale_A else G_BTp
         )
-        sums.append(scaled_G.flatten(0, 1).mT @ scaled_A.flatten(0, 1))
+        sums.append(product_of_rows(scaled_G.flatten(0, 1), scaled_A.flatten(0, 1)))
     return sums
+
+
+def product_of_rows(G: Tensor, A: Tensor) -> Tensor:
+    """``Gᵀ A`` of rows ``[..., N, p]`` and ``[..., N, d]`` of one dtype, :data:`TOGETHER` of them
+    at a time: libraries add up hundreds in turn, those of narrow matrices all of them, and what
+    sums may lose grows with it (:func:`flash_clipping.ops.error_bounds.additions_doubt`)."""
+    N, elements = A.shape[-2], A.shape[:-2].numel() * A.shape[-1] * G.shape[-1]
+    if N <= TOGETHER:
+        return G.mT @ A
+    whole = N // TOGETHER * TOGETHER
+    total = G[..., whole:, :].mT @ A[..., whole:, :]
+    if elements > FORMED // 2:
+        buffer = torch.empty_like(total)
+        for i in range(0, whole, TOGETHER):
+            rows = slice(i, i + TOGETHER)
+            total += torch.matmul(G[..., rows, :].mT, A[..., rows, :], out=buffer)
+        return total
+    at_once = TOGETHER * (FORMED // max(1, elements))
+    for i in range(0, whole, at_once):
+        rows = slice(i, min(i + at_once, whole))
+        g, a = (X[..., rows, :].unflatten(-2, (-1, TOGETHER)) for X in (G, A))
+        total += (g.mT @ a).sum(-3)
+    return total

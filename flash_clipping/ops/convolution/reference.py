@@ -53,11 +53,14 @@ def convolution_sqnorms(
         ((sq_1N, _),) = linear_sqnorms([(A_NTd, [G_NTp])], backend="torch")
         found.append(sq_1N[0])
     sq_B = torch.cat(found).view(len(G), geometry.groups).sum(1)
-    return sq_B.unsqueeze(1), error_bound(x, G, geometry)
+    # oneDNN may add all positions up in turn.
+    T = G.shape[2:].numel()
+    met = error_bounds.additions(T) + T
+    return sq_B.unsqueeze(1), error_bounds.additions_doubt(sq_B, spread(x, G, geometry), met)
 
 
-def error_bound(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
-    """Error bounds of squared norms that are not those of the released product, ``[B]``."""
+def spread(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
+    """``Σ_t ‖patch_t‖ ‖g_t‖``, ``[B]``."""
     dtype = accumulator(x, G)
     # ‖patch‖² of every position and group: a convolution of squares with ones.
     x_sq = x.to(dtype).square().unflatten(1, (geometry.groups, -1)).sum(2)
@@ -68,7 +71,7 @@ def error_bound(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     per_group = x.shape[1] // geometry.groups
     patch_sq += error_bounds.FLOOR * (per_group * geometry.offsets)
     norms_sq = norms.square_().add_(error_bounds.FLOOR * G.shape[2])
-    return error_bounds.error_bound(norms_sq.mul_(patch_sq).sqrt_().flatten(1).sum(1))
+    return norms_sq.mul_(patch_sq).sqrt_().flatten(1).sum(1)
 
 
 def convolution_grads(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.error_bounds import FLOOR, error_bound
+from flash_clipping.ops.error_bounds import FLOOR, additions, additions_doubt
 from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock, accumulator
 
 TILE, TILE_ON_GPU = 256, 1024
@@ -46,8 +46,8 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> tuple[Tensor, Tensor, T
                         G_sq_bt = GG.diagonal(dim1=1, dim2=2) + FLOOR * G_BTp.shape[2]
                         spread_LB[layer, chunk] += G_sq_bt.mul_(A_sq_bt).sqrt_().sum(1)
                     sq_LB[layer, chunk].add_(GG.mul_(AA).sum((1, 2)), alpha=twice)
-    spread_LB = spread_LB.to(wanted)
-    return sq_LB.to(wanted), error_bound(spread_LB), spread_LB.square_()
+    sq_LB, spread_LB = sq_LB.to(wanted), spread_LB.to(wanted)
+    return sq_LB, additions_doubt(sq_LB, spread_LB, additions(T)), spread_LB.square_()
 
 
 def gram_blocks(groups: Sequence[Group], memo: LaunchCache | None = None) -> list[SqnormBlock]:

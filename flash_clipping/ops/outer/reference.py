@@ -8,6 +8,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.clipped_sum.reference import product_of_rows
 from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.runtime.shapes import accumulator
 
@@ -37,8 +38,8 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
         chunk = slice(b, b + samples)
         A = A_BTd[chunk].to(dtype)
         for i in range(0, p, rows):
-            G_rows = G_BTp[chunk, :, i : i + rows].to(dtype).mT
-            tile = torch.bmm(G_rows, A)
+            G_rows = G_BTp[chunk, :, i : i + rows].to(dtype)
+            tile = G_rows.mT @ A if store else product_of_rows(G_rows, A)
             if grads_Bpd is not None:  # what is measured is what was rounded and kept
                 tile = grads_Bpd[chunk, i : i + rows].copy_(tile).to(dtype)
             sq_B[chunk] += squared_norms(tile)

@@ -7,12 +7,14 @@ segments begin on the host: on a GPU it waits for the device.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from flash_clipping.ops import error_bounds
+from flash_clipping.ops.clipped_sum.reference import product_of_rows
+from flash_clipping.ops.error_bounds import TOGETHER, additions, additions_doubt, spread
 from flash_clipping.ops.gram.reference import gram_sqnorms
 from flash_clipping.ops.outer.reference import outer_sqnorms
 from flash_clipping.ops.runtime.shapes import accumulator
@@ -44,12 +46,16 @@ def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
         a, g = (of.at(rows_bL).to(dtype) for of in (A, G))
         if outside_bL1 is not None:
             a, g = a.masked_fill_(outside_bL1, 0), g.masked_fill_(outside_bL1, 0)
-        if rows_bL.shape[1] * (d + p) <= 2 * d * p:
-            sq_1b, doubt_1b, _ = gram_sqnorms(a, [g])
-            sq_S[which], doubt_S[which] = sq_1b[0], doubt_1b[0]
+        rows = rows_bL.shape[1]
+        # Those of one segment need not be neighbours where their sums are formed: rows of units.
+        met = min(rows, TOGETHER + math.ceil(A.size / TOGETHER))
+        if rows * (d + p) <= 2 * d * p:
+            sq_1b, _, spread_sq_1b = gram_sqnorms(a, [g])
+            sq_b, spread_b = sq_1b[0], spread_sq_1b[0].sqrt_()
         else:
-            sq_S[which] = outer_sqnorms(a, g, False)[0].sum(1)
-            doubt_S[which] = error_bounds.error_bound(error_bounds.spread(a, g))
+            sq_b, spread_b = outer_sqnorms(a, g, False)[0].sum(1), spread(a, g)
+            met += additions(rows)
+        sq_S[which], doubt_S[which] = sq_b, additions_doubt(sq_b, spread_b, met)
     return sq_S, doubt_S
 
 
@@ -96,7 +102,7 @@ def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor | None) -> Tenso
             g = g * coef_N1[i:j]
         if dropped_N1 is not None:
             a, g = a.masked_fill(dropped_N1[i:j], 0), g.masked_fill_(dropped_N1[i:j], 0)
-        torch.mm(g.mT, a, out=out[e])
+        out[e] = product_of_rows(g, a)
     return out
 
 
