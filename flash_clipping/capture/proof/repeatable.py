@@ -28,6 +28,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.declared_rows import declared_rows
 from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
+from flash_clipping.capture.proof.assertions import refuse_assertions
 from flash_clipping.ops.runtime.backend import without_tf32
 
 #: Entries of a parameter that tell how far they are spread.
@@ -83,72 +84,6 @@ def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags or _place_of_dropout(func) is not None
 
 
-#: Operators whose numbers a GPU asserts: those with these arguments, and those of these names.
-_ALONG = {"self", "dim", "index"}
-_TABLES = {"embedding", "_embedding_bag", "_embedding_bag_forward_only"}
-_INDEXED = {"index", "index_put", "_index_put_impl", "take", "put"}
-_LOSSES = {"nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy"}
-_ASSERTED = {*_TABLES, *_INDEXED, *_LOSSES, "bernoulli", "multinomial"}
-
-
-@functools.lru_cache(maxsize=4096)
-def _asserted(func: Any) -> tuple[str, Sequence[str]] | None:
-    """The name, without ``_`` at the end, and the arguments of such an operator."""
-    name, arguments = func.overloadpacket.__name__.rstrip("_"), arguments_of(func)
-    return (name, arguments) if name in _ASSERTED or {*arguments} >= _ALONG else None
-
-
-def _ranges(name: str, given: dict[str, Any]) -> Iterator[tuple[Any, float, float]]:
-    """What may be a tensor of numbers, and the least and the largest that the operator takes.
-
-    Args:
-        given: its arguments by their names, None where the default was left.
-    """
-    x: Any = given.get("self")
-    if name in _TABLES:
-        yield given["indices"], 0, len(given["weight"]) - 1
-    elif "indices" in given:
-        axis = 0
-        for index in given["indices"]:
-            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            if index is not None and not is_mask:
-                yield index, -x.shape[axis], x.shape[axis] - 1
-            axis += index.dim() if is_mask else 1
-    elif "dim" in given:  # also one of Python's
-        size = x.shape[given["dim"]] if x.dim() else 1
-        yield given["index"], -size if name == "index_fill" else 0, size - 1
-    elif "index" in given:
-        yield given["index"], -x.numel(), x.numel() - 1
-    elif "ignore_index" in given:
-        target, ignored = given["target"], given["ignore_index"]
-        counts = target != (-100 if ignored is None else ignored)
-        yield target.where(counts, 0), 0, x.shape[1 if x.dim() > 1 else 0] - 1
-    else:
-        yield given.get("p", x), 0, sys.float_info.max if name == "multinomial" else 1
-
-
-def _refuse_assertions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Where a GPU would end the process, as CPUs do not: a batch with an extreme sample may hold
-    numbers that no batch of the user's does.
-
-    Raises:
-        IndexError: as the operator does on a CPU.
-    """
-    if (found := _asserted(func)) is None:
-        return
-    name, arguments = found
-    given = {**dict.fromkeys(arguments), **dict(zip(arguments, args, strict=False)), **kwargs}
-    for x, least, most in _ranges(name, given):
-        if type(x) is not Tensor or x.is_meta or not x.numel():
-            continue
-        low, high = x.aminmax()
-        if not bool((low >= least) & (high <= most)):
-            raise IndexError(
-                f"{name}: found numbers from {low.item()} to {high.item()}, expected {least} to "
-                f"{most}, which would be a device-side assertion of a GPU"
-            )
-
-
 class Repeatable(DispatchMode):
     """Makes random operators draw the same in every run, and notes what they drew; and raises what
     would end the process on a GPU.
@@ -190,7 +125,7 @@ class Repeatable(DispatchMode):
             kwargs = {}
         elif (dtype := kwargs.get("dtype")) is not None:
             self.casts.add(dtype)
-        _refuse_assertions(func, args, kwargs)
+        refuse_assertions(func, args, kwargs)
         if not _is_random(func):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
