@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from opacus.grad_sample import register_norm_sampler
 from torch import Tensor, nn
 
 from flash_clipping.factors import EmbeddingGrad, LinearGrad, PerSampleGrad, accumulation_dtype
-from flash_clipping.ops.error_bounds import upper_bound
+from flash_clipping.ops.error_bounds import squared_norms, upper_bound
 from flash_clipping.rules.registry import as_BTd
 
 
@@ -44,7 +43,7 @@ def register_flash_norm_samplers(backend: str = "auto") -> None:
             norms[layer.weight] = _bound(factor, backend)
         if layer.bias is not None and layer.bias.requires_grad:
             sums = G_BTp.sum(1, dtype=accumulation_dtype(G_BTp.dtype))
-            norms[layer.bias] = torch.linalg.vector_norm(sums, dim=1)
+            norms[layer.bias] = squared_norms(sums).sqrt_()
         return norms
 
     @register_norm_sampler(nn.Embedding)

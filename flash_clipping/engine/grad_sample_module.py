@@ -394,7 +394,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if session.captured is None:
             step.begin_backward(params, self.clipping, self.grad_accumulation_allowed)
         publish_norms(params, norms_PB, one_device)
-        total_B = torch.linalg.vector_norm(norms_PB, dim=0)  # over all parameters
+        total_B = total_norm(norms_PB)
         if self.clipping == "per_layer":
             upper = doubts.bound_each([id(param) for param in params], norms_PB)
         else:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import DenseGrad, MeasuredOnce, PerSampleGrad, accumulation_dtype
+from flash_clipping.factors.base import DenseGrad, MeasuredOnce, PerSampleGrad
 from flash_clipping.ops.convolution import (
     Geometry,
     convolution_grads,
@@ -96,12 +96,13 @@ class ConvolutionGrad(MeasuredOnce):
 
     def dense_in_chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Per-sample gradients of a few samples at a time, in fp32 (float64 for float64)."""
-        dtype = accumulation_dtype(self.G.dtype)
-        for rows in reference.chunks(self.x, self.G, self.geometry):
-            A_NTd, G_NTp = reference.unfolded(self.x[rows], self.G[rows], self.geometry)
+        chunks = reference.grads_in_chunks(self.x, self.G, self.geometry)
+        while True:
             with full_precision(self.G.device):
-                grads = G_NTp.mT.to(dtype) @ A_NTd.to(dtype)
-            yield rows, grads.reshape(-1, *self.weight_shape)
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
 
 
 @lru_cache(maxsize=1024)

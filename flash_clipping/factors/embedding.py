@@ -42,6 +42,7 @@ def _doubt(
     num_embeddings: int,
     padding_idx: int | None,
     backend: str,
+    is_shared: bool = False,
 ) -> Tensor:
     """The error bound of squared norms of sums of rows ``[..., d]`` of these ids and norms."""
     T, d = ids_BT.shape[1], rows.shape[-1]
@@ -49,7 +50,8 @@ def _doubt(
         return error_bounds.error_bound(norms_BT.sum(1), d)
     by_runs = adds_up_runs(T, d, num_embeddings, padding_idx)
     by_runs = by_runs or not runs_kernels(backend, rows, "embedding_sqnorms")
-    return error_bounds.runs_doubt(sq_B, ids_BT, norms_BT, on_tensor_cores=not by_runs)
+    shared = (d,) if is_shared else None
+    return error_bounds.runs_doubt(sq_B, ids_BT, norms_BT, not by_runs, shared)
 
 
 @dataclass(eq=False)
@@ -175,7 +177,9 @@ class Scattered(NamedTuple):
         )
 
     def _by_unit(self, X_N: Tensor, unit_N: Tensor) -> Tensor:
-        return sums_by_index(X_N.unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
+        # In float64: as many as a unit has ids are added up in turn.
+        sums_U = sums_by_index(X_N.double().unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
+        return sums_U.to(X_N.dtype)
 
 
 @dataclass(eq=False)
@@ -200,11 +204,12 @@ class EmbeddingBagGrad(MeasuredOnce):
     def measure(self, backend: str) -> tuple[Tensor, Tensor]:
         weights_N1, B = self.weights_N.unsqueeze(1), self.batch_size
         scattered = Scattered(self.ids_N, weights_N1, self.bags_N, B, self.num_embeddings)
-        sq_weight_B, _, lost_B = scattered.sqnorms()
+        sq_weight_B, spread_B, lost_B = scattered.sqnorms()
         # In float64: the square of one may be lost in fp32, and the other make up for it.
         sq_G_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=torch.float64).square_()
         dtype = sq_weight_B.dtype
-        doubt_B = error_bounds.doubt_of_runs(sq_weight_B, lost_B)
+        shared_B = error_bounds.error_bound(spread_B)
+        doubt_B = error_bounds.doubt_of_runs(sq_weight_B, lost_B, shared_B=shared_B)
         return (sq_G_B * sq_weight_B).to(dtype).unsqueeze(1), sq_G_B.mul_(doubt_B).to(dtype)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
@@ -336,7 +341,8 @@ class ScaledEmbeddingGrad(MeasuredOnce):
             sq_B[samples] += rows.square_parts(backend).sum(1)
         norm_BT1 = error_bounds.squared_rows(X_BTd, X_BTd.dtype).sqrt_().unsqueeze(2)
         ids_BN, norms_BN = self.ids_BTL.flatten(1), (scale_BTL.abs() * norm_BT1).flatten(1)
-        doubt_B = _doubt(sq_B, ids_BN, norms_BN, X_BTd, self.num_embeddings, None, backend)
+        table = self.num_embeddings, None
+        doubt_B = _doubt(sq_B, ids_BN, norms_BN, X_BTd, *table, backend, is_shared=True)
         return sq_B.unsqueeze(1), doubt_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:

@@ -19,7 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping.factors.base import DenseGrad, MeasuredOnce, PerSampleGrad
+from flash_clipping.factors.base import (
+    DenseGrad,
+    MeasuredOnce,
+    PerSampleGrad,
+    accumulation_dtype,
+)
 from flash_clipping.factors.convolution import ConvolutionGrad
 from flash_clipping.factors.embedding import (
     BLOCK,
@@ -30,8 +35,9 @@ from flash_clipping.factors.embedding import (
     TiedEmbeddingGrad,
 )
 from flash_clipping.factors.linear import LinearGrad, SegmentedLinearGrad, SumGrad
-from flash_clipping.factors.merge import StackedGrad, merge
+from flash_clipping.factors.merge import RearrangedGrad, StackedGrad, merge
 from flash_clipping.ops import error_bounds
+from flash_clipping.ops.convolution.reference import weighted_sum
 from flash_clipping.ops.embedding.reference import sums_by_index
 from flash_clipping.ops.runtime.backend import full_precision
 from flash_clipping.ops.segments import (
@@ -113,6 +119,8 @@ def by_units(factor: PerSampleGrad, units: UnitMap) -> PerSampleGrad:
     """A factor whose "samples" are M rows, as that of the units which these rows belong to."""
     if isinstance(factor, StackedGrad):
         return StackedGrad([by_units(part, units) for part in factor.parts])
+    if isinstance(factor, RearrangedGrad):
+        return RearrangedGrad(by_units(factor.inner, units), factor.arrange)
     if isinstance(factor, UnitGrad):
         return UnitGrad(factor.rows, factor.units.then(units))
     if isinstance(factor, DenseGrad | SumGrad):
@@ -155,6 +163,10 @@ class UnitGrad(MeasuredOnce):
         if isinstance(rows, TiedEmbeddingGrad):
             head = UnitGrad(rows.head, self.units).clipped_sum(coef_B, backend)
             return head + rows.lookup.clipped_sum(self.units.of_rows(coef_B), backend)
+        if isinstance(rows, ConvolutionGrad) and rows.G.is_cpu:
+            shape, dtype = rows.weight_shape, accumulation_dtype(rows.G.dtype)
+            coef_M = self.units.of_rows(coef_B).to(dtype)
+            return weighted_sum(rows.dense_in_chunks(), coef_M, shape, dtype)
         return rows.clipped_sum(self.units.of_rows(coef_B), backend)
 
     def dense(self) -> Tensor:
@@ -184,7 +196,7 @@ class UnitGrad(MeasuredOnce):
     def concatenate(cls, factors: Sequence[UnitGrad]) -> PerSampleGrad:
         maps = {id(factor.units): factor.units for factor in factors}
         if len(maps) == 1:
-            return cls(merge([factor.rows for factor in factors]), factors[0].units)
+            return by_units(merge([factor.rows for factor in factors]), factors[0].units)
         # Rows of other maps, as of an expert that is called twice: every position becomes a row.
         parts: list[Any] = [factor.rows for factor in factors]
         names = _OPERANDS.get(type(parts[0]), ())
@@ -220,36 +232,55 @@ def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor,
     if isinstance(rows, SegmentedLinearGrad):
         return _segmented_sqnorms(rows, units, backend)
     if isinstance(rows, EmbeddingGrad | EmbeddingBagGrad | ScaledEmbeddingGrad):
-        sq_U, _, lost_U = _scattered(rows, units).sqnorms()
-        return sq_U, error_bounds.doubt_of_runs(sq_U, lost_U)
+        sq_U, spread_U, lost_U = _scattered(rows, units).sqnorms()
+        shared_U = error_bounds.error_bound(spread_U)
+        return sq_U, error_bounds.doubt_of_runs(sq_U, lost_U, shared_B=shared_U)
     if isinstance(rows, TiedEmbeddingGrad):
         return _tied_sqnorms(rows, units, backend)
-    sq_U = DenseGrad(_unit_sums(rows, units)).sqnorms(backend)
     if isinstance(rows, ConvolutionGrad):
-        return sq_U, _doubt_of_convolution(sq_U, rows, units)
-    # What rounding may hide grows with the square of the spread, and spreads add up. Of a row
-    # that was measured as it is released, the spread over rows is its norm.
+        return _convolution_sqnorms(rows, units, backend)
+    sq_U = DenseGrad(_unit_sums(rows, units)).sqnorms(backend)
     if (found := rows.error_bound(backend)) is None:
-        doubt_M = error_bounds.error_bound(rows.sqnorms(backend).sqrt())
-        off_M = torch.zeros_like(doubt_M)
-    else:
-        # Where n² + doubt is (n + δ)² for the δ by which a row is off, its unit is off by as much,
-        # and may have a norm far above that of the row.
-        doubt_M, sq_M = found, rows.sqnorms(backend).clamp(min=0)
-        off_M = doubt_M / (sq_M + doubt_M).sqrt().add_(sq_M.sqrt()).clamp_(min=TINY)
-    hidden_U, off_U = units.sums(torch.stack([doubt_M.sqrt(), off_M], 1)).to(sq_U.dtype).unbind(1)
+        return sq_U, _doubt_of_sums(sq_U, rows.sqnorms(backend), units)
+    # What rounding may hide grows with the square of the spread, and spreads add up. Where n² +
+    # doubt is (n + δ)² for the δ by which a row is off, its unit is off by as much, and may have a
+    # norm far above that of the row.
+    sq_M = rows.sqnorms(backend).clamp(min=0)
+    off_M = found / (sq_M + found).sqrt().add_(sq_M.sqrt()).clamp_(min=TINY)
+    hidden_U, off_U = units.sums(torch.stack([found.sqrt(), off_M], 1)).to(sq_U.dtype).unbind(1)
     return sq_U, hidden_U.square() + 2 * sq_U.sqrt() * off_U
 
 
-def _doubt_of_convolution(sq_U: Tensor, rows: ConvolutionGrad, units: UnitMap) -> Tensor:
-    """What is released of rows is another product than what is measured; libraries of a CPU may add
-    up all positions of a unit's rows in turn."""
-    spread_M = rows.spread()
-    spread_U, rows_U = units.sums(torch.stack([spread_M, torch.ones_like(spread_M)], 1)).unbind(1)
-    if not spread_U.is_cpu:
-        return error_bounds.error_bound(spread_U)
-    met_U = 2 * rows.G.shape[2:].numel() * rows_U
-    return error_bounds.additions_doubt(sq_U, spread_U, met_U)
+def _doubt_of_sums(sq_U: Tensor, sq_M: Tensor, units: UnitMap) -> Tensor:
+    """The error bound of squared norms of units, where each row is measured as it is released. All
+    rows of a unit may be added up in turn."""
+    norm_M = sq_M.sqrt()
+    spread_U, rows_U = units.sums(torch.stack([norm_M, torch.ones_like(norm_M)], 1)).unbind(1)
+    return error_bounds.additions_doubt(sq_U, spread_U, 2 * rows_U)
+
+
+def _convolution_sqnorms(
+    rows: ConvolutionGrad, units: UnitMap, backend: str
+) -> tuple[Tensor, Tensor]:
+    """On a CPU sums are added up from the gradients that are measured; on a GPU they are other
+    products."""
+    sums_U, sq_M = _convolution_sums(rows, units)
+    sq_U = DenseGrad(sums_U).sqnorms(backend)
+    if sq_M.is_cpu:
+        return sq_U, _doubt_of_sums(sq_U, sq_M, units)
+    return sq_U, error_bounds.error_bound(units.sums(rows.spread().unsqueeze(1))[:, 0])
+
+
+def _convolution_sums(rows: ConvolutionGrad, units: UnitMap) -> tuple[Tensor, Tensor]:
+    """Gradients of units, and squared norms of those of rows. A chunk at a time: all rows'
+    gradients at once would be the largest tensor of the step."""
+    dtype = accumulation_dtype(rows.G.dtype)
+    sums_U = rows.G.new_zeros((units.count, *rows.weight_shape), dtype=dtype)
+    sq_M = rows.G.new_zeros(len(units), dtype=dtype)
+    for chunk, grads in rows.dense_in_chunks():
+        sums_U += UnitMap(units.index_M[chunk], units.count).sums(grads)
+        sq_M[chunk] = error_bounds.squared_norms(grads)
+    return sums_U, sq_M
 
 
 def _segmented(rows: LinearGrad, units: UnitMap) -> tuple[Rows, Rows, Segments]:
@@ -266,14 +297,9 @@ def _unit_sums(rows: PerSampleGrad, units: UnitMap) -> Tensor:
         shape = rows.rows_BTn.shape[2:] if rows.shape is None else rows.shape
         sums_Un = units.sums(rows.rows_BTn.flatten(0, 1), rows.rows_BTn.shape[1])
         return sums_Un.view(units.count, *shape)
-    if not isinstance(rows, ConvolutionGrad):
-        return units.sums(rows.dense())
-    # A chunk at a time: all rows' gradients at once would be the largest tensor of the step.
-    total: Tensor | None = None
-    for chunk, grads in rows.dense_in_chunks():
-        sums = UnitMap(units.index_M[chunk], units.count).sums(grads)
-        total = sums if total is None else total.add_(sums)
-    return units.sums(rows.dense()) if total is None else total
+    if isinstance(rows, ConvolutionGrad):
+        return _convolution_sums(rows, units)[0]
+    return units.sums(rows.dense())
 
 
 def _segmented_sqnorms(
@@ -321,7 +347,8 @@ def _tied_sqnorms(rows: TiedEmbeddingGrad, units: UnitMap, backend: str) -> tupl
     sq_U = lookup_sq_U + head_sq_U + 2 * cross_U.to(lookup_sq_U.dtype)
     if A_Pd.is_cpu:  # the head is released of a unit whose own norm may be above the head's
         rows_P = error_bounds.row_norms(A_Pd.unsqueeze(0), G_PV.unsqueeze(0))[0]
-        head_spread_U = sums_by_index(rows_P.unsqueeze(1), unit_P, units.count + 1)[:-1, 0]
+        head_spread_U = sums_by_index(rows_P.double().unsqueeze(1), unit_P, units.count + 1)
+        head_spread_U = head_spread_U[:-1, 0].to(rows_P.dtype)
         met = error_bounds.additions(len(A_Pd))
         doubt_U += error_bounds.additions_doubt(sq_U + doubt_U, head_spread_U, met)
     doubt_U += error_bounds.doubt_of_runs(torch.maximum(sq_U, lookup_sq_U), lost_U)

@@ -28,8 +28,9 @@ AUTOMATIC_GAMMA = 0.01
 
 
 def total_norm(norms_PB: Tensor) -> Tensor:
-    """Norm over all parameters, ``[B]``, from per-parameter norms ``[P, B]``."""
-    return torch.linalg.vector_norm(norms_PB, dim=0)
+    """Norm over all parameters, ``[B]``, from per-parameter norms ``[P, B]``. Not by
+    ``vector_norm``: a CPU's adds them up in turn, and loses 1.8e-4 of a norm over 6000."""
+    return norms_PB.square().sum(0).sqrt_()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.finish.clipping import Coefficients
 from flash_clipping.finish.plan import Plan
 from flash_clipping.ops.clipped_sum import AT_ONCE, clipped_sums_many, in_turn
+from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.outer import sum_parts, weighted_sum, weighted_sums_many
 from flash_clipping.ops.rows import row_sums
@@ -86,8 +87,8 @@ class GroupedFactors:
             grads = torch.stack([factors[key].grads for key in keys], dim=1).contiguous()
             B, P, n = *grads.shape[:2], grads.shape[2:].numel()  # a scalar's is 1
             dtype = accumulation_dtype(grads.dtype)
-            norms_BP = torch.linalg.vector_norm(grads.view(B, P, n), dim=2, dtype=dtype)
-            stack = keys, [n] * P, grads.view(B, P * n), norms_BP.square_().T
+            sq_BP = squared_norms(grads.view(B * P, n), dtype).view(B, P)
+            stack = keys, [n] * P, grads.view(B, P * n), sq_BP.T
             self.stacks.append(VectorStack(*stack))
         for key in plan.stored:
             self.stored[key] = factors[key]

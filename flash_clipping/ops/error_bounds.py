@@ -37,6 +37,7 @@ What is released as it was measured needs no bound: stored gradients, biases, no
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -71,18 +72,23 @@ def squared_rows(X_BTf: Tensor, dtype: torch.dtype) -> Tensor:
     return squares_BT.add_(FLOOR * X_BTf.shape[-1])
 
 
-ROW = 2**14
-"""Elements of a long row that are added up together on a CPU."""
+ROW = 2**11
+"""Elements of a row that are added up together on a CPU, as eight running sums."""
 
 
 def squared_norms(grads: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Squared norms ``[B]`` of gradients that are there, ``[B, ...]``, in ``dtype`` or their own.
 
-    On a CPU, PyTorch adds all of a row up one after the other, and errs by 3e-4 of the norm at
-    2²⁴ elements of fp32 (5e-3 at 2²⁶). So long rows are added up in parts, to within 1e-6.
+    On a CPU, PyTorch adds a row up as eight running sums, of strided elements as one, and loses
+    what does not count beside these: 6e-5 of the norm at 2¹⁴ elements of fp32, 4e-3 at 2²⁰. So long
+    rows are added up in parts, to within 8e-6.
     """
     flat = grads.reshape(len(grads), grads.shape[1:].numel())
-    if not flat.is_cpu or flat.shape[1] <= ROW:
+    if not flat.is_cpu:
+        return torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square_()
+    if flat.stride(1) != 1:
+        flat = flat.contiguous()
+    if flat.shape[1] <= ROW:
         return torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square_()
     whole = flat.shape[1] // ROW * ROW
     parts = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, ROW)), dim=2, dtype=dtype)
@@ -135,13 +141,18 @@ def error_bound(spread_B: Tensor, *features: int) -> Tensor:
 TOGETHER = 256
 """Rows whose products references add up by themselves; such results are then added up in turn."""
 
+APART = 128
+"""Above so many positions references add up a sample by itself, before it meets others."""
+
 
 def additions(rows: int) -> int:
     """How many a product of so many rows meets at most, in a reference."""
     return min(rows, TOGETHER) + math.ceil(rows / TOGETHER)
 
 
-def additions_doubt(sq_B: Tensor, spread_B: Tensor, met: int | Tensor) -> Tensor:
+def additions_doubt(
+    sq_B: Tensor, spread_B: Tensor, met: int | Tensor, apart: bool = False
+) -> Tensor:
     """The error bound of squared norms of products ``G_bᵀ A_b`` that were added up in the dtype of
     ``sq_B``, whatever a sample holds.
 
@@ -150,6 +161,7 @@ def additions_doubt(sq_B: Tensor, spread_B: Tensor, met: int | Tensor) -> Tensor
         spread_B: the spread of every sample, of the same shape.
         met: additions that a product meets, when it is measured and when it is released together
             (:func:`additions`; none that are in float64). A tensor: of every sample.
+        apart: whether a sample is added up by itself, and only the result to those of others.
 
     A sum of n numbers is off by at most ``n u`` of the sum of their absolutes, in any order and
     with the roundings of products (Jeannerod and Rump, "Improved error bounds for inner products in
@@ -158,6 +170,11 @@ def additions_doubt(sq_B: Tensor, spread_B: Tensor, met: int | Tensor) -> Tensor
     ``n² + (2 n + δ) δ``, and at most ``(1 + s) n² + (1 + 1/s) δ²`` for any s, of which
     ``s = 2 SLACK`` is granted. Up to some 100 additions on a CPU this is what
     :func:`error_bound` grants.
+
+    Of a sample whose positions cancel, nothing but rounding may be released, up to the norm C. If
+    it is not added up by itself this depends on who else is there: then the bound is
+    ``δ² / (2 SLACK)``, which leaves a hundredth of C of it, or at least :func:`error_bound`, which
+    leaves ``met u / √CANCELLATION``.
     """
     off = (met + 8) * (torch.finfo(sq_B.dtype).eps / 2)
     by_slack = off * off / (2 * SLACK)
@@ -165,8 +182,21 @@ def additions_doubt(sq_B: Tensor, spread_B: Tensor, met: int | Tensor) -> Tensor
     if sq_B.dtype == torch.float64 or not isinstance(met, Tensor) and by_slack <= granted:
         return spread_B.square().mul_(granted)  # error_bound
     delta_B = spread_B * off
-    by_norm_B = sq_B.clamp(min=0).sqrt_().mul_(2).add_(delta_B).mul_(delta_B)
-    return torch.minimum(by_norm_B, spread_B.square().mul_(by_slack))
+    if not apart:
+        return _doubt_of_shared(sq_B, delta_B, spread_B.square().mul_(granted))
+    by_slack_B = delta_B.square().mul_(1 / (2 * SLACK))
+    return torch.minimum(_doubt_by_norm(sq_B, delta_B), by_slack_B)
+
+
+def _doubt_by_norm(sq_B: Tensor, delta_B: Tensor) -> Tensor:
+    """``(n + δ)² - n²`` of squared norms n²."""
+    return sq_B.clamp(min=0).sqrt_().mul_(2).add_(delta_B).mul_(delta_B)
+
+
+def _doubt_of_shared(sq_B: Tensor, delta_B: Tensor, general_B: Tensor) -> Tensor:
+    """The same where a sample is not added up by itself; ``general_B``: of :func:`error_bound`."""
+    doubt_B = torch.maximum(_doubt_by_norm(sq_B, delta_B), general_B)
+    return torch.minimum(doubt_B, delta_B.square().mul_(1 / (2 * SLACK)))
 
 
 def gram_doubt(
@@ -269,7 +299,11 @@ def product_doubt(
 
 
 def runs_doubt(
-    sq_B: Tensor, ids_BT: Tensor, norms_BT: Tensor, on_tensor_cores: bool = False
+    sq_B: Tensor,
+    ids_BT: Tensor,
+    norms_BT: Tensor,
+    on_tensor_cores: bool = False,
+    shared: Sequence[int] | None = None,
 ) -> Tensor:
     """The error bound of squared norms ``Σ_i ‖Σ_{t: id_t = i} G_t‖²`` of which the inner sums were
     added up row by row, in the dtype of ``norms_BT``, and once more for what is released.
@@ -279,12 +313,15 @@ def runs_doubt(
         ids_BT: of every position.
         norms_BT: ``‖G_t‖``.
         on_tensor_cores: whether these added up what was measured, as products with one-hot vectors.
+        shared: where rows of a sample meet those of others before they are added up: features.
     """
     sorted_BT = ids_BT.sort(dim=1).values.contiguous()
     ids_BT = ids_BT.contiguous()
     rows_BT = torch.searchsorted(sorted_BT, ids_BT, right=True)
     rows_BT -= torch.searchsorted(sorted_BT, ids_BT)
-    return doubt_of_runs(sq_B, lost_of_runs(rows_BT, norms_BT).sum(1), on_tensor_cores)
+    lost_B = lost_of_runs(rows_BT, norms_BT).sum(1)
+    shared_B = None if shared is None else error_bound(norms_BT.sum(1), *shared)
+    return doubt_of_runs(sq_B, lost_B, on_tensor_cores, shared_B)
 
 
 def lost_of_runs(rows: Tensor, norms: Tensor) -> Tensor:
@@ -294,8 +331,11 @@ def lost_of_runs(rows: Tensor, norms: Tensor) -> Tensor:
     return weight.mul_(norms.square())
 
 
-def doubt_of_runs(sq_B: Tensor, lost_B: Tensor, on_tensor_cores: bool = False) -> Tensor:
-    """See :func:`runs_doubt`; ``lost_B``: :func:`lost_of_runs`, summed over a sample.
+def doubt_of_runs(
+    sq_B: Tensor, lost_B: Tensor, on_tensor_cores: bool = False, shared_B: Tensor | None = None
+) -> Tensor:
+    """See :func:`runs_doubt`; ``lost_B``: :func:`lost_of_runs`, summed over a sample; ``shared_B``:
+    what :func:`error_bound` says of those that meet others' rows (:func:`additions_doubt`).
 
     Let L be the rows of an id, of norms that add up to s. The sum of L numbers is off by at most
     ``L u`` of the sum of their absolutes, in any order (Jeannerod and Rump, "Improved error bounds
@@ -310,7 +350,9 @@ def doubt_of_runs(sq_B: Tensor, lost_B: Tensor, on_tensor_cores: bool = False) -
     """
     u = torch.finfo(lost_B.dtype).eps / 2
     delta_B = lost_B.sqrt().mul_((5 if on_tensor_cores else 2) * u)
-    return sq_B.sqrt().mul_(2).add_(delta_B).mul_(delta_B)
+    if shared_B is not None:
+        return _doubt_of_shared(sq_B, delta_B, shared_B)
+    return _doubt_by_norm(sq_B, delta_B)
 
 
 def upper_bound(norm: Tensor, error_bound: Tensor | None) -> Tensor:

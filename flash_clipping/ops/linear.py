@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops.error_bounds import (
+    APART,
     additions,
     additions_doubt,
     error_bound,
@@ -21,6 +22,9 @@ from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.outer import outer_sqnorms, sum_parts
 from flash_clipping.ops.runtime import backend as backends, cost, shapes
 from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock
+
+HUGE = 2.0**63
+"""Norm of an operand, of fp32 or less, whose square is close to inf in fp32."""
 
 
 def linear_sqnorms(
@@ -97,7 +101,7 @@ def outer_doubt(sq_B: Tensor, A_BTd: Tensor, G_BTp: Tensor, backend: str) -> Ten
     T = A_BTd.shape[1]
     names, dtype = ("outer_sqnorms", "clipped_sums_many"), A_BTd.dtype
     if not backends.runs_kernels(backend, max(A_BTd, G_BTp, key=Tensor.element_size), *names):
-        return additions_doubt(sq_B, rows_BT.sum(1), 2 * additions(T))
+        return additions_doubt(sq_B, rows_BT.sum(1), 2 * additions(T), apart=T > APART)
     doubt_B = error_bound(rows_BT.sum(1))
     if G_BTp.is_cuda and G_BTp.dtype == dtype:
         from flash_clipping.ops.clipped_sum import triton as sums
@@ -125,8 +129,13 @@ def rank_one_sqnorms(A_B1d: Tensor, G_B1p: Tensor) -> Tensor:
     """``‖g aᵀ‖² = ‖a‖² ‖g‖²`` for samples of one position, ``[B]``.
 
     Nothing cancels, so nothing is in doubt. In float64, as the square of one operand may be lost in
-    fp32 and the other make up for it.
+    fp32 and the other make up for it. Where one is above :data:`HUGE` the norm is not finite: the
+    other, times a coefficient, would be rounded to a multiple of the least number of fp32.
     """
     A_norm = torch.linalg.vector_norm(A_B1d, dim=(1, 2), dtype=torch.float64)
     G_norm = torch.linalg.vector_norm(G_B1p, dim=(1, 2), dtype=torch.float64)
-    return A_norm.mul_(G_norm).square_().to(shapes.accumulator(A_B1d, G_B1p))
+    dtype = shapes.accumulator(A_B1d, G_B1p)
+    sq_B = (A_norm * G_norm).square_()
+    if dtype != torch.float64:
+        sq_B.div_(A_norm.add_(G_norm) <= HUGE)
+    return sq_B.to(dtype)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.error_bounds import TOGETHER
+from flash_clipping.ops.error_bounds import APART, TOGETHER
 from flash_clipping.ops.rows.reference import row_scale
 from flash_clipping.ops.runtime.shapes import LaunchCache, accumulator
 
@@ -16,6 +16,9 @@ CONVERTED = 1 << 22
 
 FORMED = 1 << 18
 """Elements of small products that are formed at a time, before they are added up."""
+
+STRIP = 512
+"""Rows of large products that are."""
 
 
 def clipped_sums_many(
@@ -41,7 +44,9 @@ def _of_one_input(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[T
     if all([x.dtype == dtype for x in (A_BTd, *Gs)]):
         return _products(A_BTd, Gs, coef_B)
     per_sample = A_BTd[:1].numel() + sum(G[:1].numel() for G in Gs)
-    samples = max(1, CONVERTED // max(1, per_sample))
+    # As many positions at least as a product adds up by itself: results are added up in turn.
+    least = -(-TOGETHER // max(1, A_BTd.shape[1]))
+    samples = max(1, least, CONVERTED // max(1, per_sample))
     totals: list[Tensor] = []
     for b in range(0, A_BTd.shape[0], samples):
         chunk = slice(b, b + samples)
@@ -64,8 +69,22 @@ def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tenso
         scaled_G = (
             row_scale(G_BTp, kept_B if scale_A else coef_B) if clean or not scale_A else G_BTp
         )
-        sums.append(product_of_rows(scaled_G.flatten(0, 1), scaled_A.flatten(0, 1)))
+        sums.append(_sum_of_samples(scaled_G, scaled_A))
     return sums
+
+
+def _sum_of_samples(G_BTp: Tensor, A_BTd: Tensor) -> Tensor:
+    """``Σ_b G_bᵀ A_b``. What rounding makes of a long sample may not depend on who else is there:
+    each is added up by itself (:func:`flash_clipping.ops.error_bounds.additions_doubt`)."""
+    B, T, d = A_BTd.shape
+    p = G_BTp.shape[2]
+    if T <= APART or B == 1:
+        return product_of_rows(G_BTp.flatten(0, 1), A_BTd.flatten(0, 1))
+    total = A_BTd.new_zeros(p, d)
+    at_once = max(1, FORMED // max(1, p * d))
+    for G, A in zip(G_BTp.split(at_once), A_BTd.split(at_once), strict=True):
+        total += product_of_rows(G, A).sum(0) if at_once > 1 else product_of_rows(G[0], A[0])
+    return total
 
 
 def product_of_rows(G: Tensor, A: Tensor) -> Tensor:
@@ -78,10 +97,11 @@ def product_of_rows(G: Tensor, A: Tensor) -> Tensor:
     whole = N // TOGETHER * TOGETHER
     total = G[..., whole:, :].mT @ A[..., whole:, :]
     if elements > FORMED // 2:
-        buffer = torch.empty_like(total)
-        for i in range(0, whole, TOGETHER):
-            rows = slice(i, i + TOGETHER)
-            total += torch.matmul(G[..., rows, :].mT, A[..., rows, :], out=buffer)
+        for strip, G_strip in zip(total.split(STRIP, -2), G.split(STRIP, -1), strict=True):
+            buffer = torch.empty_like(strip)
+            for i in range(0, whole, TOGETHER):
+                rows = slice(i, i + TOGETHER)
+                strip += torch.matmul(G_strip[..., rows, :].mT, A[..., rows, :], out=buffer)
         return total
     at_once = TOGETHER * (FORMED // max(1, elements))
     for i in range(0, whole, at_once):

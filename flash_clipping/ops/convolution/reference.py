@@ -6,6 +6,9 @@ what one of these sees.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch import Tensor
 from flash_clipping.ops import error_bounds
 from flash_clipping.ops.convolution.geometry import Geometry
 from flash_clipping.ops.linear import linear_sqnorms
+from flash_clipping.ops.outer.reference import weighted_sums_many
 from flash_clipping.ops.rows.reference import row_scale
 from flash_clipping.ops.runtime.shapes import accumulator
 
@@ -47,6 +51,10 @@ def convolution_sqnorms(
     if not len(G):
         return G.new_zeros((0, 1), dtype=accumulator(G)), None
     x, G = _operands(x, G, tf32)
+    if _adds_up_samples(G):
+        grads = grads_in_chunks(x, G, geometry)
+        found = [error_bounds.squared_norms(some) for _, some in grads]
+        return torch.cat(found).unsqueeze(1), None
     found = []
     for rows in chunks(x, G, geometry):
         A_NTd, G_NTp = unfolded(x[rows], G[rows], geometry)
@@ -54,9 +62,14 @@ def convolution_sqnorms(
         found.append(sq_1N[0])
     sq_B = torch.cat(found).view(len(G), geometry.groups).sum(1)
     # oneDNN may add all positions up in turn.
-    T = G.shape[2:].numel()
-    met = error_bounds.additions(T) + T
+    met = 2 * G.shape[2:].numel()
     return sq_B.unsqueeze(1), error_bounds.additions_doubt(sq_B, spread(x, G, geometry), met)
+
+
+def _adds_up_samples(G: Tensor) -> bool:
+    """Whether sums are added up from the gradients of samples, as these were measured: on a CPU,
+    where positions are so many that a product over all samples may lose too much."""
+    return G.is_cpu and G.shape[2:].numel() > error_bounds.TOGETHER
 
 
 def spread(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
@@ -78,13 +91,37 @@ def convolution_grads(
     x: Tensor, G: Tensor, geometry: Geometry, tf32: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """See :func:`flash_clipping.ops.convolution.convolution_grads`."""
-    x, G = _operands(x, G, tf32)
+    grads = _grads(*_operands(x, G, tf32), geometry)
+    return grads, error_bounds.squared_norms(grads, accumulator(grads)).unsqueeze(1)
+
+
+def _grads(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     channels = G.shape[1] // geometry.groups, x.shape[1] // geometry.groups
     on_onednn = x.is_cpu and G.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     # Whose kernels work on blocks of channels.
     way = by_groups if on_onednn and not any([n % 8 for n in channels]) else by_patches
-    grads = way(x, G, geometry)
-    return grads, error_bounds.squared_norms(grads, accumulator(grads)).unsqueeze(1)
+    return way(x, G, geometry)
+
+
+def grads_in_chunks(x: Tensor, G: Tensor, geometry: Geometry) -> Iterator[tuple[slice, Tensor]]:
+    """Per-sample gradients of a few samples at a time, in fp32 (float64 for float64); the same
+    whenever they are formed."""
+    dtype = accumulator(x, G)
+    elements = max(1, math.prod(geometry.weight_shape(x, G)))
+    most = CHUNK_ELEMENTS_CPU if x.is_cpu else CHUNK_ELEMENTS
+    for rows in chunks(x, G, geometry, max(1, most // elements)):
+        yield rows, _grads(x[rows].to(dtype), G[rows].to(dtype), geometry)
+
+
+def weighted_sum(
+    chunks: Iterator[tuple[slice, Tensor]], coef_B: Tensor, like: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """``Σ_b coef_b g_b`` of gradients that come in chunks; samples whose coefficient is 0 add
+    nothing, whatever they hold."""
+    total = coef_B.new_zeros(like, dtype=dtype)
+    for rows, grads in chunks:
+        total += weighted_sums_many([grads], coef_B[rows])[0]
+    return total
 
 
 def convolution_sum(
@@ -92,6 +129,9 @@ def convolution_sum(
 ) -> Tensor:
     """See :func:`flash_clipping.ops.convolution.convolution_sum`."""
     x, G = _operands(x, G, tf32)
+    if _adds_up_samples(G):
+        shape, dtype = geometry.weight_shape(x, G), accumulator(x, G)
+        return weighted_sum(grads_in_chunks(x, G, geometry), coef_B, shape, dtype)
     G = row_scale(G, coef_B)
     x = x.to(G.dtype)
     # The input is not scaled, so 0 * inf must be kept out of it as well. Only the CPU may look
@@ -117,11 +157,12 @@ def weight_grad(x: Tensor, G: Tensor, geometry: Geometry, like: Tensor | None = 
 # -- ways to form gradients ------------------------------------------------------------------------
 
 
-def chunks(x: Tensor, G: Tensor, geometry: Geometry) -> list[slice]:
-    """So many samples at a time as may be unfolded at once."""
+def chunks(x: Tensor, G: Tensor, geometry: Geometry, most: int | None = None) -> list[slice]:
+    """So many samples at a time as may be unfolded at once, and no more than ``most``."""
     elements = CHUNK_ELEMENTS_CPU if x.device.type == "cpu" else CHUNK_ELEMENTS
     per_sample = G.shape[2:].numel() * x.shape[1] * geometry.offsets
     step = max(1, elements // max(1, per_sample))
+    step = step if most is None else min(step, most)
     return [slice(i, i + step) for i in range(0, len(G), step)]
 
 

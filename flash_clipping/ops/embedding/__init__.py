@@ -83,15 +83,34 @@ def embedding_clipped_sum(
     """``Σ_b coef_b g_b`` of an embedding table, ``[V, d]`` in fp32 (float64 for float64).
 
     The table's gradient is what the non-private step computes anyway, and PyTorch's kernel for it
-    adds in a fixed order.
+    adds in a fixed order. Of samples that are longer than :data:`UNSORTED` rows of one id are added
+    up before they meet those of others: what rounding makes of them may not depend on these.
     """
     ids_BT, G_BTd = _as_positions(ids, G)
     check_coefficients(coef_B, G_BTd, "G")
-    scaled = row_scale(G_BTd, coef_B, backend=backend)
+    rows = row_scale(G_BTd, coef_B, backend=backend)
+    nowhere = -1 if padding_idx is None else padding_idx
+    if ids_BT.shape[1] > UNSORTED and len(ids_BT) > 1:
+        rows, ids_BT = _sums_of_runs(rows.flatten(0, 1), ids_BT, num_embeddings, nowhere)
     table: Tensor = torch.ops.aten.embedding_dense_backward(
-        scaled, ids_BT, num_embeddings, -1 if padding_idx is None else padding_idx, False
+        rows, ids_BT, num_embeddings, nowhere, False
     )
     return table
+
+
+def _sums_of_runs(
+    rows_Nd: Tensor, ids_BT: Tensor, num_embeddings: int, nowhere: int
+) -> tuple[Tensor, Tensor]:
+    """Rows of one sample and one id added up, ``[N, d]``, and the ids of these sums, ``[N]``; as
+    many as there are fewer than N have the id ``nowhere``."""
+    samples_B1 = torch.arange(len(ids_BT), device=ids_BT.device).unsqueeze(1)
+    keys_N, order_N = (ids_BT + samples_B1 * num_embeddings).flatten().sort(stable=True)
+    run_N = torch.zeros_like(keys_N)
+    run_N[1:] = (keys_N[1:] != keys_N[:-1]).cumsum(0)
+    run_of_row_N = torch.empty_like(run_N).index_copy_(0, order_N, run_N)
+    ids_N = torch.full_like(keys_N, nowhere)
+    ids_N.index_copy_(0, run_N, keys_N.remainder_(num_embeddings))  # one and the same in a run
+    return reference.sums_by_index(rows_Nd, run_of_row_N, len(run_N)), ids_N
 
 
 def tied_cross_term(

@@ -8,6 +8,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.runtime.shapes import LaunchCache, Normalized
 
 
@@ -38,12 +39,12 @@ def row_sums(
     dtype = torch.promote_types(first.dtype, torch.float32)
     sizes = [*map(Tensor.size, rows, repeat(2))]
     sums_BN = first.new_empty((len(first), sum(sizes)), dtype=dtype)
-    norms: list[Tensor] = []
+    squares: list[Tensor] = []
     for row, x_hat, sums_Bn in zip(rows, normalized, sums_BN.split(sizes, dim=1), strict=True):
         if x_hat is not None:
             x, mean, rstd = (tensor.to(dtype) for tensor in x_hat)
             each = (*row.shape[:2], 1)
             row = row.to(dtype) * ((x - mean.reshape(each)) * rstd.reshape(each))
         torch.sum(row, 1, dtype=dtype, out=sums_Bn)
-        norms.append(torch.linalg.vector_norm(sums_Bn, dim=1))
-    return sums_BN, torch.stack(norms).square_()
+        squares.append(squared_norms(sums_Bn))
+    return sums_BN, torch.stack(squares)
