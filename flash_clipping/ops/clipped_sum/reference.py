@@ -64,22 +64,23 @@ def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tenso
     scale_A = len(Gs) > 1 or A_BTd.shape[-1] <= Gs[0].shape[-1]  # shared, or narrower
     kept_B = (coef_B != 0).to(coef_B.dtype)
     scaled_A = row_scale(A_BTd, coef_B if scale_A else kept_B) if scale_A or clean else A_BTd
+    apart = A_BTd.shape[1] > APART and len(A_BTd) > 1
     sums = []
     for G_BTp in Gs:
         scaled_G = (
             row_scale(G_BTp, kept_B if scale_A else coef_B) if clean or not scale_A else G_BTp
         )
-        sums.append(_sum_of_samples(scaled_G, scaled_A))
+        if apart:
+            sums.append(_sum_of_samples(scaled_G, scaled_A))
+        else:
+            sums.append(product_of_rows(scaled_G.flatten(0, 1), scaled_A.flatten(0, 1)))
     return sums
 
 
 def _sum_of_samples(G_BTp: Tensor, A_BTd: Tensor) -> Tensor:
     """``Σ_b G_bᵀ A_b``. What rounding makes of a long sample may not depend on who else is there:
     each is added up by itself (:func:`flash_clipping.ops.error_bounds.additions_doubt`)."""
-    B, T, d = A_BTd.shape
-    p = G_BTp.shape[2]
-    if T <= APART or B == 1:
-        return product_of_rows(G_BTp.flatten(0, 1), A_BTd.flatten(0, 1))
+    p, d = G_BTp.shape[2], A_BTd.shape[2]
     total = A_BTd.new_zeros(p, d)
     at_once = max(1, FORMED // max(1, p * d))
     for G, A in zip(G_BTp.split(at_once), A_BTd.split(at_once), strict=True):
