@@ -316,8 +316,9 @@ def test_ids_that_lie_apart(
 
 @every_case
 @pytest.mark.parametrize("padding_idx", [None, 3])
-def test_clipped_sum(case: Case, padding_idx: int | None) -> None:
-    ids, G = random_ids(case, 3, 20), case.randn(3, 20, 8)
+@pytest.mark.parametrize("T", [20, 200, 4000])
+def test_clipped_sum(case: Case, T: int, padding_idx: int | None) -> None:
+    ids, G = random_ids(case, 3, T), case.randn(3, T, 8)
     G[1] = float("inf")
     coef = torch.tensor([0.5, 0.0, 1.0], device=case.device)
     total = embedding_clipped_sum(ids, G, coef, V, padding_idx=padding_idx, backend=case.backend)

@@ -89,26 +89,26 @@ def embedding_clipped_sum(
     ids_BT, G_BTd = _as_positions(ids, G)
     check_coefficients(coef_B, G_BTd, "G")
     rows = row_scale(G_BTd, coef_B, backend=backend)
-    nowhere = -1 if padding_idx is None else padding_idx
+    places = num_embeddings
     if ids_BT.shape[1] > UNSORTED and len(ids_BT) > 1:
-        rows, ids_BT = _sums_of_runs(rows.flatten(0, 1), ids_BT, num_embeddings, nowhere)
+        rows, ids_BT = _sums_of_runs(rows.flatten(0, 1), ids_BT, num_embeddings)
+        places += 1
     table: Tensor = torch.ops.aten.embedding_dense_backward(
-        rows, ids_BT, num_embeddings, nowhere, False
+        rows, ids_BT, places, -1 if padding_idx is None else padding_idx, False
     )
-    return table
+    return table[:num_embeddings]
 
 
-def _sums_of_runs(
-    rows_Nd: Tensor, ids_BT: Tensor, num_embeddings: int, nowhere: int
-) -> tuple[Tensor, Tensor]:
+def _sums_of_runs(rows_Nd: Tensor, ids_BT: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
     """Rows of one sample and one id added up, ``[N, d]``, and the ids of these sums, ``[N]``; as
-    many as there are fewer than N have the id ``nowhere``."""
+    many as there are fewer than N are zeros of the id ``num_embeddings``. (PyTorch's kernel for a
+    GPU has room for as many ids as a table has rows: one more, to be skipped, is no id.)"""
     samples_B1 = torch.arange(len(ids_BT), device=ids_BT.device).unsqueeze(1)
     keys_N, order_N = (ids_BT + samples_B1 * num_embeddings).flatten().sort(stable=True)
     run_N = torch.zeros_like(keys_N)
     run_N[1:] = (keys_N[1:] != keys_N[:-1]).cumsum(0)
     run_of_row_N = torch.empty_like(run_N).index_copy_(0, order_N, run_N)
-    ids_N = torch.full_like(keys_N, nowhere)
+    ids_N = torch.full_like(keys_N, num_embeddings)
     ids_N.index_copy_(0, run_N, keys_N.remainder_(num_embeddings))  # one and the same in a run
     return reference.sums_by_index(rows_Nd, run_of_row_N, len(run_N)), ids_N
 
