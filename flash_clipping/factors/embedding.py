@@ -26,7 +26,7 @@ from flash_clipping.ops.embedding import (
     tied_cross_term,
 )
 from flash_clipping.ops.embedding.reference import sums_by_index
-from flash_clipping.ops.linear import linear_sqnorm_blocks
+from flash_clipping.ops.linear import linear_sqnorm_blocks, lost_of_sum
 from flash_clipping.ops.rows import row_scale
 from flash_clipping.ops.runtime.backend import runs_kernels
 
@@ -243,7 +243,7 @@ class TiedEmbeddingGrad(MeasuredOnce):
 
     def measure(self, backend: str) -> tuple[Tensor, Tensor]:
         lookup, A_BTd, G_BTp = self.lookup, self.head.A_BTd, self.head.G_BTp
-        cross_B = tied_cross_term(
+        cross_B, off_B = tied_cross_term(
             lookup.ids_BT,
             lookup.G_BTd,
             A_BTd,
@@ -252,22 +252,24 @@ class TiedEmbeddingGrad(MeasuredOnce):
             backend=backend,
         )
         (block,) = linear_sqnorm_blocks([(A_BTd, [G_BTp])], backend=backend)
-        (sq_1B, doubt_1B, spread_sq_1B) = block[1:]
+        (head_sq_1B, head_doubt_1B, spread_sq_1B) = block[1:]
+        by_gram_B = None if spread_sq_1B is None or head_doubt_1B is None else head_doubt_1B[0]
         if spread_sq_1B is None:
             spread_sq_1B = error_bounds.spread(A_BTd, G_BTp).square_().unsqueeze(0)
-        # The three rounded terms of a sum that cancels may come out below zero.
-        lookup_sq_B = lookup.square_parts(backend).sum(1)
-        sq_B = cross_B.mul_(2).add_(sq_1B[0]).add_(lookup_sq_B)
-        # The three terms may cancel; spreads add up. The head's own norm is in doubt as well.
-        head_spread_B = spread_sq_1B[0].sqrt()
-        doubt_B = error_bounds.error_bound(head_spread_B + lookup.spread(), A_BTd.shape[-1])
-        if A_BTd.is_cpu:  # the head is released of a sample whose norm may be above the head's
-            met = error_bounds.additions(A_BTd.shape[1])
-            released_B = error_bounds.additions_doubt(sq_B + doubt_B, head_spread_B, met)
-            doubt_B = torch.maximum(doubt_B, released_B)
-        if doubt_1B is not None:
-            doubt_B.add_(doubt_1B[0])
-        doubt_B.add_(lookup.doubt_beside(torch.maximum(sq_B, lookup_sq_B), backend))
+        head_sq_B, lookup_sq_B = head_sq_1B[0], lookup.square_parts(backend).sum(1)
+        # The three rounded terms of a sum that cancels may come out below zero. Each is in doubt by
+        # its own size, and by what its sums lost.
+        sq_B = cross_B.mul(2).add_(head_sq_B).add_(lookup_sq_B)
+        u = torch.finfo(sq_B.dtype).eps / 2
+        doubt_B = off_B.mul(2).add_(head_sq_B.abs().add(lookup_sq_B), alpha=64 * u)
+        if head_doubt_1B is not None:
+            doubt_B.add_(head_doubt_1B[0])
+        # What is released of the two uses is off by δ and δ', and ``2 δ δ' <= δ² + δ'²``: of the
+        # lookup, the bound has room for that, as it counts what was measured as well.
+        delta_B = lost_of_sum(spread_sq_1B[0].sqrt(), by_gram_B, A_BTd, G_BTp, backend)
+        whole_sq_B = torch.maximum(sq_B + doubt_B, lookup_sq_B)
+        doubt_B.add_(error_bounds.doubt_by_norm(whole_sq_B, delta_B)).add_(delta_B.square())
+        doubt_B.add_(lookup.doubt_beside(whole_sq_B, backend))
         return sq_B.unsqueeze(1), doubt_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:

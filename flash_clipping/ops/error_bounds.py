@@ -185,17 +185,17 @@ def additions_doubt(
     if not apart:
         return _doubt_of_shared(sq_B, delta_B, spread_B.square().mul_(granted))
     by_slack_B = delta_B.square().mul_(1 / (2 * SLACK))
-    return torch.minimum(_doubt_by_norm(sq_B, delta_B), by_slack_B)
+    return torch.minimum(doubt_by_norm(sq_B, delta_B), by_slack_B)
 
 
-def _doubt_by_norm(sq_B: Tensor, delta_B: Tensor) -> Tensor:
-    """``(n + δ)² - n²`` of squared norms n²."""
+def doubt_by_norm(sq_B: Tensor, delta_B: Tensor) -> Tensor:
+    """``(n + δ)² - n²`` of squared norms n²: the error bound of what is off by δ."""
     return sq_B.clamp(min=0).sqrt_().mul_(2).add_(delta_B).mul_(delta_B)
 
 
 def _doubt_of_shared(sq_B: Tensor, delta_B: Tensor, general_B: Tensor) -> Tensor:
     """The same where a sample is not added up by itself; ``general_B``: of :func:`error_bound`."""
-    doubt_B = torch.maximum(_doubt_by_norm(sq_B, delta_B), general_B)
+    doubt_B = torch.maximum(doubt_by_norm(sq_B, delta_B), general_B)
     return torch.minimum(doubt_B, delta_B.square().mul_(1 / (2 * SLACK)))
 
 
@@ -246,7 +246,7 @@ def gram_doubt(
     lost = LOST_OF_SINGLES if dtype == torch.float32 else LOST_OF_HALVES
     of_entry = promoted * lost + sums * 2.0**-24
     added_up = 2.0**-18  # what sums over a tile's entries, and over tiles, lose in fp32: some 60 u
-    s = max(2 * SLACK, math.sqrt(8) * T * lost)
+    s = gram_slack(T, dtype)
     released = 2 * (T * lost) ** 2 / s
     # Squares of entries below 2**-63 may be lost; there are at most T² of them.
     AA_B, GG_B = (x_B.sqrt().add_(T * 2.0**-62) for x_B in (AA_sq_B, GG_sq_B))
@@ -254,6 +254,12 @@ def gram_doubt(
     by_spread_B = spread_sq_B * (2 * of_entry + added_up + released)
     # fmin: an overlap that is not a number, as inf times 0, says nothing.
     return torch.fmin(by_overlap_B, by_spread_B).mul_(1 + s).add_(sq_B, alpha=s - 2 * SLACK)
+
+
+def gram_slack(T: int, dtype: torch.dtype) -> float:
+    """s of :func:`gram_doubt`. Its bound holds ``δ² / s``."""
+    lost = LOST_OF_SINGLES if dtype == torch.float32 else LOST_OF_HALVES
+    return max(2 * SLACK, math.sqrt(8) * T * lost)
 
 
 BLOCK = 64
@@ -352,7 +358,7 @@ def doubt_of_runs(
     delta_B = lost_B.sqrt().mul_((5 if on_tensor_cores else 2) * u)
     if shared_B is not None:
         return _doubt_of_shared(sq_B, delta_B, shared_B)
-    return _doubt_by_norm(sq_B, delta_B)
+    return doubt_by_norm(sq_B, delta_B)
 
 
 def upper_bound(norm: Tensor, error_bound: Tensor | None) -> Tensor:

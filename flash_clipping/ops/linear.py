@@ -5,6 +5,7 @@ B samples, T positions, d input features, p output features, L layers that read 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from flash_clipping.ops.error_bounds import (
     APART,
+    LOST_OF_HALVES,
+    LOST_OF_SINGLES,
     additions,
     additions_doubt,
     error_bound,
+    gram_slack,
     product_doubt,
     row_norms,
 )
@@ -93,6 +97,32 @@ def linear_sqnorm_blocks(
         order = [(group, left[group][layer]) for group, layer in block.order]
         blocks.append(block._replace(order=order))
     return blocks
+
+
+def lost_of_sum(
+    spread_B: Tensor, doubt_B: Tensor | None, A_BTd: Tensor, G_BTp: Tensor, backend: str
+) -> Tensor:
+    """By how much the norm of a clipped sum's product may be off, ``[B]``: δ of
+    :mod:`flash_clipping.ops.error_bounds`, for a coefficient of 1.
+
+    Args:
+        spread_B: ``Σ_t ‖a_t‖ ‖g_t‖``.
+        doubt_B: the error bound of squared norms, where Gram matrices gave these.
+    """
+    T, decides = A_BTd.shape[1], max(A_BTd, G_BTp, key=Tensor.element_size)
+    u = torch.finfo(spread_B.dtype).eps / 2
+    if not backends.runs_kernels(backend, decides, "clipped_sums_many"):
+        return spread_B * ((additions(T) + 8) * u)
+    from flash_clipping.ops.clipped_sum import triton as sums
+
+    alone = sums.promoted(decides.dtype)
+    lost = LOST_OF_SINGLES if decides.dtype == torch.float32 else LOST_OF_HALVES
+    in_fp32_B = spread_B * ((math.ceil(T / alone) + 8) * u)
+    on_tensor_cores_B = spread_B * (min(T, alone) * lost)
+    if doubt_B is not None:
+        by_gram_B = doubt_B.mul(gram_slack(T, decides.dtype)).sqrt_()
+        on_tensor_cores_B = torch.minimum(on_tensor_cores_B, by_gram_B)
+    return on_tensor_cores_B.add_(in_fp32_B)
 
 
 def outer_doubt(sq_B: Tensor, A_BTd: Tensor, G_BTp: Tensor, backend: str) -> Tensor:

@@ -337,13 +337,26 @@ def test_tied_cross_term(case: Case, shape: tuple, padding_idx: int | None) -> N
     B, T, S, d = shape
     ids, Gemb = random_ids(case, B, T), case.randn(B, T, d)
     Ahead, Ghead = case.randn(B, S, d, seed=1), case.randn(B, S, V, seed=2)
-    cross = tied_cross_term(ids, Gemb, Ahead, Ghead, padding_idx=padding_idx, backend=case.backend)
+    cross, off = tied_cross_term(
+        ids, Gemb, Ahead, Ghead, padding_idx=padding_idx, backend=case.backend
+    )
     tables = per_sample_tables(ids, Gemb, padding_idx)
     head = torch.einsum("bsv,bsd->bvd", Ghead.cpu().double(), Ahead.cpu().double())
     oracle = (tables * head).sum((1, 2))
     scale = tables.square().sum((1, 2)).sqrt() * head.square().sum((1, 2)).sqrt()
     assert cross.shape == oracle.shape
-    assert ((cross.cpu() - oracle).abs() <= case.tolerance * scale).all()
+    errors = (cross.cpu() - oracle).abs()
+    assert (errors <= case.tolerance * scale).all()
+    if case.backend == "torch":
+        assert not off.any()
+        return
+    weights = Ghead.cpu().double().abs().gather(2, ids.cpu()[:, None].expand(-1, S, -1))
+    if padding_idx is not None:
+        weights = weights.masked_fill((ids.cpu() == padding_idx)[:, None], 0)
+    norms = (x.cpu().double().norm(dim=2) for x in (Ahead, Gemb))
+    spread = torch.einsum("bst,bs,bt->b", weights, *norms)
+    assert (errors <= off.cpu()).all() and (off.cpu() <= 2e-5 * spread).all()
+    assert (off.cpu() >= 1e-6 * spread).all()
 
 
 def test_shapes_that_do_not_belong_together_are_refused() -> None:

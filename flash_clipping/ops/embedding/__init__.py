@@ -121,7 +121,7 @@ def tied_cross_term(
     *,
     padding_idx: int | None = None,
     backend: str = "auto",
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """``⟨g_b^embedding, g_b^head⟩`` for a table that is also the output head's weight.
 
     ``Σ_{t,s} Ghead[s, id_t] ⟨Gemb[t], Ahead[s]⟩``. Twice this is what the squared norm of the tied
@@ -134,7 +134,8 @@ def tied_cross_term(
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:
-        ``[B]``, fp32 (float64 for float64).
+        ``[B]``, and by how much at most it is off for rounding, ``[B]`` (0 where it was added up in
+        float64); fp32 (float64 for float64).
     """
     ids_BT, Gemb_BTd = _as_positions(ids, Gemb)
     Ahead_BSd, Ghead_BSV = as_rows(Ahead, "Ahead"), as_rows(Ghead, "Ghead")

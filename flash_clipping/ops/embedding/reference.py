@@ -47,7 +47,7 @@ def sums_by_index(rows: Tensor, index: Tensor, count: int) -> Tensor:
 
 def tied_cross_term(
     ids_BT: Tensor, Gemb_BTd: Tensor, Ahead_BSd: Tensor, Ghead_BSV: Tensor, padding_idx: int | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """See :func:`flash_clipping.ops.embedding.tied_cross_term`; in float64, as Gram norms are
     (:mod:`flash_clipping.ops.gram.reference`)."""
     wanted, dtype = accumulator(Gemb_BTd, Ahead_BSd, Ghead_BSV), torch.float64
@@ -64,4 +64,4 @@ def tied_cross_term(
                 products = Ahead_BSd[b, s : s + TILE].to(dtype) @ rows.mT
                 weights = Ghead_BSV[b, s : s + TILE][:, ids]
                 cross_B[b] += products.mul_(weights).sum()
-    return cross_B.to(wanted)
+    return cross_B.to(wanted), torch.zeros_like(cross_B, dtype=wanted)

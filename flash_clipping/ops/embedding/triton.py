@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.embedding import UNSORTED, adds_up_runs
+from flash_clipping.ops.error_bounds import FLOOR, LOST_OF_HALVES, LOST_OF_SINGLES
 from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
@@ -237,7 +238,7 @@ def _in_order(ids_BT: Tensor) -> Tensor:
 def _tied_kernel(
     ids_ptr, Gemb_ptr, Ahead_ptr, Ghead_ptr, partial_ptr,
     T, S, d, V, Gemb_stride_b, Gemb_stride_t, Ahead_stride_b, Ahead_stride_s, Ghead_stride_b,
-    Ghead_stride_s, t_blocks, s_blocks, padding_idx,
+    Ghead_stride_s, t_blocks, s_blocks, padding_idx, floor,
     HAS_PADDING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -247,6 +248,8 @@ def _tied_kernel(
     t0 = (rest // s_blocks) * BLOCK_T
     s0 = (rest % s_blocks) * BLOCK_S
     products = tl.zeros((BLOCK_S, BLOCK_T), tl.float32)
+    a_sq = tl.zeros((BLOCK_S,), tl.float32)
+    g_sq = tl.zeros((BLOCK_T,), tl.float32)
     for k in range(0, d, BLOCK_D):
         a = tiles.load_tile(
             Ahead_ptr, b, s0, k, S, d, Ahead_stride_b, Ahead_stride_s, BLOCK_S, BLOCK_D, False
@@ -256,6 +259,9 @@ def _tied_kernel(
         )
         # See gram/triton.py: the accumulator of the tensor cores truncates, so it starts afresh.
         products += tl.dot(a, tl.trans(g), input_precision=PRECISION, max_num_imprecise_acc=BLOCK_D)
+        a_wide, g_wide = a.to(tl.float32), g.to(tl.float32)
+        a_sq += tl.sum(a_wide * a_wide, 1)
+        g_sq += tl.sum(g_wide * g_wide, 1)
     t = t0 + tl.arange(0, BLOCK_T)
     s = s0 + tl.arange(0, BLOCK_S)
     wide_b = b.to(tl.int64)
@@ -271,30 +277,40 @@ def _tied_kernel(
         mask=inside,
         other=0.0,
     )
-    kept = tl.where(inside, products * weights.to(tl.float32), 0.0)
-    tl.store(partial_ptr + pid, tl.sum(tl.sum(kept, 1), 0))
+    weights = weights.to(tl.float32)
+    kept = tl.where(inside, products * weights, 0.0)
+    lengths = tl.sqrt(a_sq + floor)[:, None] * tl.sqrt(g_sq + floor)[None, :]
+    spread = tl.where(inside, lengths * tl.abs(weights), 0.0)
+    tl.store(partial_ptr + 2 * pid, tl.sum(tl.sum(kept, 1), 0))
+    tl.store(partial_ptr + 2 * pid + 1, tl.sum(tl.sum(spread, 1), 0))
 
 
 def tied_cross_term(
     ids_BT: Tensor, Gemb_BTd: Tensor, Ahead_BSd: Tensor, Ghead_BSV: Tensor, padding_idx: int | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     Gemb_BTd, Ahead_BSd = tiles.with_unit_stride(Gemb_BTd), tiles.with_unit_stride(Ahead_BSd)
     Ghead_BSV = tiles.with_unit_stride(Ghead_BSV)
     Gemb_BTd, Ahead_BSd = in_one_dtype(Gemb_BTd, Ahead_BSd)
     B, T, d = Gemb_BTd.shape
     S, V = Ghead_BSV.shape[1:]
     if S == 0:
-        return torch.zeros(B, dtype=torch.float32, device=Gemb_BTd.device)
+        nothing_B = torch.zeros(B, dtype=torch.float32, device=Gemb_BTd.device)
+        return nothing_B, nothing_B.clone()
     block, block_d = 64, 32 if Gemb_BTd.element_size() == 4 else 64
     t_blocks, s_blocks = tiles.cdiv(T, block), tiles.cdiv(S, block)
-    partial = torch.empty((B, t_blocks * s_blocks), dtype=torch.float32, device=Gemb_BTd.device)
+    size = B, t_blocks * s_blocks, 2
+    partial = torch.empty(size, dtype=torch.float32, device=Gemb_BTd.device)
     launch(
-        _tied_kernel, partial.numel(),
+        _tied_kernel, partial.numel() // 2,
         ids_BT.contiguous(), Gemb_BTd, Ahead_BSd, Ghead_BSV, partial, T, S, d, V,
         *Gemb_BTd.stride()[:2], *Ahead_BSd.stride()[:2], *Ghead_BSV.stride()[:2], t_blocks,
-        s_blocks, 0 if padding_idx is None else padding_idx,
+        s_blocks, 0 if padding_idx is None else padding_idx, FLOOR * d,
         HAS_PADDING=padding_idx is not None, BLOCK_T=block, BLOCK_S=block, BLOCK_D=block_d,
         PRECISION=tiles.dot_precision(Gemb_BTd.dtype),
         num_warps=4, num_stages=3,
     )  # fmt: skip
-    return partial.sum(1)
+    cross_B, spread_B = partial.sum(1).unbind(1)
+    # Of an entry: what tensor cores lose of a block of features, blocks added up, and a sum over
+    # all entries, tile by tile.
+    lost = LOST_OF_SINGLES if Gemb_BTd.dtype == torch.float32 else LOST_OF_HALVES
+    return cross_B, spread_B * (block_d * lost + (tiles.cdiv(d, block_d) + 128) * 2.0**-24)
