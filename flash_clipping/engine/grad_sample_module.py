@@ -217,9 +217,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if self._sharded is not None:
             self._sharded.add_first_hooks(handles)
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self._losses = ModelLosses(root, self._session, handles)  # first: it knows the losses
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._session.leave_forward, always_call=True))
-        self._losses = ModelLosses(root, self._session)
         self._guards = ParameterGuards(
             root, self._trainable, self._session, self.sum_dtype, handles
         )
@@ -322,8 +322,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if call is None:
             return
         recorded = torch.is_grad_enabled()
-        if recorded and self._losses.of_library:  # first: it knows what its losses are
-            self._losses.after_forward(kwargs, output)
         self._watch.after_forward(module, args, kwargs, output)
         if not recorded:
             return

@@ -11,7 +11,8 @@ Shape suffixes: ``B`` samples, ``T`` positions, ``V`` classes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from flash_clipping.errors import FlashClippingError, InvalidType, InvalidValue
 
 #: Loss functions of transformers that are means over tokens, and whether they shift labels.
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
+
+#: Arguments, besides labels, with which models of transformers compute losses that samples share.
+_SHARED_BY = {"return_loss", "output_router_logits"}
 
 _INSTEAD = """Take the loss of each sample's own labels instead of the model's:
     output = model(**batch)
@@ -159,22 +163,28 @@ class SampleMeans:
 
 
 class ModelLosses:
-    """The losses that a model of transformers computes itself."""
+    """The losses that models of transformers compute themselves: the root, or what is inside of it.
 
-    def __init__(self, root: nn.Module, session: ClippingSession):
-        self.session, self._root = session, root
+    Hooks are added to ``handles``.
+    """
+
+    def __init__(self, root: nn.Module, session: ClippingSession, handles: list[Any]):
+        self.session = session
         #: The stand-ins for the models' loss functions.
         self.stand_ins: list[SampleMeans] = []
         self.penalised = has_penalty(root)
-        self.of_library = is_of(type(root), "transformers") or is_of(type(root), "peft")
         for path, module in root.named_modules():
             cls = type(module)
             if not is_of(cls, "transformers"):
                 continue
-            if "labels" not in inspect.signature(cls.forward).parameters:
+            _, *parameters = inspect.signature(cls.forward).parameters
+            if not any(name.endswith("labels") or name in _SHARED_BY for name in parameters):
                 continue
+            after = partial(self.after_forward, path, parameters)
+            handles.append(module.register_forward_hook(after, with_kwargs=True))
             original = getattr(module, "loss_function", None)
-            if is_of(original, "transformers") and getattr(original, "__name__", "") in _SHIFTS:
+            is_known = is_of(original, "transformers") and "labels" in parameters
+            if is_known and getattr(original, "__name__", "") in _SHIFTS:
                 self.stand_ins.append(SampleMeans(module, path, session))
 
     def remove(self) -> None:
@@ -192,32 +202,49 @@ class ModelLosses:
                 + _INSTEAD.format(shift=", shift=True", reduction=self.session.loss_reduction)
             )
 
-    def after_forward(self, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Let a backward pass fail that reaches a loss which samples share."""
+    def after_forward(
+        self,
+        path: str,
+        parameters: Sequence[str],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> None:
+        """Let a backward pass fail that reaches a loss which samples share; ``parameters``: the
+        names of the arguments of the module's forward, in order."""
+        session = self.session
+        # Compiled code takes no hooks of tensors. A proof goes backward from losses itself, and
+        # sees what is compiled as well.
+        if torch.compiler.is_compiling() or not session.recording or session.comparing:
+            return
         loss = loss_of(output)
         if loss is None or not loss.requires_grad:
             return
-        if reason := self._shared(kwargs, output):
-            refusal = f"the model: {reason}"
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        if reason := self._shared(path, module, given, output):
+            refusal = f"{path or 'the model'}: {reason}"
 
             def refuse(grad: Tensor | None) -> None:
                 # Where the model is one function of autograd's (mode="two_pass"), hooks of all
                 # outputs are called: those that no gradient reaches get None.
-                if self.session.enabled and grad is not None:
+                if session.enabled and grad is not None:
                     raise FlashClippingError(refusal)
 
             loss.register_hook(refuse)
 
-    def _shared(self, kwargs: Mapping[str, Any], output: Any) -> str:
+    def _shared(
+        self, path: str, module: nn.Module, given: Mapping[str, Any], output: Any
+    ) -> str:
         """Why samples share the loss; empty if they do not, as far as is known."""
-        if kwargs.get("return_loss"):
+        if given.get("return_loss"):
             return (
                 "its own loss (return_loss=True) compares the samples of a batch with each other, "
                 "so that each one's gradient depends on all others and no clipping bounds what one "
                 "changes. Use a loss in which a sample stands alone, or make each group of samples "
                 "that are compared one privacy unit of fixed size (docs/units.md)."
             )
-        weight = getattr(self._root, "router_aux_loss_coef", 1.0)
+        weight = getattr(module, "router_aux_loss_coef", 1.0)
         if isinstance(part_of(output, "aux_loss"), Tensor) and weight:
             return (
                 "its own loss holds an aux_loss, which balances the experts' loads over all "
@@ -225,10 +252,14 @@ class ModelLosses:
                 "each sample by itself (docs/mixture-of-experts.md)."
             )
         by_position = self.session.positions is not None
-        means = any(stand_in.calls for stand_in in self.stand_ins)
+        inside = f"{path}." if path else ""
+        means = any(
+            stand_in.calls and f"{stand_in.path}.".startswith(inside)
+            for stand_in in self.stand_ins
+        )
         if means and not by_position:
             return ""
-        for name, labels in kwargs.items():
+        for name, labels in given.items():
             if not name.endswith("labels") or labels is None:
                 continue
             if not isinstance(labels, Tensor):

@@ -218,7 +218,7 @@ def test_labels_that_are_no_tensor_are_refused() -> None:
     wrapped = GradSampleModuleFlashClipping(model)
     losses = wrapped._losses
     loss = model(torch.randint(17, (2, 4))).logits.sum()
-    losses.after_forward({"labels": [{"boxes": 1}]}, {"loss": loss})
+    losses.after_forward("", [], model, (), {"labels": [{"boxes": 1}]}, {"loss": loss})
     with pytest.raises(FlashClippingError, match=r"labels \(list\) may divide"):
         loss.backward()
 

@@ -17,6 +17,9 @@ from flash_clipping.capture.inputs import batched_inputs, map_tensors
 #: Factor of the floating inputs of an extreme sample.
 EXTREME = 100.0
 
+#: What transformers, and losses of PyTorch, do not count among the labels.
+IGNORED = -100
+
 #: What becomes of one sample, in turn: a model may run on no floats that are as large, as it takes
 #: them for indices, say; and on no mixture of its samples.
 EXTREMES = "far", "in range", None
@@ -78,6 +81,8 @@ class Samples:
             least = 2 if narrow == 1 else max((x.dim() for x in found), default=0)
             found = [x for x in found if x.dim() >= least]
         self._ids = {id(x) for x in found}
+        labels = [x for name, x in kwargs.items() if name.endswith("labels")]
+        self._labels = {id(x) for x in labels if isinstance(x, Tensor)}
         #: Whether some entries of an extreme sample get the other sign.
         self.turns_signs = True
         #: Whether floats of an extreme sample are no larger than others in their places, for models
@@ -104,7 +109,7 @@ class Samples:
         return 0 if x.dim() == 1 and len(x) == self.count else None  # labels beside [T, B] inputs
 
     def batch(
-        self, order: Sequence[int], extreme: int | None = None
+        self, order: Sequence[int], extreme: int | None = None, sparse: Sequence[int] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these samples in these places.
 
@@ -114,6 +119,7 @@ class Samples:
                 signs where there are any. Integers, which may be indices, are the largest or the
                 smallest that a sample has there, and so are floats with :attr:`stays_in_range`.
                 Masks (no entries but 0 and 1) stay.
+            sparse: places whose samples have a quarter of their labels, and of what masks count.
         """
         bags = None if self._offsets is None else self._bags(order)
 
@@ -127,6 +133,7 @@ class Samples:
                 return rows if len(rows) else None  # texts without images
             if id(x) not in self._ids:
                 return x
+            is_labels = id(x) in self._labels
             x, axis = x.detach(), self._axis_of(x) or 0
             found = x.index_select(axis, torch.tensor(order, device=x.device))
             # Places of other inputs are found by values of the text.
@@ -134,6 +141,9 @@ class Samples:
             if extreme is not None and found.numel() and not is_kept:
                 row = found.select(axis, extreme)
                 row.copy_(self._extreme(x, axis, row))
+            for place in sparse:
+                row = found.select(axis, place)
+                row.copy_(_sparse(x, row, is_labels))
             return found
 
         def of_leaf(leaf: Any) -> Any:
@@ -180,3 +190,20 @@ class Samples:
         # Some with the other sign: what compares entries with a threshold chooses others.
         turned = -EXTREME if self.turns_signs and bool((x < 0).any()) else EXTREME
         return (row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)).to(dtype)
+
+
+def _sparse(x: Tensor, row: Tensor, is_labels: bool) -> Tensor:
+    """``row``, a sample of ``x``, with the first quarter of what counts in it, and 2 at least; as
+    it is where ``x`` is neither labels nor a mask."""
+    if not row.dim() or x.is_complex():
+        return row
+    has_sign = x.is_floating_point() or (x.dtype != torch.bool and x.dtype.is_signed)
+    if has_sign and (is_labels or bool((x == IGNORED).any())):
+        nothing = IGNORED
+    elif x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all()):
+        nothing = 0
+    else:
+        return row
+    counts = row.flatten() != nothing
+    most = (counts.sum() // 4).clamp(min=2)
+    return row.masked_fill((counts & (counts.cumsum(0) > most)).view_as(row), nothing)

@@ -100,6 +100,7 @@ class Gate:
         for number in range(table.returned):  # what was shown once stays
             place = table.returned, number
             why = "" if number in table.outputs else table.unfit.get(number, other)
+            why = why or table.losses.get(number, "")
             known[place] = known.get(place) or why
 
     def is_fit(self, returned: int, number: int) -> bool:

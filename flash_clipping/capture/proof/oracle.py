@@ -11,8 +11,9 @@ taps       S                      norms of the other samples are 0 (STRAY)
 the batch  all, losses x1 .. 1000 norms of S grow as their losses do (TOGETHER)
 autograd   S                      outputs of S (VALUE) and their gradient (GRADIENT) are the same
 others     one of S               its norm is the one that is clipped by (NORM)
-both       the model's own loss   of a model that returns it alone: gradients for what it is
-                                  computed from are S's own, but for one factor (LOSS)
+the batch, the model's own loss   norms of some samples are autograd's, of the same loss of each of
+single                            them alone: of its mean over the batch, or its sum (LOSS)
+samples
 taps,      S                      norms of S are those of the first run (ORDER)
 others
 =========  =====================  =================================================================
@@ -29,7 +30,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +40,7 @@ from torch import Tensor
 from flash_clipping.capture.no_trace import MODELS_OWN
 from flash_clipping.capture.proof.batches import EXTREMES, Samples
 from flash_clipping.capture.proof.repeatable import perturbed, rounded_otherwise
-from flash_clipping.capture.proof.runs import AT_ONCE, MASKED, Run, Runs, Subject
+from flash_clipping.capture.proof.runs import AT_ONCE, MASKED, Gradient, Run, Runs, Subject
 from flash_clipping.errors import FlashClippingError
 
 #: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
@@ -69,6 +70,9 @@ LOUD, LOUD_FP16 = 1000.0, 16.0
 #: Batches of two sizes in which samples are compared; the second pair where the first fails.
 SIZES = ((2, 1), (4, 2))
 
+#: Samples of a batch for which the model's own loss is computed alone.
+ALONE = 3
+
 #: Outputs that are looked at one by one where something is wrong with one of them.
 OUTPUTS = 16
 
@@ -82,7 +86,6 @@ WORDS = {
     "NORM": "the norm that a sample is clipped by is not that of its gradient",
     "STRAY": "the gradient of some samples reaches rows that are booked to others",
     "ORDER": "rows are booked to other samples where others are in the batch",
-    "LOSS": "what the model's own loss asks of a sample changes with the others in its batch",
     "TOGETHER": "a sample's gradient changes with the losses of others, or has another's rows",
     "SIZE": "what belongs to a sample changes with the number of samples in its batch",
 }
@@ -92,6 +95,24 @@ ADVICE = (
     "negatives, a hook that looks at the whole batch), a layer has its rows in another order than "
     "the samples, or a rule is wrong. Compute each sample by itself, mix samples outside of the "
     "model, or"
+)
+
+#: The findings for outputs that are one number for the batch.
+_SHARED = (
+    "output {number}: what the model's own loss asks of a sample changes with the others in its "
+    "batch. Found a gradient with {ratio:.3g} times the norm that it has for the loss of this "
+    'sample alone, expected once, with loss_reduction="{reduction}". '
+)
+_NOT_ALONE = (
+    "output {number}: the model's own loss is one number for the batch, and whether that is the "
+    "{reduction} of the losses of its samples was not seen: for one of them alone, the model "
+    "raises {error}. "
+)
+_OWN_LOSS = (
+    "The loss may divide by what is counted in the whole batch (labels, tokens, a mask), or "
+    'compare samples; or it is a sum, which needs loss_reduction="sum". Compute the loss of each '
+    "sample from the model's other outputs:\n"
+    "    loss = flash_clipping.per_sample_loss(output.logits, labels).{reduction}()"
 )
 
 #: How outputs are named, by their numbers.
@@ -130,11 +151,14 @@ class Table:
         outputs: the numbers of the outputs that were shown to be each sample's own; empty where
             nothing could be compared.
         returned: how many tensors the model returned.
+        losses: outputs that are one number for the batch, and neither the mean nor the sum of what
+            they are for its samples, by number, and why.
     """
 
     unfit: dict[int, str] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     returned: int = 0
+    losses: dict[int, str] = field(default_factory=dict)
 
 
 class _NotFinite(Exception):
@@ -163,10 +187,10 @@ def examine(subject: Subject, *, audit: int = 0) -> Table:
         with perturbed(subject.session.trainable()):
             for narrow in range(4) if samples.is_ambiguous else (0,):
                 found = _Oracle(subject, subject.samples(narrow), audit).table()
-                if not found.unfit:
+                if not found.unfit and not found.losses:
                     return found
                 unfit.append(found)
-        return min(unfit, key=lambda table: len(table.unfit))
+        return min(unfit, key=lambda table: (len(table.unfit), len(table.losses)))
     except _NotFinite as error:
         kept = error.finite
     except torch.OutOfMemoryError:
@@ -269,7 +293,7 @@ class _Oracle:
         if why is not None:
             self.unfit = {n: self.unfit.get(n, _text(why)) for n in sorted(self.returned)}
         fit = tuple(sorted(self.returned - self.unfit.keys()))
-        return Table(self.unfit, fit, self.runs.returned)
+        return Table(self.unfit, fit, self.runs.returned, self._losses())
 
     def _judge(self) -> Complaint | FlashClippingError | None:
         """The finding for the outputs that may go backward; ``None`` if all is well."""
@@ -316,7 +340,7 @@ class _Oracle:
             return self._round(calm=True)
         if self._exclude("VALUE", wrong):
             return self._again(calm)
-        why = self._loss(taps, other) or self._gradients(taps, other)
+        why = self._gradients(taps, other)
         if why is None and self.lies_otherwise:
             why = self._order(taps, other)
         if why is None and (drawn or calm):
@@ -420,18 +444,59 @@ class _Oracle:
             of_all -= ROUNDING * rounding.nan_to_num(0, 0)
         return self._complain("NORM", of_one) or self._complain("GRADIENT", of_all)
 
-    def _loss(self, taps: Run, other: _Second) -> Complaint | None:
-        """Whether a loss that the model returns alone asks the same of S among others, but for one
-        factor: the number of samples, or of tokens, may divide it."""
-        a, b = taps.of_loss, other.run.of_loss
-        if a is None or b is None or a.shape[1] != b.shape[1]:
-            return None
-        a, b = a[self.S].flatten(), b[other.at].flatten()
-        if not (a.isfinite().all() and b.isfinite().all()) or not a.any():
-            return None
-        factor = (a @ b / (b @ b).clamp(min=1e-300)).clamp(min=0)
-        gap = float((a - factor * b).norm() / a.norm())
-        return Complaint("LOSS", [f"{OUTPUT}0"], gap) if gap > self.tolerance else None
+    def _losses(self) -> dict[int, str]:
+        """What is wrong with outputs that are one number for the batch: the model's own loss.
+
+        Every other sample has fewer labels, and masks that count less, if the model runs on such
+        samples: a mean over what counts in the batch shows where samples are alike, too.
+        """
+        if not self.runs.numbers:
+            return {}
+        self.runs.only, order = None, [*range(self.B)] if self.B > 1 else [0, 0]
+        why, words = {}, {"reduction": self.runs.session.loss_reduction}
+        for sparse in ({*range(1, len(order), 2)}, set[int]()):
+            try:
+                return self._losses_of(order, sparse)
+            except (FlashClippingError, torch.OutOfMemoryError):
+                raise
+            except MODELS_OWN as error:
+                found = f"{type(error).__name__}: {error}"
+                text = (_NOT_ALONE + _OWN_LOSS).format
+                why = {n: text(number=n, error=found, **words) for n in self.runs.numbers}
+        return why
+
+    def _losses_of(self, order: Sequence[int], sparse: AbstractSet[int]) -> dict[int, str]:
+        given = self.samples.batch(order, sparse=[*sparse])
+        together = self.runs.run(given, order, taps=True, calm=True, losses=True).losses
+        why = {n: str(g) for n, g in together.items() if isinstance(g, FlashClippingError)}
+        self.size = 0.0  # of outputs, which do not go backward here
+        reduction = self.runs.session.loss_reduction
+        for place in {(self.audit + n) % len(order) for n in range(ALONE)}:
+            given = self.samples.batch([order[place]], sparse=[0] if place in sparse else [])
+            alone = self._alone(given)
+            rounded = None
+            for n, g in together.items():
+                if n in why or isinstance(g, FlashClippingError) or g.each is None:
+                    continue
+                found, expected = g.each[:, place] * (len(order) if reduction == "mean" else 1), alone[n]
+                if not found.isfinite().all() or not found.any():
+                    continue  # a sample without labels: alone, its mean is no number
+                gap = self._gap(found[:, None], expected[:, None], expected)
+                if bool((gap > self.tolerance).any()):
+                    if rounded is None:
+                        with perturbed(self.runs.params, rounded_otherwise):
+                            rounded = self._alone(given)
+                    gap -= ROUNDING * self._gap(rounded[n][:, None], expected[:, None], expected)
+                if not bool((gap <= self.tolerance).all()):
+                    ratio = float(found.norm() / expected.norm().clamp(min=1e-300))
+                    text = (_SHARED + _OWN_LOSS).format
+                    why[n] = text(number=n, ratio=ratio, reduction=reduction)
+        return why
+
+    def _alone(self, given: Any) -> dict[int, Tensor]:
+        """Autograd's norms ``[P]`` of the model's own losses on one sample."""
+        losses = self.runs.run(given, [0], calm=True, losses=True).losses
+        return {n: g.norms for n, g in losses.items() if isinstance(g, Gradient)}
 
     def _order(self, taps: Run, other: _Second) -> Complaint | None:
         """Whether S have the same norms, through the taps, among the others of the second run:

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -73,15 +73,15 @@ class Run:
         axes: of these outputs, the axes that may hold the samples, the likely one first.
         drawn: what was drawn at random.
         gradients: of the backward passes.
-        of_loss: where the model returns its loss alone, the gradient of that for each sample's
-            share of what it is computed from, ``[B, entries]``.
+        losses: of outputs that are one number for the batch, where that was asked for; or why these
+            have none.
     """
 
     outputs: dict[int, Tensor]
     axes: dict[int, list[int]]
     drawn: list[Hashable]
     gradients: list[Gradient]
-    of_loss: Tensor | None = None
+    losses: dict[int, Gradient | FlashClippingError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ class Runs:
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
         #: How many tensors the model returned.
         self.returned = 0
+        #: The outputs of the last run that were one number for the batch.
+        self.numbers: set[int] = set()
         #: Whether floating inputs of :meth:`look` require gradients, so that what derives from them
         #: does; until a model minds.
         self.marks_inputs = True
@@ -193,6 +195,7 @@ class Runs:
         sums: int = 1,
         probing: Any = None,
         compiles: bool = False,
+        losses: bool = False,
     ) -> Run:
         """The model on a batch.
 
@@ -208,6 +211,7 @@ class Runs:
             sums: how many backward passes, the first ones, give sums over samples beside norms.
             probing: told of operations between bare parameters and samples, which run as they are.
             compiles: whether kernels are compiled in the first of several backward passes.
+            losses: whether single numbers that the model returns go backward, each by itself.
 
         Raises:
             whatever the model raises.
@@ -240,10 +244,10 @@ class Runs:
                 with hooked(self.root, note, has_own_trainable):
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
-                losses: list[Tensor] = []
+                numbers = {n: x for n, x in enumerate(tensors) if _is_number(x)}
+                self.numbers = {*numbers}
                 if not any(self._axes(x, count) for x in tensors):  # its loss alone
-                    losses = [x for x in tensors if x.requires_grad]
-                    tensors += _read_by(tensors, of_layers)
+                    tensors += _read_by([x for x in tensors if x.requires_grad], of_layers)
                 if call is not None:
                     call.end()
                 drawn = random.end_forward()
@@ -257,7 +261,7 @@ class Runs:
                     if n < len(tensors)
                     and (rows := self._by_sample(tensors[n], axis, count)) is not None
                 }
-                of_loss = self._of_loss(losses, tensors, outputs, count)
+                of_losses = {n: self._of_number(x, taps) for n, x in numbers.items() if losses}
                 gradients = []
                 for number, scale in enumerate(scales):
                     before()
@@ -268,7 +272,7 @@ class Runs:
                             self._backward(outputs, places, scale, taps, number < sums, also)
                         )
             values = {n: x.detach() for n, x in outputs.items()}
-            return Run(values, axes, drawn, gradients, of_loss)
+            return Run(values, axes, drawn, gradients, of_losses)
         finally:
             for param, grad in zip(self.params, left, strict=True):
                 param.grad = grad
@@ -277,26 +281,6 @@ class Runs:
                 call.end()
             session.enabled, session.comparing, session.returned = around
             session.probing = None
-
-    def _of_loss(
-        self,
-        losses: Sequence[Tensor],
-        tensors: Sequence[Tensor],
-        outputs: Iterable[int],
-        count: int,
-    ) -> Tensor | None:
-        """The gradient of a model's own losses for what they are computed from, by sample."""
-        axes = {n: (self.chosen_axes or {})[n] for n in outputs}
-        if not losses or not axes:
-            return None
-        inputs = [tensors[n] for n in axes]
-        roots = [x.sum() for x in losses]
-        grads = torch.autograd.grad(roots, inputs, retain_graph=True, materialize_grads=True)
-        rows = [
-            self._by_sample(grad.detach().requires_grad_(), axis, count)
-            for axis, grad in zip(axes.values(), grads, strict=True)
-        ]
-        return torch.cat([x.detach().double().cpu() for x in rows if x is not None], 1)
 
     def norms_of(
         self, call: ForwardCall, output: Any, fit: Callable[[int, int], bool], count: int
@@ -355,8 +339,22 @@ class Runs:
         chosen = [n for n in outputs if self.only is None or n in self.only]
         roots = [outputs[n] for n in chosen]
         weights = [_weights(x, places, scale) for x in roots]
-        if not roots:
-            return self._measured({})
+        return self._gradient(roots, weights, taps, sums, also) if roots else self._measured({})
+
+    def _of_number(self, x: Tensor, taps: bool) -> Gradient | FlashClippingError:
+        try:
+            return self._gradient([x], [None], taps)
+        except FlashClippingError as error:
+            return error
+
+    def _gradient(
+        self,
+        roots: Sequence[Tensor],
+        weights: Sequence[Tensor | None],
+        taps: bool,
+        sums: bool = True,
+        also: Sequence[Tensor] = (),
+    ) -> Gradient:
         inputs = [*self.params, *also]
         options = {"retain_graph": True, "allow_unused": True}
         grad: Any = partial(torch.autograd.grad, roots, inputs, weights, **options)
@@ -504,6 +502,11 @@ class _Collects(BackwardPass):
         self.each, self.scale = norms_PB, doubts.scale
         self.bounds = doubts.bound_each([id(param) for param in params], norms_PB)
         return torch.ones_like(norms_PB[0])
+
+
+def _is_number(x: Tensor) -> bool:
+    """Whether an output is one number, which a gradient may come back to."""
+    return x.numel() == 1 and x.is_floating_point() and x.requires_grad
 
 
 def _weights(x: Tensor, places: Sequence[int], scale: Mapping[int, float]) -> Tensor:

@@ -1,4 +1,5 @@
-"""Models that return their loss alone are compared by what the loss is computed from."""
+"""Losses that models return are those of their samples alone; where there is nothing else, what
+they are computed from is compared."""
 
 from __future__ import annotations
 
@@ -26,13 +27,24 @@ class LossAlone(nn.Module):
 
 def test_every_layer_that_the_loss_reads_counts() -> None:
     torch.manual_seed(0)
-    GradSampleModuleFlashClipping(LossAlone(False))(torch.randn(B, K)).backward()
+    right, wrong = (
+        GradSampleModuleFlashClipping(LossAlone(reverses), loss_reduction="sum")
+        for reverses in (False, True)
+    )
+    right(torch.randn(B, K)).backward()
     with pytest.raises(FlashClippingError, match="first.weight, first.bias: .* booked to others"):
-        GradSampleModuleFlashClipping(LossAlone(True))(torch.randn(B, K)).backward()
+        wrong(torch.randn(B, K)).backward()
+
+
+def test_a_sum_is_no_mean() -> None:
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(LossAlone(False))
+    with pytest.raises(FlashClippingError, match='gradient with 4 times .* loss_reduction="mean"'):
+        flash(torch.randn(B, K)).backward()
 
 
 class OwnLoss(nn.Module):
-    """Its loss compares samples, or is a mean over samples or over what counts of them."""
+    """Its loss compares samples, or is a mean over samples, or over those that count."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -44,8 +56,8 @@ class OwnLoss(nn.Module):
             return nn.functional.cross_entropy(h @ h.T, torch.arange(len(h)))
         if self.how == "deviation":
             return h.square().mean(1).std()
-        counts = (x[:, 0] > 0).float()
         if self.how == "mean of some":
+            counts = (x[:, 0] > 0).float()
             return (h.square().sum(1) * counts).sum() / counts.sum().clamp(min=1)
         return h.square().mean()
 
@@ -59,13 +71,76 @@ def test_a_loss_that_compares_samples_is_refused(how: str) -> None:
     assert all(param.grad is None for param in flash.parameters())
 
 
-@pytest.mark.parametrize("how", ["mean", "mean of some"])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_mean_of_losses_is_not(how: str, count: int) -> None:
-    """Also one that is divided by what counts in the batch: one factor for all."""
+def test_a_mean_of_losses_is_not(count: int) -> None:
     torch.manual_seed(0)
-    flash = GradSampleModuleFlashClipping(OwnLoss(how))
-    x = torch.randn(count, K)
-    x[0, 0] = 1.0
-    flash(x).backward()
+    flash = GradSampleModuleFlashClipping(OwnLoss("mean"))
+    flash(torch.randn(count, K)).backward()
     assert flash.get_norm_sample().shape == (count,)
+
+
+@pytest.mark.parametrize("counts", [(1, -1), (1, 1, -1, 1)])
+def test_a_mean_over_what_counts_in_the_batch_is_refused(counts: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(OwnLoss("mean of some"))
+    x = torch.randn(len(counts), K)
+    x[:, 0] = torch.tensor(counts)
+    with pytest.raises(FlashClippingError, match="the model's own loss asks of a sample changes"):
+        flash(x).backward()
+
+
+class MaskedLoss(nn.Module):
+    """Beside rows that are each sample's own, a mean over what a mask, or labels, count."""
+
+    def __init__(self, by_sample: bool) -> None:
+        super().__init__()
+        self.by_sample, self.embed, self.drop = by_sample, nn.Linear(1, 3), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.drop(self.embed(x[..., None]))
+        if y.is_floating_point() or y.dtype == torch.bool:
+            errors, counts = h.square().mean(2), y.float()
+        else:
+            errors, counts = h.logsumexp(2) - h[..., 0], (y != -100).float()
+        if self.by_sample:
+            return ((errors * counts).sum(1) / counts.sum(1).clamp(min=1)).mean(), h
+        return (errors * counts).sum() / counts.sum(), h
+
+
+MASKS = {
+    "bool": torch.ones(B, 8, dtype=torch.bool),
+    "float": torch.ones(B, 8),
+    "labels": torch.tensor([[1, 2, 0, 1, 2, 2, 1, -100]]).repeat(B, 1),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("count", [1, B])
+def test_a_batch_of_equal_samples_shows_what_is_counted(mask: Tensor, count: int) -> None:
+    """The samples of the first batch have as many labels, those of others need not."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(count, 8), mask[:count]
+    right, wrong = (GradSampleModuleFlashClipping(MaskedLoss(own)) for own in (True, False))
+    right(x, mask)[0].backward()
+    loss, h = wrong(x, mask)
+    with pytest.raises(FlashClippingError, match="output 0: the model's own loss .* for this"):
+        loss.backward()
+    h.square().mean((1, 2)).mean().backward()  # the other output is each sample's own
+
+
+class OfItsBatch(nn.Module):
+    """A loss that needs all samples of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(K, 5)
+
+    def forward(self, x: Tensor, partner: Tensor) -> Tensor:
+        return (self.embed(x) - x.sum(1)[partner][:, None]).square().mean()
+
+
+def test_a_loss_of_no_single_sample_is_refused() -> None:
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(OfItsBatch())
+    with pytest.raises(FlashClippingError, match="for one of them alone, the model raises Index"):
+        flash(torch.randn(B, K), torch.arange(B).roll(1)).backward()
