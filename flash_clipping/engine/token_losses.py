@@ -233,9 +233,7 @@ class ModelLosses:
 
             loss.register_hook(refuse)
 
-    def _shared(
-        self, path: str, module: nn.Module, given: Mapping[str, Any], output: Any
-    ) -> str:
+    def _shared(self, path: str, module: nn.Module, given: Mapping[str, Any], output: Any) -> str:
         """Why samples share the loss; empty if they do not, as far as is known."""
         if given.get("return_loss"):
             return (
@@ -254,8 +252,7 @@ class ModelLosses:
         by_position = self.session.positions is not None
         inside = f"{path}." if path else ""
         means = any(
-            stand_in.calls and f"{stand_in.path}.".startswith(inside)
-            for stand_in in self.stand_ins
+            stand_in.calls and f"{stand_in.path}.".startswith(inside) for stand_in in self.stand_ins
         )
         if means and not by_position:
             return ""

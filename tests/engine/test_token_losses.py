@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from flash_clipping import (
@@ -244,3 +245,147 @@ def test_documents_in_one_row_have_no_mean() -> None:
     )
     with pytest.raises(FlashClippingError, match="a mean over rows, whose parts are units"):
         output.loss.backward()
+
+
+# -- models of transformers inside of others, and what else divides losses -------------------------
+
+
+class Inside(nn.Module):
+    """A user's module around a model of transformers, which returns its output or its loss."""
+
+    def __init__(self, model: nn.Module, loss_alone: bool) -> None:
+        super().__init__()
+        self.model, self.loss_alone = model, loss_alone
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.model(*args, **kwargs)
+        return output.loss if self.loss_alone else output
+
+
+def own_loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.loss
+
+
+#: What the look before the first step finds, which comes first where forward runs twice.
+FOUND = "^output 0: what the model's own loss asks of a sample"
+NAMED = r"^model: its own loss of labels \(4, 8\) is a mean over the labels"
+
+
+@pytest.mark.parametrize("mode, found", [("one_pass", NAMED), ("two_pass", FOUND)])
+@pytest.mark.parametrize("loss_alone", [False, True])
+@pytest.mark.parametrize("kind", ["T5", "BertForMaskedLM"])
+def test_a_mean_over_the_batch_inside_of_a_module(
+    kind: str, loss_alone: bool, mode: Any, found: str
+) -> None:
+    """Its samples have as many labels here, those of another batch need not."""
+    flash = GradSampleModuleFlashClipping(Inside(tiny(kind), loss_alone), mode=mode)
+    tokens = torch.randint(1, 17, (4, 8))
+    output = flash(input_ids=tokens, labels=tokens)
+    with pytest.raises(FlashClippingError, match=found):
+        own_loss_of(output).backward()
+
+
+def test_labels_by_position_are_found() -> None:
+    flash = GradSampleModuleFlashClipping(tiny("BertForMaskedLM"))
+    tokens = torch.randint(17, (4, 8))
+    loss = flash(tokens, None, None, None, None, None, None, tokens).loss
+    with pytest.raises(FlashClippingError, match=r"the model: its own loss of labels \(4, 8\)"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_model_is_compared(inside: bool) -> None:
+    """No hook sees the arguments of what is compiled: the look before the first step does."""
+    model = torch.compile(tiny("T5"), backend="eager")
+    flash = GradSampleModuleFlashClipping(Inside(model, True) if inside else model)
+    tokens = torch.randint(1, 17, (4, 8))
+    with pytest.raises(FlashClippingError, match=FOUND):
+        own_loss_of(flash(input_ids=tokens, labels=tokens)).backward()
+
+
+@pytest.mark.parametrize("loss_alone", [False, True])
+def test_labels_of_a_causal_model_inside_of_a_module(loss_alone: bool) -> None:
+    """Each sample's own tokens, as of a model by itself."""
+    model = gpt2()
+    tokens, labels = ragged()
+    truth = per_sample_truth(model, (tokens, labels), own_mean(True))
+    flash = GradSampleModuleFlashClipping(Inside(model, loss_alone))
+    own_loss_of(flash(input_ids=tokens, labels=labels)).backward()
+    assert_close(flash.get_norm_sample(), truth.norms, 1e-6)
+
+
+def of_series() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.TimeSeriesTransformerConfig(
+        prediction_length=8,
+        context_length=4,
+        lags_sequence=[1],
+        num_time_features=1,
+        d_model=8,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_ffn_dim=8,
+        decoder_ffn_dim=8,
+        dropout=0.1,
+    )
+    past, future = torch.rand(4, 5, 1), torch.rand(4, 8, 1)
+    return transformers.TimeSeriesTransformerForPrediction(config), {
+        "past_values": past[..., 0],
+        "past_time_features": past,
+        "past_observed_mask": torch.ones(4, 5),
+        "future_values": future[..., 0],
+        "future_time_features": future,
+        "future_observed_mask": torch.ones(4, 8),
+    }
+
+
+def of_patches() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.ViTConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        image_size=16,
+        patch_size=4,
+        encoder_stride=4,
+    )
+    hidden = torch.ones(4, 16, dtype=torch.bool)
+    model = transformers.ViTForMaskedImageModeling(config)
+    return model, {"pixel_values": torch.randn(4, 3, 16, 16), "bool_masked_pos": hidden}
+
+
+@pytest.mark.parametrize("make", [of_series, of_patches])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_mean_over_a_mask_is_refused(make: Callable[..., Any], inside: bool) -> None:
+    """Which counts as many entries of all samples here."""
+    torch.manual_seed(0)
+    model, batch = make()
+    flash = GradSampleModuleFlashClipping(Inside(model, True) if inside else model)
+    with pytest.raises(FlashClippingError, match=FOUND):
+        own_loss_of(flash(**batch)).backward()
+
+
+def test_a_mean_over_as_many_patches_of_each_sample_passes() -> None:
+    """Which the model chooses at random."""
+    config = transformers.ViTMAEConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        decoder_hidden_size=8,
+        decoder_num_hidden_layers=1,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=8,
+        image_size=16,
+        patch_size=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.ViTMAEForPreTraining(config).double()
+    pixels, noise = torch.randn(4, 3, 16, 16).double(), torch.rand(4, 16)
+
+    def losses(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(*batch).loss[None]
+
+    truth = per_sample_truth(model, (pixels, noise), losses)
+    flash = GradSampleModuleFlashClipping(model)
+    flash(pixel_values=pixels, noise=noise).loss.backward()
+    assert_close(flash.get_norm_sample(), truth.norms, 1e-9)

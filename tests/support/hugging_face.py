@@ -49,7 +49,15 @@ def tiny(kind: str) -> Any:
     shared = {"vocab_size": 17, "num_hidden_layers": 1, "attn_implementation": "eager"}
     if kind == "T5":
         config = transformers.T5Config(
-            vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0
+            vocab_size=17,
+            d_model=8,
+            d_kv=4,
+            d_ff=8,
+            num_layers=1,
+            num_heads=2,
+            dropout_rate=0.0,
+            pad_token_id=0,
+            decoder_start_token_id=0,
         )
         model: Any = transformers.T5ForConditionalGeneration
     elif kind.startswith("Bert"):

@@ -49,8 +49,16 @@ class Samples:
         offsets: tuple[Tensor, int] | None = None,
         parts: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.args, self.kwargs = args, kwargs
         self._axis, self._parts = axis, parts or {}
+        # Tensors of their own: a causal model's labels are often its input ids.
+        labels = {
+            name: x.detach()
+            for name, x in kwargs.items()
+            if name.endswith("labels") and isinstance(x, Tensor) and id(x) not in self._parts
+        }
+        self._labels = {id(x) for x in labels.values()}
+        kwargs = {**kwargs, **labels}
+        self.args, self.kwargs = args, kwargs
         #: All tensors of the call.
         self.tensors = batched_inputs(args, kwargs)
         #: How many samples there are.
@@ -81,8 +89,6 @@ class Samples:
             least = 2 if narrow == 1 else max((x.dim() for x in found), default=0)
             found = [x for x in found if x.dim() >= least]
         self._ids = {id(x) for x in found}
-        labels = [x for name, x in kwargs.items() if name.endswith("labels")]
-        self._labels = {id(x) for x in labels if isinstance(x, Tensor)}
         #: Whether some entries of an extreme sample get the other sign.
         self.turns_signs = True
         #: Whether floats of an extreme sample are no larger than others in their places, for models

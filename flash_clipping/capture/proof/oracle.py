@@ -478,7 +478,10 @@ class _Oracle:
             for n, g in together.items():
                 if n in why or isinstance(g, FlashClippingError) or g.each is None:
                     continue
-                found, expected = g.each[:, place] * (len(order) if reduction == "mean" else 1), alone[n]
+                found, expected = (
+                    g.each[:, place] * (len(order) if reduction == "mean" else 1),
+                    alone[n],
+                )
                 if not found.isfinite().all() or not found.any():
                     continue  # a sample without labels: alone, its mean is no number
                 gap = self._gap(found[:, None], expected[:, None], expected)
