@@ -453,37 +453,39 @@ class _Oracle:
         if not self.runs.numbers:
             return {}
         self.runs.only, order = None, [*range(self.B)] if self.B > 1 else [0, 0]
-        why, words = {}, {"reduction": self.runs.session.loss_reduction}
+        words = {"reduction": self.runs.session.loss_reduction}
+        why: dict[int, str] = {}
         for sparse in ({*range(1, len(order), 2)}, set[int]()):
             try:
-                return self._losses_of(order, sparse)
-            except (FlashClippingError, torch.OutOfMemoryError):
+                if (found := self._losses_of(order, sparse)) is not None:
+                    return found
+            except torch.OutOfMemoryError:
                 raise
             except MODELS_OWN as error:
-                found = f"{type(error).__name__}: {error}"
+                words["error"] = f"{type(error).__name__}: {error}"
                 text = (_NOT_ALONE + _OWN_LOSS).format
-                why = {n: text(number=n, error=found, **words) for n in self.runs.numbers}
+                why = {n: text(number=n, **words) for n in self.runs.numbers}
         return why
 
-    def _losses_of(self, order: Sequence[int], sparse: AbstractSet[int]) -> dict[int, str]:
+    def _losses_of(self, order: Sequence[int], sparse: AbstractSet[int]) -> dict[int, str] | None:
+        """The same for one batch, with ``sparse`` places; ``None`` where no gradient is finite."""
         given = self.samples.batch(order, sparse=[*sparse])
         together = self.runs.run(given, order, taps=True, calm=True, losses=True).losses
         why = {n: str(g) for n, g in together.items() if isinstance(g, FlashClippingError)}
         self.size = 0.0  # of outputs, which do not go backward here
-        reduction = self.runs.session.loss_reduction
+        reduction, compared = self.runs.session.loss_reduction, bool(why)
+        times = len(order) if reduction == "mean" else 1
         for place in {(self.audit + n) % len(order) for n in range(ALONE)}:
             given = self.samples.batch([order[place]], sparse=[0] if place in sparse else [])
-            alone = self._alone(given)
-            rounded = None
+            alone, rounded = self._alone(given), None
             for n, g in together.items():
                 if n in why or isinstance(g, FlashClippingError) or g.each is None:
                     continue
-                found, expected = (
-                    g.each[:, place] * (len(order) if reduction == "mean" else 1),
-                    alone[n],
-                )
-                if not found.isfinite().all() or not found.any():
-                    continue  # a sample without labels: alone, its mean is no number
+                found, expected = times * g.each[:, place], alone[n]
+                is_mean_of_none = not found.any() and not expected.isfinite().all()
+                if is_mean_of_none or not found.isfinite().all():
+                    continue
+                compared = True
                 gap = self._gap(found[:, None], expected[:, None], expected)
                 if bool((gap > self.tolerance).any()):
                     if rounded is None:
@@ -494,7 +496,7 @@ class _Oracle:
                     ratio = float(found.norm() / expected.norm().clamp(min=1e-300))
                     text = (_SHARED + _OWN_LOSS).format
                     why[n] = text(number=n, ratio=ratio, reduction=reduction)
-        return why
+        return why if compared else None
 
     def _alone(self, given: Any) -> dict[int, Tensor]:
         """Autograd's norms ``[P]`` of the model's own losses on one sample."""
