@@ -132,8 +132,8 @@ class Runs:
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
         #: How many tensors the model returned.
         self.returned = 0
-        #: The outputs of the last run that were one number for the batch.
-        self.numbers: set[int] = set()
+        #: The outputs of the last run that were one number for the batch, without their signs.
+        self.numbers: dict[int, float] = {}
         #: Whether floating inputs of :meth:`look` require gradients, so that what derives from them
         #: does; until a model minds.
         self.marks_inputs = True
@@ -245,7 +245,7 @@ class Runs:
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
                 numbers = {n: x for n, x in enumerate(tensors) if _is_number(x)}
-                self.numbers = {*numbers}
+                self.numbers = {n: abs(float(x)) for n, x in numbers.items()}
                 if not any(self._axes(x, count) for x in tensors):  # its loss alone
                     tensors += _read_by([x for x in tensors if x.requires_grad], of_layers)
                 if call is not None:
