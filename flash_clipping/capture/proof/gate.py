@@ -20,6 +20,7 @@ from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.finish.backward_pass import BackwardPass
+from flash_clipping.ops.runtime.checks import check_on_device
 
 logger = logging.getLogger("flash_clipping")
 
@@ -121,19 +122,26 @@ class Gate:
             return
         tensors = tensors_in(output)
         known = self._why.get(_kind(root, args, kwargs), {})
-        for number, tensor in enumerate(tensors):
-            # One that was never compared may be any of them.
-            if tensor.requires_grad and (why := known.get((len(tensors), number), all_whys[0])):
-                tensor.register_hook(partial(_refuse_gradient, session, why))
+        # What was never compared may be any of them.
+        whys = [known.get((len(tensors), n), all_whys[0]) for n in range(len(tensors))]
+        is_part = any(x.numel() == 1 for x, why in zip(tensors, whys, strict=True) if not why)
+        for tensor, why in zip(tensors, whys, strict=True):
+            if why and tensor.requires_grad:
+                # A loss that is fit may hold such a number times 0.
+                may_be_0 = is_part and tensor.numel() == 1
+                tensor.register_hook(partial(_refuse_gradient, session, why, may_be_0))
 
 
 def _kind(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     return modes_of(root), of_arguments(args, kwargs)
 
 
-def _refuse_gradient(session: ClippingSession, why: str, grad: Any) -> None:
-    if session.enabled and grad is not None:  # two passes go through all outputs
+def _refuse_gradient(session: ClippingSession, why: str, may_be_0: bool, grad: Any) -> None:
+    if not session.enabled or grad is None:  # two passes go through all outputs
+        return
+    if not may_be_0:
         raise FlashClippingError(why)
+    check_on_device(grad == 0, why)
 
 
 # -- layers that a call reaches first --------------------------------------------------------------

@@ -453,19 +453,19 @@ class _Oracle:
         if not self.runs.numbers:
             return {}
         self.runs.only, order = None, [*range(self.B)] if self.B > 1 else [0, 0]
-        words = {"reduction": self.runs.session.loss_reduction}
-        why: dict[int, str] = {}
+        reduction = self.runs.session.loss_reduction
         for sparse in ({*range(1, len(order), 2)}, set[int]()):
             try:
-                found, why = self._losses_of(order, sparse), {}
-                if found is not None:
+                why: dict[int, str] = {}
+                if (found := self._losses_of(order, sparse)) is not None:
                     return found
             except torch.OutOfMemoryError:
                 raise
             except MODELS_OWN as error:
-                words["error"] = f"{type(error).__name__}: {error}"
-                text = (_NOT_ALONE + _OWN_LOSS).format
-                why = {n: text(number=n, **words) for n in self.runs.numbers}
+                words = {"error": f"{type(error).__name__}: {error}", "reduction": reduction}
+                for n in self.runs.numbers:
+                    text = (_NOT_ALONE + _OWN_LOSS).format(number=n, **words)
+                    why[n] = str(FlashClippingError(text))
         return why
 
     def _losses_of(self, order: Sequence[int], sparse: AbstractSet[int]) -> dict[int, str] | None:
@@ -495,8 +495,8 @@ class _Oracle:
                     gap -= ROUNDING * self._norms_apart(rounded[n], expected)
                 if not bool((gap <= self.tolerance).all()):
                     ratio = float(found.norm() / expected.norm().clamp(min=1e-300))
-                    text = (_SHARED + _OWN_LOSS).format
-                    why[n] = text(number=n, ratio=ratio, reduction=reduction)
+                    words = {"number": n, "ratio": ratio, "reduction": reduction}
+                    why[n] = str(FlashClippingError((_SHARED + _OWN_LOSS).format(**words)))
         return why if compared else None
 
     def _norms_apart(self, a: Tensor, b: Tensor) -> Tensor:

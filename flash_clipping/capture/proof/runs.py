@@ -245,7 +245,7 @@ class Runs:
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
                 numbers = {n: x for n, x in enumerate(tensors) if _is_number(x)}
-                self.numbers = {n: abs(float(x)) for n, x in numbers.items()}
+                self.numbers = {n: abs(float(x.detach())) for n, x in numbers.items()}
                 if not any(self._axes(x, count) for x in tensors):  # its loss alone
                     tensors += _read_by([x for x in tensors if x.requires_grad], of_layers)
                 if call is not None:
