@@ -20,6 +20,9 @@ EXTREME = 100.0
 #: What transformers, and losses of PyTorch, do not count among the labels.
 IGNORED = -100
 
+#: How names of arguments that are labels end.
+LABELS = "label", "labels", "target", "targets"
+
 #: What becomes of one sample, in turn: a model may run on no floats that are as large, as it takes
 #: them for indices, say; and on no mixture of its samples.
 EXTREMES = "far", "in range", None
@@ -38,6 +41,7 @@ class Samples:
         offsets: where the ids of each sample begin, of samples that lie end to end; and how many
             samples these are.
         parts: the sample of each row of inputs without such an axis, by the input's id.
+        names: of ``args``.
     """
 
     def __init__(
@@ -48,16 +52,21 @@ class Samples:
         narrow: int = 0,
         offsets: tuple[Tensor, int] | None = None,
         parts: Mapping[int, Tensor] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self._axis, self._parts = axis, parts or {}
         # Tensors of their own: a causal model's labels are often its input ids.
-        labels = {
-            name: x.detach()
-            for name, x in kwargs.items()
-            if name.endswith("labels") and isinstance(x, Tensor) and id(x) not in self._parts
-        }
-        self._labels = {id(x) for x in labels.values()}
-        kwargs = {**kwargs, **labels}
+        self._labels: set[int] = set()
+
+        def own(x: Any, name: str) -> Any:
+            if not name.endswith(LABELS) or not isinstance(x, Tensor) or id(x) in self._parts:
+                return x
+            x = x.detach()
+            self._labels.add(id(x))
+            return x
+
+        args = tuple(map(own, args, itertools.chain(names, itertools.repeat(""))))
+        kwargs = {name: own(x, name) for name, x in kwargs.items()}
         self.args, self.kwargs = args, kwargs
         #: All tensors of the call.
         self.tensors = batched_inputs(args, kwargs)

@@ -5,6 +5,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -105,7 +106,9 @@ class Subject:
         """The samples of the call."""
         axis = self.session.batch_axis
         parts = parts_of_samples(self.root, self.kwargs)
-        return Samples(self.args, self.kwargs, axis, narrow, self.offsets, parts)
+        model = getattr(self.root, "_orig_mod", self.root)  # under torch.compile
+        names = [*inspect.signature(type(model).forward).parameters][1:]
+        return Samples(self.args, self.kwargs, axis, narrow, self.offsets, parts, names)
 
 
 class Runs:
