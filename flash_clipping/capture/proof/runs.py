@@ -107,7 +107,8 @@ class Subject:
         axis = self.session.batch_axis
         parts = parts_of_samples(self.root, self.kwargs)
         model = getattr(self.root, "_orig_mod", self.root)  # under torch.compile
-        names = [*inspect.signature(type(model).forward).parameters][1:]
+        forward = getattr(type(model), "forward", None)  # none of what is scripted
+        names = [*inspect.signature(forward).parameters][1:] if forward is not None else ()
         return Samples(self.args, self.kwargs, axis, narrow, self.offsets, parts, names)
 
 
