@@ -515,8 +515,12 @@ def runs_in_ddp() -> bool:
 #: Whether DataParallel made this module. Without: its parameters are no leaves, and refused.
 is_replica: Callable[[nn.Module], Any] = _optional("_is_replica")
 
-#: Whether FSDP has made it a part of a flat parameter. Without: it is no ``nn.Parameter``.
-is_flattened: Callable[[Tensor], Any] = _optional("_fsdp_flattened")
+
+def is_flattened(x: Tensor) -> bool:
+    """Whether FSDP has made it a part of a flat parameter, or a view of one in a parameter's place.
+    Without: what is in its place is refused as no ``nn.Parameter``."""
+    return any(getattr(tensor, "_fsdp_flattened", False) for tensor in (x, x._base))
+
 
 #: Hooks that wait until autograd has accumulated a gradient, which never happens here. Without: not
 #: noticed; they do not run.

@@ -133,7 +133,8 @@ class FlashLoss(DPLossFastGradientClipping):
 
     Raises:
         ValueError: the reductions of criterion, module and optimizer do not agree; in the first
-            call, a criterion that divides by something else than the number of its losses.
+            call, a criterion that divides by something else than the number of its losses; in any,
+            one that broadcasts targets over samples.
     """
 
     def __init__(
@@ -185,7 +186,8 @@ class FlashLoss(DPLossFastGradientClipping):
 
         Raises:
             FlashClippingError: there are not as many losses as samples.
-            ValueError: the criterion's own reduction is another than that of its losses.
+            ValueError: the criterion's own reduction is another than that of its losses; or there
+                are more losses than outputs, of targets that were broadcast over samples.
         """
         args = _arguments(args, kwargs)
         shape = kwargs.pop("shape", None)
@@ -200,6 +202,7 @@ class FlashLoss(DPLossFastGradientClipping):
             with torch.no_grad(), torch.random.fork_rng():
                 own = self.criterion(*args, **kwargs)
         losses = self._losses(*args, **kwargs)
+        self._refuse_broadcast((*args, *kwargs.values()), losses)
         ignored = self._ignored(args, kwargs, losses)
         if shape is not None and losses.dim() and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.unflatten(0, shape[:2])
@@ -248,6 +251,33 @@ class FlashLoss(DPLossFastGradientClipping):
                 "tensor: a loss for each sample, or a scalar."
             )
         return found
+
+    def _refuse_broadcast(self, args: tuple[Any, ...], losses: Tensor) -> None:
+        """``ValueError`` for more losses than outputs, by a target whose axis 0 is not theirs: a
+        sample's losses would be of the targets of all others."""
+        if not args or not isinstance(output := args[0], Tensor):
+            return
+        if losses.numel() <= output.numel():
+            return
+        for target in args[1:]:
+            if not isinstance(target, Tensor) or target.numel() < 2:
+                continue
+            lacks, each = output.dim() - target.dim(), target.shape[:1] == output.shape[:1]
+            if not lacks and each:
+                continue  # more targets than outputs, each sample with its own
+            line = "target.expand(len(output), *target.shape)"  # of no sample
+            if lacks == 1 and each:
+                line = "target.unsqueeze(1)"
+            elif target.numel() == output.numel():
+                line = "target.view_as(output)"
+            shapes = " and ".join(str([*x.shape]) for x in (output, target))
+            raise InvalidValue(
+                f"criterion ({self._name}): found losses of shape {[*losses.shape]}, for an output "
+                f"and a target of shapes {shapes}; expected no more losses than outputs. The two "
+                "are broadcast against each other: the losses of a sample are of the targets of "
+                "all others, which no clipping bounds. Give the target the output's axes:\n"
+                f"    loss = criterion(output, {line})"
+            )
 
     def _ignored(self, args: tuple[Any, ...], kwargs: dict[str, Any], losses: Tensor) -> Any:
         """Where targets say that a loss does not count; ``None`` if nothing does."""

@@ -154,21 +154,58 @@ class GradLedger:
         #: Parameters whose ``p.grad`` held something else when the last sums were added to it.
         self._foreign: set[int] = set()
         self._follower: weakref.ref[Any] | None = None
+        #: Of the hook that looks at steps of the optimizer which the follower wraps.
+        self._plain_steps: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of a wrapped model start between steps, with no optimizer.
         state = self.__dict__.copy()
         state.update(record=None, _left={}, _versions={}, _foreign=set(), _follower=None)
+        state["_plain_steps"] = None
         return state
 
     @property
     def follower(self) -> Any:
-        """The optimizer that adds noise to this model's sums, or ``None``."""
+        """The optimizer that adds noise to this model's sums, or ``None``. The one that it wraps
+        does not step on sums by itself, until another follower, or ``None``, is set."""
         return None if self._follower is None else self._follower()
 
     @follower.setter
     def follower(self, optimizer: Any) -> None:
-        self._follower = None if optimizer is None else weakref.ref(optimizer)
+        if self._plain_steps is not None:
+            self._plain_steps.remove()
+        self._follower = self._plain_steps = None
+        if optimizer is None:
+            return
+        self._follower = weakref.ref(optimizer)
+        plain = optimizer.original_optimizer
+        while self._plain_steps is None and plain is not None:
+            try:
+                self._plain_steps = plain.register_step_pre_hook(self._refuse_plain_step)
+            except AttributeError:  # Accelerate's has no hooks; the one in it has
+                plain = getattr(plain, "optimizer", None)
+
+    def _refuse_plain_step(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ``FlashClippingError`` if this step would move parameters by sums without noise.
+
+        The private optimizer has taken the sums when it calls the one that it wraps, with no
+        closure. What else may be in ``p.grad`` is left alone: zeros, by which PyTorch makes the
+        state that it saves; noisy means; gradients of data that are public, with hooks disabled.
+        """
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        # Sums that were changed are still the samples', so nothing is asked of the tensors.
+        if not callable(closure) and (
+            self.record is None
+            or all(p.grad is None for group in plain.param_groups for p in group["params"])
+        ):
+            return
+        raise FlashClippingError(
+            f"optimizer.step(): found a step of {type(plain).__name__} itself, the optimizer that "
+            "make_private was given; expected one of the optimizer that it returned. Parameters "
+            "would move by clipped sums without noise, and nobody would account for it. Nothing "
+            "was released. Keep what make_private returns, and step on that:\n"
+            "    model, optimizer, criterion, data_loader = engine.make_private(...)"
+        )
 
     # -- backward -------------------------------------------------------------------------------
 

@@ -129,15 +129,24 @@ def refuse_in_pipeline(module: nn.Module) -> None:
 
 def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
     """Refuse a private model that was sharded or replicated after it was wrapped (``sharded``:
-    modules that were before), or in which a hook waits for gradients to be accumulated."""
+    modules that were before), in which a hook waits for gradients to be accumulated, or another
+    tensor is where a parameter was."""
     for path, part in module.named_modules():
         form = None if part in sharded else _form_of(part)
         for name, param in part._parameters.items():
             if param is None:
                 continue
             # Parts of one flat parameter take the parameters' places.
-            if is_flattened(param) or not isinstance(param, nn.Parameter):
+            if is_flattened(param):
                 form = "torch.distributed.fsdp.FullyShardedDataParallel"
+            elif not isinstance(param, nn.Parameter):
+                raise FlashClippingError(
+                    f"{path}.{name}: found a {type(param).__name__} in its place, as "
+                    "torch.func.functional_call puts there; expected the model's own parameter. "
+                    "Clipped sums are of parameters, so nothing would come of this tensor's "
+                    "gradients. Call the private model itself, and functional_call on the plain "
+                    "one:\n    plain = model.to_standard_module()"
+                )
             elif awaits_gradient(param):
                 raise FlashClippingError(
                     f"{path}.{name}: found a hook that waits until autograd has accumulated its "

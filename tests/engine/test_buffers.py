@@ -385,3 +385,106 @@ def test_angles_that_grow_with_the_sequence() -> None:
         model.zero_grad(set_to_none=True)
         seen.add(model.model.rotary_emb.inv_freq.sum().item())
     assert len(seen) == 3
+
+
+# -- frozen parameters: as good a place to remember samples in ------------------------------------
+
+
+class Remembers(Between):
+    """A frozen parameter is where ``average`` was."""
+
+    def __init__(self, use: Forward):
+        super().__init__(use)
+        del self._buffers["average"]
+        zeros = torch.zeros(D, dtype=torch.float64)
+        self.average = nn.Parameter(zeros, requires_grad=False)  # type: ignore[assignment]
+
+
+def remembering(use: Forward, begins: int = 0) -> nn.Sequential:
+    model = model_of(use, begins)
+    model[2] = Remembers(use)
+    model[2].begins = begins
+    return model
+
+
+def copied(m: Between, x: Tensor) -> None:
+    m.average.copy_(0.9 * m.average + 0.1 * mean_of(x))
+
+
+def frozen_anew(m: Between, x: Tensor) -> None:
+    m.average = nn.Parameter(m.average + mean_of(x), requires_grad=False)  # type: ignore[assignment]
+
+
+def frozen_since(m: Between, x: Tensor) -> None:
+    m.seen = nn.Parameter(mean_of(x), requires_grad=False)
+
+
+KEPT = r"2 \(Remembers\): its frozen parameter '(average|seen)' is changed by forward, which "
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("use", "begins"),
+    [(through_data, 0)]  # the first look alone compares values
+    + [
+        (use, begins)
+        for use in (in_place, signs_of_loads, through_a_view, copied, frozen_anew, frozen_since)
+        for begins in (0, 3)
+    ],
+)
+def test_a_frozen_parameter_that_forward_changes_is_refused(
+    use: Forward, begins: int, wrapper: str
+) -> None:
+    model = remembering(use, begins)
+    flash = WRAPPERS[wrapper](model)
+    called = flash if wrapper == "wrapped" else model
+    for _ in range(begins):
+        squares(called, batch()).backward()
+        model.zero_grad(set_to_none=True)
+    with pytest.raises(NotImplementedError, match=KEPT):
+        squares(called, batch())
+
+
+def test_the_codebook_is_named_and_not_the_outputs_that_follow_it() -> None:
+    def codes(m: Between, x: Tensor) -> Tensor:
+        copied(m, x)
+        return x + m.average
+
+    with pytest.raises(NotImplementedError, match=KEPT):
+        squares(GradSampleModuleFlashClipping(remembering(codes)), batch())
+
+
+def made_when_needed(m: Between, x: Tensor) -> Tensor:
+    if m.average.numel() < x.shape[1] * D:
+        table = torch.arange(x.shape[1] * D, dtype=x.dtype)
+        m.average = nn.Parameter(table, requires_grad=False)  # type: ignore[assignment]
+    return x + m.average[: x.shape[1] * D].view(-1, D)
+
+
+def read(m: Between, x: Tensor) -> Tensor:
+    return x * m.average + 1
+
+
+@pytest.mark.parametrize("use", [made_when_needed, read])
+def test_frozen_constants_pass(use: Forward) -> None:
+    model = remembering(use)
+    flash = GradSampleModuleFlashClipping(model)
+    for positions in (2, 5, 3, 7):
+        squares(flash, batch(positions))
+    check_by_autograd(remembering(use), batch(), squares)
+
+
+def test_what_happens_to_frozen_parameters_outside_of_forward_passes() -> None:
+    model = remembering(read)
+    flash = GradSampleModuleFlashClipping(model)
+    for number in range(3):
+        squares(flash, batch())
+        model[2].average.data.fill_(number)
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        model[0].requires_grad_(number == 1)  # frozen between steps, and trained again
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+    model[2].train(False).use = in_place
+    squares(flash, batch())
+    loose = GradSampleModuleFlashClipping(remembering(in_place), strict=False)
+    squares(loose, batch())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -202,6 +203,79 @@ def test_losses_of_different_shapes_are_not_added() -> None:
     with pytest.raises(ValueError, match=r"shape \[6\].*\[6, 6\]"):
         returned(output, target) * torch.ones(6, 1)
     left_by(wrapped, 2 * returned(output, target) + returned(output, target) / 3)
+
+
+def huber(output: Tensor, target: Tensor, *, reduction: str = "mean") -> Tensor:
+    losses = (output - target).abs().clamp(max=1)
+    return losses if reduction == "none" else losses.mean()
+
+
+#: Criteria that broadcast a target; PyTorch warns of the first two and checks none of them.
+BROADCASTING: dict[str, Any] = {
+    "MSELoss": nn.MSELoss(),
+    "SmoothL1Loss": nn.SmoothL1Loss(),
+    "PoissonNLLLoss": nn.PoissonNLLLoss(),
+    "HingeEmbeddingLoss": nn.HingeEmbeddingLoss(),
+    "KLDivLoss": nn.KLDivLoss(),
+    "own function": huber,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("name", BROADCASTING)
+@pytest.mark.parametrize(
+    ("output", "target", "line"),
+    [
+        ([6, 1], [6], "target.unsqueeze(1)"),
+        ([6, 1, 3], [6, 3], "target.unsqueeze(1)"),
+        ([6], [6, 1], "target.view_as(output)"),
+        ([6, 1], [1, 6], "target.view_as(output)"),
+    ],
+)
+def test_a_target_that_is_broadcast_over_samples_is_refused(
+    name: str, output: list[int], target: list[int], line: str
+) -> None:
+    """A sample's loss would hold the targets of all others."""
+    _, _, returned = private(BROADCASTING[name])
+    found, others = torch.rand(output, requires_grad=True), torch.rand(target)
+    shapes = (
+        rf"(?s)of shapes {re.escape(str(output))} and {re.escape(str(target))}.*{re.escape(line)}"
+    )
+    for args, kwargs in (((found, others), {}), ((found,), {"target": others})):
+        with pytest.raises(ValueError, match=shapes):
+            returned(*args, **kwargs)
+    fixed = eval(line.replace("target", "t").replace("output", "o"), {"t": others, "o": found})
+    assert returned(found, fixed).loss_per_sample.shape == (6,)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("criterion", "output", "target"),
+    [
+        (nn.CrossEntropyLoss(), [6, 4], torch.arange(6) % 4),
+        (nn.CrossEntropyLoss(), [6, 1], torch.zeros(6, dtype=torch.long)),
+        (nn.CrossEntropyLoss(), [6, 4, 3], torch.ones(6, 3, dtype=torch.long)),
+        (nn.MSELoss(), [6, 5, 3], torch.rand(6, 1, 3)),
+        (nn.MSELoss(), [6, 5, 3], torch.rand(3)),
+        (nn.MSELoss(), [6, 5], torch.rand(6, 1)),
+        (nn.MSELoss(), [6, 1], torch.rand(6, 4)),  # each sample with targets of its own
+        (nn.MSELoss(), [6, 1], torch.rand(())),
+        (nn.MSELoss(), [1, 1], torch.rand(1)),
+        (nn.PoissonNLLLoss(), [6, 1], torch.rand(6, 1)),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.rand(4)), [6, 4], torch.rand(6, 4)),
+        (nn.TripletMarginLoss(), [6, 4], torch.rand(6, 4)),
+        (lambda output, target: F.mse_loss(output.squeeze(1), target), [6, 1], torch.rand(6)),
+    ],
+)
+def test_targets_that_are_broadcast_within_samples_stay(
+    criterion: Any, output: list[int], target: Tensor
+) -> None:
+    _, _, returned = private(criterion)
+    found = torch.rand(output, requires_grad=True)
+    others = (target,) * (2 if isinstance(criterion, nn.TripletMarginLoss) else 1)
+    loss = returned(found, *others)
+    assert loss.item() == pytest.approx(criterion(found, *others).item(), rel=1e-5)
 
 
 def test_the_gradient_of_an_input_is_that_of_the_mean() -> None:

@@ -312,3 +312,27 @@ def test_what_is_no_number_there_is_refused_with_one_that_is(
         assert f"found {value!r}; expected a" in said
         assert line.startswith(f"    {name}=")
     call(**eval(f"dict({line.strip()})"))
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_functional_call_of_a_private_model_is_named(wrap_model: bool, steps: int) -> None:
+    private = Private(wrap_model=wrap_model)
+    for _ in range(steps):
+        private.step()
+    given = {name: p.detach().clone() for name, p in private.model.named_parameters()}
+    for tensor in given.values():
+        tensor.requires_grad_()
+    x = data().tensors[0][:4]
+    with pytest.raises(FlashClippingError) as refused:
+        torch.func.functional_call(private.model, given, (x,))
+    message = str(refused.value)
+    assert message.startswith(f"{next(iter(given))}: found a Tensor in its place")
+    assert "torch.func.functional_call" in message and "FullyShardedDataParallel" not in message
+    private.step()
+    plain = private.plain if not wrap_model else private.wrapper.to_standard_module()
+    if not wrap_model:
+        private.wrapper.cleanup()
+    given = {name.removeprefix("_module."): tensor for name, tensor in given.items()}
+    torch.func.functional_call(plain, given, (x,)).sum().backward()
+    assert all(tensor.grad is not None for tensor in given.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from opacus import schedulers
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import DataLoader
 
 from flash_clipping import FlashClippingError, FlashDPOptimizer
@@ -106,3 +108,148 @@ def test_checkpoints_in_the_middle_of_training(released: Released) -> None:
     private.optimizer.load_state_dict(state)
     private.optimizer.step()
     assert released.releases[-1][1] == pytest.approx(0.15) and released.ratio() <= SLACK
+
+
+# -- the optimizer that was given to make_private -------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_of_the_plain_optimizer_is_refused(wrap_model: bool, optimizer: Any) -> None:
+    model = TwoLayers()
+    plain = optimizer(model.parameters(), lr=0.1)
+    private = Private(model, optimizer=plain, wrap_model=wrap_model)
+    before = copy.deepcopy(model.state_dict())
+    private.backward(4)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # changed sums are no less of samples
+    with pytest.raises(FlashClippingError, match=f"found a step of {optimizer.__name__} itself"):
+        plain.step()
+    private.optimizer.zero_grad()
+
+    def closure() -> float:
+        private.backward(4)
+        return 1.0
+
+    for arguments in ({"closure": closure}, {}):
+        with pytest.raises(FlashClippingError, match="found a step of"):
+            plain.step(*([] if arguments else [closure]), **arguments)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert not private.engine.accountant.history
+    private.step(4)
+    assert len(private.engine.accountant.history) == 1
+    for name, value in model.state_dict().items():
+        assert not torch.equal(value, before[name])
+
+
+def _refuses(plain: Any, private: Private) -> bool:
+    private.optimizer.zero_grad()
+    private.backward(4)
+    try:
+        plain.step()
+    except FlashClippingError:
+        private.optimizer.step()
+        return True
+    return False
+
+
+def test_the_plain_optimizer_is_refused_whatever_was_done_to_it() -> None:
+    model = TwoLayers()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1)
+    private = Private(model, optimizer=plain)
+    assert _refuses(plain, private)
+    scheduler.step()
+    plain.load_state_dict(copy.deepcopy(plain.state_dict()))
+    private.optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert _refuses(plain, private)
+    copies = copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))
+    for copied in copies:  # of other parameters
+        copied.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    private.backward(4)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(FlashClippingError, match="found a step of AdamW itself"):
+        scaler.step(plain)
+
+
+def test_the_plain_optimizer_is_refused_where_nobody_holds_the_private_one() -> None:
+    model = TwoLayers()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = Private(model, optimizer=plain)
+    private.backward(4)
+    del private.optimizer, private.criterion
+    gc.collect()
+    assert private.wrapper.running_step.follower is None
+    with pytest.raises(FlashClippingError, match="found a step of SGD itself"):
+        plain.step()
+
+
+def test_the_plain_optimizer_of_several_private_ones() -> None:
+    model = TwoLayers()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = Private(model, optimizer=plain)
+    for _ in range(3):
+        private.wrapper, private.optimizer, *_ = private.engine.make_private(
+            module=private.wrapper,
+            optimizer=private.optimizer,
+            data_loader=DataLoader(data(), batch_size=16),
+            noise_multiplier=1.0,
+            max_grad_norm=0.1,
+            poisson_sampling=False,
+        )
+        assert _refuses(plain, private)
+        assert len(plain._optimizer_step_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_the_plain_optimizer_steps_without_privacy(wrap_model: bool) -> None:
+    model = TwoLayers()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = Private(model, optimizer=plain, wrap_model=wrap_model)
+    assert _refuses(plain, private)
+    plain.step()  # what was released is in p.grad
+    private.optimizer.zero_grad()
+    plain.step()
+    private.wrapper.disable_hooks()  # data that are public
+    private.backward(4)
+    plain.step()
+    private.wrapper.enable_hooks()
+    private.optimizer.zero_grad()
+    assert _refuses(plain, private)
+    if wrap_model:
+        assert private.wrapper.to_standard_module() is model
+    else:
+        private.wrapper.cleanup()
+    assert not plain._optimizer_step_pre_hooks
+    before = copy.deepcopy(model.state_dict())
+    model(data().tensors[0]).sum().backward()
+    plain.step()
+    assert not torch.equal(model.head.bias, before["head.bias"])
+    again = Private(model, optimizer=plain)
+    assert _refuses(plain, again)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compiled_step_of_the_plain_optimizer_is_refused(when: str) -> None:
+    model = TwoLayers()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled: Any = torch.compile(plain.step, backend="eager")
+    if when == "before":  # the private optimizer calls it
+        plain.step = compiled  # type: ignore[method-assign]
+    private = Private(model, optimizer=plain)
+    for _ in range(2):
+        private.step(4)
+        private.backward(4)
+        with pytest.raises(FlashClippingError, match="found a step of SGD itself"):
+            compiled()
+
+
+def test_states_are_made_by_a_step_of_zeros() -> None:
+    model = TwoLayers()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    private = Private(model, optimizer=plain)
+    private.backward(4)
+    private.optimizer.zero_grad()
+    _, state = get_state_dict(model, plain)
+    assert len(state["state"]) == len([*model.parameters()])

@@ -68,9 +68,11 @@ class Private:
         } | options
         size = options.pop("batch_size", 16)
         parameters = options.pop("parameters", None) or self.plain.parameters()
+        lr = options.pop("lr", 0.1)
+        plain = options.pop("optimizer", None) or torch.optim.SGD(parameters, lr=lr)
         private = self.engine.make_private(
             module=self.plain,
-            optimizer=torch.optim.SGD(parameters, lr=options.pop("lr", 0.1)),
+            optimizer=plain,
             data_loader=DataLoader(data(), batch_size=size),
             criterion=nn.CrossEntropyLoss(),
             **options,

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import FlashClippingError, FlashPrivacyEngine
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
@@ -94,6 +94,20 @@ def test_prepared_runs_are_those_without(prepare: str, first: bool) -> None:
     assert training.engine.accountant.history == [(1.0, 0.25, 4)]
     for a, b in zip(training.plain.parameters(), expected.plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_prepared_optimizer_does_not_step_without_noise() -> None:
+    training = Training(Accelerator(cpu=True), first=True)
+    prepared = training.optimizer.original_optimizer
+    assert isinstance(prepared, AcceleratedOptimizer)
+
+    def refused() -> None:
+        for optimizer in (prepared, prepared.optimizer):
+            with pytest.raises(FlashClippingError, match="found a step of SGD itself"):
+                optimizer.step()
+
+    training.epoch(refused)
+    assert training.engine.accountant.history == [(1.0, 0.25, 4)]
 
 
 def test_bfloat16() -> None:
