@@ -1,8 +1,10 @@
-"""Batches made of the samples of one batch: in other places, fewer of them, one of them extreme."""
+"""Batches made of the samples of one batch: in other places, fewer of them, one of them extreme,
+some of them shorter."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,10 @@ LABELS = "label", "labels", "target", "targets"
 #: What becomes of one sample, in turn: a model may run on no floats that are as large, as it takes
 #: them for indices, say; and on no mixture of its samples.
 EXTREMES = "far", "in range", None
+
+#: The part of a shorter sample that is left, in turn: a model may run on no texts of one word. All
+#: of it is the sample as it is.
+LEFT = 0.0, 0.5, 1.0
 
 
 class Samples:
@@ -103,6 +109,11 @@ class Samples:
         #: Whether floats of an extreme sample are no larger than others in their places, for models
         #: that run on no other ones.
         self.stays_in_range = False
+        #: What stands for no token.
+        self.padding = 0
+        #: Whether samples can be made shorter.
+        self.may_be_shorter = offsets is None and not self._parts
+        self.may_be_shorter &= any(not x.is_floating_point() for x in found)
 
     @property
     def are_alike(self) -> bool:
@@ -124,7 +135,12 @@ class Samples:
         return 0 if x.dim() == 1 and len(x) == self.count else None  # labels beside [T, B] inputs
 
     def batch(
-        self, order: Sequence[int], extreme: int | None = None, sparse: Sequence[int] = ()
+        self,
+        order: Sequence[int],
+        extreme: int | None = None,
+        sparse: Sequence[int] = (),
+        shorter: Sequence[int] = (),
+        left: float = 1.0,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these samples in these places.
 
@@ -135,6 +151,9 @@ class Samples:
                 smallest that a sample has there, and so are floats with :attr:`stays_in_range`.
                 Masks (no entries but 0 and 1) stay.
             sparse: places whose samples have a quarter of their labels, and of what masks count.
+            shorter, left: places whose samples are cut to this part, one entry at least: integers
+                behind it become :attr:`padding`, bools what they are not where the sample begins,
+                and one number of a sample, which may be its length, is cut itself.
         """
         bags = None if self._offsets is None else self._bags(order)
 
@@ -159,6 +178,10 @@ class Samples:
             for place in sparse:
                 row = found.select(axis, place)
                 row.copy_(_sparse(x, row, is_labels))
+            if left < 1 and self.may_be_shorter and not x.is_floating_point():
+                for place in shorter:
+                    row = found.select(axis, place)
+                    row.copy_(self._shorter(row, left, int(x.long().amax()) if x.numel() else 0))
             return found
 
         def of_leaf(leaf: Any) -> Any:
@@ -188,6 +211,25 @@ class Samples:
             torch.tensor(starts, dtype=offsets.dtype, device=offsets.device),
             torch.tensor(numbers, dtype=torch.long, device=offsets.device),
         )
+
+    def _shorter(self, row: Tensor, left: float, most: int) -> Tensor:
+        """``row``, a sample of integers or bools up to ``most``, without its end."""
+        if row.is_complex() or not row.numel():
+            return row
+        if row.numel() == 1:
+            if row.dtype == torch.bool:
+                return row
+            return torch.full_like(row, min(int(row), max(1, math.ceil(left * int(row)))))
+        axis = 0 if len(row) > 1 else row.dim() - 1  # masks may have an axis of heads before
+        row = row.movedim(axis, 0).clone()
+        end = row[max(1, math.ceil(left * len(row))) :]
+        if row.dtype == torch.bool:
+            end.copy_(~row[:1])
+        else:
+            padding = self.padding if most > 1 and most >= self.padding else 0
+            of_none = end.long() < 0  # labels that do not count
+            end.copy_(torch.where(of_none, end.long(), padding))
+        return row.movedim(0, axis)
 
     def _extreme(self, x: Tensor, axis: int, row: Tensor) -> Tensor:
         """``row``, a sample of ``x`` (or several rows) along this axis, as far from the others as

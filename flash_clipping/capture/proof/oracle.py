@@ -2,7 +2,8 @@
 
 *The gradient of a sample, through the taps, in its batch, equals plain autograd's for that sample
 among other companions.* A round compares two runs of the model. Half of the samples, S, stand in
-both; the rest of the batch is replaced in one of them, by other samples and an extreme one.
+both; the rest of the batch is replaced in one of them, by other samples and an extreme one, and
+shorter in the other: where rows lie may depend on lengths, which a batch may happen not to show.
 
 =========  =====================  =================================================================
 run        backward passes        what must hold
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.capture.no_trace import MODELS_OWN
-from flash_clipping.capture.proof.batches import EXTREMES, Samples
+from flash_clipping.capture.proof.batches import EXTREMES, LEFT, Samples
 from flash_clipping.capture.proof.repeatable import perturbed, rounded_otherwise
 from flash_clipping.capture.proof.runs import AT_ONCE, MASKED, Gradient, Run, Runs, Subject
 from flash_clipping.errors import FlashClippingError
@@ -233,6 +234,10 @@ class _Oracle:
             getattr(vars(module).get("forward"), "loops", False)
             for module in subject.root.modules()
         )
+        found = (getattr(module, "padding_idx", None) for module in subject.root.modules())
+        samples.padding = next((n for n in found if isinstance(n, int)), 0)
+        #: The part of R that stands in the first run; all in every other audit.
+        self.left = LEFT[0] if samples.may_be_shorter and not audit % 2 else LEFT[-1]
         session = subject.session
         #: Whether some layer reads rows that are not the samples.
         self.lies_otherwise = bool(session.layouts or session.folded - session.folded_by_rule)
@@ -315,7 +320,7 @@ class _Oracle:
         adds_up = bool(R and self.audit in (1, 2))
         self.alone = {b: self.loud[b] if adds_up else 1.0 for b in S}
         scales = [self.alone, self.loud, *([{b: self.loud[b] for b in R}] if adds_up else [])]
-        taps = self._taps(scales, sums=3 if adds_up else 1, compiles=not self.audit)
+        taps = self._first(scales, sums=3 if adds_up else 1, compiles=not self.audit)
         self.returned, self.axes = set(taps.outputs), taps.axes
         of_S = [_norms(taps.outputs[n], S) for n in self._fit(taps)]
         if not of_S:
@@ -347,10 +352,30 @@ class _Oracle:
             why = self._sizes()
         return why
 
+    def _first(self, scales: Sequence[Mapping[int, float]], **options: Any) -> Run:
+        """The batch, through the taps, with R as short as the model runs on."""
+        for self.left in [left for left in LEFT if left >= self.left]:
+            try:
+                run = self._taps(scales, **options)
+            except torch.OutOfMemoryError:
+                raise
+            except FlashClippingError as error:
+                if self.left == LEFT[-1]:
+                    raise
+                where = "\nFound where some samples of the batch are made shorter, as padding does."
+                raise FlashClippingError(f"{error.args[0]}{where}") from error
+            except MODELS_OWN:
+                if self.left == LEFT[-1]:
+                    raise
+                continue
+            if all(g.each is None or g.each.isfinite().all() for g in run.gradients):
+                break
+        return run
+
     def _taps(self, scales: Sequence[Mapping[int, float]], **options: Any) -> Run:
-        """The batch as it is, through the taps."""
+        """The batch, with R as short as in the first run, through the taps."""
         places = range(self.B)
-        given = self.samples.batch(places)
+        given = self.samples.batch(places, shorter=self.R, left=self.left)
         return self.runs.run(given, places, scales, taps=True, **self.draws, **options)
 
     def _values_decide_draws(self, drawn: list[Hashable]) -> bool:
@@ -611,6 +636,8 @@ class _Oracle:
 def _halves(B: int, audit: int) -> tuple[list[int], list[int]]:
     """The samples that are looked at, and the others."""
     order = torch.randperm(B, generator=torch.Generator().manual_seed(3)).tolist()
+    if B <= 4:  # by turns: where R are sorted to the beginning or to the end, S move
+        order = [*range(B - 1, -1, -2), *range(B - 2, -1, -2)]
     half = -(-B // 2)
     S, R = order[:half], order[half:]
     if audit % 2 and R:

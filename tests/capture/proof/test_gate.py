@@ -3,13 +3,14 @@ are exact."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
+from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.proof import runs
@@ -17,6 +18,7 @@ from flash_clipping.capture.proof.gate import FIRST_AUDIT, Gate
 from flash_clipping.capture.proof.runs import Runs
 from tests.capture.proof.mixers import RIGHT, WRONG, WRONG_AFTER, Around, B, K, T
 from tests.capture.proof.test_oracle import LATER
+from tests.support.autograd import check_by_autograd, squares
 from tests.support.models import CASES
 from tests.support.plans import Plan, RandomModel, batch_of, plans
 from tests.support.profiles import profile
@@ -140,3 +142,98 @@ def test_random_architectures(layout: str) -> None:
         assert why and not any(why)
 
     check()
+
+
+class Padded(nn.Module):
+    """Texts that end with zeros, ``how`` a layer reads them."""
+
+    def __init__(self, how: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.how, self.embed = how, nn.Embedding(20, 8, padding_idx=0)
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, **given: Tensor) -> Tensor:
+        mask = given.get("mask", ids != 0)
+        if "padding" in given:
+            mask = ~given["padding"]
+        elif "lengths" in given:
+            mask = torch.arange(ids.shape[1]) < given["lengths"][:, None]
+        h = self.how(self, self.embed(ids), mask) * mask[..., None]
+        return self.head(h.sum(1) / mask.sum(1, keepdim=True))
+
+
+def sorted_by_length(sign: int) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    def how(m: Any, h: Tensor, mask: Tensor) -> Tensor:
+        order = (sign * mask.sum(1)).argsort(stable=True)
+        return torch.tanh(m.layer(h[order]))[order.argsort()]
+
+    return how
+
+
+def unpadded(m: Any, h: Tensor, mask: Tensor) -> Tensor:
+    return torch.zeros_like(h).masked_scatter(mask[..., None], torch.tanh(m.layer(h[mask])))
+
+
+def of_several(m: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """Raises for texts of one word."""
+    if mask.sum(1).min() < 2:
+        raise ValueError("one word")
+    return sorted_by_length(-1)(m, h, mask)
+
+
+def full(count: int) -> Tensor:
+    return torch.randint(1, 20, (count, 6))
+
+
+def presorted(count: int) -> Tensor:
+    return full(count) * (torch.arange(6) < torch.arange(6, 6 - count, -1)[:, None])
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("known", ["ids", "mask", "padding", "lengths"])
+@pytest.mark.parametrize(
+    ("how", "first", "counts"),
+    [
+        (sorted_by_length(-1), full, (2, 3, 4, 5)),
+        (sorted_by_length(-1), presorted, (2, 3, 4, 5)),
+        (sorted_by_length(1), full, (3, 4, 5)),
+        (unpadded, full, (2, 4)),
+        (of_several, full, (2, 4)),
+    ],
+)
+def test_rows_that_move_with_the_lengths_are_refused_by_a_full_batch(
+    how: Any, counts: tuple[int, ...], first: Callable[[int], Tensor], known: str, mode: Any
+) -> None:
+    """Or by one that is sorted already. Later steps booked rows to other samples, unseen until an
+    audit: one sample was measured to add 2.1 C."""
+    for count in counts:
+        torch.manual_seed(count)
+        flash, ids = GradSampleModuleFlashClipping(Padded(how).double(), mode=mode), first(count)
+        mask = ids != 0
+        masks = {"mask": mask, "padding": ~mask, "lengths": mask.sum(1)}
+        with pytest.raises(
+            FlashClippingError, match="expected rounding alone|[Rr]ows|made shorter"
+        ):
+            output = flash(ids, **({} if known == "ids" else {known: masks[known]}))
+            output.square().sum().backward()
+
+
+def of_two_words(m: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """No number where one word is alone: its deviation."""
+    counts = mask.sum(1)[:, None, None]
+    mean = (h * mask[..., None]).sum(1, keepdim=True) / counts
+    square = ((h - mean).square() * mask[..., None]).sum(1, keepdim=True) / (counts - 1)
+    return torch.tanh(m.layer(h / square.sqrt()))
+
+
+def first_come(m: Any, h: Tensor, mask: Tensor) -> Tensor:
+    if mask.sum(1).min() < 6:
+        raise ValueError("padding")
+    return torch.tanh(m.layer(h))
+
+
+@pytest.mark.parametrize("how", [lambda m, h, mask: m.layer(h).tanh(), of_two_words, first_come])
+def test_models_that_know_of_lengths_are_exact(how: Any) -> None:
+    """Also those that no shorter text can be given."""
+    torch.manual_seed(0)
+    check_by_autograd(Padded(how).double(), (full(4),), squares)
