@@ -374,9 +374,18 @@ def compiles(thing: Any) -> bool:
     return _is_of_compiler(thing, "OptimizeContext")
 
 
+def compiled_module(module: Any) -> Any:
+    """The module that ``torch.compile`` was given, or ``module`` itself."""
+    return module._orig_mod if is_compiled(module) else module
+
+
 def call_of(module: Any) -> Any:
     """A module's call with its hooks, past what was compiled. Without: ``None``."""
-    return module._orig_mod.__call__ if is_compiled(module) else getattr(module, "_call_impl", None)
+    return (
+        compiled_module(module).__call__
+        if is_compiled(module)
+        else getattr(module, "_call_impl", None)
+    )
 
 
 # -- modules: their hooks, and what layers keep to themselves --------------------------------------

@@ -113,7 +113,9 @@ _OWN_LOSS = (
     "The loss may divide by what is counted in the whole batch (labels, tokens, a mask), or "
     'compare samples; or it is a sum, which needs loss_reduction="sum". Compute the loss of each '
     "sample from the model's other outputs:\n"
-    "    loss = flash_clipping.per_sample_loss(output.logits, labels).{reduction}()"
+    "    loss = flash_clipping.per_sample_loss(output.logits, labels).{reduction}()\n"
+    "or leave this output out of the loss:\n"
+    "    output = output.detach()"
 )
 
 #: How outputs are named, by their numbers.

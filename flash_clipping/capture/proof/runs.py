@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_clipping._compat import compiled_module
 from flash_clipping.capture.forward_call import Doubted, ForwardCall, in_backward
 from flash_clipping.capture.image_patches import parts_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
@@ -106,7 +107,7 @@ class Subject:
         """The samples of the call."""
         axis = self.session.batch_axis
         parts = parts_of_samples(self.root, self.kwargs)
-        model = getattr(self.root, "_orig_mod", self.root)  # under torch.compile
+        model = compiled_module(self.root)
         forward = getattr(type(model), "forward", None)  # none of what is scripted
         names = [*inspect.signature(forward).parameters][1:] if forward is not None else ()
         return Samples(self.args, self.kwargs, axis, narrow, self.offsets, parts, names)
