@@ -40,8 +40,6 @@ _NONE: dict[str, Tensor | None] = {}
 
 _BUFFERS, _PARAMETERS = operator.attrgetter("_buffers"), operator.attrgetter("_parameters")
 
-_VERSION = operator.attrgetter("_version")
-
 _IN_PLACE = "writes into it in place"
 
 
@@ -52,6 +50,7 @@ class _Before:
     module: nn.Module
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
+    parameters: dict[str, nn.Parameter | None]
     versions: dict[str, int] | None  # None: what is written is of weights alone
 
 
@@ -61,18 +60,15 @@ class BufferWatch:
 
     def __init__(self, root: nn.Module, session: ClippingSession):
         self.root, self.session = root, session
-        #: While a forward runs: every module that has buffers.
+        #: While a forward runs: every module that has buffers, or frozen parameters.
         self._before: list[_Before] | None = None
+        #: All parameters, as that forward found them.
+        self._parameters: list[Tensor | None] = []
         #: Found before the first step: a buffer that forward writes in place.
         self._written: _Place | None = None
-        #: All parameters, as that forward found them; the frozen ones, by module, and in a row.
-        self._parameters: list[Tensor | None] = []
-        self._frozen: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        self._in_a_row: list[nn.Parameter] = []
-        #: How often they were changed in place by then, and their modules' attributes.
-        self._counts: list[int] = []
-        self._attributes: list[dict[str, Any]] = []
-        self._trainable: list[nn.Parameter] | None = None
+        #: Which of these modules have frozen parameters, while these are trainable.
+        self._has_frozen: list[bool] = []
+        self._known: tuple[Any, Any] = (None, None)
 
     def before_forward(
         self, modules: Sequence[nn.Module], trainable: list[nn.Parameter] | None
@@ -80,19 +76,17 @@ class BufferWatch:
         """Note what is there. ``trainable``: the same list again while no parameter changes."""
         self._written = None
         self._before = []
-        of_all = [*map(_BUFFERS, modules)]  # most have none
-        for module, buffers in compress(zip(modules, of_all, strict=True), of_all):
-            versions = None if type(module) is SPECTRAL_NORM else _versions(buffers)
-            self._before.append(_Before(module, vars(module).copy(), buffers.copy(), versions))
-        found = _parameters(modules)
-        if trainable is not self._trainable or not _are_same(found, self._parameters):
-            frozen = {module: _frozen(module) for module in modules}
-            self._frozen = {module: named for module, named in frozen.items() if named}
-            self._in_a_row = [p for named in self._frozen.values() for p in named.values()]
-            self._parameters, self._trainable = found, trainable
-        # Models have hundreds of them: what is noted takes no loop in Python.
-        self._counts = _counts(self._in_a_row)
-        self._attributes = [*map(dict.copy, map(vars, self._frozen))]
+        if self._known[0] is not modules or self._known[1] is not trainable:
+            self._has_frozen = [bool(_frozen(module)) for module in modules]
+            self._known = modules, trainable
+        self._parameters = _parameters(modules)
+        of_all = map(operator.or_, map(bool, map(_BUFFERS, modules)), self._has_frozen)
+        for module in compress(modules, of_all):  # most have none
+            buffers, frozen = module._buffers, _frozen(module)
+            spectral = type(module) is SPECTRAL_NORM
+            versions = None if spectral else _versions(buffers) | _versions(frozen)
+            before = _Before(module, vars(module).copy(), buffers.copy(), frozen, versions)
+            self._before.append(before)
 
     def rehearsed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward``, which runs on copies of buffers and notes what it writes in place."""
@@ -104,9 +98,9 @@ class BufferWatch:
             if buffer is not None and buffer.layout == torch.strided
         ]
         frozen = [
-            (module, name, param)
-            for module, named in self._frozen.items()
-            for name, param in named.items()
+            (before.module, name, param)
+            for before in self._before or ()
+            for name, param in before.parameters.items()
             if type(param) is nn.Parameter and param.layout == torch.strided and not param.is_meta
         ]
 
@@ -143,25 +137,26 @@ class BufferWatch:
         for before in found:
             olds[before.module] = before.buffers
             versions = before.versions
-            if versions is not None and (now := _versions(before.buffers)) != versions:
-                changed = [name for name in now if now[name] != versions[name]]
+            if versions is None:
+                continue
+            if (later := _versions(before.buffers) | _versions(before.parameters)) != versions:
+                changed = [name for name in later if later[name] != versions[name]]
                 self._refuse(before.module, changed[0], _IN_PLACE)
-        if (counts := _counts(self._in_a_row)) != self._counts:
-            places = [(module, name) for module, named in self._frozen.items() for name in named]
-            moved = compress(places, map(operator.ne, counts, self._counts))
-            self._refuse(*next(moved), _IN_PLACE)
         doubtful: list[_Place] = []
         of_all = [*map(_BUFFERS, modules)]
         news = dict(compress(zip(modules, of_all, strict=True), of_all))
         for module in {**olds, **news}:
             new, old = news.get(module, _NONE), olds.get(module, _NONE)
             doubtful += self._assigned(module, new, old)
-        if not _are_same(_parameters(modules), self._parameters):
-            known = {id(param) for param in self._parameters}
+        was, there_now = self._parameters, _parameters(modules)
+        if len(was) != len(there_now) or not all(map(operator.is_, was, there_now)):
+            known = {id(param) for param in was}
+            frozen = {before.module: before.parameters for before in found}
             for module in modules:
-                was, there = self._frozen.get(module, {}), module._parameters
-                frozen = {name: p for name, p in _frozen(module).items() if id(p) not in known}
-                doubtful += self._assigned(module, frozen | {n: there.get(n) for n in was}, was)
+                before_it, there = frozen.get(module, {}), module._parameters
+                now = {name: p for name, p in _frozen(module).items() if id(p) not in known}
+                now |= {name: there.get(name) for name in before_it}
+                doubtful += self._assigned(module, now, before_it)
         if doubtful:
             self._refuse_of_samples(doubtful, found, args, kwargs)
 
@@ -235,7 +230,6 @@ class BufferWatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> list[Tensor | None]:
-        attributes = self._attributes
         devices = {x.device for x in self.session.state() if x.is_cuda}
         with (
             torch.no_grad(),
@@ -246,10 +240,8 @@ class BufferWatch:
             for module, name in places:
                 module._buffers.pop(name, None)
                 module._parameters.pop(name, None)
-            for (module, named), held in zip(self._frozen.items(), attributes, strict=True):
-                module._parameters.update(named)
-                put_back(module, held, module._buffers.copy())
             for before in found:
+                before.module._parameters.update(before.parameters)
                 copies = {
                     name: None if buffer is None else buffer.detach().clone()
                     for name, buffer in before.buffers.items()
@@ -277,23 +269,10 @@ def _parameters(modules: Sequence[nn.Module]) -> list[Tensor | None]:
     return [*chain.from_iterable(map(dict.values, filter(None, map(_PARAMETERS, modules))))]
 
 
-def _are_same(these: list[Tensor | None], others: list[Tensor | None]) -> bool:
-    """Whether the same tensors are in both; lists of tensors cannot be compared by ``==``."""
-    return len(these) == len(others) and all(map(operator.is_, these, others))
-
-
-def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
+def _frozen(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own parameters that are frozen."""
     named = module._parameters.items()
     return {name: p for name, p in named if p is not None and not p.requires_grad}
-
-
-def _counts(params: list[nn.Parameter]) -> list[int]:
-    """How often each was changed in place, as far as PyTorch counts."""
-    try:
-        return [*map(_VERSION, params)]
-    except RuntimeError:  # it counts none of what was made in inference mode
-        return [0 if param.is_inference() else param._version for param in params]
 
 
 def _at(place: _Place) -> Tensor | None:
