@@ -89,7 +89,8 @@ class BufferWatch:
             self._before.append(before)
 
     def rehearsed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``, which runs on copies of buffers and notes what it writes in place."""
+        """``forward``, which runs on copies of buffers and notes one, or a frozen parameter, that it
+        writes in place."""
         places = [
             (before.module, name, buffer)
             for before in self._before or ()
@@ -167,8 +168,6 @@ class BufferWatch:
         for name in new.keys() | old.keys():
             if new.get(name) is old.get(name):
                 continue
-            if any(hasattr(named.get(name), "placements") for named in (new, old)):
-                continue  # fully_shard: shards and whole parameters take turns
             if self.session.captured is not None:
                 self._refuse(module, name, "assigns it anew while a CUDA graph is captured")
             if not _same_bits(new.get(name), old.get(name)):

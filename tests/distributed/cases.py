@@ -40,11 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
     "second axis": {"cuts": EVEN, "shards": {"shard_placement_fn": second_axis}},
     "kept whole": {"cuts": UNEVEN, "shards": {"reshard_after_forward": False}},
     "root sharded after forward": {"cuts": UNEVEN, "shards": {"reshard_after_forward": True}},
-    "frozen, root sharded after forward": {
-        "cuts": UNEVEN,
-        "frozen": ("embed", "blocks.0"),
-        "shards": {"reshard_after_forward": True},
-    },
     "small buckets": {"cuts": UNEVEN, "bucket": 1},
     "per layer": {"cuts": EVEN, "clipping": "per_layer", "net": {"kind": Adapted}},
     "automatic": {"cuts": EMPTY, "clipping": "automatic"},
