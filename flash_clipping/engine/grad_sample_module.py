@@ -69,8 +69,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         m: the model. Every trainable parameter in it is covered.
         batch_first: samples are axis 0 of the input of every layer; otherwise axis 1.
         loss_reduction: ``"mean"`` or ``"sum"``: how the loss reduces over samples.
-        strict: refuse buffers and frozen parameters that forward changes: what they keep of samples
-            gets no noise. Opacus refuses all buffers of trainable layers; here constants pass.
+        strict: refuse buffers that forward changes: what they keep of samples gets no noise. Opacus
+            refuses all buffers of trainable layers; here constants pass.
         force_functorch: use the generic rule for every layer.
         max_grad_norm: clipping bound ``C``; a list with one bound per trainable parameter for
             ``clipping="per_layer"``.
@@ -110,7 +110,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     Raises:
         NotImplementedError: the model holds a layer that mixes samples (BatchNorm); or, in forward
-            and if ``strict``, a buffer or a frozen parameter is changed.
+            and if ``strict``, a buffer is changed.
         FlashClippingError: in forward or backward, where a norm would be wrong.
     """
 

@@ -98,8 +98,7 @@ class ParameterGuards:
         #: How many parameters are watched.
         self.count = 0
         self._guarded: dict[int, nn.Parameter] = {}
-        #: The trainable parameters: the same list again while no parameter changes.
-        self.looked_at: list[nn.Parameter] | None = None
+        self._looked_at: list[nn.Parameter] | None = None
         #: Parameters whose gradients had to have a dtype before, and which.
         self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
 
@@ -107,7 +106,7 @@ class ParameterGuards:
         """Watch parameters that have become trainable since the last look; whether any has.
         ``FlashClippingError`` if one is complex."""
         found, guarded = self.trainable(), self._guarded
-        if found is self.looked_at:
+        if found is self._looked_at:
             return False
         new = {id(param): param for param in found if id(param) not in guarded}
         names = {id(param): name for name, param in self.root.named_parameters()} if new else {}
@@ -121,12 +120,12 @@ class ParameterGuards:
             self.handles.append(param.register_hook(guard.__getitem__))
             guarded[key] = param  # the last: what was refused is looked at again
             self.count += 1
-        self.looked_at = found
+        self._looked_at = found
         return bool(new)
 
     def remove(self) -> None:
         """Gradients have to have the dtype again that they had to have before."""
-        self._guarded, self.looked_at = {}, None
+        self._guarded, self._looked_at = {}, None
         while self._grad_dtypes:
             param, dtype = self._grad_dtypes.pop()
             if param.grad is None or dtype in (None, param.grad.dtype):
@@ -189,7 +188,7 @@ class ModelWatch:
     Args:
         wrapper: the wrapped model; the model itself where it is used as it is.
         taps, guards: the model's.
-        strict: whether buffers and frozen parameters that forward changes are refused.
+        strict: whether buffers that forward changes are refused.
     """
 
     def __init__(
@@ -223,10 +222,10 @@ class ModelWatch:
             refuse_max_norm(self._embeddings)
         if self._batch_norms:
             refuse_batch_norms(self._batch_norms)
+        if self._buffers is not None:
+            self._buffers.before_forward(self._structure.modules)
         if self.guards.watch_new():
             self._looked_around = False
-        if self._buffers is not None:
-            self._buffers.before_forward(self._structure.modules, self.guards.looked_at)
         if self._looked_around:
             return
         self.session.recover()  # no stand-in of a failed step may be in the way
@@ -355,20 +354,13 @@ class ModelWatch:
             forward = self.sharded.together.one_run(forward)
         subject = replace(subject, forward=forward)
         with self.taps.regions.as_compiled():
-            try:
-                if positions is None:
-                    subject = prove(subject, call)
-                else:
-                    prove_positions(subject, positions, self.guards.count)
-            except FlashClippingError:  # of outputs that follow what forward writes, say
-                self._refuse_rehearsed()
-                raise
-        self._refuse_rehearsed()
-        return subject
-
-    def _refuse_rehearsed(self) -> None:
+            if positions is None:
+                subject = prove(subject, call)
+            else:
+                prove_positions(subject, positions, self.guards.count)
         if self._buffers is not None:
             self._buffers.refuse_rehearsed()
+        return subject
 
     def _audit(self, subject: Subject, audit: int = 0) -> None:
         """See whether samples' gradients are what autograd gives."""
