@@ -58,6 +58,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "is_compilers_error": (["torch._dynamo.exc"], "same"),
     "is_autograd_compiled": (["torch._dynamo.compiled_autograd"], "same"),
     "is_compiled": (["OptimizedModule"], "same"),
+    "compiled_module": (["OptimizedModule"], "same"),
     "compiles": (["OptimizeContext"], "same"),
     "call_of": (["_call_impl"], "same"),
     "hooks_of_module": (["_forward_hooks"], "same"),
