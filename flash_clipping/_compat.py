@@ -381,11 +381,7 @@ def compiled_module(module: Any) -> Any:
 
 def call_of(module: Any) -> Any:
     """A module's call with its hooks, past what was compiled. Without: ``None``."""
-    return (
-        compiled_module(module).__call__
-        if is_compiled(module)
-        else getattr(module, "_call_impl", None)
-    )
+    return module._orig_mod.__call__ if is_compiled(module) else getattr(module, "_call_impl", None)
 
 
 # -- modules: their hooks, and what layers keep to themselves --------------------------------------

@@ -90,10 +90,6 @@ class EmbeddingGrad(MeasuredOnce):
             backend=backend,
         )
 
-    def spread(self) -> Tensor:
-        """``Σ_t ‖G_t‖``, ``[B]``, over the ids that receive a gradient."""
-        return self._row_norms().sum(1)
-
     def _row_norms(self) -> Tensor:
         """``‖G_t‖``, ``[B, T]``; 0 of ids that receive no gradient."""
         dtype = accumulation_dtype(self.G_BTd.dtype)

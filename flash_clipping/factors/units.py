@@ -349,7 +349,7 @@ def _tied_sqnorms(rows: TiedEmbeddingGrad, units: UnitMap, backend: str) -> tupl
         rows_P = error_bounds.row_norms(A_Pd.unsqueeze(0), G_PV.unsqueeze(0))[0]
         head_spread_U = sums_by_index(rows_P.double().unsqueeze(1), unit_P, units.count + 1)
         head_spread_U = head_spread_U[:-1, 0].to(rows_P.dtype)
-        met = error_bounds.additions(len(A_Pd))
+        met = error_bounds.additions_among(len(A_Pd), len(A_Pd))
         doubt_U += error_bounds.additions_doubt(sq_U + doubt_U, head_spread_U, met)
     doubt_U += error_bounds.doubt_of_runs(torch.maximum(sq_U, lookup_sq_U), lost_U)
     return sq_U, doubt_U

@@ -109,6 +109,11 @@ LOST_OF_SINGLES = 4.5 * 2.0**-25
 12 · 2⁻²⁵ for 8 products."""
 
 
+def lost_of(dtype: torch.dtype) -> float:
+    """What tensor cores lose for each product of operands of this dtype."""
+    return LOST_OF_SINGLES if dtype == torch.float32 else LOST_OF_HALVES
+
+
 ALONE = 64
 """Products of fp32 that tensor cores add up by themselves, outside of :func:`gram_doubt`; of 16-bit
 operands twice as many, which lose less."""
@@ -148,6 +153,13 @@ APART = 128
 def additions(rows: int) -> int:
     """How many a product of so many rows meets at most, in a reference."""
     return min(rows, TOGETHER) + math.ceil(rows / TOGETHER)
+
+
+def additions_among(rows: int, others: int) -> int:
+    """The same of rows that stand anywhere among so many, as those of a unit: it is a row's sum, a
+    remainder or a chunk that is added to what is there, three for :data:`TOGETHER` rows at most (a
+    sample above :data:`APART` by itself is one for half as many)."""
+    return min(rows, TOGETHER + math.ceil(3 * others / TOGETHER))
 
 
 def additions_doubt(
@@ -243,7 +255,7 @@ def gram_doubt(
     ``(n + δ)² ≤ (1 + s) n² + (1 + 1/s) δ²`` for any s; that of which both are small is taken. Up to
     ``s = 2 · SLACK`` the first costs nothing: the bound is promised to within that.
     """
-    lost = LOST_OF_SINGLES if dtype == torch.float32 else LOST_OF_HALVES
+    lost = lost_of(dtype)
     of_entry = promoted * lost + sums * 2.0**-24
     added_up = 2.0**-18  # what sums over a tile's entries, and over tiles, lose in fp32: some 60 u
     s = gram_slack(T, dtype)
@@ -258,7 +270,7 @@ def gram_doubt(
 
 def gram_slack(T: int, dtype: torch.dtype) -> float:
     """s of :func:`gram_doubt`. Its bound holds ``δ² / s``."""
-    lost = LOST_OF_SINGLES if dtype == torch.float32 else LOST_OF_HALVES
+    lost = lost_of(dtype)
     return max(2 * SLACK, math.sqrt(8) * T * lost)
 
 
@@ -294,7 +306,7 @@ def product_doubt(
     ``(2 n + δ₁ + δ₂) (δ₁ + δ₂)``.
     """
     T = rows_BT.shape[1]
-    lost = LOST_OF_SINGLES if dtype == torch.float32 else LOST_OF_HALVES
+    lost = lost_of(dtype)
     results = math.ceil(T / measured) + math.ceil(T / released)
     first_T = torch.arange(T, device=rows_BT.device).div_(BLOCK, rounding_mode="floor").mul_(BLOCK)
     to_end_T = torch.minimum(T - first_T, measured - first_T % measured)

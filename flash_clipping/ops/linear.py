@@ -13,12 +13,11 @@ from torch import Tensor
 
 from flash_clipping.ops.error_bounds import (
     APART,
-    LOST_OF_HALVES,
-    LOST_OF_SINGLES,
     additions,
     additions_doubt,
     error_bound,
     gram_slack,
+    lost_of,
     product_doubt,
     row_norms,
 )
@@ -116,9 +115,8 @@ def lost_of_sum(
     from flash_clipping.ops.clipped_sum import triton as sums
 
     alone = sums.promoted(decides.dtype)
-    lost = LOST_OF_SINGLES if decides.dtype == torch.float32 else LOST_OF_HALVES
     in_fp32_B = spread_B * ((math.ceil(T / alone) + 8) * u)
-    on_tensor_cores_B = spread_B * (min(T, alone) * lost)
+    on_tensor_cores_B = spread_B * (min(T, alone) * lost_of(decides.dtype))
     if doubt_B is not None:
         by_gram_B = doubt_B.mul(gram_slack(T, decides.dtype)).sqrt_()
         on_tensor_cores_B = torch.minimum(on_tensor_cores_B, by_gram_B)

@@ -19,7 +19,13 @@ from flash_clipping.factors.merge import RearrangedGrad, merge
 from flash_clipping.factors.units import UnitGrad, UnitMap, by_units
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.clipped_sum import reference
-from flash_clipping.ops.error_bounds import additions_doubt, squared_norms, upper_bound
+from flash_clipping.ops.error_bounds import (
+    APART,
+    additions_among,
+    additions_doubt,
+    squared_norms,
+    upper_bound,
+)
 from flash_clipping.ops.linear import rank_one_sqnorms
 from flash_clipping.ops.segments import Segments
 
@@ -186,6 +192,15 @@ def test_many_rows_of_a_unit_are_in_the_bound(rows: str) -> None:
         else:
             factor = by_units(factor, units)
         assert released_of(factor, coefficient) <= bound_of(factor) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("T", [2, 100, 129, 255, 1000])
+@pytest.mark.parametrize("M", [4, 4096])
+def test_sums_of_many_rows_of_a_unit_are_counted(M: int, T: int) -> None:
+    """A long row of a unit is added up by itself, and its sum to those of all others."""
+    apart = min(T, 256) + -(-T // 256) + M
+    at_least = apart if T > APART else min(M * T, 256 + M * T // 256)
+    assert additions_among(M * T, M * T) >= min(M * T, at_least)
 
 
 def test_rearranged_rows_of_units_are_not_rounded_before_they_are_added_up() -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.embedding import UNSORTED, adds_up_runs
-from flash_clipping.ops.error_bounds import FLOOR, LOST_OF_HALVES, LOST_OF_SINGLES
+from flash_clipping.ops.error_bounds import FLOOR, lost_of
 from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
@@ -312,5 +312,5 @@ def tied_cross_term(
     cross_B, spread_B = partial.sum(1).unbind(1)
     # Of an entry: what tensor cores lose of a block of features, blocks added up, and a sum over
     # all entries, tile by tile.
-    lost = LOST_OF_SINGLES if Gemb_BTd.dtype == torch.float32 else LOST_OF_HALVES
+    lost = lost_of(Gemb_BTd.dtype)
     return cross_B, spread_B * (block_d * lost + (tiles.cdiv(d, block_d) + 128) * 2.0**-24)

@@ -7,14 +7,13 @@ segments begin on the host: on a GPU it waits for the device.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from flash_clipping.ops.clipped_sum.reference import product_of_rows
-from flash_clipping.ops.error_bounds import TOGETHER, additions, additions_doubt, spread
+from flash_clipping.ops.error_bounds import additions, additions_among, additions_doubt, spread
 from flash_clipping.ops.gram.reference import gram_sqnorms
 from flash_clipping.ops.outer.reference import outer_sqnorms
 from flash_clipping.ops.runtime.shapes import accumulator
@@ -48,7 +47,7 @@ def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
             a, g = a.masked_fill_(outside_bL1, 0), g.masked_fill_(outside_bL1, 0)
         rows = rows_bL.shape[1]
         # Those of one segment need not be neighbours where their sums are formed: rows of units.
-        met = min(rows, TOGETHER + math.ceil(A.size / TOGETHER))
+        met = additions_among(rows, A.size)
         if rows * (d + p) <= 2 * d * p:
             sq_1b, _, spread_sq_1b = gram_sqnorms(a, [g])
             sq_b, spread_b = sq_1b[0], spread_sq_1b[0].sqrt_()
