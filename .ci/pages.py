@@ -24,6 +24,9 @@ FOLDER = "repository"
 
 _LINK = re.compile(r"\]\((?!\w+:|#|/)([^)#\s]+)")
 _ROLE = re.compile(r":\w+:`(~?)([\w.]+)`")
+_GROUPED = re.compile(
+    r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+)(: .*(?:\n\1 +\S.*)*)$", flags=re.MULTILINE
+)
 _LITERAL = re.compile(r"^ *(\w*)::$", flags=re.MULTILINE)
 
 #: What the reference has a heading for.
@@ -84,11 +87,17 @@ class PlainDocstrings(griffe.Extension):
     """Docstrings hold a little reStructuredText; the site reads Markdown."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Rewrite one docstring: roles as links, where the reference has the name."""
+        """Rewrite one docstring: roles as links, where the reference has the name; parameters that
+        share a line as rows of their own, each with its type and default."""
         if obj.docstring is None:
             return
         text = _LITERAL.sub(lambda match: match[1] and f"*{match[1]}*:", obj.docstring.value)
+        text = _GROUPED.sub(_each, text)
         obj.docstring.value = _ROLE.sub(lambda role: _link(obj, bool(role[1]), role[2]), text)
+
+
+def _each(group: re.Match[str]) -> str:
+    return "\n".join(f"{group[1]}{name}{group[3]}" for name in group[2].split(", "))
 
 
 def _link(obj: Any, is_short: bool, name: str) -> str:

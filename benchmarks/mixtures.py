@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.options import UsageError
 from benchmarks.report import table
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.rules.experts import are_experts
+from flash_clipping.hugging_face.experts import are_experts
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "mixtures.md"
 START, END = "<!-- mixtures:start -->", "<!-- mixtures:end -->"

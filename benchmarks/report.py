@@ -1,13 +1,15 @@
-"""``report``: the tables of docs/performance.md and README.md, from the files in results/."""
+"""``report``: tables of README.md and of three pages in docs/, from the files in results/."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -23,15 +25,23 @@ PEERS_END = "<!-- peers:end -->"
 PEERS = {"nonprivate": "non-private", "flash": "Flash Clipping", "opacus-ghost": 'Opacus `"ghost"`'}
 PEERS |= {"fastdp": "FastDP"}
 
+#: Around the tables of docs/noise.md and docs/guarantees.md, beside the page of all results.
+NOISE = ("<!-- noise:start -->", "<!-- noise:end -->")
+SENSITIVITY = ("<!-- sensitivity:start -->", "<!-- sensitivity:end -->")
+
+#: Where a rule's attacks moved the sum by less than this, the figure says nothing of the bound.
+_NEAR = 0.999
+
 _HERE = Path(__file__).resolve().parent
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "report",
-        help="write the tables of docs/performance.md and README.md",
+        help="write the tables of README.md, and of pages in docs/",
         description=f"Replaces what stands between {START} and {END} on the page of all results, "
-        f"and between {PEERS_START} and {PEERS_END} in the README.",
+        f"between {PEERS_START} and {PEERS_END} in the README, and on the pages of noise and of "
+        "guarantees beside that of all results.",
     )
     parser.add_argument("--results", type=Path, default=_HERE / "results", metavar="DIRECTORY")
     parser.add_argument("--page", type=Path, default=_HERE.parent / "docs" / "performance.md")
@@ -44,10 +54,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace, console: Console) -> int:
     records: list[tuple[str, Record | KernelRecord]] = []
+    others: dict[str, list[dict[str, Any]]] = {"noise": [], "certificate": []}
     for path in sorted(options.results.glob("*.json"), key=lambda path: path.stem):
         try:
             records.append((path.name, read_any(path)))
         except ValueError:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            kind = content.get("kind") if isinstance(content, dict) else None
+            if kind in others:
+                others[kind].append(content | {"file": path.name})
+                continue
             console.print(f"passed over {path}: not a record of step, memory or kernels")
     # GPUs, which have a driver, first; steps before kernels.
     records.sort(key=lambda it: (not it[1].environment["driver"], isinstance(it[1], KernelRecord)))
@@ -58,6 +74,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
         _Page(options.page, START, END, render(records, folder)),
         _Page(options.readme, PEERS_START, PEERS_END, render_peers(records)),
     ]
+    docs = options.page.parent
+    if others["noise"]:
+        pages.append(_Page(docs / "noise.md", *NOISE, render_noise(others["noise"], folder)))
+    if found := others["certificate"]:
+        pages.append(_Page(docs / "guarantees.md", *SENSITIVITY, render_sensitivity(found, folder)))
     texts = [page.texts() for page in pages]
     status = 0
     for page, (before, after) in zip(pages, texts, strict=True):
@@ -127,12 +148,107 @@ def render_peers(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
             [f"{device}: {line[0]}", *line[1:]] for line in _step_lines(record, list(PEERS)[1:])
         ]
     headings = ["time (memory) of a step", *PEERS.values()]
-    notes = [*places, *dict.fromkeys(reasons)]
+    notes = [*places, *dict.fromkeys(reasons), *_small_models(records)]
     return table(headings, lines) + "\n" + "".join(f"* {note}\n" for note in notes)
 
 
-def _where(record: Record | KernelRecord) -> str:
-    it = record.environment
+def _small_models(records: Sequence[tuple[str, Record | KernelRecord]]) -> list[str]:
+    """What a GPT-2 costs, eager and as a CUDA graph."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for _, record in records:
+        if isinstance(record, Record) and record.kind == "step" and record.environment["driver"]:
+            for row, summary in zip(record.rows, summaries(record.rows), strict=True):
+                if row.model.startswith("gpt2-") and summary and summary.ratio:
+                    how = "eager" if row.method == "flash" else "as a CUDA graph"
+                    if row.method in ("flash", "flash-graph", "flash-auto-graphs"):
+                        found[how].append(summary.ratio.median)
+    told = [
+        f"{min(of):.2f}–{max(of):.2f}× {how}" for how, of in sorted(found.items(), reverse=True)
+    ]
+    return [f"GPU: GPT-2 of any size: {', '.join(told)}"] if told else []
+
+
+def render_noise(records: Sequence[dict[str, Any]], folder: str) -> str:
+    """Markdown: for each machine how long noise takes, and how normal it is."""
+    parts = []
+    for record in records:
+        speed = record["speed"]
+        lines = [[row["noise"], *(str(row[name]) for name in [*row][1:])] for row in speed]
+        worst = max(record["statistics"], key=lambda it: abs(it["errors"]))
+        parts += [
+            _heading(record, folder),
+            table([*speed[0]], lines),
+            f"Of {record['draws']:.2g} normals the largest is {record['largest']:.2f} σ. Of "
+            f'{len(record["statistics"])} statistics the furthest off is "{worst["name"]}", by '
+            f"{abs(worst['errors']):.1f} standard errors.\n",
+        ]
+    return "\n".join(parts)
+
+
+def render_sensitivity(records: Sequence[dict[str, Any]], folder: str) -> str:
+    """Markdown: the largest change, less the bound, that attacks of each rule made."""
+    columns: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for record in records:
+        it = record["environment"]
+        device, revision = "GPU" if it["driver"] else "CPU", str(it["revision"])[:7]
+        for row in record["search"]:
+            interpreted = " interpreter" if (row["backend"], device) == ("triton", "CPU") else ""
+            name = f"{device}{interpreted} {revision}, {row['precision']}"
+            columns.setdefault(name, {}).setdefault(row["rule"], []).append(row)
+    rules = dict.fromkeys(rule for column in columns.values() for rule in column)
+    lines = [[rule, *(_change(it.get(rule, [])) for it in columns.values())] for rule in rules]
+    parts = [table(["rule", *columns], lines)]
+    for record in records:
+        attacks = sum(row["tries"] for row in record["search"])
+        broken = sum(row["broken"] for row in record["search"])
+        parts.append(
+            f"{_heading(record, folder)}\n{attacks} attacks, {broken} above the search's limit: "
+            "1e-9 in fp64, what is promised elsewhere.\n"
+        )
+        equal = record.get("equal samples", [])
+        sizes = dict.fromkeys(it["samples"] for it in equal)
+        kinds = dict.fromkeys((it["precision"], it["reduction"]) for it in equal)
+        of = {(it["precision"], it["reduction"], it["samples"]): it["change"] - 1 for it in equal}
+        if sizes:
+            parts.append("One of `k` equal samples removed, by the loss:\n")
+            lines = [[", ".join(kind), *(_signed(of[(*kind, k)]) for k in sizes)] for kind in kinds]
+            lines.append(["promised of sums, `1e-4 + k 2⁻²²`"])
+            lines[-1] += [_signed(1e-4 + k * 2**-22) for k in sizes]
+            parts.append(table(["", *(f"k = {k}" for k in sizes)], lines))
+        others = [row["other"] for row in record["search"]]
+        worst = {
+            kind: max(it.get(kind, 0.0) for it in others) - 1
+            for kind in dict.fromkeys(kind for it in others for kind in it)
+        }
+        told = ", ".join(f"{_signed(change)} ({kind})" for kind, change in worst.items())
+        parts.append(f"An ordinary sample removed beside a hostile one: {told}.\n")
+    return "\n".join(parts)
+
+
+def _change(rows: Sequence[dict[str, Any]]) -> str:
+    """The worst of a rule's algorithms."""
+    if failed := [row["failed"] for row in rows if row["failed"]]:
+        return "refused" if failed[0].startswith("FlashClippingError") else "failed"
+    if not rows:
+        return "not run"
+    worst: float = max(row["own"] for row in rows)
+    return _signed(worst - 1) if worst >= _NEAR else "below C"
+
+
+def _signed(change: float) -> str:
+    return f"{change:+.2f}" if abs(change) >= 0.1 else f"{change:+.0e}".replace("e-0", "e-")
+
+
+def _heading(record: dict[str, Any], folder: str) -> str:
+    """Machine, revision, command and file of results that are no :class:`Record`."""
+    file, commands = record["file"], record["command"]
+    commands = [commands] if isinstance(commands, str) else commands
+    where = "\n\n".join([f"**{_where(record)}**", *(f"`{command}`" for command in commands)])
+    return f"{where}\n\n([{file}]({folder}/{file}))\n"
+
+
+def _where(record: Record | KernelRecord | dict[str, Any]) -> str:
+    it = record["environment"] if isinstance(record, dict) else record.environment
     versions = [f"{key} {it[key]}" for key in ("driver", "torch", "triton", "opacus") if it[key]]
     return ", ".join([str(it["device"]), *versions, f"git revision {it['revision']}"])
 

@@ -151,7 +151,7 @@ def shard(model: Any, how: str, device: torch.device, compiled: bool) -> nn.Modu
     if how in ("fsdp2", "hsdp", "experts"):
         from torch.distributed.fsdp import fully_shard
 
-        from flash_clipping.distributed.experts import distribute_experts
+        from flash_clipping.hugging_face.experts_in_parallel import distribute_experts
 
         replicas = (dist.get_world_size(),) if how == "hsdp" else ()
         shards = 1 if replicas else dist.get_world_size()

@@ -165,7 +165,7 @@ def train(options: argparse.Namespace) -> PrivateTrainer:
     return trainer
 
 
-def plot(history: list[dict[str, float]], path: Path) -> None:
+def plot(trainer: PrivateTrainer, path: Path) -> None:
     """Loss, ε, norms and clipping, step by step."""
     import matplotlib
 
@@ -173,7 +173,9 @@ def plot(history: list[dict[str, float]], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "lora"  # the same file from the same numbers
     from matplotlib import pyplot
 
+    history = trainer.state.log_history
     training = [entry for entry in history if "loss" in entry]
+    clipping = [{"step": step, **vars(reading)} for step, reading in trainer.run.readings]
     evaluation = [entry for entry in history if "eval_loss" in entry]
     figure, axes = pyplot.subplots(2, 2, figsize=(8, 5), sharex=True, layout="constrained")
 
@@ -186,9 +188,9 @@ def plot(history: list[dict[str, float]], path: Path) -> None:
     axes[0, 0].legend()
     draw(axes[0, 1], training, "epsilon", color="tab:red")
     axes[0, 1].set(ylabel="ε", ylim=(0, None))
-    draw(axes[1, 0], training, "median_norm", color="tab:purple")
+    draw(axes[1, 0], clipping, "median_norm", color="tab:purple")
     axes[1, 0].set(ylabel="median gradient norm", xlabel="step", ylim=(0, None))
-    draw(axes[1, 1], training, "clipped_share", color="tab:orange", label="clipped")
+    draw(axes[1, 1], clipping, "clipped_share", color="tab:orange", label="clipped")
     draw(axes[1, 1], evaluation, "eval_accuracy", color="tab:green", label="accuracy")
     axes[1, 1].set(ylabel="share", xlabel="step", ylim=(0, 1.02))
     axes[1, 1].legend()
@@ -216,7 +218,7 @@ def main(arguments: list[str] | None = None) -> PrivateTrainer:
     options = parser.parse_args(arguments)
     trainer = train(options)
     if options.plot:
-        plot(trainer.state.log_history, options.plot)
+        plot(trainer, options.plot)
     if options.not_private:
         print("not private")
     else:

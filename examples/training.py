@@ -378,6 +378,8 @@ def train(
                     console.print(line(report.step, report.epsilon, reading))
                 save(args, engine, model, optimizer, loader, report)
                 started = time.perf_counter()
+                if statistics is not None:  # samples/s of lines and of the table are of training
+                    statistics.restart()
             progress.update(bar, completed=report.step, status=status_of(task, report))
             if stopping:
                 break

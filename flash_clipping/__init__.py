@@ -1,8 +1,10 @@
 """Differentially private training at the speed of training without it, as an Opacus plugin."""
 
+from flash_clipping import hugging_face, layers  # noqa: F401
 from flash_clipping.capture.declared_rows import samples
+from flash_clipping.capture.draws import NoStepWarning
 from flash_clipping.capture.units import Offsets
-from flash_clipping.engine.accounting import LargeDeltaWarning
+from flash_clipping.engine.accounting import LargeDeltaWarning, PlanExceededWarning
 from flash_clipping.engine.criterion import FlashLoss
 from flash_clipping.engine.ghost_norms import register_flash_norm_samplers
 from flash_clipping.engine.grad_sample_module import (
@@ -12,7 +14,6 @@ from flash_clipping.engine.grad_sample_module import (
 from flash_clipping.engine.graphs.graphed_step import GraphedStep
 from flash_clipping.engine.micro_batches import MicroBatches
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
-from flash_clipping.engine.pipeline_schedule import PrivateSchedule
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning
 from flash_clipping.engine.token_losses import per_sample_loss
@@ -26,14 +27,11 @@ from flash_clipping.factors import (
 )
 from flash_clipping.finish.clipping import clipping_coefficients
 from flash_clipping.ops.runtime.backend import is_triton_available
+from flash_clipping.pipelines import PrivateSchedule
 from flash_clipping.randomness import SecretStream, SeededNoiseWarning
 from flash_clipping.rules import GradRequest, Rule, register_rule
 
 __version__ = "0.1.0"
-
-#: Earlier names, for this version.
-Convolution, Dense, Factor, Lookup = ConvolutionGrad, DenseGrad, PerSampleGrad, EmbeddingGrad
-Needs, Outer = GradRequest, LinearGrad
 
 __all__ = [
     "ConvolutionGrad",
@@ -51,9 +49,11 @@ __all__ = [
     "LargeDeltaWarning",
     "LinearGrad",
     "MicroBatches",
+    "NoStepWarning",
     "NotPoissonWarning",
     "Offsets",
     "PerSampleGrad",
+    "PlanExceededWarning",
     "PrivateSchedule",
     "Rule",
     "SecretStream",

@@ -15,8 +15,8 @@ import difflib
 import importlib
 import inspect
 import json
+import logging
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -30,7 +30,7 @@ from torch import nn
 from flash_clipping import __version__, auditing, diagnostics, planning
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.engine.report import compose
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.ops.runtime.backend import BACKENDS
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--seed", type=int, default=0)
     check.add_argument("--json", action="store_true", help="print the report as JSON")
-    check.set_defaults(run=_check, refusals=(FactoryError, diagnostics.BadBatchError))
+    check.set_defaults(run=_check, refusals=(FactoryError, InvalidValue))
     plan = commands.add_parser(
         "plan",
         help="what noise an epsilon needs, and what batches and epochs cost",
@@ -136,17 +136,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--samples", "--dataset-size", type=int, required=True, help="in the dataset")
     plan.add_argument("--batch-size", type=int, required=True, help="expected, of a step")
-    plan.add_argument("--epochs", type=float)
-    plan.add_argument("--steps", type=int, help="instead of --epochs")
-    plan.add_argument("--epsilon", type=float)
-    plan.add_argument("--noise-multiplier", type=float, help="instead of --epsilon")
+    duration = plan.add_mutually_exclusive_group(required=True)
+    duration.add_argument("--epochs", type=float)
+    duration.add_argument("--steps", type=int, help="instead of --epochs")
+    noise = plan.add_mutually_exclusive_group(required=True)
+    noise.add_argument("--epsilon", type=float)
+    noise.add_argument("--noise-multiplier", type=float, help="instead of --epsilon")
     plan.add_argument("--delta", type=float, help="default: a tenth of 1 / samples")
     plan.add_argument("--accountant", default="prv", choices=("prv", "rdp", "gdp", "pld"))
     plan.add_argument("--max-physical-batch-size", type=int, help="what fits on the device")
     plan.add_argument("--parameters", type=int, help="trainable ones, for noise over signal")
     plan.add_argument("--plot", metavar="FILE", help="draw the table of epsilon (needs matplotlib)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.set_defaults(run=_plan, refusals=(ImportError, ValueError))
+    plan.set_defaults(run=_plan, refusals=(ImportError, OSError, ValueError))
     audit = commands.add_parser(
         "audit",
         help="a lower bound on epsilon, from scores of canaries",
@@ -184,19 +186,57 @@ def _env(args: argparse.Namespace) -> int:
 
 
 def _compose(args: argparse.Namespace) -> int:
-    reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in args.reports]
+    reports = [_json(path) for path in args.reports]
+    _tell(f"composing {len(reports)} reports")
     print(json.dumps(compose(reports, delta=args.delta), indent=2))
     return 0
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidValue(f"{path}: found no JSON ({error}); expected a file of it.") from error
+
+
+def _tell(doing: str) -> None:
+    """What the command does, for who waits for it; its result alone is on the standard output."""
+    print(f"flash-clipping: {doing} ...", file=sys.stderr, flush=True)
+
+
+class _Tells(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _tell(record.getMessage())
+
+
+_TELLS = _Tells()
 
 
 def _check(args: argparse.Namespace) -> int:
     # Expected of a model whose first layer takes integers; nothing a reader can act on.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    checked_number("--seed", args.seed, "[-9223372036854775808, 18446744073709551615]", 0)
     torch.manual_seed(args.seed)
+    _tell(f"loading {args.factory}")
     model, batch, loss = load_factory(args.factory)
     if args.device is not None:
-        model = model.to(args.device)
-        batch = map_tensors(lambda x: x.to(args.device), batch, packed=True)
+        try:
+            model = model.to(args.device)
+            batch = map_tensors(lambda x: x.to(args.device), batch, packed=True)
+        except (AssertionError, RuntimeError, NotImplementedError) as error:
+            raise FactoryError(f"--device {args.device}: cannot move there: {error}") from error
+    device = next(model.parameters()).device.type
+    if device == "meta":
+        raise FactoryError(f"{args.factory}: found parameters on the meta device, without values.")
+    if (args.backend, device) == ("triton", "cpu") and "TRITON_INTERPRET" not in os.environ:
+        raise FactoryError(
+            "--backend triton: found a model on the CPU; expected one on a GPU, or "
+            "TRITON_INTERPRET=1 in the environment."
+        )
+    logger = logging.getLogger("flash_clipping.diagnostics")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(_TELLS)
     report = diagnostics.check(
         model,
         batch,
@@ -213,12 +253,12 @@ def _check(args: argparse.Namespace) -> int:
         strict=not args.no_strict,
         folded_modules=args.folded,
     )
-    in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    _show(report.to_dict(), _coloured(str(report)) if in_colour else report, args)
+    _show(report.to_dict(), report, args)
     return 0 if report.passed else 1
 
 
 def _plan(args: argparse.Namespace) -> int:
+    _tell(f"computing the noise and epsilon of this plan ({args.accountant})")
     found = planning.plan(
         args.samples,
         args.batch_size,
@@ -238,6 +278,7 @@ def _plan(args: argparse.Namespace) -> int:
     batches = [b for b in (found.batch_size // 2, found.batch_size, 2 * found.batch_size) if b]
     batches = [b for b in batches if b <= found.samples]
     epochs = [found.epochs * times for times in (0.5, 1, 2, 4)]
+    _tell(f"computing epsilon of {len(batches) * len(epochs)} other plans")
     grid = found.over(batches, epochs)
     print(f"\nε at σ = {found.noise_multiplier:.4g}, by expected batch and epochs")
     print(f"{'':>10}" + "".join(f"{count:>10.3g}" for count in epochs))
@@ -269,11 +310,14 @@ def _draw(file: str, batches: list[int], epochs: list[float], grid: Any) -> None
 
 
 def _audit(args: argparse.Namespace) -> int:
-    with open(args.file) as file:
-        told = json.load(file)
+    told = _json(args.file)
+    if not isinstance(told, dict):
+        raise InvalidValue(f"found a {type(told).__name__}; expected an object of names.")
     missing = [n for n in ("scores", "included", "epsilon", "delta") if n not in told]
     if missing:
-        raise InvalidValue(f"found no {', '.join(missing)}; expected them beside each other.")
+        raise InvalidValue(
+            f"found no {', '.join(missing)}; expected scores, included, epsilon and delta."
+        )
     found = auditing.audit(
         torch.tensor(told["scores"]),
         torch.tensor(told["included"], dtype=torch.bool),
@@ -363,16 +407,6 @@ def _where(error: BaseException) -> str:
     own = [f for f in own if f"{os.sep}importlib{os.sep}" not in f.filename] or own
     text = f"{type(error).__name__}: {error}"
     return f"{text} (line {own[-1].lineno} of {own[-1].filename})" if own else text
-
-
-def _coloured(report: str) -> str:
-    """A report for a terminal: its verdicts in green, red and yellow."""
-    colours = {"PASS": "32", "FAIL": "1;31", "FAILED": "1;31"}
-    # Of a row of the table behind its columns; of the lines below it in front, or alone.
-    verdict = r"(?<=  )(PASS|FAIL|frozen|unused|refused|not checked)$|^(PASS$|FAILED$|FAIL(?=:))"
-    return re.sub(
-        verdict, lambda at: f"\x1b[{colours.get(at[0], '33')}m{at[0]}\x1b[0m", report, flags=re.M
-    )
 
 
 if __name__ == "__main__":

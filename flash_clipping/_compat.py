@@ -1,8 +1,8 @@
 """Private interfaces of PyTorch, Triton and Opacus: all of them that are used here.
 
 Other versions may lack any of these. Each has a line that says what it is for, and what happens
-without it. Either the rest works as before, or more slowly; or the first use raises
-:class:`MissingInterface`. No norm is ever wrong for it, and ``import flash_clipping`` works.
+without it. What all tested versions have is needed: without it an import, or the first use, raises
+:class:`MissingInterface`. What some of them lack has a substitute. No norm is ever wrong for it.
 
 Names are bound once, on import, so that a layer pays for none of this. ``docs/versions.md`` has the
 versions that tests ran with.
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
 from flash_clipping.errors import InvalidValue
@@ -73,17 +74,16 @@ def _needed(path: str) -> Any:
 
 
 def _getter(holder: Any, *names: str) -> Any:
-    """Reads these attributes of things like this one, or ``None`` where it lacks one."""
-    return attrgetter(*names) if all(hasattr(holder, name) for name in names) else None
+    """Reads these attributes, which things like this one have."""
+    for name in names:
+        _attribute(holder, name)
+    return attrgetter(*names)
 
 
 @contextmanager
 def _replaced(holder: Any, name: str, by: Any) -> Iterator[None]:
-    """Something else in the place of this attribute, if there is one."""
-    if not hasattr(holder, name):
-        yield
-        return
-    before = getattr(holder, name)
+    """Something else in the place of this attribute."""
+    before = _attribute(holder, name)
     setattr(holder, name, by)
     try:
         yield
@@ -91,17 +91,10 @@ def _replaced(holder: Any, name: str, by: Any) -> Iterator[None]:
         setattr(holder, name, before)
 
 
-def _optional(name: str) -> Callable[[Any], Any]:
-    """Reads this attribute, or ``None``."""
-    return lambda thing: getattr(thing, name, None)
-
-
 # -- tensors: memory, subclasses, operators, containers --------------------------------------------
 
-#: What tells one storage from another. Without: an error.
-memory_id: Callable[[torch.UntypedStorage], int] = _getter(
-    torch.UntypedStorage, "_cdata"
-) or _needed("UntypedStorage._cdata")
+#: What tells one storage from another. Without: an error on import.
+memory_id: Callable[[torch.UntypedStorage], int] = _getter(torch.UntypedStorage, "_cdata")
 
 #: References to a storage, which is given by its ``memory_id``. Without: an error.
 references_to: Callable[[int], int] = _needed("_C._storage_Use_Count")
@@ -109,76 +102,39 @@ references_to: Callable[[int], int] = _needed("_C._storage_Use_Count")
 #: Whether two tensors share a storage. Without: an error.
 is_alias_of: Callable[[Tensor, Tensor], bool] = _needed("_C._is_alias_of")
 
-_TensorGuards = _find(torch, "_C._dynamo.guards.TensorGuards")
+_TensorGuards = _needed("_C._dynamo.guards.TensorGuards")
 
 
 def laid_out_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Tells whether as many other tensors agree with these in dtype, shape, strides and device; it
-    holds none. Each is given once. Without: it takes the host several times as long."""
-    if _TensorGuards is not None:
-        check: Callable[..., bool] = _TensorGuards(
-            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-        ).check
-        return check
-
-    def described(*given: Tensor) -> list[Any]:
-        return [(x.dtype, x.shape, x.stride(), x.device) for x in given]
-
-    known = described(*tensors)
-    return lambda *others: described(*others) == known
+    holds none. Each is given once. Without: an error."""
+    guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    check: Callable[..., bool] = guards.check
+    return check
 
 
 #: Context: torch functions see subclasses as plain tensors. Without: an error.
 plain_functions: Callable[[], Any] = _needed("_C.DisableTorchFunctionSubclass")
 
-#: Contexts: functions, and operators, of plain tensors are seen by no mode. Without: they are.
-unseen_functions: Callable[[], Any] = _find(torch, "_C.DisableTorchFunction") or nullcontext
-unseen_operators: Callable[[], Any] = _find(torch, "_C._DisableTorchDispatch") or nullcontext
+#: Contexts: functions, and operators, of plain tensors are seen by no mode. Without: an error.
+unseen_functions: Callable[[], Any] = _needed("_C.DisableTorchFunction")
+unseen_operators: Callable[[], Any] = _needed("_C._DisableTorchDispatch")
 
 #: A tensor of a subclass, of the same memory. Without: an error.
 make_subclass: Callable[[Any, Tensor, bool], Any] = _needed("Tensor._make_subclass")
 
 
-class _NoPytree:
-    def __getattr__(self, name: str) -> NoReturn:
-        _refuse(f"torch.utils._pytree.{name}")
+#: Tensors in nested arguments: a module. Without: an error on import.
+pytree: Any = _attribute(torch.utils, "_pytree")
 
-
-#: Tensors in nested arguments: a module. Without: an error.
-pytree: Any = _load("torch.utils._pytree") or _NoPytree()
-
-
-class _NoDispatchMode:
-    def __init__(self, *_: Any) -> None:
-        _refuse("torch.utils._python_dispatch.TorchDispatchMode")
-
-
-#: Base class of what sees every operator that runs. Without: an error.
-DispatchMode: Any = (
-    _find(_load("torch.utils._python_dispatch"), "TorchDispatchMode") or _NoDispatchMode
-)
+#: Base class of what sees every operator that runs. Without: an error on import.
+DispatchMode: Any = _attribute(_attribute(torch.utils, "_python_dispatch"), "TorchDispatchMode")
 
 
 def arguments_of(operator: Any) -> Sequence[str]:
     """Names of an operator's arguments. Without: none; what is found by them stays as it is."""
     schema = getattr(operator, "_schema", None)
     return () if schema is None else [argument.name for argument in schema.arguments]
-
-
-#: Without: an error.
-_assert_async: Callable[[Tensor, str], Any] = _needed("_assert_async")
-
-#: Bytes of a message. A kernel of CUDA takes no more.
-MOST_OF_A_MESSAGE = 254
-
-
-def assert_async(condition: Tensor, message: str) -> None:
-    """Fail on the device, later, if this is not so: with the beginning of the message, as many
-    whole words as a kernel takes."""
-    text = message.encode()
-    if len(text) > MOST_OF_A_MESSAGE:
-        text = text[: MOST_OF_A_MESSAGE - 3].rpartition(b" ")[0] + b"..."
-    _assert_async(condition, text.decode())
 
 
 #: What loaders do with a batch. Without: an error.
@@ -220,6 +176,29 @@ def _is_on_16_bytes(x: Tensor) -> bool:
 #: Number of the backward that runs in this thread, or -1. Without: an error.
 graph_task: Callable[[], int] = _needed("_C._current_graph_task_id")
 
+_run_backward = _find(torch, "autograd.graph._engine_run_backward")
+
+
+def roots_of_backward(thread: int) -> Sequence[Any]:
+    """The tensors that the running backward, which this thread has called, began at. Without:
+    none."""
+    code = getattr(_run_backward, "__code__", None)
+    frame = sys._current_frames().get(thread)  # autograd's own threads have no frames above
+    while frame is not None:
+        if frame.f_code is code:
+            found: Sequence[Any] = frame.f_locals.get("t_outputs", ())
+            return found
+        frame = frame.f_back
+    return ()
+
+
+def shape_of_result(node: Any, place: int) -> list[int] | None:
+    """The shape of what an operation gave: its autograd node, and which of its results. Without:
+    ``None``."""
+    known = _find(node, "_input_metadata") or ()
+    return [*known[place].shape] if place < len(known) else None
+
+
 #: Calls a function when the running backward is through. Without: an error.
 at_end_of_backward: Callable[[Callable[[], None]], None] = _needed(
     "autograd.Variable._execution_engine.queue_callback"
@@ -228,27 +207,25 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = _needed(
 #: Whether the running backward was asked to come by a node. Without: an error.
 will_run: Callable[[Any], bool] = _needed("_C._will_engine_execute_node")
 
-#: Whether a transform of torch.func runs. Without: PyTorch refuses our functions there by itself.
-transforms_are_active: Callable[[], bool] = _find(torch, "_C._are_functorch_transforms_active") or (
-    lambda: False
-)
+#: Whether a transform of torch.func runs. Without: an error.
+transforms_are_active: Callable[[], bool] = _needed("_C._are_functorch_transforms_active")
+
+_warns_of_vmap = _needed("_C._functorch._set_vmap_fallback_warning_enabled")
 
 
 @contextmanager
 def vmap_without_warnings() -> Iterator[None]:
-    """``torch.func.vmap`` says nothing of operations that it takes one by one. Without: it does."""
-    switch = _find(torch, "_C._functorch._set_vmap_fallback_warning_enabled") or bool
-    switch(False)
+    """``torch.func.vmap`` says nothing of operations that it takes one by one. Without: an
+    error."""
+    _warns_of_vmap(False)
     try:
         yield
     finally:
-        switch(True)
+        _warns_of_vmap(True)
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Any:
     """``function.apply`` without its look at transforms, for who has looked. Without: with it."""
-    if _find(torch, "_C._are_functorch_transforms_active") is None:
-        return function.apply
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
@@ -276,9 +253,13 @@ is_autocasting: Callable[[], bool] = _needed("_C._is_any_autocast_enabled")
 
 
 def checkpoints_replaced(by: Any) -> AbstractContextManager[None]:
-    """Another function in the place of re-entrant checkpoints. Without: none, so layers in such
-    checkpoints are refused where it matters what they read."""
+    """Another function in the place of re-entrant checkpoints. Without: an error."""
     return _replaced(checkpoint, "CheckpointFunction", by)
+
+
+def parametrizations_cached_anew() -> AbstractContextManager[None]:
+    """An own cache of ``torch.nn.utils.parametrize.cached()``. Without: an error."""
+    return _replaced(parametrize, "_cache", {})
 
 
 # -- torch.compile: what it traces, and what it has made -------------------------------------------
@@ -286,7 +267,7 @@ def checkpoints_replaced(by: Any) -> AbstractContextManager[None]:
 
 def as_if_compiling() -> AbstractContextManager[None]:
     """Let ``torch.compiler.is_compiling`` say yes: a model that asks for it then takes the way that
-    it takes when it is compiled. Without: it takes the other."""
+    it takes when it is compiled. Without: an error."""
     return _replaced(torch.compiler, "_is_compiling_flag", True)
 
 
@@ -321,17 +302,11 @@ def constant_in_traces(function: Callable[..., Any]) -> Any:
     return function
 
 
-#: Keeps the compiler out of a function, without importing it. Without: the public decorator, which
-#: imports it.
-never_compiled: Callable[[Callable[..., Any]], Any] = (
-    _find(torch, "_compile._disable_dynamo") or torch.compiler.disable
-)
+#: Keeps the compiler out of a function, without importing it. Without: an error on import.
+never_compiled: Callable[[Callable[..., Any]], Any] = _needed("_compile._disable_dynamo")
 
-#: The compiler's trace that runs now, or ``None``. Without: ``None``, so that compiled layers are
-#: tapped one by one.
-tracing_context: Callable[[], Any] = _find(_load("torch._guards"), "TracingContext.try_get") or (
-    lambda: None
-)
+#: The compiler's trace that runs now, or ``None``. Without: an error.
+tracing_context: Callable[[], Any] = _needed("_guards.TracingContext.try_get")
 
 
 @constant_in_traces
@@ -388,45 +363,29 @@ def call_of(module: Any) -> Any:
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-#: A module's hooks, kind by kind. Without: others at every look, so that no graph is replayed.
-hooks_of_module: Callable[[nn.Module], Sequence[Any]] = _getter(nn.Module(), *_HOOKS) or (
-    lambda _: [[object()]]
-)
+#: A module's hooks, kind by kind. Without: an error on import.
+hooks_of_module: Callable[[nn.Module], Sequence[Any]] = _getter(nn.Module(), *_HOOKS)
 
 #: The hooks of all modules alike, kind by kind. Without: likewise.
 global_hooks: Callable[[], Sequence[Any]] = partial(
-    _getter(nn.modules.module, *[f"_global{name}" for name in _HOOKS]) or (lambda _: [[object()]]),
-    nn.modules.module,
+    _getter(nn.modules.module, *[f"_global{name}" for name in _HOOKS]), nn.modules.module
 )
 
 #: A parameter's hooks, or ``None``. Without: likewise.
-hooks_of_parameter: Callable[[Tensor], Any] = _getter(Tensor, "_backward_hooks") or (
-    lambda _: [object()]
-)
+hooks_of_parameter: Callable[[Tensor], Any] = _getter(Tensor, "_backward_hooks")
 
-#: All kinds of batch normalization. Without: those that PyTorch has now.
+#: All kinds of batch normalization. Without: an error on import.
 BATCH_NORMS: tuple[type[nn.Module], ...] = (
-    _find(nn, "modules.batchnorm._BatchNorm") or nn.BatchNorm1d,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
+    _attribute(nn.modules.batchnorm, "_BatchNorm"),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
 )
 
 #: What ``nn.utils.parametrizations.spectral_norm`` puts before a weight. Without: it is refused, as
 #: other modules that change buffers.
 SPECTRAL_NORM: type[nn.Module] | None = _find(nn.utils.parametrizations, "_SpectralNorm")
 
-#: All kinds of dropout. Without: those that PyTorch has now.
-DROPOUTS: tuple[Any, ...] = (
-    _find(nn, "modules.dropout._DropoutNd") or nn.Dropout,
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+#: All kinds of dropout. Without: an error on import.
+DROPOUTS: tuple[Any, ...] = (_attribute(nn.modules.dropout, "_DropoutNd"),)
 
 
 _before_modules = _needed("nn.modules.module.register_module_forward_pre_hook")
@@ -471,54 +430,52 @@ def lacks_batch_axis(layer: Any, x: Tensor) -> bool:
     return bool(x.dim() == _attribute(layer, "_get_no_batch_dim")())
 
 
+#: The format in which operations leave what they make of a tensor. Without: an error.
+memory_format_of: Callable[..., Any] = _needed("_prims_common.suggest_memory_format")
+
+
 #: Output and reciprocal root mean square of RMSNorm. Without: an error.
 rms_norm: Callable[..., tuple[Tensor, Tensor]] = _needed("ops.aten._fused_rms_norm.default")
 
 
-_bags_backward = _find(torch, "ops.aten._embedding_bag_dense_backward.default")
+_bags_backward = _needed("ops.aten._embedding_bag_dense_backward.default")
 
 
 def sums_of_bags(
     ids_N: Tensor, bags_N: Tensor, weights_N: Tensor, G_Bd: Tensor, table: int
 ) -> Tensor:
     """``[table, d]``: ``Σ weights_n G_bag(n)`` over the n of each id, in a fixed order, without
-    forming ``N`` rows. Weights and rows are of one dtype, fp32 or float64. Without: rows are
-    formed."""
+    forming ``N`` rows. Weights and rows are of one dtype, fp32 or float64. Without: an error."""
     ids_N, bags_N = ids_N.long().contiguous(), bags_N.long().contiguous()
-    sums: Tensor
-    if _bags_backward is None:
-        rows_Nd = G_Bd[bags_N] * weights_N[:, None]
-        sums = torch.ops.aten.embedding_dense_backward(rows_Nd, ids_N, table, -1, False)
-        return sums
     unused = ids_N.new_empty(0)  # sizes and maxima of bags, which are for other modes
-    sums = _bags_backward(
+    sums: Tensor = _bags_backward(
         G_Bd.contiguous(), ids_N, bags_N, unused, unused,
         table, False, 0, weights_N.contiguous(), -1,
     )  # fmt: skip
     return sums
 
 
-#: What ``transformers``' experts compute between gate and up projections and the down projection,
-#: or ``None``. Without: such layers have no rule, and are refused or served by the generic one.
-gate_of_experts: Callable[[Any], Any] = _optional("_apply_gate")
+def gate_of_experts(layer: Any) -> Any:
+    """What ``transformers``' experts compute between gate and up projections and the down
+    projection, or ``None``. Without: such layers have no rule, and are refused or served by the
+    generic one."""
+    return getattr(layer, "_apply_gate", None)
 
 
 # -- data parallelism of PyTorch's own -------------------------------------------------------------
 
 
+_attribute(nn.parallel.DistributedDataParallel, "_active_ddp_module")
+
+
 def runs_in_ddp() -> bool:
-    """Whether a DistributedDataParallel's forward runs. Without: an error where processes were
-    started."""
-    kind = nn.parallel.DistributedDataParallel
-    if hasattr(kind, "_active_ddp_module"):
-        return kind._active_ddp_module is not None
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _refuse("torch.nn.parallel.DistributedDataParallel._active_ddp_module")
-    return False
+    """Whether a DistributedDataParallel's forward runs. Without: an error on import."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
-#: Whether DataParallel made this module. Without: its parameters are no leaves, and refused.
-is_replica: Callable[[nn.Module], Any] = _optional("_is_replica")
+def is_replica(module: nn.Module) -> Any:
+    """Whether DataParallel made this module. Without: its parameters are no leaves, and refused."""
+    return getattr(module, "_is_replica", None)
 
 
 def is_flattened(x: Tensor) -> bool:
@@ -527,9 +484,9 @@ def is_flattened(x: Tensor) -> bool:
     return any(getattr(tensor, "_fsdp_flattened", False) for tensor in (x, x._base))
 
 
-#: Hooks that wait until autograd has accumulated a gradient, which never happens here. Without: not
-#: noticed; they do not run.
-awaits_gradient: Callable[[Tensor], Any] = _optional("_post_accumulate_grad_hooks")
+#: Hooks that wait until autograd has accumulated a gradient, which never happens here. Without: an
+#: error on import.
+awaits_gradient: Callable[[Tensor], Any] = _getter(Tensor, "_post_accumulate_grad_hooks")
 
 
 def is_awaited(x: Any) -> bool:
@@ -591,14 +548,6 @@ def dtensor_of(shard: Tensor, layout: Any) -> Any:
 # -- Opacus, which is imported by those who ask ----------------------------------------------------
 
 
-def functions_of_optimizer() -> tuple[Any, Any]:
-    """Of Opacus: refuses sums that a step has used, and marks them. Without: an error."""
-    from opacus.optimizers import optimizer
-
-    check = _attribute(optimizer, "_check_processed_flag", "Opacus")
-    return check, _attribute(optimizer, "_mark_as_processed", "Opacus")
-
-
 def check_optimizer(optimizer: Any) -> None:
     """Attributes of Opacus' optimizer, by which skipped steps are known. Without: an error."""
     for name in ("_step_skip_queue", "_is_last_step_skipped"):
@@ -623,20 +572,6 @@ def explain_flash_mode() -> None:
     for name in ("get_gsm_class", "get_hooks_class"):
         if (known := getattr(utils, name, None)) is not None:
             setattr(utils, name, partial(explain, known))
-
-
-@contextmanager
-def without_validator(kind: type[nn.Module]) -> Iterator[None]:
-    """Opacus' validation without its verdict on one type. Without: with it."""
-    from opacus.validators import ModuleValidator
-
-    validators = getattr(ModuleValidator, "VALIDATORS", {})
-    verdict = validators.pop(kind, None)
-    try:
-        yield
-    finally:
-        if verdict is not None:
-            validators[kind] = verdict
 
 
 # -- Triton, which is imported by those who ask ----------------------------------------------------

@@ -4,7 +4,7 @@ Fair coins put canaries into the training data. After training, somebody who doe
 ranks the canaries by a score, guesses "in" for the highest and "out" for the lowest, and abstains
 on the rest. If training is private, too many right guesses are improbable, whatever the score::
 
-    canaries = Canaries(mislabelled(images, classes=10))
+    canaries = Canaries(TensorDataset(images, torch.randint(10, (len(images),))))
     train(canaries.among(dataset))
     found = canaries.audit(loss_scores(model, canaries.samples, losses), guesses=300,
                            epsilon=engine.get_epsilon(1e-5), delta=1e-5)
@@ -25,16 +25,16 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from opacus.accountants.analysis.gdp import eps_from_mu
-from scipy.stats import binom, norm
+from scipy.stats import binom, norm, rankdata
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from flash_clipping.errors import InvalidValue, checked_number
 
@@ -42,13 +42,10 @@ __all__ = [
     "Audit",
     "Canaries",
     "audit",
-    "bootstrap",
     "epsilon_lower_bound",
     "is_improbable_gaussian",
     "loss_scores",
-    "mislabelled",
     "p_value",
-    "random_texts",
     "right_guesses",
 ]
 
@@ -250,6 +247,10 @@ def audit(
         )
     checked_number("epsilon", epsilon, "[0, inf]", example=1.0)
     correct = right_guesses(score_M, included_M, guesses)
+    # Of canaries drawn anew with replacement (Efron's percentiles): their luck, and no bound on ε.
+    drawn = torch.randint(m, (1000, m), generator=torch.Generator().manual_seed(0))
+    areas = [area_under_curve(score_M[one], included_M[one]) for one in drawn]
+    low, high = np.nanquantile(areas, [0.025, 0.975])
     return Audit(
         canaries=m,
         included=int(included_M.sum()),
@@ -261,7 +262,7 @@ def audit(
         relation=relation,
         lower_bound=epsilon_lower_bound(m, guesses, correct, delta, confidence, gaussian=gaussian),
         area_under_curve=area_under_curve(score_M, included_M),
-        area_interval=bootstrap(area_under_curve, score_M, included_M),
+        area_interval=(float(low), float(high)),
     )
 
 
@@ -336,52 +337,13 @@ def right_guesses(score_M: Tensor, included_M: Tensor, guesses: int) -> int:
 def area_under_curve(score_M: Tensor, included_M: Tensor) -> float:
     """The probability that a canary in the data has a higher score than one out of it (ties count
     half); NaN where all are in, or all out."""
-    inside, outside = score_M[included_M].sort().values, score_M[~included_M].sort().values
-    if not len(inside) or not len(outside):
-        return math.nan
-    below = torch.searchsorted(outside, inside, right=False).double()
-    upto = torch.searchsorted(outside, inside, right=True).double()
-    return float((below + upto).mean() / (2 * len(outside)))
+    inside = int(included_M.sum())
+    pairs, least = inside * (len(included_M) - inside), inside * (inside + 1) / 2
+    ranks_M = rankdata(score_M.numpy())
+    return float(ranks_M[included_M.numpy()].sum() - least) / pairs if pairs else math.nan
 
 
-def bootstrap(
-    statistic: Callable[[Tensor, Tensor], float],
-    score_M: Tensor,
-    included_M: Tensor,
-    *,
-    resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """An interval of a statistic of scores and coins, by drawing canaries anew with replacement
-    (Efron's percentiles): the canaries' luck, and no bound on ε."""
-    checked_number("level", level, "(0, 1)", example=0.95)
-    checked_number("resamples", resamples, "[1, inf)", example=1000, whole=True)
-    generator = torch.Generator().manual_seed(seed)
-    m, found = len(score_M), []
-    for _ in range(resamples):
-        drawn = torch.randint(m, (m,), generator=generator)
-        found.append(statistic(score_M[drawn], included_M[drawn]))
-    low, high = np.nanquantile(found, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
-
-
-# -- what to put in, and how to look for it ------------------------------------------------------
-
-
-def mislabelled(images_MN: Tensor, classes: int, seed: int = 0) -> TensorDataset:
-    """Canaries for a classifier: images ``[M, ...]`` that are not in the training data, each with a
-    random class, which only a model that has seen it gives."""
-    generator = torch.Generator().manual_seed(seed)
-    return TensorDataset(images_MN, torch.randint(classes, (len(images_MN),), generator=generator))
-
-
-def random_texts(count: int, length: int, vocabulary: Sequence[int], seed: int = 0) -> Tensor:
-    """Canaries for a language model: ``[M, N]``, int64, tokens drawn at random from these ids,
-    which nothing but having seen them makes likely (Carlini et al., "The Secret Sharer", 2019)."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(vocabulary), (count, length), generator=generator)
-    return torch.tensor([*vocabulary])[drawn]
+# -- how to look for them -----------------------------------------------------------------------
 
 
 @torch.no_grad()

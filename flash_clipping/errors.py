@@ -87,27 +87,41 @@ A loop cannot go back. Let parts of the batch that do not fit be halved, and run
     micro_batches(lambda x, y: criterion(model(x), y).backward(), x, y)"""
 
 
+#: Where a private model is exported, copied into another format.
+TO_EXPORT = """\
+Export the plain model: a copy of it during training, to_standard_module() after it:
+    plain = copy.deepcopy(model).to_standard_module().eval()"""
+
+
 def module_at(path: str) -> str:
     """Code for the module of a model that a message names: its path, or ``path (Type)``."""
     path = path.partition(" (")[0]
     return "model" if path in ("", "the model") else f'model.get_submodule("{path}")'
 
 
-def to_freeze(*paths: str) -> str:
-    """The last line of a refusal: code that freezes the modules that it names; of the model itself,
-    the parameters of its own."""
-    if len(paths) == 1:
-        module = module_at(paths[0])
-        if module == "model":
-            module = "for param in model.parameters(recurse=False): param"
-        return f"\n    {module}.requires_grad_(False)"
-    bare = [path.partition(" (")[0].replace("the model", "") for path in paths]
-    names = ", ".join(f'"{path}"' for path in bare)
-    return f"\n    for path in [{names}]: model.get_submodule(path).requires_grad_(False)"
+#: The last lines of a refusal that nothing else serves.
+ONE_BY_ONE = """
+Or let samples run one at a time, which is exact for every model and slower: an argument of \
+make_private, or of the wrapper:
+    mode="one_by_one\""""
+
+
+def to_freeze(*paths: str, instead: str = "") -> str:
+    """The last lines of a refusal: code that freezes the modules that it names, and of the model
+    itself its own parameters only; what to do ``instead``; and the mode that needs neither."""
+    inner = [path for path in paths if module_at(path) != "model"]
+    own = "\n    for param in model.parameters(recurse=False): param.requires_grad_(False)"
+    line = own if len(inner) < len(paths) else ""
+    if len(inner) == 1:
+        line += f"\n    {module_at(inner[0])}.requires_grad_(False)"
+    elif inner:
+        names = ", ".join(f'"{path.partition(" (")[0]}"' for path in inner)
+        line += f"\n    for path in [{names}]: model.get_submodule(path).requires_grad_(False)"
+    return line + instead + ONE_BY_ONE
 
 
 def to_freeze_parameters(*names: str) -> str:
-    """The last line of a refusal: code that freezes the parameters that it names."""
+    """A line of a refusal: code that freezes the parameters that it names."""
     if len(names) == 1:
         return f'\n    model.get_parameter("{names[0]}").requires_grad_(False)'
     listed = ", ".join(f'"{name}"' for name in names)
@@ -115,7 +129,7 @@ def to_freeze_parameters(*names: str) -> str:
 
 
 def to_adapt(targets: Sequence[str]) -> str:
-    """The last line of a refusal: code that trains adapters of these layers alone."""
+    """A line of a refusal: code that trains adapters of these layers alone."""
     names = ", ".join(f'"{name}"' for name in targets)
     config = f"peft.LoraConfig(target_modules=[{names}])"
     return f"\n    import peft; model = peft.get_peft_model(model, {config})"

@@ -187,7 +187,7 @@ def plan(
     checked_number("samples", samples, "[1, inf)", example=1000, whole=True)
     checked_number("batch_size", batch_size, f"[1, {int(samples)}]", example=samples, whole=True)
     delta = 0.1 / samples if delta is None else delta
-    checked_number("delta", delta, "(0, 1)", example=1e-5)
+    checked_number("delta", delta, "(0, 0.5)", example=1e-5)
     per_epoch = -(-samples // batch_size)
     if steps is None:
         steps = math.ceil(per_epoch * checked_number("epochs", epochs, "(0, inf)", example=1))

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,35 +63,31 @@ _seed_only_what_there_is()
 remember_the_language()
 
 
-#: Suites that compare every norm with an oracle of their own, for hundreds of models.
-COMPARE_THEMSELVES = ("rules", "certificate", "factors", "capture")
+@pytest.fixture(autouse=True)
+def _default_dtype() -> Iterator[None]:
+    """Kinds of the survey, and Opacus' tests, set one."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
 
-#: What of them is about runs before the first step, or about models of others.
-RUN_BEFORE = (
-    "rows",
-    "rehearsals",
-    "found_rows",
-    "other_rows",
-    "bags_of_samples",
-    "folded",
-    "compared_samples",
-    "experts",
-    "units",
-    "units_refused",
-    "row_layouts",
-    "hugging_face",
-    "attention_biases",
-    "image_patches",
-    "other_experts",
-)
+
+@pytest.fixture(autouse=True)
+def _models_are_new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test knows of models that others have made. Many count what happens in a first step, and
+    make several models for that: they are proven, all of them."""
+    from flash_clipping.capture.proof import remembered
+    from flash_clipping.engine import model_watch
+
+    remembered.forget()
+    if request.path.stem != "test_remembered":
+        monkeypatch.setattr(model_watch, "recall", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
 def _compared_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No comparison of single samples with autograd before first steps, where the test makes one:
-    it is a fifth of such a test's time."""
-    name = request.path.stem.removeprefix("test_")
-    if request.path.parent.name in COMPARE_THEMSELVES and name not in RUN_BEFORE:
+    """No comparison of single samples with autograd before first steps, in files whose tests make
+    one of their own (``without_gate``): it is a fifth of such a test's time."""
+    if request.node.get_closest_marker("without_gate"):
         comparison = "flash_clipping.capture.proof.gate.Gate.examine"
         monkeypatch.setattr(comparison, lambda *_: None)
 

@@ -96,7 +96,7 @@ def test_guesses_are_counted() -> None:
     assert auditing.right_guesses(score, included, 6) == 4
 
 
-@pytest.mark.parametrize("mu", [0.5, 2.0])
+@pytest.mark.parametrize("mu", [pytest.param(0.5, marks=pytest.mark.slow), 2.0])
 def test_the_gaussian_bound_holds_for_gaussians_and_is_tighter(mu: float) -> None:
     """Scores ``N(mu, 1)`` of canaries in the data, ``N(0, 1)`` of others: mu-Gaussian."""
     m, guesses, delta = 400, 200, 1e-3
@@ -184,17 +184,11 @@ def test_the_area_under_the_curve_is_that_of_all_pairs() -> None:
     assert auditing.area_under_curve(score_M, included_M) == pytest.approx(float(expected))
 
 
-def test_intervals_cover_as_often_as_they_say() -> None:
-    """Of the mean of 50 normals: 95 % of 200 intervals hold 0."""
-    held = 0
-    none = torch.zeros(50, dtype=torch.bool)
-    for seed in range(200):
-        x = torch.randn(50, generator=torch.Generator().manual_seed(seed))
-        low, high = auditing.bootstrap(
-            lambda s, _: float(s.mean()), x, none, resamples=200, seed=seed
-        )
-        held += low < 0 < high
-    assert 0.88 < held / 200 <= 0.99
+def test_few_canaries_have_an_interval() -> None:
+    """In some of the drawn sets all are in, or all out: these say nothing."""
+    score_M = torch.arange(9.0)
+    found = auditing.audit(score_M, score_M == 8, guesses=4, epsilon=1.0, delta=1e-3)
+    assert found.area_interval == (1.0, 1.0)
 
 
 class Model(nn.Module):
@@ -214,7 +208,7 @@ def test_scores_are_losses_in_evaluation_mode() -> None:
     torch.manual_seed(0)
     model, reference = Model(), Model().eval()
     model.drop.eval()
-    samples = auditing.mislabelled(torch.randn(10, 4), classes=3)
+    samples = TensorDataset(torch.randn(10, 4), torch.randint(3, (10,)))
     batch = [*samples[:]]
     scores = auditing.loss_scores(model, samples, losses, batch_size=4)
     beside = auditing.loss_scores(model, samples, losses, reference=reference, batch_size=4)
@@ -224,15 +218,6 @@ def test_scores_are_losses_in_evaluation_mode() -> None:
     assert torch.allclose(beside, (losses(reference, batch) - expected).double())
     with pytest.raises(ValueError, match=r"losses of shape \[1\]; expected one for each of 10"):
         auditing.loss_scores(model, samples, lambda m, b: losses(m, b).mean()[None], batch_size=10)
-
-
-def test_canaries_of_text_are_drawn_from_the_vocabulary() -> None:
-    texts = auditing.random_texts(200, 12, [5, 7, 11])
-    assert texts.shape == (200, 12) and texts.dtype == torch.int64
-    assert sorted(texts.unique().tolist()) == [5, 7, 11]
-    assert len(texts.unique(dim=0)) > 195
-    labels = auditing.mislabelled(torch.zeros(300, 2), classes=4)[:][1]
-    assert sorted(labels.unique().tolist()) == [0, 1, 2, 3]
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import configparser
 import os
 import re
 import shutil
@@ -97,3 +99,25 @@ def test_the_wheel_runs_where_there_is_no_clone(wheel: Path, tmp_path: Path) -> 
 
 def test_pages_name_the_version() -> None:
     assert f"Version {__version__} " in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    options, extras = metadata["options"], metadata["options.extras_require"]
+    needed = re.findall(r"^([\w-]+)", options["install_requires"], re.MULTILINE)
+    of_extras = re.findall(r"^([\w-]+)", "\n".join(extras.values()), re.MULTILINE)
+    imported = set()
+    for path in (ROOT / "flash_clipping").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    others = imported - sys.stdlib_module_names - {"flash_clipping"}
+    assert others >= {"numpy", "scipy", "torch"}
+    assert others <= {name.replace("-", "_") for name in (*needed, *of_extras)}
+    assert {"numpy", "scipy"} <= {*needed}
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower()
+    for name in {*needed, *of_extras} - {"flash-clipping"}:
+        assert re.search(rf"^{name}==", pinned, re.MULTILINE), name

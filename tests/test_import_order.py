@@ -12,16 +12,21 @@ import flash_clipping
 
 LIBRARY = Path(flash_clipping.__file__).parent
 
+#: Wings beside the core: they import it and are never imported by it. Only the package itself, its
+#: command line and other wings may name them.
+WINGS = {f"flash_clipping.{name}" for name in ("hugging_face", "layers", "pipelines", "trainers")}
+
 #: From top to bottom. Folders on one floor do not import each other, but for the top.
 FLOORS = [
     {"flash_clipping", "flash_clipping.__main__", "flash_clipping.diagnostics"},
     {"flash_clipping.trainers", "flash_clipping.auditing", "flash_clipping.planning"},
-    {"flash_clipping.integration"},
+    {"flash_clipping.pipelines", "flash_clipping.hugging_face"},
+    {"flash_clipping.layers"},
     {"flash_clipping.engine"},
     {"flash_clipping.distributed"},
     {"flash_clipping.capture"},
     {"flash_clipping.rules", "flash_clipping.finish"},
-    {"flash_clipping.factors", "flash_clipping.layers"},
+    {"flash_clipping.factors"},
     {"flash_clipping.ops"},
     {"flash_clipping.ops.runtime", "flash_clipping.randomness"},
     {"flash_clipping._compat"},
@@ -83,6 +88,12 @@ def test_imports_go_downward(module: str) -> None:
         and (LEVELS[there] < LEVELS[here] or LEVELS[there] == LEVELS[here] > 0)
     }
     assert not upward, f"{module} imports {sorted(upward)}, which are not below {here}"
+
+
+def test_the_core_imports_no_wing() -> None:
+    core = [name for name in FILES if place_of(name) not in WINGS and LEVELS[place_of(name)]]
+    wings = {name: [one for one in IMPORTS[name] if place_of(one) in WINGS] for name in core}
+    assert not any(wings.values()), {name: found for name, found in wings.items() if found}
 
 
 def test_every_import_is_of_a_module_that_exists() -> None:

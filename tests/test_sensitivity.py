@@ -238,7 +238,7 @@ def test_sensitivity_per_layer(name: str) -> None:
         named = [n for n, p in model.named_parameters()]
         generator = torch.Generator().manual_seed(seed)
         bounds = (torch.rand(len(named), generator=generator) * 0.5 + 1e-3).tolist()
-        release = Release(model, clipping="per_layer")
+        release = Release(model, clipping="per_layer", max_grad_norm=bounds)
         all_of_it = release(x, y, bounds)
         for b in range(size):
             rest = release(without(b, x), without(b, y), bounds)

@@ -74,16 +74,24 @@ def find(kind: Kind, mode: str = "whole", where: Where | None = None) -> Finding
     return Finding(outcome)
 
 
-def _work(name: str, modes: Sequence[str], where: Where, out: Connection) -> None:
+def _findings(
+    name: str, modes: Sequence[str], where: Where
+) -> Iterator[tuple[str, Finding | None]]:
+    """Every mode of a kind, and what was found."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
     kind = next(kinds[name] for kinds in all_kinds().values() if name in kinds)
     for mode in modes:
         try:
-            out.send(find(kind, mode, where))
+            yield mode, find(kind, mode, where)
         except Exception as error:  # the survey goes on
-            out.send(Finding(Outcome(FAILED, message=f"{type(error).__name__}: {error}")))
+            yield mode, Finding(Outcome(FAILED, message=f"{type(error).__name__}: {error}"))
+
+
+def _work(name: str, modes: Sequence[str], where: Where, out: Connection) -> None:
+    for _, finding in _findings(name, modes, where):
+        out.send(finding)
 
 
 #: What takes longer to import than a measurement.
@@ -112,10 +120,15 @@ def measure_all(
 
     Args:
         names: of kinds.
-        processes: how many run at once.
+        processes: how many run at once; 0: all kinds run in this process, one after the other,
+            without a limit, so that one that ends a process or breaks its device is noticed.
         limit: seconds for each kind in each mode.
     """
     where = where or Where()
+    if not processes:
+        for name in names:
+            yield from ((name, mode, found) for mode, found in _findings(name, modes, where))
+        return
     if where.device == "cpu":
         for module in _IMPORTS:  # before any process is forked
             importlib.import_module(module)

@@ -6,11 +6,13 @@ from torch import Tensor
 
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 
 
-def check_against_loader(session: ClippingSession, forward: ForwardCall) -> None:
-    """Refuse a batch that is not what the loader drew."""
+def check_against_loader(
+    session: ClippingSession, forward: ForwardCall, advice: str = ONE_BY_ONE
+) -> None:
+    """Refuse a batch that is not what the loader drew; ``advice`` ends the message."""
     drawn = session.drawn
     if drawn is None and forward.draw is not None and not session.draws.strict:
         drawn = forward.draw.rows
@@ -30,7 +32,7 @@ def check_against_loader(session: ClippingSession, forward: ForwardCall) -> None
         "are packed end to end into one row, or flattened into their tokens, are not "
         "recognised: give the model one row per sample, padded to one length. If samples lie "
         f"along axis {1 - session.batch_axis}, wrap the model with "
-        f"batch_first={not session.batch_first}."
+        f"batch_first={not session.batch_first}.{advice}"
     )
 
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from flash_clipping._compat import around_modules, pytree
 from flash_clipping.capture.factor_source import owners
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
-from flash_clipping.capture.no_trace import MODELS_OWN, without_activations
+from flash_clipping.capture.no_trace import ModelsOwnError, own_errors, without_activations
 from flash_clipping.capture.proof.repeatable import repeatable
 from flash_clipping.capture.proxies.parameter_proxy import name_of
 from flash_clipping.capture.refused_forwards import NoRenormalisation
@@ -89,10 +89,9 @@ def find_borrowed(
             uses,
         ):
             args, kwargs = map_tensors(torch.clone, (args, kwargs), packed=True)  # it may write
-            forward(*args, **kwargs)
-    except torch.OutOfMemoryError:
-        raise
-    except MODELS_OWN:
+            with own_errors():
+                forward(*args, **kwargs)
+    except ModelsOwnError:
         pass  # the forward itself will raise it
     return {user: list(found) for user, found in uses.found.items()}
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flash_clipping.errors import FlashClippingError
@@ -157,7 +157,7 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
 
     Raises:
         FlashClippingError: ``index`` is no such tensor. Values out of range are refused at once on
-            a CPU; on a GPU by an assertion on the device, without waiting for it.
+            a CPU, and later of a GPU, without waiting for it.
     """
     if torch.compiler.is_compiling():
         raise FlashClippingError(
@@ -165,11 +165,14 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
             "ordinary forward. Keep this module out of it: torch.compiler.disable(module)."
         )
     integers = isinstance(index, Tensor) and not (
-        index.is_floating_point() or index.is_complex() or index.dtype == torch.bool
+        index.is_floating_point()
+        or index.is_complex()
+        or index.dtype == torch.bool
+        or index.is_meta
     )
     if not integers or index.dim() != 1 or isinstance(count, bool) or not isinstance(count, int):
         found = (
-            f"a tensor of shape {tuple(index.shape)} and {index.dtype}"
+            f"a tensor of shape {tuple(index.shape)} and {index.dtype} on {index.device}"
             if isinstance(index, Tensor)
             else type(index).__name__
         )
@@ -185,3 +188,24 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
     # A copy: the map is read in backward, and index is the user's.
     with declared(DeclaredRows(index.detach().to(torch.int64, copy=True), count)):
         yield
+
+
+#: What knows inputs without an axis for samples, from a model and its keyword arguments: by the
+#: ``id`` of such an input, the sample of each of its rows.
+_PARTS: list[Callable[[nn.Module, Mapping[str, Any]], dict[int, Tensor]]] = []
+
+
+def register_parts(find: Callable[[nn.Module, Mapping[str, Any]], dict[int, Tensor]]) -> None:
+    """Ask ``find(root, kwargs)`` which inputs have rows that are parts of samples."""
+    _PARTS.append(find)
+
+
+def parts_of_samples(root: nn.Module, kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
+    """The sample of each row of inputs that have no axis for samples, by the input's ``id``."""
+    return {key: sample_N for find in _PARTS for key, sample_N in find(root, kwargs).items()}
+
+
+def rows_of_samples(x: Tensor, sample_N: Tensor, order: Sequence[int]) -> Tensor:
+    """The rows of these samples, in this order; waits for the device."""
+    chosen = [(sample_N == b).nonzero().flatten() for b in order]
+    return x.detach().index_select(0, torch.cat(chosen))

@@ -16,6 +16,7 @@ Shape suffixes: ``R``, or ``B``, rows of a batch, ``N`` elements of a row, ``P``
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping._compat import assert_async
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.ops.runtime.checks import check_on_device
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,6 +52,7 @@ class DrawnBatch:
         rows: of its tensors.
         unit_R: int64, which unit each row belongs to; ``None``: rows are samples.
         tensors: those of the batch, where rows are compared.
+        loop, place: which of the loops over the loader it is for, and its place there.
     """
 
     number: int
@@ -58,6 +60,8 @@ class DrawnBatch:
     rows: int
     unit_R: Tensor | None = None
     tensors: Sequence[Tensor] = ()
+    loop: int = 0
+    place: int = 0
     #: Whether a forward has used it, an optimizer has taken its sums, a step was taken on it, and
     #: its loop is over.
     used: bool = False
@@ -154,6 +158,10 @@ def scrambled(numbers: Tensor) -> Tensor:
     return numbers ^ (numbers >> 32)
 
 
+class NoStepWarning(UserWarning):
+    """The loader gave a batch that no step was taken on."""
+
+
 class Draws:
     """The batches that a loader has given to the loop, until forwards have used them.
 
@@ -162,6 +170,7 @@ class Draws:
 
     Attributes:
         waiting: in the order in which they were given.
+        cleared: the last batch whose clipped sums were cleared, until another is given.
         paused: whether forwards are of parts that somebody else counts.
         ahead: whether batches were given before those in front of them were used.
     """
@@ -171,14 +180,23 @@ class Draws:
         self.waiting: list[DrawnBatch] = []
         self.paused = self.ahead = False
         self._was_seen = False
+        self.cleared: DrawnBatch | None = None
+        #: By loop: the place of the first batch that was stepped on, and how many were.
+        self._steps: dict[int, tuple[int, int]] = {}
+        self._loop = 0
+        self._has_warned = False
 
     def __getstate__(self) -> dict[str, object]:  # a copy's next forward is of no loader's batch
-        return self.__dict__ | {"waiting": [], "ahead": False}
+        return self.__dict__ | {"waiting": [], "ahead": False, "cleared": None}
 
     # -- the loader ---------------------------------------------------------------------------
 
     def give(self, draw: DrawnBatch) -> None:
         """The loop is given this batch."""
+        if self.cleared is not None and self.cleared.number != draw.number:
+            if not self.cleared.stepped:
+                self._warn(f"the clipped sums of batch {self.cleared.number} were cleared")
+            self.cleared = None
         self.waiting = [other for other in self.waiting if not other.used]
         self.ahead = self.ahead or any(other.rows and not other.left for other in self.waiting)
         self.waiting.append(draw)
@@ -193,6 +211,45 @@ class Draws:
         """The loader has given its last batch, or nobody asks it for more."""
         for draw in self.waiting:
             draw.left = True
+
+    def note_step(self, draw: DrawnBatch | None) -> None:
+        """A step is taken on this batch, or on an unknown one.
+
+        Batches before the first step of a loop may have been looked at; those behind the last one
+        may be yet to come.
+        """
+        if draw is None:
+            first, steps = self._steps.get(self._loop, (0, 0))
+        elif draw.stepped:
+            return
+        else:
+            self._loop = draw.loop
+            first, steps = self._steps.get(draw.loop, (draw.place, 0))
+            if (left_out := draw.place - first - steps) > 0:
+                self._warn(f"{left_out} of {draw.place + 1} batches of a loop were left out")
+        self._steps[self._loop] = first, steps + 1
+
+    def _warn(self, found: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"A batch was drawn, and no optimizer.step() followed: found that {found}. "
+                "The accountant counts steps, so epsilon holds only if leaving a batch out "
+                "does not depend on its samples. Call optimizer.step() for every batch:\n"
+                "    - a loss that is not finite: backward() and step() as always; such samples "
+                "add nothing\n"
+                "    - a batch with no sample: step() alone; it adds noise and is accounted\n"
+                "    - a batch that does not fit: flash_clipping.MicroBatches(optimizer)\n"
+                "Sums that are read from p.grad have no noise: epsilon does not cover them. This "
+                "is said once.",
+                NoStepWarning,
+                stacklevel=4,
+            )
+
+    def without_samples(self) -> DrawnBatch | None:
+        """The batch of a step that nothing ran for, if it has no samples."""
+        draw = next(iter(self._in_turn()), None)
+        return None if draw is None or draw.samples or draw.taken else self._use(draw)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -341,7 +398,7 @@ class Draws:
             for draw, other in scores.items():
                 is_told = draw.means_the_same(first) | (mine > all_fit)
                 verdict &= (mine > other) | ((mine == other) & is_told)
-            assert_async(verdict, "flash_clipping: " + _OTHER_ROWS[:200])
+            check_on_device(verdict, f"the model: {_OTHER_ROWS}")
             return first
         counts = {draw: int(score) for draw, score in scores.items()}
         best = max(counts.values(), default=0)
@@ -371,7 +428,9 @@ def of_one_draw(draws: Iterable[DrawnBatch | None]) -> DrawnBatch | None:
     if len(found) > 1:
         listed = ", ".join(map(str, sorted(found)))
         raise FlashClippingError(
-            f"One step has gradients of batches {listed} of the loader.{_ONE_DRAW}"
+            f"One step has gradients of batches {listed} of the loader.{_ONE_DRAW}\nOr the result "
+            "of an earlier forward is kept, and never goes backward. Before the next forward:\n"
+            "    optimizer.zero_grad()"
         )
     return found.popitem()[1] if found else None
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.declared_rows import DeclaredRows
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.factors import PerSampleGrad
 from flash_clipping.finish.backward_pass import BackwardPass, Readers
+from flash_clipping.ops.runtime.checks import check_on_device
 
 #: Names and parameters that are a layer's own and trainable.
 Trainable: TypeAlias = tuple[list[str], list[nn.Parameter]]
@@ -161,8 +162,38 @@ class FactorSource:
                 samples = readers[0].batch_size
             if samples is None:
                 samples = self.session.samples()
+            has_parts = any(f.batch_size != samples for f in factors)
             factors = [f if f.batch_size == samples else self._fold(f, samples) for f in factors]
+            if self.path in self.session.unreached:
+                self._check_unreached(factors, has_parts)
         backward_pass.record(self.path, params, factors, readers)
+
+    def _check_unreached(self, factors: Sequence[PerSampleGrad], has_parts: bool) -> None:
+        """Refuse a gradient that is not 0, of rows of which nobody has seen whose they are.
+
+        Args:
+            has_parts: samples have several rows.
+        """
+        name = self.path.partition(" (")[0]
+        instead = ONE_BY_ONE
+        if has_parts and name != "the model":
+            instead = (
+                "\nOr say that the rows of a sample lie together:\n"
+                f'    folded_modules=["{name}"]{ONE_BY_ONE}'
+            )
+        try:
+            for factor in factors:
+                is_0 = (factor.sqnorms(self.session.backend) == 0).all()
+                check_on_device(
+                    is_0,
+                    f"{self.path}: a gradient reaches this layer for the first time, and none has "
+                    "shown which of its rows belong to which sample. "
+                    "Clear the gradients and run this step again. If that does not help, return "
+                    f"what the loss is computed from with a row for each sample.{instead}",
+                )
+        except FlashClippingError:
+            self.session.proven_with = -1  # the next forward looks again
+            raise
 
     def _fold(self, factor: PerSampleGrad, samples: int | None) -> PerSampleGrad:
         """Rows that are parts of samples, as samples."""

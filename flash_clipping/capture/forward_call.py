@@ -92,6 +92,8 @@ class ForwardCall:
     ended: bool = False
     #: Whether the norms of this call have been taken.
     spent: bool = False
+    #: Whether gradients were cleared since: it counts only where a backward reaches it.
+    forgotten: bool = False
     #: Whether its samples were made up, because there are none.
     made_up: bool = False
     #: Which privacy unit each row belongs to; ``None``: rows are samples.

@@ -17,7 +17,7 @@ from flash_clipping._compat import pytree
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, to_freeze
 from flash_clipping.factors import DenseGrad
 
 
@@ -74,9 +74,9 @@ def generic_forward(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise ReadsNoSamples
     call = session.current_forward
     B = 0 if call is None else call.batch_size or 0
-    # Heads or windows of each sample, one behind the other, beside other samples' plain rows.
+    # Heads, windows or streams of each sample, one behind the other: all of them at once.
     parts = [1] * len(leaves)
-    if B and B in sizes and _is_compared(session, axis) and not any(n % B for n in sizes):
+    if B and sizes != {B} and _is_compared(session, axis) and not any(n % B for n in sizes):
         for n, is_mapped in enumerate(mapped):
             if is_mapped and (size := len(leaves[n])) != B:
                 parts[n] = size // B
@@ -86,6 +86,7 @@ def generic_forward(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise FlashClippingError(
             f"{tap.path}: its inputs have different numbers of samples along the batch axis: "
             f"{', '.join(map(str, sorted(sizes)))}. Give all of them one row per sample."
+            f"{ONE_BY_ONE}"
         )
     batch_size = sizes.pop()
     views = {

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flash_clipping._compat import is_awaited, pytree
+from flash_clipping.errors import FlashClippingError
 
 #: How many objects inside each other are opened.
 DEPTH = 4
 
 
 def batched_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors in a call's arguments; a packed sequence counts by its samples, not its rows.
+    """The tensors in a call's arguments; a packed sequence, and a list with an entry for each
+    sample, count by their samples, not by rows.
 
     Where there are none, those in the arguments' attributes and in mappings of other types: what
     tokenizers return, a dataclass, a batch of graphs.
@@ -26,6 +28,8 @@ def batched_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
         return [args[0]]
     leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_packed)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if tensors and (count := entries_of(args, kwargs)):
+        tensors.insert(0, torch.empty(count, count, device="meta"))
     for leaf in leaves:
         if isinstance(leaf, PackedSequence):
             samples = int(leaf.batch_sizes[0])  # on the CPU by definition
@@ -47,6 +51,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a value without those of packed sequences."""
+    return _held(value, packed=False)
+
+
 def _held(value: Any, packed: bool) -> list[Tensor]:
     """The tensors that :func:`map_tensors` finds."""
     found: list[Tensor] = []
@@ -60,11 +69,7 @@ def _held(value: Any, packed: bool) -> list[Tensor]:
 
 
 def map_tensors(
-    change: Callable[[Tensor], Tensor],
-    arguments: Any,
-    depth: int = DEPTH,
-    *,
-    packed: bool = False,
+    change: Callable[[Tensor], Tensor], arguments: Any, depth: int = DEPTH, *, packed: bool = False
 ) -> Any:
     """``arguments`` with every tensor changed; if ``packed``, the data of packed sequences too.
 
@@ -84,7 +89,7 @@ def map_tensors(
         elif callable(leaf):
             return leaf
         else:
-            content = _attributes(leaf)
+            content = attributes_of(leaf)
         changed = {}
         for key, value in content.items():
             new = map_tensors(change, value, depth - 1, packed=packed)
@@ -104,7 +109,7 @@ def map_tensors(
     return pytree.tree_map(of_leaf, arguments, is_leaf=_is_packed)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
     """What an object holds, in its ``__dict__`` and in its slots."""
     found = dict(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
@@ -117,6 +122,48 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def _is_packed(leaf: Any) -> bool:
     return isinstance(leaf, PackedSequence)
+
+
+def entries_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """How many samples there are, where the first argument is a list with a tensor for each: they
+    are of several lengths, or stand beside a list of as many mappings, as targets of detectors."""
+    first, *others = (*args, *kwargs.values())
+    if type(first) is not list or not all(isinstance(x, Tensor) for x in first):
+        return 0
+    differ = len({x.shape[:1] for x in first}) > 1
+    beside = any(list_of_samples(x, len(first)) and isinstance(x[0], Mapping) for x in others)
+    return len(first) if differ or beside else 0
+
+
+def list_of_samples(value: Any, count: int, axis: int = 0) -> bool:
+    """Whether a list has an entry for each of ``count`` samples: targets of a detector (or in a
+    tuple), texts, lengths. Tensors that all have a row for each are something else."""
+    if type(value) not in (list, tuple) or len(value) != count or not count:
+        return False
+    if all(isinstance(x, Mapping) for x in value):
+        return True
+    if type(value) is tuple:
+        return False
+    if all(isinstance(x, Tensor) for x in value):
+        alike = len({(x.dim(), x.dtype) for x in value}) == 1
+        return alike and any(x.dim() <= axis or x.shape[axis] != count for x in value)
+    return len({type(x) for x in value}) == 1 and isinstance(value[0], str | int | float | list)
+
+
+def refuse_graphs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse batches of graphs whose rows are nodes, as ``torch_geometric`` makes them.
+
+    Raises:
+        FlashClippingError: there is one among these arguments.
+    """
+    for x in (*args, *kwargs.values()):
+        if hasattr(x, "edge_index") or hasattr(x, "num_graphs"):
+            raise FlashClippingError(
+                f"the model: found a {type(x).__name__} among its arguments, whose rows are nodes "
+                "of graphs: samples have several, and not as many each, so their norms cannot be "
+                "taken from a batch. Let graphs run through the model one at a time:\n"
+                '    mode="one_by_one"'
+            )
 
 
 def arrived(x: Any) -> Any:

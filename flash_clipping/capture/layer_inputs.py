@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import memory_id, pytree
 from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.capture.proxies import ParameterProxy, to_samples
+from flash_clipping.capture.proxies import ParameterProxy, repeated, to_samples
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, to_freeze
 from flash_clipping.rules.registry import Rule, UnsupportedLayer
 
 _signature_of = functools.lru_cache(maxsize=1024)(inspect.signature)
@@ -93,11 +93,14 @@ def samples_in(
             sets_batch
             and memory_id(standing_for.untyped_storage()) in call.input_storages
             and ids.dim() == 1
-            and call.batch_sizes[:1] == (len(ids),)
-        ):  # the model was called with the ids of all bags end to end: its bags are the samples
-            call.batch_sizes = (found,)
-            if call.reads is not None:
-                call.reads.offsets = standing_for
+        ):
+            if call.batch_sizes[:1] == (len(ids),):
+                # The model was called with the ids of all bags end to end: these are the samples.
+                call.batch_sizes = (found,)
+                if call.reads is not None:
+                    call.reads.offsets = standing_for
+            elif call.reads is not None and found == call.batch_size:
+                call.reads.bags.append((standing_for, ids))
         tensors = [x for x in args if isinstance(x, Tensor)]
         samples = session.is_batched(
             path,
@@ -109,19 +112,30 @@ def samples_in(
             also=tensors,
         )
         return args if samples else None
+    inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
+    # Expanded beside samples, or beside parts of them: a row for each.
+    beside = {
+        id(x): other
+        for x in inputs
+        if isinstance(x, ParameterProxy) and x.is_repeated(axis)
+        for other in inputs
+        if not isinstance(other, ParameterProxy) and other.shape[axis] == x.shape[axis]
+    }
     of_rule = type(rule).batch_axis is not Rule.batch_axis  # the rule's own axis
     if of_rule and axis and call.batch_size:
-        # Expanded along that axis: each sample meets a place of its own there.
-        args = tuple(
-            to_samples(x, call.batch_size, path, axis)
-            if isinstance(x, ParameterProxy) and x.dim() > axis and x.shape[axis] == call.batch_size
-            else x
-            for x in args
-        )
-    inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
+        # Along that axis: each sample meets a place of its own there.
+        along = {
+            id(x): to_samples(x, call.batch_size, path, axis)
+            for x in inputs
+            if isinstance(x, ParameterProxy)
+            and id(x) not in beside
+            and x.shape[axis] == call.batch_size
+        }
+        args = tuple(along.get(id(x), x) for x in args)
+        inputs = [along.get(id(x), x) for x in inputs]
     kinds: dict[int, bool] = {}
     for x in inputs:
-        if id(x) in kinds:
+        if id(x) in kinds or id(x) in beside:
             continue
         if isinstance(x, ParameterProxy):
             kinds[id(x)] = x.row is not None and session.is_batched(
@@ -130,6 +144,7 @@ def samples_in(
         else:
             sure = x.requires_grad or call.batch_size is None
             kinds[id(x)] = session.is_batched(path, x, axis, sure=sure)
+    kinds |= {key: kinds[id(other)] for key, other in beside.items()}
     if inputs and not any(kinds.values()):
         return None
     if not all(kinds.values()):
@@ -139,8 +154,18 @@ def samples_in(
             "samples, and another one is not. Expand it over the batch, "
             "x.expand(batch_size, ...)."
         )
+    count, expanded = call.batch_size or 1, dict[int, Tensor]()
+    for x in inputs:
+        if isinstance(x, ParameterProxy) and id(x) in beside and id(x) not in expanded:
+            found = x.shape[axis]
+            parts = found // count if path in session.folded and not found % count else 1
+            expanded[id(x)] = repeated(x, axis, parts)
     return tuple(
-        to_samples(x, call.batch_size or 1, path) if isinstance(x, ParameterProxy) else x
+        expanded[id(x)]
+        if id(x) in expanded
+        else to_samples(x, count, path)
+        if isinstance(x, ParameterProxy)
+        else x
         for x in args
     )
 
@@ -164,14 +189,22 @@ def refuse_input(path: str, x: Any, param: nn.Parameter) -> NoReturn:
     """Say why no rule can take this input of a layer whose parameters are where ``param`` is."""
     if not isinstance(x, Tensor):
         raise FlashClippingError(
-            f"{path}: expected a tensor as first input, found {type(x).__name__}."
+            f"{path}: expected a tensor as first input, found {type(x).__name__}.{ONE_BY_ONE}"
         )
     if x.device != param.device:
+        advice = f'Move the batch to the model:\n    x = x.to("{param.device}")'
+        if param.is_meta:
+            advice = (
+                "Load the model again, and wrap it then:\n"
+                f'    model.to_empty(device="{x.device}"); model.load_state_dict(state)'
+            )
+        elif param.device.type == "cpu" and not x.is_meta:
+            advice = f'Move the model, before the optimizer is made:\n    model.to("{x.device}")'
         raise FlashClippingError(
-            f"{path}: its parameters are on {param.device}, but its input is on "
-            f"{x.device}. Move the model or the batch: module.to({str(x.device)!r})."
+            f"{path}: its parameters are on {param.device}, but its input is on {x.device}. "
+            f"{advice}"
         )
     raise FlashClippingError(
         f"{path}: found an input of shape {tuple(x.shape)}, which has no batch axis; "
-        "expected [batch, ...]. Add the axis with unsqueeze(0)."
+        f"expected [batch, ...]. Add the axis with unsqueeze(0).{ONE_BY_ONE}"
     )

@@ -21,14 +21,17 @@ from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.inputs import DEPTH, batched_inputs, map_tensors
-from flash_clipping.capture.no_trace import MODELS_OWN, random_state, untouched
+from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.refused_forwards import NoRenormalisation
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
-from flash_clipping.errors import FlashClippingError, InvalidType
+from flash_clipping.errors import TO_EXPORT, FlashClippingError, InvalidType
 
 #: What a model may raise on samples that are made up, or on none.
-_DID_NOT_RUN = (*MODELS_OWN, LookupError, AttributeError, ArithmeticError)
+DID_NOT_RUN = (
+    *(RuntimeError, ValueError, TypeError, AssertionError),
+    *(LookupError, AttributeError, ArithmeticError),
+)
 
 
 def shape_of_none(of_two: Any, of_three: Any) -> list[int]:
@@ -94,7 +97,8 @@ def _opened(
 ) -> tuple[Any, list[Any], Callable[[list[Any]], Any], int] | None:
     """Of a container or an object: its structure, its parts, how others are put in, and how many
     objects may be opened below; ``None`` if it has no parts, or is too deep."""
-    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    root = id(value)  # and not the value: the recursion of pytrees is a reference cycle
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != root)
     if len(parts) != 1 or parts[0] is not value:
         return spec, parts, lambda found: pytree.tree_unflatten(found, spec), depth
     is_mapping = isinstance(value, MutableMapping)
@@ -143,6 +147,12 @@ class RootForward(Tap):
         if forward is None:
             forward = MethodType(type(self.layer).forward, self.layer)
         return inspect.signature(forward)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the forward of a private model has no {name!r}, which exports of PyTorch read. "
+            f"{TO_EXPORT}"
+        )
 
 
 class EmptyBatchForward(RootForward):
@@ -199,7 +209,7 @@ class EmptyBatchForward(RootForward):
         def tensor(two: Tensor, three: Tensor) -> Tensor:
             shape = shape_of_none(two.shape, three.shape)
             if two.requires_grad:
-                return _NoSamples.apply(session, params, two.detach(), shape, anchor, *params)
+                return NoSamples.apply(session, params, two.detach(), shape, anchor, *params)
             return two if two.shape == three.shape else two.new_zeros(shape)
 
         failure: Exception | None = None
@@ -208,11 +218,11 @@ class EmptyBatchForward(RootForward):
                 return of_no_samples(output_of(2, fill), output_of(3, fill), tensor, lenient=True)
             except torch.OutOfMemoryError:
                 raise
-            except _DID_NOT_RUN as error:
+            except DID_NOT_RUN as error:
                 failure = failure or error
         try:
             return self.original(*args, **kwargs)
-        except _DID_NOT_RUN:
+        except DID_NOT_RUN:
             raise FlashClippingError(
                 f"{self.path}: called with a batch without samples, which Poisson sampling draws "
                 "now and then. To learn what it returns it was run on samples made of zeros and of "
@@ -222,7 +232,7 @@ class EmptyBatchForward(RootForward):
             ) from failure
 
 
-class _NoSamples(torch.autograd.Function):
+class NoSamples(torch.autograd.Function):
     """Zeros whose backward records no samples of any parameter.
 
     The parameters are inputs, so that autograd knows which of them a backward was asked for.
@@ -247,6 +257,20 @@ class _NoSamples(torch.autograd.Function):
             # Its end leaves zeros wherever nothing was recorded.
             ctx.session.begin_backward().without_samples = ctx.params
         return (None,) * len(ctx.needs_input_grad)
+
+
+def step_without_samples(module: Any) -> None:
+    """Leave what a backward of a batch without samples leaves, where the loader drew such a batch
+    for this wrapped model and nothing ran on it."""
+    session: ClippingSession = module._session
+    draw, params = session.draws.without_samples(), session.trainable()
+    if draw is None or not params or not session.enabled or module._sharded is not None:
+        return
+    call = session.begin_forward([])
+    call.draw = draw
+    anchor = torch.empty(0, requires_grad=True)
+    zeros = NoSamples.apply(session, params, params[0].detach(), [0], anchor, *params)
+    zeros.sum().backward()
 
 
 class CollateWithEmpty:

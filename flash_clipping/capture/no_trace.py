@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import random
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-#: What a model that does not run on another batch size, or on this one, raises.
-MODELS_OWN = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, KeyError)
+
+class ModelsOwnError(Exception):
+    """What a model raised where it was run: its own error is the cause."""
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Errors in here, where nothing but a model runs, are ``ModelsOwnError``; those of this
+    library stay what they are, and so do those of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if type(error).__module__.startswith(__name__.partition(".")[0]):
+            raise
+        raise ModelsOwnError(f"{type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
     """Put back buffers and attributes of all modules; writing in place hits copies of buffers.
 
-    What dicts and lists among the attributes hold is put back as well: a model that hooks its own
-    layers once, and notes that on itself, would otherwise do it again in the next forward.
+    Containers among the attributes are put back as well: a model that hooks its own layers once,
+    and notes that in a list, would otherwise do it again in the next forward.
     """
     modules = list(root.modules())
     before = [(vars(module).copy(), module._buffers.copy()) for module in modules]
-    held = [
-        (value, value.copy())
-        for attributes, _ in before
-        for name, value in attributes.items()
-        if isinstance(value, dict | list) and name not in ("_parameters", "_buffers", "_modules")
+    slots = [
+        (slot, module, _in_slot(slot, module))
+        for module in modules
+        for slot in _slots_of(cast(Hashable, type(module)))
     ]
+    values = [x for _, _, x in slots]
+    for attributes, _ in before:
+        values += [x for name, x in attributes.items() if name not in _OF_MODULES]
+    held = _contents(values)
     copies: dict[int, Tensor] = {}
     try:
         for module in modules:
@@ -41,46 +63,125 @@ def untouched(root: nn.Module) -> Iterator[None]:
     finally:
         for module, (attributes, buffers) in zip(modules, before, strict=True):
             put_back(module, attributes, buffers)
-        for value, content in held:
-            if isinstance(value, dict):
-                value.clear()
-                value.update(content)
-            else:
-                value[:] = content
+        for slot, module, value in slots:
+            if value is not _EMPTY:
+                slot.__set__(module, value)
+            elif _in_slot(slot, module) is not _EMPTY:
+                slot.__delete__(module)
+        for container, content in held:
+            _refill(container, content)
 
 
 def put_back(
     module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Tensor | None]
 ) -> None:
     """Give a module these attributes and buffers, and no others."""
-    module._buffers.clear()
-    module._buffers.update(buffers)
     now = vars(module)
     for name in now.keys() - attributes.keys():
         del now[name]
     now.update(attributes)
+    module._buffers.clear()
+    module._buffers.update(buffers)
+
+
+#: Attributes of every module that are not looked into.
+_OF_MODULES = "_parameters", "_buffers", "_modules"
+
+#: Entries of a container that is looked into: not a vocabulary.
+LOOKED_INTO = 1000
+
+#: Containers, and what may hold some.
+_CONTAINERS = dict, list, set, deque
+_HOLDERS = (*_CONTAINERS, tuple)
+
+_EMPTY = object()
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    members = [x for cls in kind.__mro__ for x in vars(cls).values()]
+    return tuple([x for x in members if isinstance(x, types.MemberDescriptorType)])
+
+
+def _in_slot(slot: types.MemberDescriptorType, module: nn.Module) -> Any:
+    try:
+        return slot.__get__(module)
+    except AttributeError:
+        return _EMPTY
+
+
+def _contents(values: list[Any]) -> list[tuple[Any, list[Any]]]:
+    """Every container among these values, and in containers among them, with what it holds."""
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    while values:
+        value = values.pop()
+        if id(value) not in found and isinstance(value, _HOLDERS):
+            found[id(value)] = value, _content(value)
+            content = found[id(value)][1]
+            if len(content) <= LOOKED_INTO:
+                values += [x for x in content if isinstance(x, _HOLDERS)]
+    return [pair for pair in found.values() if isinstance(pair[0], _CONTAINERS)]
+
+
+# The functions of the base types: those of a subclass may refuse (frozen), copy or count.
+
+
+def _content(value: Any) -> list[Any]:
+    """What a container holds, in order: keys and values of a dict by turns."""
+    if isinstance(value, dict):
+        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        return [x for pair in base.items(value) for x in pair]
+    base = next(kind for kind in _HOLDERS if isinstance(value, kind))
+    return [*base.__iter__(value)]
+
+
+def _refill(container: Any, content: list[Any]) -> None:
+    """Have a container hold what it held, if it holds anything else."""
+    now = _content(container)
+    if len(now) == len(content) and all(map(operator.is_, now, content)):
+        return
+    if isinstance(container, dict):
+        base = OrderedDict if isinstance(container, OrderedDict) else dict
+        base.clear(container)
+        for key, value in zip(content[::2], content[1::2], strict=True):
+            base.__setitem__(container, key, value)
+    elif isinstance(container, list):
+        list.__setitem__(container, slice(None), content)
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, content)
+    else:
+        deque.clear(container)
+        deque.extend(container, content)
 
 
 @contextlib.contextmanager
-def random_state(devices: list[torch.device], seed: int) -> Iterator[None]:
-    """Seed the generators of PyTorch, Python and, where it is in use, NumPy; put them back."""
+def generators_put_back(devices: list[torch.device]) -> Iterator[None]:
+    """Put back the generators of PyTorch, Python and, where it is in use, NumPy."""
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=devices):
-            torch.random.default_generator.manual_seed(seed)
-            for device in devices:
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(seed)
-            random.seed(seed)
-            if numpy is not None:
-                numpy.random.seed(seed)
             yield
     finally:
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def random_state(devices: list[torch.device], seed: int) -> Iterator[None]:
+    """Seed these generators; put them back."""
+    with generators_put_back(devices):
+        torch.random.default_generator.manual_seed(seed)
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed)
+        yield
 
 
 def without_activations() -> Any:

@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping.capture.declared_rows import picked_rows
-from flash_clipping.capture.image_patches import scopes_of_patches
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import RefusedByRule, Tap
-from flash_clipping.rules import find_scope, is_list_of_experts
-from flash_clipping.rules.registry import Scope, UnsupportedLayer
+from flash_clipping.rules.registry import (
+    Scope,
+    UnsupportedLayer,
+    declaring_scopes,
+    find_scope,
+    picks_rows,
+)
 
 
 class ScopedForward(Tap):
@@ -50,11 +54,11 @@ class ScopedForward(Tap):
 
 def scoped_forwards(root: nn.Module, session: ClippingSession) -> dict[nn.Module, ScopedForward]:
     """Stand-ins for the forwards of all modules below that have a scope."""
-    declaring = scopes_of_patches(root)
+    declaring = declaring_scopes(root)
     found = {}
     for path, module in root.named_modules():
-        if is_list_of_experts(module):
-            declaring[module] = partial(_of_experts, session)
+        if picks_rows(module):
+            declaring[module] = partial(_picking_rows, session)
         declares = module in declaring
         scope = declaring.get(module) or find_scope(module)
         if scope is not None:
@@ -63,10 +67,10 @@ def scoped_forwards(root: nn.Module, session: ClippingSession) -> dict[nn.Module
 
 
 @contextmanager
-def _of_experts(
+def _picking_rows(
     session: ClippingSession, _: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Iterator[None]:
-    """Experts in a list read the rows that it picks from its tokens."""
+    """Layers inside read the rows that the module picks from its tokens."""
     call = session.current_forward
     count = session.samples() if call is None else call.batch_size
     is_recorded = session.enabled and not session.bypassed

@@ -46,12 +46,13 @@ from flash_clipping.capture.refused_runs import (
     refuse_graph_capture,
     refuse_threads,
 )
-from flash_clipping.capture.row_layouts import Seen
+from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import ClipFunction
 from flash_clipping.finish.plan import Plans
+from flash_clipping.ops.runtime.checks import Check
 
 #: Sessions are told apart in compiled code by these.
 _keys = itertools.count()
@@ -63,14 +64,15 @@ class GraphedResults:
 
     Attributes:
         plans: those that were made meanwhile: their tables are in the graph's memory.
-        norms: the trainable parameters, their norms ``[P, B]`` and what these were clipped by,
-            backward by backward.
+        norms: :class:`~flash_clipping.engine.grad_ledger.Norms`, backward by backward.
         coefs: coefficients, likewise.
+        checks: what is checked on the device.
     """
 
     plans: Plans
-    norms: list[tuple[list[nn.Parameter], Tensor, Tensor]] = field(default_factory=list)
+    norms: list[Any] = field(default_factory=list)
     coefs: list[Tensor] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
 
 
 class ClippingSession:
@@ -101,16 +103,12 @@ class ClippingSession:
         #: An input of every tapped layer, which users cannot name: autograd comes by its node only
         #: in a backward that was asked for the gradients of all parameters.
         self.anchor = torch.empty(0, requires_grad=True)
-        self.clip = clip
-        self.note_sums = note_sums
-        self.trainable = trainable
-        self.state = state
-        self.loss_reduction = loss_reduction
-        self.batch_first = batch_first
+        self.clip, self.note_sums = clip, note_sums
+        self.trainable, self.state = trainable, state
+        self.loss_reduction, self.batch_first = loss_reduction, batch_first
         #: Axis of every tapped layer's input that holds the samples.
         self.batch_axis = 0 if batch_first else 1
-        self.backend = backend
-        self.sum_dtype = sum_dtype
+        self.backend, self.sum_dtype = backend, sum_dtype
         self.fp32_precision = fp32_precision
         #: Who is told which privacy units rows belong to.
         self.units_of_calls = UnitsOfCalls(sample_of, batch_first)
@@ -143,13 +141,15 @@ class ClippingSession:
         self.numbered: Sequence[Any] = ()
         #: Layers whose rows are parts of samples: declared, found, or by their rules.
         self.folded: set[str] = set()
+        #: Those of which it was not shown, as no gradient reached them: it must stay 0.
+        self.unreached: set[str] = set()
         self.found: set[str] = set()
         self.folded_by_rule: set[str] = set()
         #: Where samples lie in what layers, and parameters that are used by themselves, meet, if
         #: not along the first axis.
-        self.layouts: dict[str, Seen] = {}
+        self.layouts: dict[str, Layout] = {}
         #: The same, of what comes of such a use.
-        self.layouts_after: dict[str, Seen] = {}
+        self.layouts_after: dict[str, Layout] = {}
         #: Layers in which samples were seen to lie along the usual axis.
         self.plain: set[str] = set()
         #: Paths of layers in which samples lie otherwise than as rows, or parts that lie together.
@@ -189,6 +189,8 @@ class ClippingSession:
         #: While steps are captured as a CUDA graph.
         self.captured: GraphedResults | None = None
         self._forwards: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
+        #: Whether gradients were cleared while results of a call without a backward were held.
+        self._some_are_forgotten = False
         self._current_forward: weakref.ref[ForwardCall] | None = None
         #: The call of the root whose forward runs: afterwards its outputs hold it, and only then.
         self.returning: ForwardCall | None = None
@@ -200,20 +202,10 @@ class ClippingSession:
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of a wrapped model start between steps.
         state = self.__dict__.copy()
-        state.update(
-            _forwards=[],
-            _current_forward=None,
-            returning=None,
-            _running={},
-            _backward_pass=None,
-            two_passes=None,
-            two_pass_in=None,
-            plans=Plans(),  # parameters go by their id there
-            captured=None,
-            positions=None,
-            proven_call=None,
-        )
-        return state
+        state.update(_forwards=[], _current_forward=None, returning=None, proven_call=None)
+        state.update(_running={}, _backward_pass=None, two_passes=None, two_pass_in=None)
+        state.update(captured=None, positions=None)
+        return state | {"plans": Plans()}  # parameters go by their id there
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -243,6 +235,8 @@ class ClippingSession:
             if running is not None and running.thread not in (None, thread):
                 self.leave_forward()
                 refuse_threads("forward", "backward")
+        if self.stood_in:  # before anything looks at parameters
+            self.recover()
 
     def leave_forward(self, *_: Any) -> None:
         """The root's forward has ended, or failed; a hook of the root."""
@@ -304,14 +298,8 @@ class ClippingSession:
     ) -> ForwardCall:
         """Start a call of the root module with these tensor inputs; ``reads`` gets what layers
         read."""
-        if graph_task() == -1 and (
-            self._backward_pass is not None
-            or self.bypassed
-            or self.by_itself
-            or self.comparing
-            or self.probing is not None
-            or self.stood_in
-        ):
+        left = self._backward_pass is not None or self.probing is not None or self.bypassed
+        if (left or self.by_itself or self.comparing or self.stood_in) and graph_task() == -1:
             self.recover()  # also from a proof that was broken off
         axis = self.batch_axis
         sizes: dict[int, None] = {}  # in order
@@ -495,10 +483,23 @@ class ClippingSession:
 
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""
-        return len(self._unspent())
+        return len([*self._unspent()])
 
-    def _unspent(self) -> list[ForwardCall]:
-        return [forward for forward in self._forwards if not forward.spent]
+    def _unspent(self) -> Iterable[ForwardCall]:
+        found, forgotten = list[ForwardCall](), list[ForwardCall]()
+        for forward in self._forwards:
+            if not forward.spent:
+                (forgotten if forward.forgotten else found).append(forward)
+        return found or forgotten
+
+    def forget_calls(self, draw: DrawnBatch | None) -> None:
+        """Gradients are cleared: calls whose results are still held have no backward, unless one
+        comes. ``draw``: whose clipped sums were there."""
+        if draw is not None:
+            self.draws.cleared = draw
+        for forward in self._forwards:
+            forward.forgotten = True
+            self._some_are_forgotten |= not forward.spent
 
     def made_up(self) -> bool:
         """Whether the samples of all calls whose norms have not been taken were made up, or of
@@ -534,7 +535,7 @@ class ClippingSession:
         these calls are."""
         rows: dict[int, CountedRows] = {}
         draws: list[DrawnBatch] = []
-        for forward in self._forwards:
+        for forward in self._unspent() if self._some_are_forgotten else self._forwards:
             if forward.spent or not forward.recorded:
                 continue
             if forward.counted_rows is not None:
@@ -552,7 +553,7 @@ class ClippingSession:
     def expected_batch_sizes(self) -> set[int]:
         """Sizes that the batch may have: that of the first input of every call of the root."""
         sizes: set[int] = set()
-        for forward in self._forwards:
+        for forward in self._unspent() if self._some_are_forgotten else self._forwards:
             if forward.batch_sizes and not forward.spent:
                 sizes.add(forward.batch_sizes[0])
         return sizes
@@ -579,8 +580,10 @@ class ClippingSession:
         if is_autograd_compiled():
             refuse_compiled_autograd()
         backward_pass = None if self._backward_pass is None else self._backward_pass()
-        if call is not None and (backward_pass is not None or self._running):
-            self.check_thread(call)
+        if call is not None:
+            call.forgotten = False
+            if backward_pass is not None or self._running:
+                self.check_thread(call)
         if backward_pass is None:
             backward_pass = self.new_backward_pass()
             backward_pass.thread = None if call is None else call.thread
@@ -613,4 +616,4 @@ class ClippingSession:
         if not norms_taken:
             return
         for forward in self._forwards:
-            forward.spent = True
+            forward.spent = forward.spent or not forward.forgotten

@@ -18,20 +18,11 @@ from torch.compiler import is_dynamo_compiling
 from flash_clipping._compat import pytree, transforms_are_active
 from flash_clipping.capture.compiled.tracing import ACTIVE, by_itself, noted_call, traced_call
 from flash_clipping.capture.compiled.wirings import wiring_of
-from flash_clipping.capture.declared_rows import (
-    DeclaredRows,
-    LostRows,
-    declared_rows,
-)
+from flash_clipping.capture.declared_rows import DeclaredRows, LostRows, declared_rows
 from flash_clipping.capture.factor_source import FactorSource, Trainable, owners
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
-from flash_clipping.capture.layer_inputs import (
-    positional,
-    refuse_input,
-    rows_by_sample,
-    samples_in,
-)
+from flash_clipping.capture.layer_inputs import positional, refuse_input, rows_by_sample, samples_in
 from flash_clipping.capture.positions import (
     Positions,
     apply_layer_by_position,
@@ -45,7 +36,8 @@ from flash_clipping.capture.proxies import (
     parameter_proxies,
     refuse_bypassed,
 )
-from flash_clipping.capture.row_layouts import TOGETHER, layout_of
+from flash_clipping.capture.proxies.parameter_proxy import is_plain
+from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import Proven, apply_proven_layer, apply_tapped_layer
 from flash_clipping.errors import FlashClippingError, InvalidValue, module_at, to_freeze
@@ -65,9 +57,10 @@ def _overrides(method: Any, default: Any) -> bool:
 
 
 def _moved(output: Any, axis: int) -> Any:
-    """An output, or several, with samples along this axis in place of the first."""
+    """An output, or several, with samples along this axis in place of the first; one in the memory
+    layout that the layer itself gives it."""
     if isinstance(output, Tensor):
-        return output.transpose(0, axis)
+        return output.transpose(0, axis).contiguous()
     return tuple(part.transpose(0, axis) for part in output)
 
 
@@ -276,6 +269,9 @@ class Tap(FactorSource):
             and not self._is_constant(args, kwargs)
         ):
             plain = pytree.tree_map_only(ParameterProxy, lambda bare: bare.value, (args, kwargs))
+            if rule is not None and rule.allows_children and not rule.folds:
+                # Its own forward need not call its children, which are looked at as well.
+                return self._untapped_forward(rule, *plain)
             return self.original(*plain[0], **plain[1])
         trainable = self.trainable()
         params = trainable[1]
@@ -512,8 +508,7 @@ class Tap(FactorSource):
         if session.positions is not None:
             return self._apply_by_position(rule, use, args)
         if session.layouts and self.path in session.layouts and not laid_out:
-            # Only layers whose samples could lie along any axis get there.
-            return self._apply_laid_out(rule, use, args)
+            return self._apply_laid_out(rule, use, args, session.layouts[self.path])
         axis = session.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
@@ -562,31 +557,24 @@ class Tap(FactorSource):
             return output.flatten(0, 1)
         return _moved(output, axis) if axis else output
 
-    def _apply_laid_out(self, rule: Rule, use: Use, args: tuple[Any, ...]) -> Any:
-        """Apply the rule where samples are along another axis, or their rows apart."""
-        x, session = args[0], self.session
-        call = use[1]
-        B = session.samples() if call is None else call.batch_size
-        layout = TOGETHER
-        if isinstance(x, Tensor) and not isinstance(x, ParameterProxy) and B:
-            layout = layout_of(self.path, x, B, session.layouts[self.path])
-        if layout == TOGETHER:
+    def _apply_laid_out(self, rule: Rule, use: Use, args: tuple[Any, ...], layout: Layout) -> Any:
+        """Apply the rule where samples are along another axis, which no rule that knows its own is
+        told of."""
+        B = self.session.samples() if use[1] is None else use[1].batch_size
+        x = next((x for x in args if is_plain(x)), None)
+        if not B or x is None:
             return self._apply(rule, use, args, {}, laid_out=True)
-        assert B
+        layout.check(self.path, x, B)
         if len(args) > 1 or declared_rows() is not None:
             raise UnsupportedLayer(
                 "samples do not lie along the first axis of what it reads, and it is called with "
-                "more than one argument, or inside flash_clipping.samples(...)."
+                "other arguments beside, or inside flash_clipping.samples(...)."
             )
-        rows = layout.front(x, B)
-        whole = rows.shape[:3]  # of rows of the first axis: [B, outer, inner]
-        if by_row := layout.axis == 0:
-            rows = rows.flatten(0, 2)
-        output = self._apply(rule, use, (rows,), {}, laid_out=True)
-        if not isinstance(output, Tensor):
-            raise UnsupportedLayer("it returns several tensors, with samples along another axis.")
+        output = self._apply(rule, use, (layout.front(x, B),), {}, laid_out=True)
         # As the layer itself would leave it: models view what they get.
-        return layout.back(output.unflatten(0, whole) if by_row else output).contiguous()
+        if isinstance(output, Tensor):
+            return layout.back(output).contiguous()
+        return tuple([layout.back(part).contiguous() for part in output])
 
     def _apply_by_position(self, rule: Rule, use: Use, args: tuple[Any, ...]) -> Any:
         """Apply the rule where units are parts of rows: every position is a row."""

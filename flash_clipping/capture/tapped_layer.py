@@ -13,7 +13,7 @@ from flash_clipping.capture.declared_rows import DeclaredRows
 from flash_clipping.capture.factor_source import Trainable
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.factors import PerSampleGrad
 from flash_clipping.finish.backward_pass import stored_where_cheaper
 from flash_clipping.rules.registry import GradRequest, own
@@ -25,6 +25,7 @@ Proven: TypeAlias = tuple[list[str], list[nn.Parameter], GradRequest, GradReques
 _NO_SECOND = (
     "{}: backward(create_graph=True) asks for second derivatives, which flash clipping does not "
     "have. Call backward() without create_graph, or take such gradients on the unwrapped model."
+    f"{ONE_BY_ONE}"
 )
 
 

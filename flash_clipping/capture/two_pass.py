@@ -4,6 +4,10 @@ The root module runs inside one autograd function that keeps the model's own gra
 the gradient of the root's outputs arrives, that graph is walked twice: the first time every
 factor is reduced to norms and dropped, the second time to clipped sums. Nothing is kept between
 layers, and the loss may be anything, as both walks start from the same output gradients.
+
+What is recomputed in backward may come out otherwise in the second walk. Generators begin both
+walks alike, and norms are taken in both: nothing is released that has a larger norm than what was
+measured.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 
 from flash_clipping._compat import (
     at_end_of_backward,
@@ -24,6 +29,8 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_samples import RootForward
+from flash_clipping.capture.no_trace import generators_put_back
+from flash_clipping.capture.proxies import ParameterProxy, repeated
 from flash_clipping.capture.refused_runs import refuse_compiled_autograd
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
@@ -74,7 +81,16 @@ class _Call:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with torch.enable_grad(), backward_runs_again():
             output = self.root.original(*args, **kwargs)
+            if any(isinstance(x, ParameterProxy) for x in tensors_in(output)):
+                output = map_tensors(self._by_sample, output, packed=True)
             self.output = output
+            if any(isinstance(x, ParameterProxy) for x in tensors_in(output)):
+                raise FlashClippingError(
+                    f"{self.root.path}: the model returns a parameter, or what it computed from "
+                    "parameters alone. mode='two_pass' cuts outputs off from the model, so whose "
+                    "gradient comes back to it would not be known. Use mode='one_pass', or return "
+                    "a row of it for each sample:\n    parameter.expand(len(x), *parameter.shape)"
+                )
             # By id: what is returned twice is one tensor outside as well.
             outputs = list({id(x): x for x in tensors_in(output) if x.requires_grad}.values())
             if not outputs:
@@ -90,6 +106,13 @@ class _Call:
             self.root.session.returned = ", ".join(types) or "nothing that could hold it"
             self.seed = _Seed.apply(self, *outputs)
         return tuple(tensor.detach() for tensor in outputs)
+
+    def _by_sample(self, x: Tensor) -> Tensor:
+        """An output; if it is a parameter that was expanded over the samples, a row for each."""
+        count = self.forward.batch_size if self.forward is not None else None
+        if isinstance(x, ParameterProxy) and x.shape[:1] == (count,) and x.is_repeated(0):
+            return repeated(x, 0, 1)
+        return x
 
     def rebuild(self, outputs: tuple[Tensor, ...]) -> Any:
         """What the model returned, with these in the place of its own tensors; objects that held
@@ -127,9 +150,14 @@ class _TwoPasses:
                 backward_pass = session.new_backward_pass()
                 backward_pass.thread = None if call_of_root is None else call_of_root.thread
                 backward_pass.norms_only = True
+                devices = [*{p.device for p in session.trainable() if p.is_cuda}]
+                if devices and is_current_stream_capturing():
+                    devices = []  # whose generators nobody may read then
                 with torch.no_grad():
-                    for call in self.calls:
-                        call.walk(last=False)
+                    # What is drawn in backward (recomputation) is to be drawn again.
+                    with generators_put_back(devices):
+                        for call in self.calls:
+                            call.walk(last=False)
                     backward_pass.put_back()
                     backward_pass.take_norms()
                     backward_pass.forget()
@@ -138,6 +166,7 @@ class _TwoPasses:
                     for call in self.calls:
                         call.walk(last=True)
                     backward_pass.put_back()
+                    backward_pass.check_release()
                     backward_pass.add_clipped_sums()
             else:
                 for call in self.calls:
@@ -190,6 +219,8 @@ class _TwoPass(torch.autograd.Function):
                 "backward. Run forward again, or use mode='one_pass' with retain_graph=True."
             )
         call.grads = list(grad_outputs)
+        if call.forward is not None:
+            call.forward.forgotten = False
         session = call.root.session
         if session.enabled and not will_run(ctx.next_functions[0][0]):
             raise FlashClippingError(
@@ -200,7 +231,9 @@ class _TwoPass(torch.autograd.Function):
             )
         if any(tensor.requires_grad for tensor in call.inner_inputs):
             # Somebody waits for the gradient of the model's input, so it cannot be put off.
-            if session.enabled and session.live_calls() > 1:
+            if session.enabled and (
+                session.live_calls() > 1 or session.two_pass_in == graph_task()
+            ):
                 raise FlashClippingError(
                     f"{call.root.path}: mode='two_pass' cannot serve several calls of the model in "
                     "one backward whose inputs require grad. Detach the inputs, or use "

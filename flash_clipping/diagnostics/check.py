@@ -6,6 +6,7 @@ Shape suffixes: ``B`` samples.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +46,9 @@ from flash_clipping.diagnostics.report import (
     SectionReport,
 )
 from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks, floats
-from flash_clipping.errors import InvalidType
+from flash_clipping.errors import InvalidType, InvalidValue, checked_number
+
+_LOGGER = logging.getLogger(__name__)
 
 # -- is the loss of a batch made of its samples' own? ----------------------------------------------
 
@@ -159,7 +162,8 @@ def _compared_parameter(
     owned: Owned, flash: Flash, oracle: Oracle, tolerance: float
 ) -> ParameterReport:
     name, seen = owned.name, flash.seen.get(owned.name)
-    norms, grad = floats(getattr(flash.params[name], "_norm_sample")), flash.grad(name)  # noqa: B009
+    (of_param,) = flash.module.running_step.norms_of([flash.params[name]])
+    norms, grad = floats(of_param), flash.grad(name)
     floor = FLOOR[flash.dtype]
     least_sum = oracle.largest_sum * floor
     norm_error = largest_norm_error(norms, oracle.param_norms[name], oracle.norms, floor)
@@ -336,6 +340,7 @@ def check(
 
     Raises:
         BadBatchError: there is nothing to check: no tensors, no samples, no loss.
+        ValueError: an option that is out of its range, or that the wrapper refuses.
         TypeError: ``model`` is not a plain module.
     """
     if not isinstance(model, nn.Module) or hasattr(model, "autograd_grad_sample_hooks"):
@@ -345,6 +350,11 @@ def check(
         )
     if "clipping" in options:
         raise InvalidType("check() checks norms and flat clipped sums; leave out clipping=...")
+    checked_number("removals", removals, "[0, inf)", example=16, whole=True)
+    if max_grad_norm is not None:
+        checked_number("max_grad_norm", max_grad_norm, "(0, inf)", example=1.0)
+    if tolerance is not None:
+        checked_number("tolerance", tolerance, "[0, inf)", example=1e-4)
     plain = without_dropout(copy.deepcopy(model))
     if dtype is not None:
         plain, batch = plain.to(dtype), cast(batch, dtype)
@@ -353,15 +363,24 @@ def check(
     options.update(loss_reduction=loss_reduction, batch_first=batch_first)
     found = all_sections(plain, sections or {})
     subject = Subject(plain, samples, task, found, options, notes=[*samples.notes])
+    _LOGGER.info("the plain model, in batches of several sizes")
     plain_loss, refused = check_plain_model(subject)
     if refused:
         return _uncovered(subject, refused)
+    _LOGGER.info("one step of flash clipping")
     try:
         with fallbacks(subject.notes):
             flash = Flash(subject)
+    except InvalidValue:  # of an option
+        raise
+    except Exception as error:  # the model is the finding
+        return _uncovered(subject, described(error))
+    try:
+        with fallbacks(subject.notes):
             flash.step(samples.all, max_grad_norm)
     except Exception as error:  # whatever the user's model raises is the finding
         return _uncovered(subject, described(error))
+    _LOGGER.info("the oracle, one sample at a time in float64")
     try:
         exact, samples = subject.exact()
         oracle = Oracle(exact, task, samples, flash.bound, found)
@@ -395,6 +414,7 @@ def _compared(
     removals: int,
 ) -> CheckReport:
     """Everything beside the oracle; then other batches of the same samples."""
+    _LOGGER.info("batches with samples removed, exchanged and repeated")
     norms, failures = flash.norms, subject.failures
     typical = (statistics.median(oracle.norms),) * len(norms)
     norm_error = largest_norm_error(norms, oracle.norms, typical, FLOOR[flash.dtype])

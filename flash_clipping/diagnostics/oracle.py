@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import DROPOUTS
-from flash_clipping.capture.image_patches import parts_of_samples
+from flash_clipping.capture.declared_rows import parts_of_samples
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import random_state
 from flash_clipping.capture.proof import batches

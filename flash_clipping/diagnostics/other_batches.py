@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.inputs import tensors_in
+from flash_clipping.capture.proof.batches import EXTREMES
 from flash_clipping.capture.proof.runs import hooked
 from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, Samples, largest_norm_error
 from flash_clipping.diagnostics.report import RemovalReport
@@ -167,6 +168,7 @@ class OtherBatches:
         self._crowd()
         if not self.subject.failures:
             self._first_step()
+        self._beside_an_extreme_sample()
         return removed
 
     def _step(self, flash: Flash, samples: Sequence[int]) -> tuple[float, str]:
@@ -176,15 +178,19 @@ class OtherBatches:
         except Exception as failure:
             return math.nan, described(failure)
 
-    def _norm_error(self, flash: Flash, samples: Sequence[int]) -> tuple[float, str]:
-        """As :meth:`_step`, and raises what the step does."""
-        expected = [self.norms[b] for b in samples]
+    def _norm_error(
+        self, flash: Flash, samples: Sequence[int], batch: Any = None, skipped: int = 0
+    ) -> tuple[float, str]:
+        """As :meth:`_step`, and raises what the step does. ``batch``: what stands for these
+        samples, of which the first ones may be ``skipped``."""
+        expected = [self.norms[b] for b in samples[skipped:]]
         with fallbacks([]):  # noted already
-            flash.step(self.subject.samples.take(samples), self.flash.bound)
+            batch = self.subject.samples.take(samples) if batch is None else batch
+            flash.step(batch, self.flash.bound)
         if len(flash.norms) != len(samples):
             return math.nan, f"found {len(flash.norms)} norms for {len(samples)} samples"
-        typical = [statistics.median(expected)] * len(expected)
-        error = largest_norm_error(flash.norms, expected, typical, FLOOR[self.flash.dtype])
+        typical, found = [statistics.median(expected)] * len(expected), flash.norms[skipped:]
+        error = largest_norm_error(found, expected, typical, FLOOR[self.flash.dtype])
         return error, "" if error <= self.tolerance else f"norms change by {error:.1e}"
 
     def _without_single_samples(self, removals: int) -> tuple[RemovalReport, ...]:
@@ -265,6 +271,28 @@ class OtherBatches:
                 f"In a batch of {size} copies of sample 0: {reason}. Copies are in each other's "
                 f"way. {ADVICE}"
             )
+
+    def _beside_an_extreme_sample(self) -> None:
+        """The first sample as far from the others as the model takes it: its values may not decide
+        where rows of the others lie."""
+        subject, order = self.subject, range(len(self.norms))
+        for kind in EXTREMES[:2] if len(order) > 1 else ():
+            subject.samples.stays_in_range = kind == "in range"
+            (batch,), _ = subject.samples.batch(order, extreme=0)
+            try:
+                subject.task.value(subject.plain, batch)
+            except Exception:  # the model takes no such sample
+                continue
+            try:
+                _, reason = self._norm_error(self.flash, order, batch, skipped=1)
+            except Exception as failure:
+                reason = described(failure)
+            if reason:
+                subject.failures.append(
+                    f"Where the values of sample 0 are extreme: {reason}. They decide how the rows "
+                    "of other samples lie or are scaled."
+                )
+                return
 
     def _first_step(self) -> None:
         """The batch once more, by a copy that nobody watches: as before a first step of training,

@@ -156,7 +156,7 @@ def refuse_sharding(root: nn.Module) -> None:
 
 def _refuse_tensor_parallel(root: nn.Module, shards: Mapping[str, Any], dims: int) -> None:
     """The same of layers that are cut over processes; the model's mesh has ``dims`` dimensions."""
-    from flash_clipping.distributed.experts import in_parallel
+    from flash_clipping.distributed.parameter_slots import in_parallel
 
     for path in in_parallel(root):
         raise NotServed(

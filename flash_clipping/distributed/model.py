@@ -21,7 +21,7 @@ from flash_clipping.capture.no_samples import made_up
 from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
-from flash_clipping.distributed.backward_pass import ExpertsBackwardPass, ShardedBackwardPass
+from flash_clipping.distributed.backward_pass import ShardedBackwardPass
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups, device_of
 from flash_clipping.distributed.reducer import Reducer
@@ -252,7 +252,7 @@ class ShardedModel:
         session.trainable = self.slots.recorded
         session.state = lambda: chain(self.slots.tensors(), root.buffers())
         session.clip = partial(self._clip, session.clip)
-        passes = ExpertsBackwardPass if self.slots.experts else ShardedBackwardPass
+        passes = self.slots.backward_pass or ShardedBackwardPass
         session.backward_pass_class = partial(passes, slots=self.slots, reducer=self.reducer)
         self.layers: TensorParallelLayers | None = None
         if self.processes.tensor is not None:

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from flash_clipping._compat import dtensor_of, layout_of_dtensor, local_tensor
 from flash_clipping.capture.inputs import arrived
 from flash_clipping.capture.proxies import ParameterProxy
-from flash_clipping.distributed.experts import in_parallel
 from flash_clipping.errors import FlashClippingError
 
 
@@ -24,6 +23,16 @@ def local_of(x: Any) -> Any:
     if not isinstance(x, DTensor):
         return x
     return arrived(local_tensor(x))
+
+
+def in_parallel(root: nn.Module) -> dict[str, nn.Module]:
+    """Layers, by their paths, of which each process has other rows of every parameter: a forward of
+    theirs says which backward pass the model needs (``backward_pass``)."""
+    return {
+        path: module
+        for path, module in root.named_modules()
+        if hasattr(vars(module).get("forward"), "backward_pass")
+    }
 
 
 @dataclass(eq=False)
@@ -76,9 +85,12 @@ class ParameterSlots:
         #: How gradients are laid out, by ``id`` of destinations and by their dtype.
         self._layouts: dict[tuple[int, torch.dtype], Any] = {}
         #: Parameters of experts in parallel, by ``id``: nobody gathers them.
-        self.experts = {
-            id(param) for layer in in_parallel(root).values() for param in layer.parameters()
-        }
+        layers = in_parallel(root)
+        self.experts = {id(param) for layer in layers.values() for param in layer.parameters()}
+        #: The class of backward pass that they need; ``None`` without any.
+        self.backward_pass: Any = next(
+            (vars(layer)["forward"].backward_pass for layer in layers.values()), None
+        )
         #: By the module that gathers them.
         self._of_module: dict[nn.Module, list[Slot]] = {}
         gathering: dict[str, nn.Module] = {}

@@ -478,7 +478,7 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
 
         Raises:
             FlashClippingError: processes have run different samples, or differ in what should be
-                the same for all. On a GPU: an assertion on the device, later.
+                the same for all. Of a GPU: later.
         """
         keys, (P, B) = [id(param) for param in params], norms_PB.shape
         sq_PB = norms_PB.double().square()

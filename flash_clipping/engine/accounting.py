@@ -8,13 +8,17 @@ extra (``flash-clipping[accounting]``); it is imported when such an accountant i
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import secrets
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 from opacus.accountants import (
     GaussianAccountant,
     IAccountant,
@@ -22,6 +26,16 @@ from opacus.accountants import (
     RDPAccountant,
     register_accountant,
 )
+from opacus.accountants.analysis.prv import (
+    Domain,
+    PoissonSubsampledGaussianPRV,
+    TruncatedPrivacyRandomVariable,
+    compose_heterogeneous,
+    discretize,
+)
+from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
+from scipy.special import erfc
+from torch import distributed as dist
 
 from flash_clipping.engine.releases import Release, dp_accounting, epsilon_by_pld
 from flash_clipping.errors import (
@@ -47,6 +61,9 @@ _MOST_NOISE = 1e6
 _MOST_POINTS = 2**25
 #: The largest ε that is computed from them; ``exp(ε)`` overflows above 709.
 _MOST_LOSS = 600.0
+_SQRT_2 = np.sqrt(2)
+#: Orders of Rényi DP, which cost little, for how far the distribution of a privacy loss reaches.
+_WHOLE_ORDERS: list[float | int] = [*range(2, 64)]
 
 
 @dataclass(frozen=True)
@@ -180,17 +197,103 @@ class MechanismSpec:
         return numbers | self.noise.settings
 
 
-class CountsSteps:
-    """An accountant whose ``len`` is the number of steps; Opacus' is that of changes of noise."""
+_Steps = list[tuple[float, float, int]]
 
-    history: list[tuple[float, float, int]]
+
+def _count(history: Sequence[Sequence[Any]]) -> int:
+    return sum(steps for _, _, steps in history)
+
+
+class CountsSteps:
+    """An accountant whose ``len`` is the number of steps; Opacus' is that of changes of noise.
+
+    A state that is loaded takes no step away. Each accountant's own steps have its name in states,
+    so that those which a state lacks are known.
+    """
+
+    history: _Steps
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = secrets.token_hex(8)
+        #: Steps that were loaded, by the names of the accountants that counted them. They are the
+        #: first of the history.
+        self._loaded: dict[str, _Steps] = {}
+        self._warned_of_kept = False
 
     def __len__(self) -> int:
-        return sum(steps for _, _, steps in self.history)
+        return _count(self.history)
+
+    def _parts(self) -> dict[str, _Steps]:
+        """All steps, by who counted them."""
+        before, own = sum(map(_count, self._loaded.values())), []
+        for noise, rate, steps in self.history:
+            of_others = min(before, steps)
+            before -= of_others
+            if steps > of_others:
+                own.append((noise, rate, steps - of_others))
+        return self._loaded | ({self._name: own} if own else {})
+
+    def state_dict(self, destination: Any = None) -> Any:
+        destination = super().state_dict(destination)  # type: ignore[misc]
+        destination["parts"] = copy.deepcopy(self._parts())
+        return destination
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As in Opacus; steps of this accountant that the state lacks stay, with a warning."""
+        mine = self._parts()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        parts = {**(state_dict.get("parts") or {"": self.history})}
+        before = sum(map(_count, parts.values()))
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # What another process of this run saved has steps that this one counted as well.
+            own = _count(mine.get(self._name, []))
+            parts = {who: part for who, part in parts.items() if who in mine or _count(part) > own}
+        for who, part in mine.items():
+            if _count(part) > _count(parts.get(who, [])):
+                parts[who] = part
+        parts = {who: [(*entry,) for entry in part] for who, part in parts.items()}
+        kept = sum(map(_count, parts.values())) - before
+        own_steps = parts.pop(self._name, [])
+        self._loaded = parts
+        if own_steps or kept:
+            self.history = [entry for part in parts.values() for entry in part] + own_steps
+            if not process_of(self).is_in_order:  # whose runs are apart
+                self.history = [
+                    (*kind, _count([*entries]))
+                    for kind, entries in itertools.groupby(self.history, lambda entry: entry[:2])
+                ]
+        if kept > 0 and not self._warned_of_kept:
+            self._warned_of_kept = True
+            warnings.warn(
+                f"load_checkpoint: found {kept} steps of this engine that the checkpoint lacks. "
+                "They stay in the accountant's history: what they released is not undone by going "
+                "back. If nobody saw any result of them, load the checkpoint into a new engine:\n"
+                "    engine = FlashPrivacyEngine(); engine.make_private(...); "
+                "engine.load_checkpoint(...)",
+                stacklevel=4,
+            )
+
+
+@lru_cache(maxsize=4096)
+def _rdp_of_step(noise_multiplier: float, sample_rate: float, orders: tuple[float, ...]) -> Any:
+    """Rényi DP of one step at each order, by Opacus' formula. It is most of the cost of an ε."""
+    return compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=[*orders])
 
 
 class StepsOfRdpAccountant(CountsSteps, RDPAccountant):
-    """Opacus', with the right length."""
+    """Opacus', with the right length. A step's cost is computed once for a noise and a rate."""
+
+    def get_privacy_spent(
+        self, *, delta: float, alphas: list[float | int] | None = None
+    ) -> tuple[float, float]:
+        """As in Opacus."""
+        if not self.history:
+            return 0.0, 0.0
+        orders = (*(self.DEFAULT_ALPHAS if alphas is None else alphas),)
+        rdp = sum(_rdp_of_step(noise, rate, orders) * steps for noise, rate, steps in self.history)
+        epsilon, order = get_privacy_spent(orders=[*orders], rdp=rdp, delta=delta)
+        return float(epsilon), float(order)
 
 
 class StepsOfGdpAccountant(CountsSteps, GaussianAccountant):
@@ -202,7 +305,7 @@ class FeasiblePrvAccountant(CountsSteps, PRVAccountant):
 
     The distribution of the privacy loss is as wide as ε. Where it would not fit in memory, or its
     exponential not in float64, ε is that of Opacus' RDP accountant, an upper bound too; without
-    noise it is infinite.
+    noise it is infinite. What is the same in every step is computed once.
     """
 
     def get_epsilon(
@@ -211,22 +314,90 @@ class FeasiblePrvAccountant(CountsSteps, PRVAccountant):
         *,
         eps_error: float = 0.01,
         delta_error: float | None = None,
-        **kwargs: Any,
+        **_: Any,
     ) -> float:
         """As in Opacus."""
         if any(multiplier == 0 for multiplier, _, _ in self.history):
             return math.inf
-        with without_hints():
-            rdp = RDPAccountant()
-            rdp.history = [*self.history]
-            upper = float(rdp.get_epsilon(delta))
         error = delta / 1000 if delta_error is None else delta_error
-        steps = sum(steps for _, _, steps in self.history)
-        points = 2 * upper / eps_error * math.sqrt(steps * math.log(12 / error) / 2)
-        if upper > _MOST_LOSS or points > _MOST_POINTS:
-            return upper
-        found = super().get_epsilon(delta, eps_error=eps_error, delta_error=delta_error, **kwargs)
-        return float(found)
+        kind: Any = type(self)
+        return _epsilon_by_prv(kind, (*map(tuple, self.history),), delta, eps_error, error)
+
+    def _reach(self, history: Sequence[tuple[float, float, int]], delta: float) -> float:
+        """An upper bound on ε of these steps."""
+        rdp = StepsOfRdpAccountant()
+        rdp.history = [*history]
+        with without_hints():
+            return rdp.get_privacy_spent(delta=delta)[0]
+
+    def _get_dprv(self, eps_error: float, delta_error: float) -> Any:
+        """Opacus', bit for bit, by :class:`_Truncated` and what :meth:`_reach` knows of a step."""
+        counts = [steps for _, _, steps in self.history]
+        reach = self._reach(self.history, delta_error / 4)
+        for noise, rate, _ in self.history:
+            reach = max(reach, self._reach([(noise, rate, 1)], delta_error / (8 * sum(counts))))
+        reach = max(reach, eps_error) + 3
+        mesh = eps_error / np.sqrt(sum(counts) * np.log(12 / delta_error) / 2)
+        domain = Domain.create_aligned(-reach, reach, mesh)
+        ends = domain.t_min, domain.t_max
+        losses = [PoissonSubsampledGaussianPRV(rate, noise) for noise, rate, _ in self.history]
+        return compose_heterogeneous(
+            [discretize(_Truncated(loss, *ends), domain) for loss in losses], counts
+        )
+
+
+class _PlansByPrv(FeasiblePrvAccountant):
+    """The same ε, up to some 1e-8, at a tenth of the cost for noise that is new: for a search."""
+
+    def _reach(self, history: Sequence[tuple[float, float, int]], delta: float) -> float:
+        rdp = StepsOfRdpAccountant()
+        rdp.history = [*history]
+        with without_hints():
+            found, order = rdp.get_privacy_spent(delta=delta, alphas=_WHOLE_ORDERS)
+        # Or the best is below these.
+        return found if order > _WHOLE_ORDERS[0] else super()._reach(history, delta)
+
+
+class _Truncated(TruncatedPrivacyRandomVariable):
+    """Opacus', which makes arrays of each of the many numbers that its mean is integrated from."""
+
+    def __init__(self, loss: Any, low: float, high: float):
+        super().__init__(loss, low, high)
+        self._loss, self._of_low = loss, loss.cdf(low)
+        self._mass = loss.cdf(high) - self._of_low
+        with np.errstate(divide="ignore"):
+            self._least = np.log(1 - loss.sample_rate)
+
+    def cdf(self, t: Any) -> Any:
+        """As in Opacus, in the same arithmetic."""
+        if not isinstance(t, float):
+            return super().cdf(t)
+        if not self.t_min <= t < self.t_max:
+            return 0.0 if t < self.t_min else 1.0
+        q, sigma, found = self._loss.sample_rate, self._loss.noise_multiplier, 0.0
+        if t > self._least:
+            z, scale = np.log((np.exp(t) + q - 1) / q), 2 * _SQRT_2 * sigma
+            found = -q * erfc((2 * z * sigma**2 - 1) / scale) / 2
+            found = found - (1 - q) * erfc((2 * z * sigma**2 + 1) / scale) / 2 + 1.0
+        return (found - self._of_low) / self._mass
+
+
+@lru_cache(maxsize=64)
+def _epsilon_by_prv(
+    kind: type[FeasiblePrvAccountant],
+    history: tuple[tuple[float, float, int], ...],
+    delta: float,
+    eps_error: float,
+    error: float,
+) -> float:
+    prv = kind()
+    prv.history = [*history]
+    upper = prv._reach(history, delta)
+    steps = sum(steps for _, _, steps in history)
+    points = 2 * upper / eps_error * math.sqrt(steps * math.log(12 / error) / 2)
+    if upper > _MOST_LOSS or points > _MOST_POINTS:
+        return upper
+    return float(PRVAccountant.get_epsilon(prv, delta, eps_error=eps_error, delta_error=error))
 
 
 class DiscreteGaussianAccountant(StepsOfRdpAccountant):
@@ -422,7 +593,8 @@ def least_noise(
     By the accountant that will count the steps: Opacus' PRV accountant has an ε too small, or none,
     next to no noise. Where ε jumps over the target the search ends all the same.
     """
-    planned = copy.copy(accountant)
+    is_prv = type(accountant) is FeasiblePrvAccountant
+    planned = _PlansByPrv() if is_prv else copy.copy(accountant)
 
     def epsilon(multiplier: float) -> float:
         planned.history = [(multiplier, sample_rate, steps)]
@@ -448,6 +620,10 @@ def least_noise(
 
 class LargeDeltaWarning(UserWarning):
     """δ is not below one over the number of samples: publishing some samples as they are has it."""
+
+
+class PlanExceededWarning(UserWarning):
+    """More steps than ``make_private_with_epsilon`` planned: ε is above its target."""
 
 
 for accountant in (PldAccountant, DiscreteGaussianAccountant):

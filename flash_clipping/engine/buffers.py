@@ -25,7 +25,13 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import SPECTRAL_NORM
 from flash_clipping.capture.inputs import batched_inputs, map_tensors
-from flash_clipping.capture.no_trace import MODELS_OWN, put_back, random_state, untouched
+from flash_clipping.capture.no_trace import (
+    ModelsOwnError,
+    own_errors,
+    put_back,
+    random_state,
+    untouched,
+)
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.positions import other_tokens
 from flash_clipping.capture.session import ClippingSession
@@ -148,10 +154,8 @@ class BufferWatch:
             told = True
             try:
                 again = self._run_again(places, found, *inputs)
-            except torch.OutOfMemoryError:
-                raise
-            except MODELS_OWN as error:
-                words = f"could not be run on other samples ({type(error).__name__}: {error})"
+            except ModelsOwnError as error:
+                words = f"could not be run on other samples ({error})"
                 self._refuse(*places[0], f"assigns it anew, and {words}")
             for place, one, other in zip(places, made, again, strict=True):
                 if not _same_bits(one, other):
@@ -183,7 +187,8 @@ class BufferWatch:
                     for name, buffer in before.buffers.items()
                 }
                 put_back(before.module, before.attributes, copies)
-            self.root.forward(*args, **kwargs)
+            with own_errors():
+                self.root.forward(*args, **kwargs)
             return [module._buffers.get(name) for module, name in places]
 
     def _refuse(self, module: nn.Module, name: str, what: str) -> NoReturn:
@@ -194,7 +199,9 @@ class BufferWatch:
             "there (running statistics, loads of experts, codebooks) gets no noise, and is saved "
             "with the model. Use a layer without such a buffer (nn.GroupNorm has no statistics), "
             "put this module into eval mode if it changes nothing then, or make the value outside "
-            "of forward, of what is public. strict=False leaves buffers alone, and what they "
+            "of forward, of what is public. A table that is filled once, of angles of rotary "
+            "embeddings, stays as it is after one plain forward of the longest input, before the "
+            "model is wrapped. strict=False leaves buffers alone, and what they "
             f"keep of samples is not private.\n    {module_at(path)}.eval()"
         )
 

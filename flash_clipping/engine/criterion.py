@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -20,9 +21,11 @@ from opacus.utils.fast_gradient_clipping_utils import (
 )
 from torch import Tensor, nn
 
+from flash_clipping.capture.no_trace import untouched
 from flash_clipping.engine.adaptive import AdaptiveBound
+from flash_clipping.engine.separable import compares_samples
 from flash_clipping.engine.token_losses import logits_of
-from flash_clipping.errors import HALVE_PARTS, InvalidType, InvalidValue
+from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidType, InvalidValue
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -59,12 +62,12 @@ class FlashTensor(DPTensorFastGradientClipping):
             raise
 
     def _backward(self) -> None:
-        losses = self.loss_per_sample
+        losses, step = self.loss_per_sample, self.module.running_step
         if not losses.dim():
             losses.backward()
             return
-        if self.module.inputs_want_gradients and self.loss_reduction == "mean" and len(losses):
-            self.module.inputs_want_gradients = False
+        if step.inputs_want_gradients and self.loss_reduction == "mean" and len(losses):
+            step.inputs_want_gradients = False
             losses.mean().backward()
             return
         with self.module.summed_loss() as summed:
@@ -145,6 +148,8 @@ class FlashLoss(DPLossFastGradientClipping):
         loss_reduction: str = "mean",
         **options: Any,  # of Opacus' class that comes next
     ):
+        while isinstance(criterion, DPLossFastGradientClipping):  # of an earlier make_private
+            criterion = criterion.criterion
         self._is_attribute = isinstance(getattr(criterion, "reduction", None), str)
         self._takes: Mapping[str, inspect.Parameter] = {}
         if not isinstance(criterion, nn.Module):
@@ -171,6 +176,9 @@ class FlashLoss(DPLossFastGradientClipping):
                 "criterion's own scalar is such a mean or sum over samples, the scalar itself:\n"
                 "    make_private(criterion=lambda *args: criterion(*args), ...)"
             )
+        self._warn_of_parameters(criterion, module)
+        #: Whether it was looked at whether it compares samples; losses of PyTorch do not.
+        self._is_separable = _is_of_pytorch(criterion)
         # Opacus' class writes into the criterion that it is given.
         stand_in: Any = SimpleNamespace(reduction=loss_reduction)
         super().__init__(module, optimizer, stand_in, loss_reduction, **options)
@@ -185,7 +193,8 @@ class FlashLoss(DPLossFastGradientClipping):
                 flattened: a sample's loss is over its own targets then.
 
         Raises:
-            FlashClippingError: there are not as many losses as samples.
+            FlashClippingError: there are not as many losses as samples; the criterion changes a
+                buffer of its own, or compares samples.
             ValueError: the criterion's own reduction is another than that of its losses; or there
                 are more losses than outputs, of targets that were broadcast over samples.
         """
@@ -201,7 +210,13 @@ class FlashLoss(DPLossFastGradientClipping):
         if shape is None and not (self._is_known or captures):
             with torch.no_grad(), torch.random.fork_rng():
                 own = self.criterion(*args, **kwargs)
+        if shape is None and not (self._is_separable or captures):
+            self._refuse_comparison(args, kwargs)
+        buffers = [*self.criterion.buffers()] if isinstance(self.criterion, nn.Module) else []
+        versions = [x._version for x in buffers]
         losses = self._losses(*args, **kwargs)
+        if buffers:
+            self._refuse_changed(buffers, versions)
         self._refuse_broadcast((*args, *kwargs.values()), losses)
         ignored = self._ignored(args, kwargs, losses)
         if shape is not None and losses.dim() and losses.shape[0] == shape[0] * shape[1]:
@@ -214,6 +229,61 @@ class FlashLoss(DPLossFastGradientClipping):
         if hasattr(self.module, "check_losses"):
             self.module.check_losses(losses)
         return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
+
+    def _warn_of_parameters(self, criterion: Any, module: Any) -> None:
+        """Warn of trainable parameters of the criterion that are not the model's."""
+        if not isinstance(criterion, nn.Module):
+            return
+        of_model = {*getattr(module, "_module", module).parameters()}
+        own = [n for n, p in criterion.named_parameters() if p.requires_grad and p not in of_model]
+        if own:
+            warnings.warn(
+                f"criterion ({self._name}): its parameter {own[0]!r} is trainable, and not the "
+                "model's: its gradients are neither clipped nor get noise. Make the criterion a "
+                "part of the model before the optimizer is made, and call it in the model's "
+                "forward:\n    model.criterion = criterion\nIf it is not trained:\n"
+                "    criterion.requires_grad_(False)",
+                stacklevel=4,
+            )
+
+    def _refuse_changed(self, buffers: list[Tensor], versions: list[int]) -> None:
+        """``FlashClippingError`` if a call has changed these buffers of the criterion."""
+        if not getattr(self.module, "strict", True) or not torch.is_grad_enabled():
+            return
+        now = [*self.criterion.named_buffers()]
+        for (name, buffer), before, version in zip(now, buffers, versions, strict=True):
+            if buffer is not before or buffer._version != version:
+                raise FlashClippingError(
+                    f"criterion ({self._name}): its buffer {name!r} was changed by a call. What it "
+                    "keeps of samples gets no noise, and is in the losses of other samples. Use a "
+                    "criterion that only reads its buffers; or, where evaluation mode does:\n"
+                    "    criterion.criterion.eval()"
+                )
+
+    def _refuse_comparison(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """``FlashClippingError`` for a criterion that compares samples, by the first batch that can
+        be halved."""
+        session: Any = getattr(self.module, "_session", None)
+        call = None if session is None else session.current_forward
+        if call is None or not call.recorded or not session.enabled or not session.batch_first:
+            return
+        samples = call.batch_size
+        if samples is None or samples < 4 or call.units is not None or call.made_up:
+            return
+        self._is_separable = True
+        whole: Any = self.criterion if isinstance(self.criterion, nn.Module) else nn.Module()
+        with untouched(whole):
+            compares = compares_samples(self._losses, args, kwargs, samples)
+        if compares:
+            self._is_separable = False
+            raise FlashClippingError(
+                f"criterion ({self._name}): found a loss that compares the samples of a batch: a "
+                "sample's gradient changes with the others, and no clipping bounds what one of "
+                "them changes. Where a batch's mean, weight or count is divided by, take one of "
+                "public data, or give PyTorch's own loss as it is:\n"
+                "    make_private(criterion=nn.CrossEntropyLoss(weight=weight), ...)\n"
+                "Samples that must be compared can be one unit (docs/units.md)."
+            )
 
     def _of_samples(self, losses: Tensor, ignored: Tensor | None) -> Tensor:
         """``[B]``: over the further axes of losses, which lie behind that of samples."""

@@ -1,5 +1,7 @@
-"""What backward has left of a step: clipped sums in ``p.grad``, until the optimizer takes them, and
-the norms of samples, where Opacus' users look for them.
+"""What backward has left of a step, until noise is added: clipped sums and the norms of samples.
+
+Sums are in ``p.grad`` until the optimizer takes them. Whatever else has no noise yet is here, where
+nothing that saves or copies a model or its parameters finds it.
 
 Noise is for sums of one known bound. So it is remembered which tensors they are and what they were
 clipped by, and the optimizer is given the record of these, or an error.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +19,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from flash_clipping._compat import is_alias_of, memory_id, never_compiled
 from flash_clipping.capture.draws import DrawnBatch, of_one_draw
+from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
+from flash_clipping.ops.runtime.checks import check_on_device
 
 #: One bound, or one for each trainable parameter (per-layer clipping).
 Bound = float | list[float]
@@ -122,7 +129,53 @@ def _shown(bound: float | tuple[float, ...]) -> str:
     return f"{len(bound)} bounds of norm {total_bound(bound):.6g}"
 
 
+@dataclass(frozen=True)
+class Norms:
+    """Norms of the samples of one backward pass.
+
+    Attributes:
+        params: the parameters, P of them.
+        norms_PB: of every parameter's gradient, ``[P, B]``.
+        total_B: over all parameters, ``[B]``; in a pipeline over all stages.
+        upper: what samples are clipped by: at least the norms of what is released of them, ``[B]``,
+            or ``[P, B]`` when per layer.
+    """
+
+    params: Sequence[nn.Parameter]
+    norms_PB: Tensor
+    total_B: Tensor
+    upper: Tensor
+
+
 _VERSION = operator.attrgetter("_version")
+
+
+#: Those of models that a private optimizer has followed.
+_followed: weakref.WeakSet[GradLedger] = weakref.WeakSet()
+
+#: Of the hook of all optimizers, once a model is private.
+_handles: list[Any] = []
+
+
+@never_compiled  # what it asks may change while a step is compiled
+def _refuse_without_noise(plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before a step of any optimizer of PyTorch's: :meth:`GradLedger.refuse_step`, once more behind
+    each call of a closure. Returns arguments that do so."""
+    for ledger in _followed:
+        ledger.refuse_step(plain)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure) or not _followed:
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        for ledger in _followed:
+            ledger.refuse_step(plain)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
 
 
 class GradLedger:
@@ -134,92 +187,150 @@ class GradLedger:
     Attributes:
         bound: what samples are clipped by, from the next backward pass on that begins a step.
         record: of the sums that nobody has taken yet, ``None`` without any.
+        sums: those that the optimizer has taken for the running step, by the parameter's ``id``.
+        norms: of the last backward pass, until its step adds noise.
         clipped_backwards: clipped backward passes since the model was wrapped.
         counts_unclipped: whether steps count the samples within the bound: adaptive clipping.
         awaits_backward: whether a forward was recorded since the last backward: norms that were
             published are of an earlier batch.
+        inputs_want_gradients: whether a forward since the last backward of the criterion had an
+            input that requires a gradient, which is somebody else's: a generator's, say.
+        returned_after: memory of what a recorded forward has returned, by the clipped backward
+            passes before it.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.bound: Bound = 1.0
         self.record: StepRecord | None = None
+        self.sums: dict[int, Tensor] = {}
+        self.norms: Norms | None = None
+        #: Whether ``p.grad`` is what a step has left. Wrappers of optimizers (Lightning's) copy an
+        #: optimizer's attributes, so that it cannot be one of these.
+        self.uncleared = False
         self.clipped_backwards = 0
         self.counts_unclipped = False
-        self.awaits_backward = False
+        self.awaits_backward = self.inputs_want_gradients = False
+        self.returned_after = weakref.WeakKeyDictionary[torch.UntypedStorage, float]()
         #: What ``p.grad`` holds that is known: clipped sums, or zeros; by the parameter's id the
         #: tensor and its version.
         self._left: dict[int, weakref.ref[Tensor]] = {}
         self._versions: dict[int, int] = {}
         #: Parameters whose ``p.grad`` held something else when the last sums were added to it.
         self._foreign: set[int] = set()
+        #: Some of these sums' elements: of these parameters, from this number on, their bits.
+        self._elements: tuple[Sequence[nn.Parameter], int, Tensor] | None = None
+        #: How many parameters the last backward pass had, and their versions together, until noise
+        #: is added.
+        self._written: tuple[int, int] | None = None
         self._follower: weakref.ref[Any] | None = None
-        #: Of the hook that looks at steps of the optimizer which the follower wraps.
-        self._plain_steps: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of a wrapped model start between steps, with no optimizer.
         state = self.__dict__.copy()
-        state.update(record=None, _left={}, _versions={}, _foreign=set(), _follower=None)
-        state["_plain_steps"] = None
+        state.update(record=None, sums={}, norms=None, uncleared=False, _follower=None)
+        state.update(_left={}, _versions={}, _foreign=set(), _elements=None, _written=None)
+        del state["returned_after"]
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, returned_after=weakref.WeakKeyDictionary())
+
+    @property
+    def draw(self) -> DrawnBatch | None:
+        """The loader's batch whose sums are in ``p.grad``, if there are some."""
+        return None if self.record is None or not self.record.backwards else self.record.draw
 
     @property
     def follower(self) -> Any:
-        """The optimizer that adds noise to this model's sums, or ``None``. The one that it wraps
-        does not step on sums by itself, until another follower, or ``None``, is set."""
+        """The optimizer that adds noise to this model's sums, or ``None``. Others do not step on
+        them, until this is set to ``None``."""
         return None if self._follower is None else self._follower()
 
     @follower.setter
     def follower(self, optimizer: Any) -> None:
-        if self._plain_steps is not None:
-            self._plain_steps.remove()
-        self._follower = self._plain_steps = None
-        if optimizer is None:
-            return
-        self._follower = weakref.ref(optimizer)
-        plain = optimizer.original_optimizer
-        while self._plain_steps is None and plain is not None:
-            try:
-                self._plain_steps = plain.register_step_pre_hook(self._refuse_plain_step)
-            except AttributeError:  # Accelerate's has no hooks; the one in it has
-                plain = getattr(plain, "optimizer", None)
+        self._follower = None
+        _followed.discard(self)
+        if optimizer is not None:
+            self._follower = weakref.ref(optimizer)
+            _followed.add(self)
+            if not _handles:
+                _handles.append(register_optimizer_step_pre_hook(_refuse_without_noise))
 
-    def _refuse_plain_step(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise ``FlashClippingError`` if this step would move parameters by sums without noise.
+    def refuse_step(self, plain: Any) -> None:
+        """Raise ``FlashClippingError`` if a step of this optimizer would move parameters by sums
+        without noise.
 
-        The private optimizer has taken the sums when it calls the one that it wraps, with no
-        closure. What else may be in ``p.grad`` is left alone: zeros, by which PyTorch makes the
-        state that it saves; noisy means; gradients of data that are public, with hooks disabled.
+        The private optimizer has taken the sums when it calls the one that it wraps. What else may
+        be in ``p.grad`` is left alone: zeros, by which PyTorch makes the state that it saves; noisy
+        means; gradients of data that are public, with hooks disabled.
         """
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        # Sums that were changed are still the samples', so nothing is asked of the tensors.
-        if not callable(closure) and (
-            self.record is None
-            or all(p.grad is None for group in plain.param_groups for p in group["params"])
-        ):
+        if self.record is None:
             return
-        raise FlashClippingError(
-            f"optimizer.step(): found a step of {type(plain).__name__} itself, the optimizer that "
-            "make_private was given; expected one of the optimizer that it returned. Parameters "
-            "would move by clipped sums without noise, and nobody would account for it. Nothing "
-            "was released. Keep what make_private returns, and step on that:\n"
-            "    model, optimizer, criterion, data_loader = engine.make_private(...)"
-        )
+        # Sums that were changed are still the samples', so nothing is asked of the tensors.
+        mine = {*self._left, *self._foreign, *map(id, self.model.parameters())}
+        held = (p for group in plain.param_groups for p in group["params"] if id(p) in mine)
+        if any(p.grad is not None for p in held):
+            raise FlashClippingError(
+                f"optimizer.step(): found a step of {type(plain).__name__} itself, on parameters "
+                "of a private model; expected one of the optimizer that make_private returned. "
+                "Parameters would move by clipped sums without noise, and nobody would account for "
+                "it. Nothing was released. Give make_private one optimizer, with a group for what "
+                "needs settings of its own, and step on what it returns:\n"
+                "    model, optimizer, criterion, data_loader = engine.make_private(...)"
+            )
+
+    # -- forward --------------------------------------------------------------------------------
+
+    def await_backward(self, inputs: Sequence[Tensor]) -> None:
+        """A forward of these is recorded. Warn of one that a forward has returned before the last
+        backward pass, which was of other samples."""
+        self.awaits_backward = True
+        for number, x in enumerate(inputs, 1):
+            if x.requires_grad:
+                self.inputs_want_gradients = True
+            before = self.returned_after.get(x.untyped_storage(), math.inf)
+            if before >= self.clipped_backwards:
+                continue
+            if any(is_alias_of(x, p) for p in (*self.model.parameters(), *self.model.buffers())):
+                continue
+            warnings.warn(
+                f"the model: tensor {number} of {len(inputs)} among its inputs is a result of an "
+                "earlier call, from before the last backward(): memories of Transformer-XL, a "
+                "hidden state that is handed on, a generated batch. Gradients of this batch's "
+                "samples then depend on samples of that one, which no clipping bounds. Begin every "
+                "batch without it:\n"
+                "    mems = None\n"
+                "It is right only where no sample enters it, or row b is of one sample in both.",
+                stacklevel=2,
+            )
+
+    def note_results(self, call: ForwardCall, outputs: Iterable[Tensor]) -> None:
+        """What a recorded forward has returned, but for its own inputs."""
+        own = call.input_storages
+        for x in outputs:
+            if x.layout is torch.strided and memory_id(x.untyped_storage()) not in own:
+                self.returned_after.setdefault(x.untyped_storage(), self.clipped_backwards)
 
     # -- backward -------------------------------------------------------------------------------
 
     def begin_backward(
-        self, params: Iterable[nn.Parameter], clipping: str, may_accumulate: bool
+        self, params: Sequence[nn.Parameter], clipping: str, may_accumulate: bool
     ) -> None:
         """Look at what the sums of these parameters will be added to: ``FlashClippingError`` for
         sums that were clipped otherwise; ``ValueError`` for any, unless they ``may_accumulate``."""
-        held, foreign = 0, set()
+        held, foreign, versions = 0, set(), 0
         for param in params:
+            versions += param._version
             if (grad := param.grad) is not None:
                 held += 1
                 if not self._is_left(param, grad):
                     foreign.add(id(param))
+        earlier, self._written = self._written, None
+        if self._follower is not None:
+            self._written = len(params), versions
+            if earlier is not None and earlier != self._written and earlier[0] == len(params):
+                self._refuse_written(params)
         running = self.record
         # A backward pass that failed has counted nothing; sums that are gone were taken by hand.
         if running is not None and (not running.backwards or len(foreign) == held):
@@ -240,6 +351,19 @@ class GradLedger:
         self.record = running or StepRecord(bound, clipping, backwards=0)
         self._left, self._foreign = {}, foreign
 
+    def _refuse_written(self, params: Sequence[nn.Parameter]) -> None:
+        """Raise ``FlashClippingError`` if parameters were written since the last backward pass, and
+        no noise was added: by what its sums say, maybe."""
+        if not hasattr(params[0], "placements"):
+            raise FlashClippingError(
+                "backward(): found parameters that were written since the last backward(), and no "
+                "optimizer.step() in between. An ascent step (SAM) writes what follows from sums "
+                "without noise, for which nobody accounts, and samples count twice. Use an "
+                "optimizer of one gradient a step. Where weights were only loaded, begin the step "
+                "anew before this backward():\n"
+                "    optimizer.discard_step()"
+            )
+
     def count_backward(self, total_B: Tensor, draw: DrawnBatch | None = None) -> None:
         """Add a backward pass, whose samples have these norms and are of this draw, to the record;
         ``FlashClippingError`` if that is of another draw."""
@@ -259,6 +383,7 @@ class GradLedger:
         """Gradients were cleared: those of these parameters that are there are zero."""
         self.record, self._foreign = None, set()
         self.note_sums(params)
+        self._elements = None
 
     def note_moved(self, param: nn.Parameter, before: Tensor) -> None:
         """``p.grad`` is a copy of what it was, made by this library."""
@@ -271,16 +396,42 @@ class GradLedger:
         """The sums in ``p.grad`` were taken, or cleared."""
         self.record, self._left = None, {}
 
+    def end_step(self) -> None:
+        """Noise was added: nothing without it is left."""
+        self.sums, self.norms = {}, None
+        self._elements = self._written = None
+
+    def norms_of(self, params: Iterable[nn.Parameter]) -> Tensor:
+        """Norms of these parameters' gradients in the last backward pass, ``[P, B]``;
+        ``FlashClippingError`` where there are none."""
+        found = self.norms
+        rows = {} if found is None else {id(param): n for n, param in enumerate(found.params)}
+        wanted = [rows.get(id(param)) for param in params]
+        if found is None or None in wanted:
+            raise FlashClippingError(
+                "There are no per-sample norms yet: they are taken during backward. Call the "
+                "model, then loss.backward(), with hooks enabled, and ask before optimizer.step(), "
+                "which lets go of them when it adds noise:\n"
+                "    loss.backward(); norms = model.get_norm_sample(); optimizer.step()"
+            )
+        return found.norms_PB if wanted == [*range(len(rows))] else found.norms_PB[wanted]
+
     def note_sums(self, params: Iterable[nn.Parameter]) -> None:
         """What ``p.grad`` of these parameters holds is known: their sums are there."""
+        params = [*params]
         grads: dict[int, Tensor] = {}
+        some: list[nn.Parameter] = []
         for param in params:
-            if (grad := param.grad) is not None:
+            if (grad := param.grad) is not None and id(param) not in self._foreign:
                 grads[id(param)] = grad
-        for key in self._foreign:
-            grads.pop(key, None)
+                some.append(param)
         left = dict(zip(grads, map(weakref.ref, grads.values()), strict=True))
         self._versions = dict(zip(grads, map(_VERSION, grads.values()), strict=True))
+        n, self._elements = self.clipped_backwards, None
+        if grads and self._follower is not None and (n < 8 or n % 16 == 0):
+            some = (some * 2)[16 * n % len(some) :][: min(16, len(some))]
+            if (bits := _bits_of(some, n)) is not None:
+                self._elements = some, n, bits
         self._left = left  # the last: an interrupt before it leaves nothing known
 
     def _is_left(self, param: nn.Parameter, grad: Tensor) -> bool:
@@ -304,6 +455,13 @@ class GradLedger:
         for param in params:
             if param.grad is None or not self._is_left(param, param.grad):
                 self._refuse_grad(param)
+        if self._elements is not None:  # versions do not count what is written past autograd
+            some, n, left = self._elements
+            found = _bits_of(some, n)
+            if found is None or found.shape != left.shape:
+                self._refuse_grad(some[0])
+            same = (found == left).all()
+            check_on_device(same, f"optimizer.step(): a {_NOT_THE_SUM}", InvalidValue)
         return replace(record, params=frozenset(map(id, params)))
 
     def name_of(self, param: Tensor, where: str = "optimizer") -> str:
@@ -326,48 +484,31 @@ class GradLedger:
                 "freezing, unfreezing and clearing gradients. (backward(inputs=...) leaves sums in "
                 "the named parameters only.)"
             )
-        raise InvalidValue(
-            f"{name}: its p.grad is not the clipped sum that backward() left, so noise for the "
-            "clipping bound would not hide a sample. It was changed or replaced between backward() "
-            "and step() (torch.nn.utils.clip_grad_norm_, a trainer's gradient clipping, p.grad += "
-            "..., a backward() with hooks disabled), or was not cleared before. Leave p.grad alone "
-            "(samples are clipped already; switch the trainer's clipping off), and clear gradients "
-            "with optimizer.zero_grad()."
-        )
+        raise InvalidValue(f"{name}: its {_NOT_THE_SUM}")
 
 
-def publish_norms(
-    params: Sequence[nn.Parameter], norms_PB: Tensor, one_device: bool = False
-) -> None:
-    """Leave every parameter its row of norms, ``[B]``, on its own device (``one_device``: it is
-    known to be the same for all)."""
-    index = norms_PB.get_device()
-    near = one_device and params[0].get_device() == index
-    for param, norm_B in zip(params, norms_PB.unbind(0), strict=True):
-        if not near and param.get_device() != index:
-            norm_B = norm_B.to(param.device)
-        param.__dict__["_norm_sample"] = norm_B
+_NOT_THE_SUM = (
+    "p.grad is not the clipped sum that backward() left, so noise for the clipping bound would not "
+    "hide a sample. It was changed or replaced between backward() and step() "
+    "(torch.nn.utils.clip_grad_norm_, a trainer's gradient clipping, GradScaler.unscale_, p.grad "
+    "+= ..., a backward() with hooks disabled), or was not cleared before. Leave p.grad alone "
+    "(samples are clipped already; switch the trainer's clipping off), and clear gradients with "
+    "optimizer.zero_grad()."
+)
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def published_norms(params: Iterable[nn.Parameter]) -> Tensor:
-    """What was left with these parameters: ``[P, B]``; ``FlashClippingError`` where no backward
-    pass has left anything with one of them."""
-    rows = published_rows(params)
-    found = [row for row in rows if row is not None]
-    if not found or len(found) < len(rows):
-        raise FlashClippingError(
-            "There are no per-sample norms yet: they are taken during backward. Call the "
-            "model, then loss.backward(), with hooks enabled, and ask again."
-        )
-    return torch.stack([row.to(found[0].device) for row in found])
-
-
-def published_rows(params: Iterable[nn.Parameter]) -> list[Tensor | None]:
-    """What was left with each of these parameters."""
-    return [getattr(param, "_norm_sample", None) for param in params]
-
-
-def put_back_norms(params: Iterable[nn.Parameter], rows: Iterable[Tensor | None]) -> None:
-    """Leave what :func:`published_rows` gave."""
-    for param, row in zip(params, rows, strict=True):
-        setattr(param, "_norm_sample", row)  # noqa: B010
+def _bits_of(params: Sequence[nn.Parameter], n: int) -> Tensor | None:
+    """Bits of up to 64 elements of ``p.grad`` of each, those of one dtype on one device; without
+    waiting. ``n`` says which of them; ``None`` where there are none."""
+    parts: list[Tensor] = []
+    for param in params:
+        grad = param.grad
+        if type(grad) is not Tensor or not grad.numel() or not grad.is_contiguous():
+            continue
+        if parts and (grad.dtype != parts[0].dtype or grad.device != parts[0].device):
+            continue
+        count, step = min(64, grad.numel()), max(1, grad.numel() // 64)
+        parts.append(grad.as_strided((count,), (step,), grad.storage_offset() + n % step))
+    return torch.cat(parts).view(_INTEGERS[parts[0].itemsize]) if parts else None

@@ -7,10 +7,12 @@ sums that the optimizer takes are described by :mod:`flash_clipping.engine.grad_
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 from opacus.grad_sample import (
@@ -18,6 +20,7 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from flash_clipping.capture.batch_size_checks import check_against_loader, check_losses
 from flash_clipping.capture.compiled.regions import compiler_of
@@ -28,15 +31,12 @@ from flash_clipping.capture.proof.positions import are_apart
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import sharded_model
-from flash_clipping.engine.grad_ledger import (
-    GradLedger,
-    checked_bound,
-    publish_norms,
-    published_norms,
-)
+from flash_clipping.engine.grad_ledger import GradLedger, Norms, checked_bound
 from flash_clipping.engine.installed_taps import InstalledTaps
+from flash_clipping.engine.loss_graph import LossLook
 from flash_clipping.engine.model_watch import ModelWatch, ParameterGuards, TrainableParameters
 from flash_clipping.engine.module_proxy import ModuleProxy
+from flash_clipping.engine.one_by_one import OneByOne, refuse_replay
 from flash_clipping.engine.options import (
     Backend,
     Fp32Precision,
@@ -44,17 +44,44 @@ from flash_clipping.engine.options import (
     Reduction,
     SumDtype,
     WrapperOptions,
+    check_bounds,
     check_options,
 )
 from flash_clipping.engine.token_losses import ModelLosses
 from flash_clipping.engine.unsupported import (
+    refuse_export,
     refuse_mean,
     refuse_new_class,
+    refuse_one_by_one,
     refuse_unsupported,
     rounds_by_scale,
 )
 from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidValue
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
+from flash_clipping.ops.runtime.checks import device_checks
+
+_NO_SHARDS = (
+    "bucket_mb: found a model without shards, whose sums nothing adds up over processes. Set it "
+    "after fully_shard(model) and make_private, or leave it out."
+)
+
+
+def _plain_copy(owner: Any, memo: dict[int, Any]) -> nn.Module:
+    """``copy.deepcopy`` of a wrapped model's root: a plain model (averages of weights, say), unless
+    it is copied with its ``owner``."""
+    if id(owner) not in memo:
+        twin = copy.deepcopy(owner, memo)
+        twin.remove_hooks()
+        plain: nn.Module = twin._module
+        return plain
+    root = owner._module
+    own = vars(root).pop("__deepcopy__")  # or the root's own way of copying would not be found
+    try:
+        copied: nn.Module = copy.deepcopy(root, memo)
+    finally:
+        vars(root)["__deepcopy__"] = own
+    vars(copied)["__deepcopy__"] = copy.deepcopy(own, memo)
+    return copied
 
 
 class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
@@ -79,7 +106,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             the environment variable ``FLASH_CLIPPING_BACKEND`` overrides ``"auto"``.
         mode: ``"one_pass"`` keeps every layer's input and output gradient until the coefficients
             are known. ``"two_pass"`` keeps nothing and runs backward twice: for models under
-            activation checkpointing that would not fit otherwise.
+            activation checkpointing that would not fit otherwise. ``"one_by_one"`` runs the model
+            once for each sample: exact for every model, second derivatives included, and slower
+            (:mod:`flash_clipping.engine.one_by_one`).
         clipping: ``"flat"``, ``"per_layer"`` or ``"automatic"``
             (:func:`~flash_clipping.finish.clipping.clipping_coefficients`).
         folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that with
@@ -133,23 +162,18 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         sample_of: str | Offsets | None = None,
     ):
         check_options(locals())
-        refuse_unsupported(m)
-        self._rounds_by_scale = rounds_by_scale(m)
+        (refuse_one_by_one if mode == "one_by_one" else refuse_unsupported)(m)
+        check_bounds(clipping, max_grad_norm, sum(p.requires_grad for p in m.parameters()))
+        is_tapped = mode != "one_by_one"
+        self._rounds_by_scale = rounds_by_scale(m) if is_tapped else ""
         self.strict, self.mode, self.backend, self.clipping = strict, mode, backend, clipping
         self.sum_dtype, self.sample_of = sum_dtype, sample_of
         self.folded_modules = tuple(folded_modules)
-        #: The clipped sums that backward left in ``p.grad`` and nobody has taken yet.
+        #: Sums and norms without noise.
         self.running_step = GradLedger(m)
-        #: What the samples of the last backward were clipped by: at least the norms of what is
-        #: released of them, ``[B]``, or ``[P, B]`` when per layer.
-        self.upper_bounds: Tensor | None = None
-        #: Whether a forward since the last backward of the criterion had an input that requires a
-        #: gradient, which is somebody else's: a generator's, say.
-        self.inputs_want_gradients = False
         #: ``cuda_graphs="auto"``: what replays calls of the model.
         self._graphs: Any = None
-        #: Norms over all stages of a pipeline, ``[B]``, in a stage.
-        self.norms_over_stages: Tensor | None = None
+        self._loss_look = LossLook(m)
         self._trainable = TrainableParameters([part for part in m.modules() if part._parameters])
         self._session = ClippingSession(
             clip=self._clip,
@@ -201,10 +225,16 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 "a parameter group for whatever needs settings of its own. To start afresh, take "
                 "the hooks off first: to_standard_module(), or cleanup() with wrap_model=False."
             )
-        refuse_unsupported(root)
         # Opacus' users and tests find the handles under this name.
         handles: list[Any] = []
         root.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles
+        root.__deepcopy__ = partial(_plain_copy, self)
+        wrapper = self if isinstance(self, nn.Module) else root
+        if self.mode == "one_by_one":
+            self._installed: list[Any] = [OneByOne(self, wrapper, handles)]
+            self.enable_hooks()
+            return
+        refuse_unsupported(root)
         if self._sharded is not None:
             self._sharded.before_taps(handles)
         self._taps = InstalledTaps(
@@ -223,7 +253,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._guards = ParameterGuards(
             root, self._trainable, self._session, self.sum_dtype, handles
         )
-        wrapper = self if isinstance(self, nn.Module) else root
+        self._installed = [self._taps, self._losses, self._guards]
         self._watch = ModelWatch(wrapper, self._taps, self._guards, self.strict)
         if self._sharded is not None:
             self._watch.sharded = self._sharded
@@ -232,9 +262,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def remove_hooks(self) -> None:
         """Take off all taps and hooks; the model is as it was."""
-        self._taps.remove()
-        self._losses.remove()
-        self._guards.remove()
+        self._module.__dict__.pop("__deepcopy__", None)
+        for part in self._installed:
+            part.remove()
         if self._graphs is not None:
             if self._module._compiled_call_impl is self._graphs:  # none of a later compile()
                 self._module._compiled_call_impl = None
@@ -260,6 +290,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         (:mod:`flash_clipping.capture.compiled` tells for what layers). Norms and clipped sums are
         those of the model that is not compiled.
         """
+        if self.mode == "one_by_one":
+            refuse_replay("model.compile()")
         self._taps.regions.compile(self._taps.of_root, compiler_of(args, kwargs))
 
     # -- forward: who is a sample? --------------------------------------------------------------
@@ -270,21 +302,19 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         # Small models wait for the host: what a plain call does not need costs it an attribute.
         session, losses = self._session, self._losses
         units_of_calls = session.units_of_calls
-        given = None
+        given = draw = units = None
         if units_of_calls.sample_of is not None:
             given, kwargs = units_of_calls.argument(module, args, kwargs)
         if not session.enabled:
             return args, kwargs
+        if device_checks.sent:
+            device_checks.raise_found()
         if losses.penalised:
             losses.refuse_penalty(kwargs)
         session.enter_forward()
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)
-        for x in tensors:
-            if x.requires_grad:
-                self.inputs_want_gradients = True
         made_up = self._sharded is not None and self._sharded.is_empty
-        draw = units = None
         if session.draws.waiting or session.draws.strict:
             draw = session.draw_of(tensors, made_up)
         if units_of_calls.from_loader or units_of_calls.sample_of is not None:
@@ -297,8 +327,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         else:
             self._watch.look_at(module, tensors, args, kwargs)
         call = session.begin_forward(tensors, units=units)
-        call.made_up = made_up
-        call.draw = draw
+        call.made_up, call.draw = made_up, draw
         call.counted_rows = EVERY_ROW
         if session.padding.rows is not None:
             call.counted_rows = session.padding.of_call(draw, session.captured is not None)
@@ -306,7 +335,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             check_against_loader(session, call)
         session.returning = call
         if call.recorded:
-            self.running_step.awaits_backward = True
+            self.running_step.await_backward(tensors)
             # Watched backward passes (diagnostics, pipelines) see all layers alike.
             if units is None and session.backward_pass_class is self._usual_pass:
                 session.proven_call = call
@@ -321,25 +350,28 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         call, session.returning = session.returning, None
         if call is None:
             return
-        recorded = torch.is_grad_enabled()
         self._watch.after_forward(module, args, kwargs, output)
-        if not recorded:
+        if not torch.is_grad_enabled():
             return
         call.ended = True
         if call.guesses or self._sharded is not None:
             subject = self._watch.subject(module, args, kwargs)
             self._watch.prove_if(bool(call.guesses), subject, call)
-        if self.mode == "two_pass":
-            return
-        if call.guesses:
+        if not (is_dynamo_compiling() or self._loss_look.ended):
+            self._loss_look.follow(tensors_in(output), call.batch_size, call.thread)
+        in_two_passes = self.mode == "two_pass"
+        if call.guesses and not in_two_passes:
             self._watch.check_reached(subject, call, output)
 
         def start_backward(grad: Tensor, call: ForwardCall = call) -> None:
             if session.enabled:
                 session.begin_backward(call)
 
-        for leaf in (output,) if isinstance(output, Tensor) else tensors_in(output):
-            if leaf.requires_grad:
+        leaves = (output,) if isinstance(output, Tensor) else tensors_in(output)
+        if len(leaves) + len(call.input_storages) > 2:  # plain calls cost no more
+            self.running_step.note_results(call, leaves)
+        for leaf in leaves:
+            if leaf.requires_grad and not in_two_passes:
                 leaf.register_hook(start_backward)
 
     def expect_samples(self, n: int | None) -> None:
@@ -391,7 +423,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             norms_PB = counted.norms(norms_PB)
         if session.captured is None:
             step.begin_backward(params, self.clipping, self.grad_accumulation_allowed)
-        publish_norms(params, norms_PB, one_device)
         total_B = total_norm(norms_PB)
         if self.clipping == "per_layer":
             upper = doubts.bound_each([id(param) for param in params], norms_PB)
@@ -399,17 +430,18 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             upper = doubts.bound_total(total_B) if doubts.blocks else total_B
         if is_padded:
             upper = counted.bounds(upper)
-        # Past what stands around the wrapper's attributes, which are the model's as well.
-        held = self.__dict__
-        held["_per_sample_gradient_norms"], held["upper_bounds"] = total_B, upper
+        step.norms = Norms(params, norms_PB, total_B, upper)
         coef = self._coefficients(upper)
+        if self._sharded is not None and (holds := device_checks.gate()) is not None:
+            # Here, as other processes add this one's samples to theirs.
+            coef = torch.where(holds.to(coef.device, non_blocking=True), coef, 0)
         # A coefficient of 0 is of a sample that is not finite, or of padding.
         positive = counted.positive(coef) if is_padded else coef
         if session.captured is None:
             step.count_backward(total_B, draw)
             session.non_finite.note(positive)
         else:  # every replay publishes its own
-            session.captured.norms.append((params, norms_PB, upper))
+            session.captured.norms.append(step.norms)
             session.captured.coefs.append(positive)
         return coef
 
@@ -441,15 +473,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         fp64 for a model in float64.
 
         Raises:
-            FlashClippingError: no backward pass has been recorded yet, or none since the last
-                forward.
+            FlashClippingError: no backward pass has been recorded since the last forward, or its
+                step has added noise.
         """
-        norm_B = self.norms_over_stages
-        if norm_B is None:
-            norm_B = total_norm(published_norms(self.trainable_parameters))
+        norms_PB = self.running_step.norms_of(self.trainable_parameters)
         self._refuse_old_norms()
-        self.per_sample_gradient_norms = norm_B
-        return norm_B
+        found = self.running_step.norms
+        assert found is not None
+        return found.total_B if norms_PB is found.norms_PB else total_norm(norms_PB)
 
     def get_clipping_coef(self) -> Tensor:
         """Clipping coefficient of every sample: fp32 ``[B]`` (``[P, B]`` when per layer).
@@ -461,10 +492,19 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         Raises:
             FlashClippingError: as :meth:`get_norm_sample`.
         """
-        published_norms(self.trainable_parameters)
+        self.running_step.norms_of(self.trainable_parameters)
         self._refuse_old_norms()
-        assert self.upper_bounds is not None
-        return self._coefficients(self.upper_bounds)
+        assert self.running_step.norms is not None
+        return self._coefficients(self.running_step.norms.upper)
+
+    @property
+    def _per_sample_gradient_norms(self) -> Tensor | None:
+        found = self.running_step.norms
+        return None if found is None else found.total_B
+
+    @_per_sample_gradient_norms.setter
+    def _per_sample_gradient_norms(self, value: Any) -> None:
+        """Opacus assigns None once."""
 
     def _refuse_old_norms(self) -> None:
         if self.running_step.awaits_backward:
@@ -498,8 +538,11 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         buckets are fewer operations, and up to three of them are held at a time.
 
         Raises:
-            ValueError: of a model without shards; or it is set to no integer from 64 to 1024.
+            AttributeError: of a model without shards.
+            ValueError: it is set for such a model, or to no integer from 64 to 1024.
         """
+        if self._sharded is None:  # no error of another class: hasattr and inspect read it
+            raise AttributeError(_NO_SHARDS)
         return self._reducer().bucket_bytes >> 20
 
     @bucket_mb.setter
@@ -514,10 +557,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     def _reducer(self) -> Any:
         if self._sharded is None:
-            raise InvalidValue(
-                "bucket_mb: found a model without shards, whose sums nothing adds up over "
-                "processes. Set it after fully_shard(model) and make_private, or leave it out."
-            )
+            raise InvalidValue(_NO_SHARDS)
         return self._sharded.reducer
 
     @property
@@ -572,8 +612,13 @@ class GradSampleModuleFlashClipping(
             error.add_note(HALVE_PARTS)
             raise
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse ``torch.jit.script``, which asks for this."""
+        refuse_export(self._module)
+
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear the gradients of the model, as Opacus' wrapped modules do."""
+        self._session.forget_calls(self.running_step.draw)
         super().zero_grad(set_to_none)
         self.running_step.note_cleared(self._module.parameters())
 

@@ -16,8 +16,9 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.errors import InvalidValue
-from flash_clipping.rules import find_rule, is_list_of_experts
+from flash_clipping.rules import find_rule
 from flash_clipping.rules.normalization import forget_trials
+from flash_clipping.rules.registry import picks_rows
 
 
 class InstalledTaps:
@@ -110,7 +111,7 @@ def plan_taps(
         folded |= {p for name in named for p in paths if p == name or p.startswith(f"{name}.")}
     forget_trials()
     rules = {path: find_rule(module) for path, module in modules.items()}
-    lists = [path for path, module in modules.items() if is_list_of_experts(module)]
+    lists = [path for path, module in modules.items() if picks_rows(module)]
     for path, rule in rules.items():
         if path in lists or (rule is not None and rule.folds and not rule.takes_samples):
             # What stands beside experts (a router, shared experts) reads tokens as they do.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, repeat
@@ -18,15 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from flash_clipping._compat import pytree
+from flash_clipping._compat import awaits_gradient, hooks_of_parameter, pytree
 from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
 from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.forward_call import ForwardCall
+from flash_clipping.capture.inputs import refuse_graphs
 from flash_clipping.capture.proof.coverage import is_plain
-from flash_clipping.capture.proof.gate import Gate, check_reached
+from flash_clipping.capture.proof.gate import FIRST_AUDIT, Gate, check_reached
 from flash_clipping.capture.proof.positions import prove_positions
 from flash_clipping.capture.proof.prove import prove
-from flash_clipping.capture.proof.runs import Subject
+from flash_clipping.capture.proof.remembered import key_of, recall, remember
+from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.refused_forwards import embeddings_of, refuse_max_norm
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoPassForward
@@ -39,10 +43,12 @@ from flash_clipping.engine.unsupported import (
     refuse_around,
     refuse_batch_norms,
     refuse_complex,
+    refuse_hooks,
     refuse_in_pipeline,
     refuse_since,
 )
-from flash_clipping.errors import FlashClippingError, to_freeze_parameters
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, to_freeze_parameters
+from flash_clipping.ops.runtime.checks import device_checks
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.model import ShardedModel
@@ -55,7 +61,7 @@ _PAST_THE_TAP = (
     "linear layers)."
 )
 
-_MODE = operator.attrgetter("training")
+_MODE, _DTYPE = operator.attrgetter("training"), operator.attrgetter("dtype")
 _CHILDREN, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
 
 
@@ -92,44 +98,55 @@ class ParameterGuards:
         session: ClippingSession,
         sum_dtype: str,
         handles: list[Any],
+        why: str = _PAST_THE_TAP,
     ):
         self.root, self.trainable, self.session = root, trainable, session
-        self.sum_dtype, self.handles = sum_dtype, handles
+        self.sum_dtype, self.handles, self._why = sum_dtype, handles, why
         #: How many parameters are watched.
         self.count = 0
         self._guarded: dict[int, nn.Parameter] = {}
         self._looked_at: list[nn.Parameter] | None = None
-        #: Parameters whose gradients had to have a dtype before, and which.
-        self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
+        self._dtypes: list[torch.dtype] = []
+        #: Parameters whose gradients had to have their dtype before.
+        self._of_one_dtype: list[nn.Parameter] = []
 
     def watch_new(self) -> bool:
         """Watch parameters that have become trainable since the last look; whether any has.
-        ``FlashClippingError`` if one is complex."""
+        ``FlashClippingError`` if one is complex, or a user's hook is on any."""
         found, guarded = self.trainable(), self._guarded
-        if found is self._looked_at:
+        # Each has one hook of ours; the loop over their names runs where there are more.
+        hooks = filter(None, map(hooks_of_parameter, found))
+        if sum(map(len, hooks)) > len(found) or any(map(awaits_gradient, found)):
+            for name, param in self.root.named_parameters():
+                refuse_hooks(name, param)
+        dtypes = [*map(_DTYPE, found)]
+        if found is self._looked_at and dtypes == self._dtypes:
             return False
         new = {id(param): param for param in found if id(param) not in guarded}
         names = {id(param): name for name, param in self.root.named_parameters()} if new else {}
         for key, param in new.items():
             refuse_complex(names[key], param)
-            if param.dtype in (torch.bfloat16, torch.float16) and self.sum_dtype == "float32":
-                self._grad_dtypes.append((param, param.grad_dtype))
-                param.grad_dtype = None  # any
-            why = _PAST_THE_TAP + to_freeze_parameters(names[key])
+            why = self._why
+            if why is _PAST_THE_TAP:
+                why += to_freeze_parameters(names[key]) + ONE_BY_ONE
             guard = Guard(names[key], why, self.session)
             self.handles.append(param.register_hook(guard.__getitem__))
             guarded[key] = param  # the last: what was refused is looked at again
             self.count += 1
-        self._looked_at = found
+        for param in found if self.sum_dtype == "float32" else ():
+            if param.dtype in (torch.bfloat16, torch.float16) and param.grad_dtype == param.dtype:
+                self._of_one_dtype.append(param)
+                param.grad_dtype = None  # any
+        self._looked_at, self._dtypes = found, dtypes
         return bool(new)
 
     def remove(self) -> None:
         """Gradients have to have the dtype again that they had to have before."""
         self._guarded, self._looked_at = {}, None
-        while self._grad_dtypes:
-            param, dtype = self._grad_dtypes.pop()
-            if param.grad is None or dtype in (None, param.grad.dtype):
-                param.grad_dtype = dtype
+        while self._of_one_dtype:
+            param = self._of_one_dtype.pop()
+            if param.grad is None or param.grad.dtype == param.dtype:
+                param.grad_dtype = param.dtype
 
 
 class Structure:
@@ -182,6 +199,22 @@ class Structure:
         self._look()
 
 
+@contextmanager
+def told_to_who_waits(seconds: float = 2.0) -> Iterator[None]:
+    """A line on a terminal, if what is done within takes longer than so many seconds."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    said = "flash_clipping: checking which rows are samples, before the first step ..."
+    timer = threading.Timer(seconds, lambda: print(said, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class ModelWatch:
     """Looks at a wrapped model when its forward begins, when it is proven, when it has ended.
 
@@ -207,6 +240,7 @@ class ModelWatch:
         self._looked_around = False
         #: The kind of the last call, if nothing else decides whether one like it is looked at.
         self.covered: list[Any] | None = None
+        self._has_bags = False  # whether offsets among the arguments say where samples begin
         self.gate = Gate()
         #: Whether a pipeline's norms are those of all its stages.
         self.in_private_schedule = False
@@ -249,7 +283,9 @@ class ModelWatch:
         kind += (module.training, torch.is_grad_enabled(), [*map(_MODE, self._structure.modules)])
         for x in tensors:
             kind.append(x.shape)
-        if kwargs or len(args) != 1 or args[0] is not tensors[0]:
+        if not tensors and torch.is_grad_enabled():
+            refuse_graphs(args, kwargs)
+        if kwargs or len(args) != 1 or args[0] is not next(iter(tensors), None):
             leaves, structure = pytree.tree_flatten((args, kwargs))
             kind.append(structure)
             for leaf in leaves:
@@ -264,13 +300,31 @@ class ModelWatch:
             else:
                 gate.next_audit += 1
         elif session.may_prove():
+            made = self._key(tensors) if module is self.root and not session.proven_with else None
+            if made and (known := recall(made[0], session)) is not None:
+                self.gate, session.proven_with = known, self.guards.count
             is_proven = self._is_proven(module, args, kwargs)
             if self.prove_if(not is_proven, self.subject(module, args, kwargs)):
                 session.proven_with = self.guards.count
+                if made and made == self._key(tensors):  # the proof has left it as it was
+                    remember(*made, session, self.gate)
             else:
                 # Processes of shards must ask each other; and what is known may depend on sizes.
                 depends = self.sharded is not None or self._depends_on_sizes()
                 self.covered = None if depends else kind
+
+    def _key(self, tensors: list[Tensor]) -> tuple[Hashable, list[Any]] | None:
+        """By what another model that is made and called like this one can be told, if any can."""
+        session, of_units = self.session, self.session.units_of_calls
+        apart = self.sharded is not None or session.layers_are_cut or self.taps.regions.any_compiled
+        of_rows = of_units.sample_of or of_units.from_loader or self._has_bags
+        if apart or of_rows or self.gate.next_audit != FIRST_AUDIT:  # the next call is audited
+            return None
+        kind = session.backward_pass_class, session.returned is None, self._buffers is None
+        options = session.loss_reduction, session.batch_first, session.backend, session.sum_dtype
+        with suppress(Exception):  # whatever a user's object raises when it is pickled
+            return key_of(self.root, tensors, kind, options, sorted(session.folded))
+        return None
 
     def subject(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
         """A call as proofs take it: of the forward that ``mode="two_pass"`` stands around."""
@@ -291,10 +345,7 @@ class ModelWatch:
             return False
         if self.sharded is not None:  # its processes look at the beginning only
             return True
-        seen = session.layouts.values()
-        apart = any(layout.outer > 1 for known in seen for layout in known.values())
-        by_sizes = self._depends_on_sizes()
-        return session.coverage.covers(module, args, kwargs, by_sizes, exactly=apart)
+        return session.coverage.covers(module, args, kwargs, self._depends_on_sizes())
 
     def prove_if(
         self,
@@ -310,21 +361,23 @@ class ModelWatch:
             FlashClippingError: what layers read is no samples, or it cannot be seen.
             NotImplementedError: the forward writes into a buffer.
         """
-        if self.sharded is not None:
-            run = partial(self._prove, subject, call, positions)
-            forward = partial(subject.root.forward, *subject.args, **subject.kwargs)
-            return self.sharded.rehearse(wanted, self.guards.count, run, forward)
-        if wanted:
-            self._prove(subject, call, positions)
-        elif call is None and positions is None and (audit := self.gate.due()):
-            self._audit(subject, audit)
-        return wanted
+        with device_checks.at_once():
+            if self.sharded is not None:
+                run = partial(self._prove, subject, call, positions)
+                forward = partial(subject.root.forward, *subject.args, **subject.kwargs)
+                return self.sharded.rehearse(wanted, self.guards.count, run, forward)
+            if wanted:
+                self._prove(subject, call, positions)
+            elif call is None and positions is None and (audit := self.gate.due()):
+                self._audit(subject, audit)
+            return wanted
 
     def check_reached(self, subject: Subject, call: ForwardCall, output: Any) -> None:
         """Look at a call that has reached layers that no proof did."""
         if self.sharded is None and call.units is None and not self.taps.regions.any_compiled:
             check_reached(subject, call, output, self.gate.is_fit)
 
+    @told_to_who_waits()
     def _prove(self, subject: Subject, call: ForwardCall | None, positions: Units | None) -> None:
         session, module = self.session, subject.root
         session.epoch += 1
@@ -356,6 +409,7 @@ class ModelWatch:
         with self.taps.regions.as_compiled():
             if positions is None:
                 subject = prove(subject, call)
+                self._has_bags |= bool(subject.offsets or subject.bags)
             else:
                 prove_positions(subject, positions, self.guards.count)
         if self._buffers is not None:
@@ -366,6 +420,8 @@ class ModelWatch:
         """See whether samples' gradients are what autograd gives."""
         if self.sharded is None:  # others would have to run the model as often
             with self.taps.regions.as_compiled():
+                if audit and self._has_bags:
+                    subject = subject.of_bags(Runs(subject).look((subject.args, subject.kwargs)))
                 self.gate.examine(subject, self.guards.count, audit)
 
     def after_forward(

@@ -7,40 +7,43 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
+from opacus.accountants import IAccountant
 from opacus.optimizers import (
     DistributedDPOptimizerFastGradientClipping,
     DPOptimizerFastGradientClipping,
 )
 from torch import Tensor, nn
 
-from flash_clipping._compat import check_optimizer, functions_of_optimizer
+from flash_clipping._compat import check_optimizer
+from flash_clipping.capture.no_samples import step_without_samples
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
 from flash_clipping.engine.correlated_noise import CorrelatedNoise
-from flash_clipping.engine.grad_ledger import (
-    Bound,
-    StepRecord,
-    rescaled,
-    total_bound,
-)
+from flash_clipping.engine.grad_ledger import Bound, GradLedger, StepRecord, rescaled, total_bound
 from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed, checked_number
-from flash_clipping.ops.noise import NoiseGrid, discrete_noisy_means, noisy_means
+from flash_clipping.ops.noise import NoiseGrid, discrete_noisy_means, gated, noisy_means
+from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.randomness import ALL_ROUNDS, FEWER_ROUNDS, Purpose, SecretStream
 from flash_clipping.randomness.stream import stream_of
 
-_check_unused, _mark_used = functions_of_optimizer()
+_SCALER = (
+    " on a private optimizer. Gradients were clipped as they came, multiplied by the scale, and "
+    "are divided by it before noise is added. Call loss.backward() and optimizer.step() without "
+    "the scaler (samples that overflow are left out), or use bfloat16, which needs no scaling."
+)
 
 
 class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     """``DPOptimizerFastGradientClipping``, step for step, with fewer passes over memory.
 
-    ``p.grad`` becomes ``(p.summed_grad + N(0, (noise_multiplier * C)^2)) / expected_batch_size``,
-    where the noise is made of words of :attr:`stream` that are used once. ``C`` is the bound that
-    the step's sums were clipped by: see :meth:`follow`.
+    ``p.grad`` becomes ``(sum + N(0, (noise_multiplier * C)^2)) / expected_batch_size``, of the sums
+    of clipped gradients that were in it, in this step and in skipped ones before. The noise is made
+    of words of :attr:`stream` that are used once. ``C`` is the bound that the step's sums were
+    clipped by: see :meth:`follow`.
 
     Args:
         noise_multiplier: standard deviation of the noise on a sum, in ``C``; 0 or more.
@@ -48,13 +51,12 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         max_grad_norm: clipping bound; a list with one bound per parameter for per-layer clipping,
             where the sensitivity is the norm of the list.
         stream: what noise is made of; by default with a key of its own, which nobody knows.
-        generator: a seed, for tests: the stream is that of a number drawn from it, now.
-        secure_mode: refuses a seed, and makes noise by all 20 rounds of ChaCha20 on GPUs, too,
-            where it has 12 otherwise.
         noise_grid: round noisy sums to a grid that does not depend on data
             (:func:`flash_clipping.ops.noise.grid_of`); ``"exact"``: round sums, and add discrete
             noise (:func:`flash_clipping.ops.noise.discrete_noisy_means`).
-        **kwargs: as in Opacus.
+        **kwargs: as in Opacus. ``generator`` is a seed, for tests: the stream is that of a number
+            drawn from it, now. ``secure_mode=True`` refuses a seed, and makes noise by all 20
+            rounds of ChaCha20 on GPUs, too, where it has 12 otherwise.
 
     Attributes:
         stream: the :class:`~flash_clipping.randomness.SecretStream`.
@@ -77,7 +79,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     #: Whether parameters may be shards.
     _serves_shards = False
 
-    #: The record of the sums that the running step has taken so far into ``p.summed_grad``.
+    #: The record of the sums that the running step has taken so far.
     step_record: StepRecord | None = None
 
     #: The bound, until a model is followed.
@@ -101,7 +103,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         noise_grid: NoiseGrid = False,
         **kwargs: Any,
     ):
-        _refuse_many_closures(optimizer)
+        _refuse_optimizer(optimizer)
         checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
         if expected_batch_size is not None:
             checked_number("expected_batch_size", expected_batch_size, "(0, inf)", example=64)
@@ -111,11 +113,17 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 "expected FlashDPOptimizer: discrete noise is for whole parameters in one process. "
                 "Use noise_grid=True."
             )
+        #: Called when noise was added, in this order. The first is the engine's, which accounts.
+        self.step_hooks: list[Callable[[Any], None]] = []
         self.stream = stream_of(stream, kwargs.get("generator"), kwargs.get("secure_mode", False))
         self.noise_grid = noise_grid
         kwargs |= {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm}
         super().__init__(optimizer, expected_batch_size=expected_batch_size, **kwargs)
         check_optimizer(self)
+        for p in self.params:
+            del p.summed_grad  # Opacus leaves it; sums of skipped steps are in the ledger
+        #: Where the sums that were taken are.
+        self._ledger = GradLedger(nn.Module())
         if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
             raise NotServed(
                 f"{type(self).__name__}: found DTensors, as fully_shard makes them. Use "
@@ -146,11 +154,12 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         before = module.running_step.follower
         if before is not None and before is not self:
             before._replaced = True
+            before.discard_step()
             # Behind what that one has drawn, where both have the key of one seed.
             self.stream.load_state_dict(before.stream.state_dict())
         module.max_grad_norm = self._bound_now()
         module.running_step.follower = self
-        self._module = module
+        self._module, self._ledger = module, module.running_step
 
     @staticmethod
     def check_alone(module: Any, optimizer: Any) -> None:
@@ -209,6 +218,19 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     # -- a step ---------------------------------------------------------------------------------
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the wrapped optimizer. ``ValueError`` for ``GradScaler.unscale_``, which would
+        divide clipped sums by its scale."""
+        if sys._getframe(1).f_code.co_name == "_unscale_grads_":
+            raise InvalidValue(f"torch.amp.GradScaler: found scaler.unscale_(optimizer){_SCALER}")
+        groups: list[dict[str, Any]] = self.original_optimizer.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.original_optimizer.param_groups = param_groups
+
+    @property
     def accumulated_iterations(self) -> int:
         """Backward passes whose sums the running step adds up; the accountant counts them."""
         pending = 0 if self._module is None else self._module.backward_count
@@ -218,12 +240,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _step_supports_amp_scaling(self) -> bool:
         """``torch.amp.GradScaler.step`` asks for this first, and is refused: the scale is in the
         norms; and a step that is skipped for some sample's overflow is a release without noise."""
-        raise InvalidValue(
-            "torch.amp.GradScaler: found scaler.step(optimizer) on a private optimizer. Gradients "
-            "were clipped as they came, multiplied by the scale, and are divided by it before "
-            "noise is added. Call loss.backward() and optimizer.step() without the scaler (samples "
-            "that overflow are left out), or use bfloat16, which needs no scaling."
-        )
+        raise InvalidValue(f"torch.amp.GradScaler: found scaler.step(optimizer){_SCALER}")
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """As in Opacus: whether one more step, after those announced before, is skipped.
@@ -271,18 +288,22 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             self.discard_step()
 
     def discard_step(self) -> None:
-        """Let go of the sums that skipped steps have added up; nothing of them was released."""
+        """Let go of the sums that skipped steps have added up; nothing of them was released. The
+        next backward pass begins a step."""
+        self._let_go()
+        self._ledger.end_step()
+
+    def _let_go(self) -> None:
         self.step_record = None
-        self._is_last_step_skipped = False
-        for p in self._all_params():
-            p.summed_grad = None
+        self._is_last_step_skipped = self._ledger.uncleared = False
+        self._ledger.sums = {}
 
     def _all_params(self) -> list[Any]:
         """All parameters that the wrapped optimizer knows, trainable or not."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def accumulate(self) -> None:
-        """Take ``p.grad`` over into ``p.summed_grad``, without a copy.
+        """Take what is in ``p.grad``, without a copy.
 
         Raises:
             ValueError: some ``p.grad`` is not the clipped sum that backward left; nothing changes.
@@ -295,10 +316,13 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             elif self._ahead is None:
                 self._ahead = len(self._step_skip_queue) - 1
         params = self.params
+        if self._module is not None and not self._module.backward_count:
+            step_without_samples(self._module)
         record = self._checked(params)
+        sums = self._ledger.sums
         for p in params:
-            before = getattr(p, "summed_grad", None)
-            p.summed_grad = p.grad if before is None else before.add_(p.grad)
+            before = sums.get(id(p))
+            sums[id(p)] = p.grad if before is None else before.add_(p.grad)
             p.grad = None
         if record is not None:
             self._module.running_step.forget()
@@ -308,14 +332,18 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def _checked(self, params: Sequence[nn.Parameter]) -> StepRecord | None:
         """The record of the step with what is in ``p.grad`` now, if it may be taken."""
+        if device_checks.sent:
+            device_checks.raise_found()
         if self._replaced:
             raise InvalidValue(
                 "This optimizer was replaced by that of a later make_private(): use the one that "
                 "was returned last."
             )
-        for p in params:
-            if (summed := getattr(p, "summed_grad", None)) is not None:
-                _check_unused(summed)
+        if self._ledger.uncleared:
+            raise InvalidValue(
+                "Gradients haven't been cleared since the last optimizer step: they would be "
+                "released a second time. Call optimizer.zero_grad() after each step."
+            )
         if self._module is None:
             if any(p.grad is None for p in params):
                 raise InvalidValue(
@@ -384,12 +412,12 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def _noisy_means(self) -> list[Tensor]:
         std, divisor = self._noise_std(), self._divisor()
-        sums = [self._own(summed) for summed in self._unused_sums()]
+        sums, gate = [self._own(summed) for summed in self._sums()], device_checks.gate()
         shards, dtypes = self._shards(), [self._noisy_dtype(p) for p in self.params]
         rounds = self._rounds(sums)
         if self.correlated is not None:
             return self.correlated.noisy_means(
-                sums,
+                gated(sums, gate),
                 std,
                 divisor,
                 batch=None if self.step_record is None else self.step_record.draw,
@@ -402,8 +430,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         draw, grid = self.stream.draw(Purpose.NOISE, rounds), self.noise_grid
         if grid == "exact":
             multiplier = self._multiplier()
+            sums = gated(sums, gate)
             return discrete_noisy_means(sums, std, multiplier, divisor, draw=draw, dtypes=dtypes)
-        return noisy_means(sums, std, divisor, draw=draw, shards=shards, dtypes=dtypes, grid=grid)
+        options: dict[str, Any] = {"shards": shards, "dtypes": dtypes, "grid": grid, "gate": gate}
+        return noisy_means(sums, std, divisor, draw=draw, **options)
 
     def _rounds(self, sums: Sequence[Tensor]) -> int:
         """Of the cipher that makes the noise of these: 12 where kernels draw, unless secure mode
@@ -412,18 +442,22 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         fewer = by_kernels and self.noise_grid != "exact" and not self.secure_mode
         return FEWER_ROUNDS if fewer else ALL_ROUNDS
 
-    def _unused_sums(self) -> list[Tensor]:
-        """The sums of all parameters, of which no step has released any."""
-        sums = [p.summed_grad for p in self.params]
-        for summed in sums:
-            _check_unused(summed)
-        return sums
+    def _sums(self) -> list[Tensor]:
+        """The sums of all parameters that the step has taken."""
+        sums = self._ledger.sums
+        if any(id(p) not in sums for p in self.params):
+            raise InvalidValue(
+                "add_noise(): found no clipped sums that noise could be added to. Call "
+                "optimizer.step(), after loss.backward()."
+            )
+        return [sums[id(p)] for p in self.params]
 
     def _release(self, grads: Sequence[Tensor]) -> None:
-        """Leave these in ``p.grad``; no step takes the sums that they are made of again."""
+        """Leave these in ``p.grad``, and nothing of what they are made of."""
         for p, grad in zip(self.params, grads, strict=True):
             p.grad = self._placed(p, grad)
-            _mark_used(p.summed_grad)
+        self._ledger.end_step()
+        self._ledger.uncleared = True
 
     def _own(self, tensor: Any) -> Any:
         """The part of a parameter or its sum that this process has."""
@@ -442,19 +476,45 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return p.dtype
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
-        """As in Opacus: called when noise was added, to account for the step. If it raises, the
-        noisy gradients are let go of: nobody has accounted for them."""
+        """Have ``fn(optimizer)`` called in every step, behind what was attached before: when noise
+        was added and the step was accounted for, and before parameters move.
 
-        def account(optimizer: Any) -> None:
-            try:
-                fn(optimizer)
-            except BaseException:
-                for p in self.params:
-                    p.grad = None
-                self.discard_step()
-                raise
+        ``p.grad`` is the noisy mean then. What is public may change it: a mask, a proximal term,
+        a control variate. If ``fn`` raises, the noisy gradients are let go of.
 
-        super().attach_step_hook(account)
+        Raises:
+            ValueError: ``fn`` is of an accountant that counts each step already.
+        """
+        accountants = _accountants_in(fn)
+        for known in self.step_hooks:
+            if any(one is other for one in accountants for other in _accountants_in(known)):
+                raise InvalidValue(
+                    "attach_step_hook: found the hook of an accountant that counts each step of "
+                    "this optimizer already (make_private attaches it). Each step would count "
+                    "twice, and epsilon would be too large. Leave this line out."
+                )
+        self.step_hooks.append(fn)
+
+    @property
+    def step_hook(self) -> Callable[[Any], None] | None:
+        """What Opacus calls when noise was added: all of :attr:`step_hooks`. Setting it attaches
+        one more."""
+        return self._call_step_hooks if self.step_hooks else None
+
+    @step_hook.setter
+    def step_hook(self, fn: Callable[[Any], None] | None) -> None:
+        if fn is not None:
+            self.attach_step_hook(fn)
+
+    def _call_step_hooks(self, optimizer: Any) -> None:
+        try:
+            for hook in self.step_hooks:
+                hook(optimizer)
+        except BaseException:  # nobody has accounted for them, maybe
+            for p in self.params:
+                p.grad = None
+            self.discard_step()
+            raise
 
     def scale_grad(self) -> None:
         """Nothing: :meth:`add_noise` divides in the same pass."""
@@ -472,9 +532,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, to ``None`` unless told otherwise; sums of skipped steps stay."""
-        super().zero_grad(set_to_none)
+        if self._module is not None:
+            self._module._session.forget_calls(self._module.running_step.draw)
+        self.original_optimizer.zero_grad(set_to_none)
         if not self._is_last_step_skipped:
-            self.discard_step()
+            self._let_go()
         if self._module is not None:
             self._module.running_step.note_cleared(self._all_params())
 
@@ -507,6 +569,13 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return noisy
 
 
+def _accountants_in(hook: Any) -> list[IAccountant]:
+    """The accountants that a hook, or a function that it calls, was made with."""
+    held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    inner = [_accountants_in(x) for x in held if isinstance(x, FunctionType)]
+    return [x for x in held if isinstance(x, IAccountant)] + [x for each in inner for x in each]
+
+
 def _refuse_divided_losses() -> None:
     """``Accelerator.backward`` divides every loss by ``gradient_accumulation_steps``."""
     accelerate = sys.modules.get("accelerate.state")
@@ -521,8 +590,15 @@ def _refuse_divided_losses() -> None:
         )
 
 
-def _refuse_many_closures(optimizer: Any) -> None:
-    """Refuse optimizers that call a closure as often as they like in one step."""
+def _refuse_optimizer(optimizer: Any) -> None:
+    """Refuse optimizers that call a closure as often as they like in one step, and those of sparse
+    gradients."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise InvalidValue(
+            "optimizer: found SparseAdam, which takes sparse gradients only. A noisy sum is dense, "
+            "as every row gets noise. Use Adam:\n"
+            "    optimizer = torch.optim.Adam(model.parameters())"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         name = type(optimizer).__name__
@@ -554,12 +630,12 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
         if self.rank == 0:
             FlashDPOptimizer.add_noise(self)
             return
-        self._release([summed / self._divisor() for summed in self._unused_sums()])
+        sums = gated(self._sums(), device_checks.gate())
+        self._release([summed / self._divisor() for summed in sums])
 
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
         # The other workers' part has no noise of its own: it is not rounded by itself.
-        dtype: torch.dtype = p.summed_grad.dtype  # type: ignore[attr-defined]
-        return dtype
+        return self._ledger.sums[id(p)].dtype
 
     def reduce_gradients(self) -> None:
         super().reduce_gradients()

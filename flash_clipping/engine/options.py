@@ -27,7 +27,7 @@ from flash_clipping.finish.clipping import Clipping
 from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 
-Mode = Literal["one_pass", "two_pass"]
+Mode = Literal["one_pass", "two_pass", "one_by_one"]
 Backend = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
 #: The dtype of clipped sums: fp32, or the parameter's own.
@@ -120,6 +120,24 @@ def check_options(given: dict[str, Any]) -> None:
     for name, known in _VALUES.items():
         if name in given:
             check_one_of(name, given[name], known)
+
+
+def check_bounds(clipping: str, bound: Any, count: int) -> None:
+    """Raise ``ValueError`` unless per-layer clipping has one bound for each of ``count`` trainable
+    parameters, and any other clipping has one."""
+    found = len(bound) if isinstance(bound, Sequence) else 0
+    if clipping != "per_layer" and found:
+        raise InvalidValue(
+            f"max_grad_norm: found {found} bounds with clipping={clipping!r}; expected one number, "
+            "for the norm over all parameters. With one bound for each parameter:\n"
+            '    clipping="per_layer"'
+        )
+    if clipping == "per_layer" and found != count:
+        raise InvalidValue(
+            f"max_grad_norm: found {f'{found} bounds' if found else bound} with "
+            f"clipping='per_layer'; expected {count}, one for each trainable parameter. Of norm C "
+            f"in all:\n    max_grad_norm=[C / {count}**0.5] * {count}"
+        )
 
 
 #: Arguments of ``clipping="adaptive"`` alone.
@@ -237,11 +255,12 @@ def check_noise_grid(accountant: Any, given: dict[str, Any]) -> None:
 def check_target(epsilon: Any, delta: Any, epochs: Any, options: dict[str, Any]) -> None:
     """Raise ``ValueError`` for a target that noise is not looked for, or would be for ever."""
     checked_number("target_epsilon", epsilon, "(0, inf)", example=3.0)
-    checked_number("target_delta", delta, "(0, 1)", example=1e-5)
+    checked_number("target_delta", delta, "(0, 0.5)", example=1e-5)
     checked_number("epochs", epochs, "(0, inf)", example=1)
     tolerance = options.get("epsilon_tolerance", 0.01)
     checked_number("epsilon_tolerance", tolerance, "(0, inf)", example=0.01)
-    if (batches := len(options["data_loader"])) and steps_of(epochs, batches) < 1:
+    batches = len(options["data_loader"])
+    if steps_of(epochs, batches) < 1:
         raise InvalidValue(
             f"epochs: found {epochs} of {batches} batches; expected one step at least:\n"
             "    epochs=1"

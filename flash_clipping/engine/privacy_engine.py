@@ -18,8 +18,10 @@ from flash_clipping._compat import explain_flash_mode
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import has_shards, is_sharded, processes_of
 from flash_clipping.distributed.process_groups import shared_stream
+from flash_clipping.engine import wings
 from flash_clipping.engine.accounting import (
     LargeDeltaWarning,
+    PlanExceededWarning,
     PldAccountant,
     relation_of,
     with_right_length,
@@ -33,6 +35,7 @@ from flash_clipping.engine.grad_sample_module import (
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.engine.graphs.graphed_model import replay_calls
+from flash_clipping.engine.one_by_one import refuse_replay
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.options import (
     Backend,
@@ -44,26 +47,37 @@ from flash_clipping.engine.options import (
     Reduction,
     Sampling,
     SumDtype,
+    check_bounds,
     check_keywords,
     check_noise_grid,
     check_options,
     check_target,
     planned_noise,
     requested_process,
+    steps_of,
 )
-from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, pipeline_group
 from flash_clipping.engine.report import SAMPLE, make_report
 from flash_clipping.engine.sampling.loaders import (
     PoissonLoader,
     UnitsOfRows,
+    inside_fabric,
     refuse_loader,
+    refuse_no_batch,
+    refuse_repeats,
     refuse_units,
     watch_sampling,
 )
+from flash_clipping.engine.sampling.mixing import warn_of_mixing
 from flash_clipping.engine.sampling.samplers import RoundSampler
-from flash_clipping.engine.unsupported import refuse_alone, validate
+from flash_clipping.engine.unsupported import (
+    refuse_alone,
+    refuse_frozen,
+    refuse_lacking,
+    validate,
+)
 from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.ops.noise import NoiseGrid
+from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 from flash_clipping.randomness.stream import SecretStream, seed_notice
 
@@ -297,6 +311,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         """
         given = {**locals(), **kwargs}
         checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
+        refuse_no_batch(data_loader)
         refuse_units(given)
         process = requested_process(self.accountant, given)
         if grad_sample_mode != "flash":
@@ -310,6 +325,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             return super().make_private(**of_opacus)
         check_keywords(kwargs, clipping)
         checked_bound(max_grad_norm)
+        data_loader, set_up = inside_fabric(data_loader)
         if noise_generator and self.secure_mode:
             raise InvalidValue(
                 "noise_generator: found a seed for the noise. Passing seed is prohibited in secure "
@@ -317,12 +333,14 @@ class FlashPrivacyEngine(PrivacyEngine):
             )
         if isinstance(module, GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(module, optimizer)
-        group = pipeline_group(pipeline, given)
+        group = wings.pipeline_group(pipeline, given)
         if group is None:
             refuse_alone(module, distributed)
         check_noise_grid(self.accountant, given)
         check_options({"cuda_graphs": cuda_graphs})
         dataset: Any = data_loader.dataset
+        if units is None and sample_of is None:
+            refuse_repeats(dataset)
         of_rows = None
         if units is not None:
             of_rows = UnitsOfRows(units, len(dataset), 1 / len(data_loader), max_rows_per_unit)
@@ -333,9 +351,13 @@ class FlashPrivacyEngine(PrivacyEngine):
                 "the module has not; expected none. Make it anew:\n"
                 "    optimizer = torch.optim.AdamW(model.parameters())"
             )
+        refuse_lacking(module, optimizer)
+        if group is None:
+            refuse_frozen(module)
         in_parts = isinstance(module, _DataParallel) or is_sharded(module)
         wrapper = self._wrapped(given)
         refuse_loader(data_loader, poisson_sampling=poisson_sampling, distributed=in_parts)
+        warn_of_mixing(data_loader)
         self._note_dataset(dataset)
         loader = data_loader
         if poisson_sampling:
@@ -379,7 +401,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             self.accountant.is_used = True
             if isinstance(sampler, RoundSampler) and not self.accountant.before_run:
                 self.accountant.before_run = sampler.begin_run
-        return wrapper, private, loss, loader
+        return wrapper, private, loss, set_up(loader)
 
     @overload
     def make_private_with_epsilon(
@@ -436,13 +458,17 @@ class FlashPrivacyEngine(PrivacyEngine):
 
         Warns:
             LargeDeltaWarning: ``target_delta`` is not below one over the number of samples.
+            PlanExceededWarning: in a step after the last epoch; once.
         """
+        refuse_no_batch(data_loader)
         options["data_loader"] = data_loader
         check_target(target_epsilon, target_delta, epochs, options)
         target = {"target_epsilon": target_epsilon, "target_delta": target_delta, "epochs": epochs}
         if grad_sample_mode == "flash":
             noise = planned_noise(self.accountant, options, **target)
+            planned = len(self.accountant) + steps_of(epochs, len(data_loader))
             made = self.make_private(noise_multiplier=noise, **options)
+            made[1].attach_step_hook(self._watch_plan(planned, target_epsilon, epochs))
         else:
             with without_hints():
                 made = super().make_private_with_epsilon(
@@ -450,6 +476,28 @@ class FlashPrivacyEngine(PrivacyEngine):
                 )
         self.check_delta(target_delta)
         return made
+
+    def _watch_plan(self, planned: int, epsilon: float, epochs: float) -> Callable[[Any], None]:
+        """A hook for each step that warns in the first one that was not planned."""
+        warned = False
+
+        def hook(_: Any) -> None:
+            nonlocal warned
+            if warned or (steps := len(self.accountant)) <= planned:
+                return
+            warned = True
+            warnings.warn(
+                f"optimizer.step(): found step {steps}; make_private_with_epsilon was asked for "
+                f"target_epsilon={epsilon} after epochs={epochs}, which end with step {planned}. "
+                "Each further step spends more than the target. End training here; for more "
+                "epochs, plan them:\n"
+                "    make_private_with_epsilon(..., epochs=...)\n"
+                "engine.get_epsilon(delta) is right, however many steps there are.",
+                PlanExceededWarning,
+                stacklevel=5,
+            )
+
+        return hook
 
     def _prepare_opacus_mode(self, grad_sample_mode: str) -> None:
         """Do and say what Opacus' engine does and says of secure mode when it is made; say how many
@@ -470,7 +518,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     def _wrapped(self, given: dict[str, Any]) -> GradSampleHooksFlashClipping:
         """The model of a call of make_private with these arguments, wrapped if it is not yet."""
         module, wrap_model = given["module"], given["wrap_model"]
-        validate(module)
+        validate(module, given["mode"])
         options = {name: given[name] for name in _OF_MODEL.split()}
         options["folded_modules"] = tuple(options["folded_modules"])
         if options["clipping"] == "adaptive":
@@ -479,6 +527,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
             model = cls(module, **options)
             if given["cuda_graphs"] == "auto":
+                if model.mode == "one_by_one":
+                    refuse_replay("cuda_graphs='auto'")
                 replay_calls(model)
             return model
         expected = {key: options[key] for key in ("batch_first", "loss_reduction")}
@@ -494,6 +544,8 @@ class FlashPrivacyEngine(PrivacyEngine):
                 f"The module is wrapped already, with {found}; this call asks for {expected}. "
                 "Pass the plain nn.Module (module.to_standard_module())."
             )
+        count = len(module.trainable_parameters)
+        check_bounds(options["clipping"], options["max_grad_norm"], count)
         # The noise will be for the engine's bound, so clipping must be by the same.
         module.max_grad_norm = options["max_grad_norm"]
         module.clipping = options["clipping"]
@@ -529,7 +581,7 @@ class FlashPrivacyEngine(PrivacyEngine):
 
             cls = ShardedFlashDPOptimizer
         elif group is not None:
-            cls, kwargs["group"] = PipelineFlashDPOptimizer, group
+            cls, kwargs["group"] = wings.stage_optimizer, group
         elif isinstance(module, _DataParallel):
             cls, expected = DistributedFlashDPOptimizer, expected / dist.get_world_size()
         private: FlashDPOptimizer = cls(optimizer, expected_batch_size=expected, **kwargs)
@@ -558,23 +610,24 @@ class FlashPrivacyEngine(PrivacyEngine):
             is inf or NaN counts as one that adds nothing.
 
         Raises:
-            ValueError: ``delta`` is not between 0 and 1.
+            ValueError: ``delta`` is not between 0 and 0.5.
 
         Warns:
             LargeDeltaWarning: ``delta`` is not below one over the number of samples; once.
         """
         self.check_delta(delta)
+        device_checks.raise_found(wait=True)
         history = self.accountant.history
         if not history or any(multiplier == 0 for multiplier, _, _ in history):
             return math.inf if history else 0.0
         with without_hints():
-            return float(super().get_epsilon(delta))
+            return max(0.0, float(super().get_epsilon(delta)))
 
     def check_delta(self, delta: float | None, stacklevel: int = 1) -> None:
         """Warn once, with a ``LargeDeltaWarning``, of a δ that promises nothing for so many
-        samples; ``ValueError`` unless it is between 0 and 1."""
+        samples; ``ValueError`` unless it is between 0 and 0.5."""
         if delta is not None:
-            checked_number("delta", delta, "(0, 1)", example=1e-5)
+            checked_number("delta", delta, "(0, 0.5)", example=1e-5)
         samples = self._samples
         if delta is None or samples is None or delta in self._large_deltas or delta * samples < 1:
             return
@@ -626,6 +679,10 @@ class FlashPrivacyEngine(PrivacyEngine):
         self.check_delta(delta)
         return make_report(self, delta, optimizer)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither data nor, by SecretStream, a key of noise.
+        return self.__dict__ | {"dataset": None}
+
     def save_checkpoint(
         self, *, optimizer: Any = None, checkpoint_dict: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
@@ -636,7 +693,8 @@ class FlashPrivacyEngine(PrivacyEngine):
 
     def load_checkpoint(self, *, optimizer: Any = None, **kwargs: Any) -> Any:
         """As in Opacus. Noise goes on from this process's own key, or, with the seed of the
-        checkpoint, behind what it had drawn: nothing is drawn again."""
+        checkpoint, behind what it had drawn: nothing is drawn again. Steps of this engine that the
+        checkpoint lacks stay accounted for, with a warning: ε does not fall."""
         checkpoint = super().load_checkpoint(optimizer=optimizer, **kwargs)
         if _IN_CHECKPOINTS in checkpoint:
             getattr(optimizer, "stream", self.stream).load_state_dict(checkpoint[_IN_CHECKPOINTS])

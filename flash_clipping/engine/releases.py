@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -78,26 +78,39 @@ class Release:
 
     def losses(self, h: float) -> Any:
         """dp-accounting's privacy loss distribution, on a grid of this step."""
-        pld = dp_accounting().pld.privacy_loss_distribution
-        noise, on_grid = self.noise_multiplier, {"value_discretization_interval": h}
         if self.takes_part == "always":
-            return pld.from_gaussian_mechanism(noise / math.sqrt(self.times), **on_grid)
-        if self.takes_part == "poisson":
-            once = pld.from_gaussian_mechanism(noise, sampling_prob=self.rate, **on_grid)
-        elif self.takes_part == "truncated":
-            numbers = self.samples, self.rate, self.size, noise
-            once = pld.from_truncated_subsampled_gaussian_mechanism(*numbers, **on_grid)
-        elif self.takes_part == "one_of":
-            once = allocation_losses(noise, self.size, h)
-        else:
-            q, k = self.rate, self.size
-            rows = [*range(k + 1)]  # so many of the unit's are drawn, with these probabilities:
-            probabilities = [math.comb(k, n) * q**n * (1 - q) ** (k - n) for n in rows]
-            once = pld.from_mixture_gaussian_mechanism(noise, rows, probabilities, **on_grid)
-        return once.self_compose(self.times)
+            once = replace(self, noise_multiplier=self.noise_multiplier / math.sqrt(self.times))
+            return _losses_of_one(replace(once, times=1), h)
+        return _losses_of_one(replace(self, times=1), h).self_compose(self.times)
+
+
+@lru_cache(maxsize=32)
+def _losses_of_one(release: Release, h: float) -> Any:
+    """The distribution of one sum, which is the same at every step of a run."""
+    pld = dp_accounting().pld.privacy_loss_distribution
+    noise, on_grid = release.noise_multiplier, {"value_discretization_interval": h}
+    if release.takes_part == "always":
+        return pld.from_gaussian_mechanism(noise, **on_grid)
+    if release.takes_part == "poisson":
+        return pld.from_gaussian_mechanism(noise, sampling_prob=release.rate, **on_grid)
+    if release.takes_part == "truncated":
+        numbers = release.samples, release.rate, release.size, noise
+        return pld.from_truncated_subsampled_gaussian_mechanism(*numbers, **on_grid)
+    if release.takes_part == "one_of":
+        return allocation_losses(noise, release.size, h)
+    q, k = release.rate, release.size
+    rows = [*range(k + 1)]  # so many of the unit's are drawn, with these probabilities:
+    probabilities = [math.comb(k, n) * q**n * (1 - q) ** (k - n) for n in rows]
+    return pld.from_mixture_gaussian_mechanism(noise, rows, probabilities, **on_grid)
 
 
 def epsilon_by_pld(releases: Sequence[Release], delta: float) -> float:
+    """See :func:`_epsilon_by_pld`, which is asked once for the same releases."""
+    return _epsilon_by_pld(tuple(releases), delta)
+
+
+@lru_cache(maxsize=64)
+def _epsilon_by_pld(releases: tuple[Release, ...], delta: float) -> float:
     """ε of releases one after the other, by their privacy loss distributions.
 
     Guarantees:
@@ -108,9 +121,9 @@ def epsilon_by_pld(releases: Sequence[Release], delta: float) -> float:
         return 0.0
     if any(release.noise_multiplier == 0 for release in releases):
         return math.inf
-    known = [release.as_if_known for release in releases]
+    known = tuple(release.as_if_known for release in releases)
     if any(release.noise_multiplier < LEAST_NOISE for release in known):
-        releases = known
+        releases = tuple(known)
     if all(release.takes_part == "always" for release in releases):
         total = sum(release.times / release.noise_multiplier**2 for release in releases) ** -0.5
         return float(dp_accounting().get_epsilon_gaussian(total, delta))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis import gdp
@@ -26,11 +27,13 @@ from flash_clipping.engine.accounting import (
     without_hints,
 )
 from flash_clipping.engine.releases import Release, epsilon_by_pld
-from flash_clipping.errors import InvalidValue, checked_number
+from flash_clipping.errors import InvalidValue, check_one_of, checked_number
 from flash_clipping.randomness.stream import seeds_of
 
 #: Of the form of reports, raised when a reader of an older one would be misled.
 FORMAT = 1
+
+_NEEDED = ("delta", "relation", "unit", "assumptions", "violated", "seeds", "parts", "releases")
 
 #: Opacus looks for ε up to 500, and takes an exponential of one over the squared noise.
 _LARGEST_MU, _LEAST_NOISE_OF_GDP = 20.0, 0.04
@@ -147,10 +150,16 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
     if not reports:
         raise InvalidValue("compose: found no report; expected one or more.")
     for number, report in enumerate(reports):
-        if report.get("format") != FORMAT:
+        found = report.get("format") if isinstance(report, dict) else type(report).__name__
+        if found != FORMAT:
             raise InvalidValue(
-                f"compose: found format {report.get('format')!r} in report {number}; expected "
-                f"{FORMAT}, as engine.report(delta) makes it."
+                f"compose: found format {found!r} in report {number}; expected {FORMAT}, as "
+                "engine.report(delta) makes it."
+            )
+        if missing := [name for name in _NEEDED if name not in report]:
+            raise InvalidValue(
+                f"compose: found no {', '.join(missing)} in report {number}; expected a report as "
+                "engine.report(delta) makes it."
             )
     relations = {(report["relation"], report["unit"]) for report in reports}
     deltas = {report["delta"] for report in reports}
@@ -166,10 +175,16 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
             f"compose: found reports for different deltas {sorted(deltas)}; expected one. Say "
             "which:\n    compose(reports, delta=1e-5)"
         )
-    neighbours = [
-        [[Release(**release) for release in releases] for releases in report["releases"]]
-        for report in reports
-    ]
+    try:
+        neighbours = [
+            [[_release(**release) for release in releases] for releases in report["releases"]]
+            for report in reports
+        ]
+    except TypeError as error:
+        raise InvalidValue(
+            f"compose: found releases that cannot be read ({error}); expected those of "
+            "engine.report(delta)."
+        ) from error
 
     def all_of(key: str) -> list[Any]:
         return [one for report in reports for one in report[key]]
@@ -190,10 +205,19 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
     )
 
 
+def _release(**fields: Any) -> Release:
+    release = Release(**fields)
+    checked_number("noise_multiplier", release.noise_multiplier, "[0, inf)", example=1.0)
+    checked_number("times", release.times, "[0, inf)", example=1, whole=True)
+    checked_number("rate", release.rate, "[0, 1]", example=0.01)
+    check_one_of("takes_part", release.takes_part, get_args(get_type_hints(Release)["takes_part"]))
+    return release
+
+
 def _report(
     neighbours: Sequence[Sequence[Release]], delta: float, *, violated: list[str], **said: Any
 ) -> dict[str, Any]:
-    checked_number("delta", delta, "(0, 1)", example=1e-5)
+    checked_number("delta", delta, "(0, 0.5)", example=1e-5)
     epsilon = {name: _largest(by, neighbours, delta, bool(violated)) for name, by in _BY.items()}
     return {
         "format": FORMAT,
@@ -282,10 +306,8 @@ _BY = {"pld": _by_pld, "prv": _by_prv, "rdp": _by_rdp, "gdp": _by_gdp}
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
     return found

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_clipping._compat import assert_async
 from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.process_groups import device_of, shard_of
 from flash_clipping.engine.grad_ledger import StepRecord
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.errors import FlashClippingError, InvalidValue
+from flash_clipping.ops.runtime.checks import check_on_device
 
 _NO_MODEL = (
     "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
@@ -76,11 +76,7 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         if record is None:
             raise FlashClippingError(_NO_MODEL)
         slots = self._module._sharded.slots
-        same = slots.unchanged(params)
-        if same.is_cuda:
-            assert_async(same, _CHANGED)  # without waiting for the device
-        elif not bool(same):
-            raise InvalidValue(_CHANGED)
+        check_on_device(slots.unchanged(params), _CHANGED, InvalidValue)
         return record
 
     def add_noise(self) -> None:

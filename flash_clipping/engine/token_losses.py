@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError, InvalidType, InvalidValue
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, InvalidType, InvalidValue
 
 #: Loss functions of transformers that are means over tokens, and whether they shift labels.
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
@@ -264,7 +264,7 @@ class ModelLosses:
                 return (
                     f"its own loss of {name} ({found}) may divide by what is counted in all "
                     "samples of the batch, boxes or masks. Compute the loss of every sample by "
-                    "itself from the model's other outputs."
+                    f"itself from the model's other outputs.{ONE_BY_ONE}"
                 )
             if by_position:
                 return (

@@ -8,13 +8,15 @@ which autograd never sees: what comes out is exactly 0, or one process's own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+import torch
 import torch.nn.functional as F
 from opacus.validators import ModuleValidator
-from torch import distributed as dist, nn
+from opacus.validators.errors import UnsupportedModuleError
+from torch import Tensor, distributed as dist, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -25,18 +27,22 @@ from flash_clipping._compat import (
     applied_to,
     awaits_gradient,
     hooks_of_module,
+    hooks_of_parameter,
     is_flattened,
     is_replica,
     runs_in_ddp,
-    without_validator,
 )
+from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.refused_forwards import embeddings_of, refuse_max_norm
-from flash_clipping.distributed import is_sharded, processes_of, refuse_sharding
+from flash_clipping.distributed import has_shards, is_sharded, processes_of, refuse_sharding
 from flash_clipping.errors import (
+    ONE_BY_ONE,
+    TO_EXPORT,
     FlashClippingError,
     InvalidValue,
     NotServed,
     module_at,
+    to_freeze,
     to_freeze_parameters,
 )
 from flash_clipping.rules.registry import kinds_of
@@ -91,6 +97,8 @@ def refuse_inside(path: str, module: nn.Module) -> None:
 def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
     """Refuse a forward of a private model that is a replica, runs inside DistributedDataParallel,
     or with the positions of a sample in several processes."""
+    if torch.is_grad_enabled() and (torch.jit.is_tracing() or torch.compiler.is_exporting()):
+        refuse_export(module)
     # All forms of context_parallel put a function of theirs in the place of this builtin.
     if _CONTEXT_PARALLEL in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
         raise FlashClippingError(
@@ -129,8 +137,7 @@ def refuse_in_pipeline(module: nn.Module) -> None:
 
 def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
     """Refuse a private model that was sharded or replicated after it was wrapped (``sharded``:
-    modules that were before), in which a hook waits for gradients to be accumulated, or another
-    tensor is where a parameter was."""
+    modules that were before), or in which another tensor is where a parameter was."""
     for path, part in module.named_modules():
         form = None if part in sharded else _form_of(part)
         for name, param in part._parameters.items():
@@ -147,16 +154,17 @@ def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
                     "gradients. Call the private model itself, and functional_call on the plain "
                     "one:\n    plain = model.to_standard_module()"
                 )
-            elif awaits_gradient(param):
-                raise FlashClippingError(
-                    f"{path}.{name}: found a hook that waits until autograd has accumulated its "
-                    "gradient (register_post_accumulate_grad_hook), which never happens to a "
-                    "private model: clipped sums are put into p.grad at the end of backward. Do "
-                    "what the hook does after loss.backward(), or around optimizer.step()."
-                )
         if form is not None:
             where = path or "the model"
             raise FlashClippingError(f"{where}: found {form} on a private model. {_UNREDUCED}")
+
+
+def refuse_export(module: nn.Module) -> NoReturn:
+    """Refuse to be exported with what records gradients."""
+    raise FlashClippingError(
+        f"the model ({type(module).__name__}): found torch.export, torch.onnx.export, "
+        f"torch.jit.trace or torch.jit.script of a private model. {TO_EXPORT}"
+    )
 
 
 def refuse_new_class(module: nn.Module, new: Any) -> None:
@@ -164,6 +172,23 @@ def refuse_new_class(module: nn.Module, new: Any) -> None:
     raise FlashClippingError(
         f"{type(module).__name__}: found something that would make it a {new.__name__}, as "
         f"torch.distributed's fully_shard and replicate do. {_UNREDUCED}"
+    )
+
+
+def refuse_lacking(module: nn.Module, optimizer: Any) -> None:
+    """Raise ``ValueError`` unless the optimizer has all trainable parameters of the module."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if not names:
+        return
+    listed = ", ".join(f'"{name}"' for name in names)
+    raise InvalidValue(
+        f"optimizer: found {type(optimizer).__name__} without {len(names)} of the module's "
+        f"trainable parameters, {names[0]} among them; expected all of them. All count in the norm "
+        "of a sample, and one noisy step is for all: a second optimizer would move the rest by "
+        "sums without noise. Give one optimizer a group for each part, with settings of its own:\n"
+        f'    optimizer.add_param_group({{"params": [model.get_parameter(name) for name in '
+        f"[{listed}]]}})\nOr freeze what is not to be trained:{to_freeze_parameters(*names)}"
     )
 
 
@@ -219,6 +244,25 @@ _ONE_SCALE = (
 #: Layers that read their parameters past any stand-in, and what to use instead.
 _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
 
+#: Of which Opacus' verdict is not asked: they are supported, or refused by what is written here.
+_JUDGED_HERE = {nn.MultiheadAttention, *BATCH_NORMS, *_REPLACED_LAYERS}
+
+_FIX = "\n    import opacus; model = opacus.validators.ModuleValidator.fix(model)"
+
+#: The same for batch normalizations that it passes over.
+_NORMS = (
+    "import math; from torch import nn; norms = [item for item in model.named_modules() "
+    "if isinstance(item[1], nn.modules.batchnorm._BatchNorm)]"
+)
+_GROUPS = (
+    "nn.GroupNorm(math.gcd(32, x.num_features), x.num_features, affine=x.affine)"
+    ".to(next(model.parameters()))"
+)
+
+
+class UnsupportedModel(NotServed, UnsupportedModuleError):
+    """A model with a layer that cannot be trained privately as it is; also the error of Opacus."""
+
 
 def refuse_complex(name: str, param: nn.Parameter) -> None:
     """Raise ``FlashClippingError`` for a trainable parameter that is complex."""
@@ -231,17 +275,67 @@ def refuse_complex(name: str, param: nn.Parameter) -> None:
         )
 
 
+def refuse_hooks(name: str, param: Tensor) -> None:
+    """Raise ``FlashClippingError`` for a trainable parameter with a hook that is not ours."""
+    if not param.requires_grad:
+        return
+    hooks: Any = hooks_of_parameter(param)
+    own = hooks.values() if isinstance(hooks, dict) else ()
+    if awaits_gradient(param) or any(type(getattr(f, "__self__", None)) is not Guard for f in own):
+        raise FlashClippingError(
+            f"{name}: found a hook on this parameter (register_hook, or "
+            "register_post_accumulate_grad_hook). Autograd brings a private parameter no gradient: "
+            "clipped sums are put into p.grad at the end of backward. Take the hook off, by "
+            "remove() of its handle, and change what noise was added to, by a mask, say:\n"
+            f'    param = model.get_parameter("{name}")\n'
+            "    optimizer.attach_step_hook(lambda _: param.grad.mul_(mask))\n"
+            f"Or freeze it.{to_freeze_parameters(name)}"
+        )
+
+
 def refuse_unsupported(root: nn.Module) -> None:
     """Refuse a model that is about to be wrapped: in which a layer mixes samples, has parameters
     without a shape or without values, reduces gradients itself, or reads its parameters past any
     tap; or a trainable parameter is complex."""
-    refuse_max_norm(embeddings_of(root))
     refuse_sharding(root)
     refuse_batch_norms(batch_norms_of(root))
+    _refuse_in_any_mode(root)
+    for path, module in root.named_modules():
+        _refuse_hooked(path, module)
+        _refuse_quantized(path, module)
+        if type(module) in _REPLACED_LAYERS and _trains(module):
+            _refuse_recurrent(path, module)
+
+
+def refuse_one_by_one(root: nn.Module) -> None:
+    """Refuse a model that ``mode="one_by_one"`` does not serve: spread over processes, or with a
+    layer that keeps statistics of samples."""
+    if has_shards(root) or processes_of(root) is not None:
+        raise NotServed(
+            'mode="one_by_one": found a model whose parameters are spread over processes '
+            "(fully_shard, parallelize_module). Samples run through a whole model. Use another "
+            "mode, or train by DifferentiallyPrivateDistributedDataParallel."
+        )
+    for path, module in batch_norms_of(root):
+        if module.training and module.running_mean is not None:
+            raise NotServed(
+                f"{path or 'the model'} ({type(module).__name__}): it keeps running statistics of "
+                "samples, which get no noise and are saved with the model. Replace it by "
+                "nn.GroupNorm, or make it without them, so that it normalizes each sample by "
+                f"itself:\n    norm = nn.{type(module).__name__}(features, "
+                "track_running_stats=False)"
+            )
+    _refuse_in_any_mode(root)
+
+
+def _refuse_in_any_mode(root: nn.Module) -> None:
+    refuse_max_norm(embeddings_of(root))
     for name, param in root.named_parameters():
         refuse_complex(name, param)
+        refuse_hooks(name, param)
     refuse_unloaded(root)
     for path, module in root.named_modules():
+        refuse_inside(path, module)
         for name, param in module._parameters.items():
             if param is not None and is_lazy(param):
                 raise NotServed(
@@ -250,15 +344,19 @@ def refuse_unsupported(root: nn.Module) -> None:
                     "the model once on a batch, then make the optimizer and wrap the model."
                     "\n    with torch.no_grad(): model(x)"
                 )
-        _refuse_hooked(path, module)
-        _refuse_quantized(path, module)
-        refuse_inside(path, module)
-        if type(module) in _REPLACED_LAYERS:
-            raise NotServed(
-                f"{path} ({type(module).__name__}) has no per-sample gradients. Replace it by "
-                f"opacus.layers.{_REPLACED_LAYERS[type(module)]}, which takes its state dict:"
-                "\n    import opacus; model = opacus.validators.ModuleValidator.fix(model)"
-            )
+
+
+def refuse_frozen(root: nn.Module) -> None:
+    """Raise ``ValueError`` for a model in which nothing would be trained."""
+    names = [name for name, _ in root.named_parameters()]
+    if any(param.requires_grad for param in root.parameters()):
+        return
+    path = (names[-1] if names else "").removeprefix("_module.").rpartition(".")[0]
+    raise InvalidValue(
+        f"module ({type(root).__name__}): found no trainable parameter, {len(names)} of them "
+        "frozen; expected one at least. Before the optimizer is made, for the last layer:\n"
+        f"    {module_at(path)}.requires_grad_(True)"
+    )
 
 
 def batch_norms_of(root: nn.Module) -> list[tuple[str, Any]]:
@@ -266,19 +364,67 @@ def batch_norms_of(root: nn.Module) -> list[tuple[str, Any]]:
     return [(path, m) for path, m in root.named_modules() if isinstance(m, BATCH_NORMS)]
 
 
-def refuse_batch_norms(norms: Iterable[tuple[str, Any]]) -> None:
-    """Raise ``NotImplementedError`` for those of these batch normalizations, by path, that read
+def refuse_batch_norms(norms: Sequence[tuple[str, Any]]) -> None:
+    """Raise :class:`UnsupportedModel` for those of these batch normalizations, by path, that read
     statistics of the batch now. In eval mode, with running statistics, the output for a sample is
     of that sample alone."""
     for path, module in norms:
         if module.training or module.running_mean is None or module.running_var is None:
-            raise NotServed(
+            line = _FIX
+            if not all(_is_fixed(norm) for _, norm in norms):
+                line = f"\n    {_NORMS}"
+                line += f"\n    for path, x in norms: model.set_submodule(path, {_GROUPS})"
+            if not path:
+                line = f"\n    x = model; model = {_GROUPS}"
+            of_timm = type(module).__module__.partition(".")[0] == "timm"
+            if of_timm:  # it holds an activation, and takes other arguments
+                line = "\n    model = timm.create_model(name, norm_layer=timm.layers.GroupNormAct)"
+            if module.running_mean is not None and module.running_var is not None:
+                line += (
+                    "\nWith running statistics, of public data, it may stay as it is in eval mode; "
+                    f"after every model.train():\n    {module_at(path)}.eval()"
+                )
+            elif module.running_mean is None:
+                line += ONE_BY_ONE
+            raise UnsupportedModel(
                 f"{path or 'the model'} ({type(module).__name__}) mixes samples: the gradient of "
                 "one sample depends on the others, so no clipping can bound it. Replace it by "
-                "nn.GroupNorm (opacus.validators.ModuleValidator.fix(model) does). With running "
-                "statistics, of public data, it may stay as it is in eval mode; after every "
-                f"model.train():\n    {module_at(path)}.eval()"
+                f"nn.GroupNorm, before the optimizer is made:{line}"
             )
+
+
+def _is_fixed(module: nn.Module) -> bool:
+    """Whether Opacus' ``ModuleValidator.fix`` replaces it: it passes over subclasses and over what
+    has no trainable parameter of its own."""
+    return type(module) in ModuleValidator.FIXERS and _trains(module)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(param.requires_grad for param in module.parameters(recurse=False))
+
+
+def _refuse_recurrent(path: str, module: Any) -> NoReturn:
+    """Refuse a recurrent layer of PyTorch, with the line that puts Opacus' in its place."""
+    name = _REPLACED_LAYERS[type(module)]
+    advice = f"Replace it by opacus.layers.{name}, which takes its state dict"
+    line = _FIX
+    if module.proj_size:
+        advice = "No other layer has its proj_size. Give make_private, or the wrapper"
+        line = '\n    mode="one_by_one"'
+    elif not _is_fixed(module):
+        given = "old.num_layers, old.bias, old.batch_first, old.dropout, old.bidirectional"
+        if name == "DPRNN":
+            given += ", nonlinearity=old.nonlinearity"
+        put = f'model.set_submodule("{path}", new)' if path else "model = new"
+        line = (
+            f"\n    import opacus; old = {module_at(path)}"
+            f"\n    new = opacus.layers.{name}(old.input_size, old.hidden_size, {given})"
+            f"\n    new.load_state_dict(old.state_dict()); {put}"
+        )
+    raise UnsupportedModel(
+        f"{path or 'the model'} ({type(module).__name__}) has no per-sample gradients. {advice}:"
+        f"{line}"
+    )
 
 
 def _refuse_hooked(path: str, module: nn.Module) -> None:
@@ -422,8 +568,24 @@ def refuse_mean(path: str) -> NoReturn:
     )
 
 
-def validate(module: nn.Module) -> None:
-    """Opacus' validation, but for ``nn.MultiheadAttention``, which is served as it is."""
-    # Only Opacus' verdict on this one type is left out; everything else is Opacus' to say.
-    with without_validator(nn.MultiheadAttention):
-        ModuleValidator.validate(module, strict=True)
+def validate(module: nn.Module, mode: str = "one_pass") -> None:
+    """Raise :class:`UnsupportedModel` for evaluation mode, and for what a validator of Opacus', or
+    of the user's (``register_module_validator``), refuses, by the module's name;
+    ``mode="one_by_one"`` takes all."""
+    if mode == "one_by_one":
+        return
+    if not module.training:
+        raise UnsupportedModel(
+            f"the model ({type(module).__name__}): found evaluation mode; expected training mode, "
+            "as the model will be trained:\n    model.train()"
+        )
+    for path, part in module.named_modules():
+        verdict = ModuleValidator.VALIDATORS.get(type(part))
+        if verdict is None or type(part) in _JUDGED_HERE or not _trains(part):
+            continue
+        for error in verdict(part):
+            raise UnsupportedModel(
+                f"{path.removeprefix('_module.') or 'the model'} ({type(part).__name__}): found "
+                f"what its validator of Opacus refuses. {error}"
+                f"{_FIX if _is_fixed(part) else to_freeze(path)}"
+            )

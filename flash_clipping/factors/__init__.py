@@ -12,7 +12,3 @@ from flash_clipping.factors.embedding import (
 from flash_clipping.factors.linear import LinearGrad, SegmentedLinearGrad, SumGrad
 from flash_clipping.factors.merge import RearrangedGrad, StackedGrad, merge
 from flash_clipping.factors.units import UnitGrad, UnitMap, by_units
-
-#: Earlier names, for this version.
-Convolution, Dense, Factor, Lookup = ConvolutionGrad, DenseGrad, PerSampleGrad, EmbeddingGrad
-Outer, RowSum = LinearGrad, SumGrad

@@ -50,8 +50,6 @@ class PerSampleGrad(ABC):
                     "from flash_clipping.factors.PerSampleGrad, and give it sqnorms, error_bound, "
                     "clipped_sum and dense of its own."
                 )
-        if "doubt" in cls.__dict__:
-            raise InvalidType(f"{cls.__name__}: found doubt; expected its new name, error_bound.")
 
     @property
     @abstractmethod

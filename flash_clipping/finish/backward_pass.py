@@ -22,13 +22,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from flash_clipping._compat import will_run
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.factors import PerSampleGrad, SumGrad, UnitMap, accumulation_dtype, merge
 from flash_clipping.finish.clipping import ClipFunction, Coefficients, Doubts
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, Plans, layout_of_step, plan_of
 from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE, full_precision
+from flash_clipping.ops.runtime.checks import check_on_device
 from flash_clipping.ops.runtime.upload import to_device
+
+#: By how much squared norms of two walks may differ, of wide and of narrow parameters: kernels
+#: that add up in any order round otherwise each time.
+AGAIN, AGAIN_LOW = 1e-3, 1e-2
+
+_ANOTHER_WALK = (
+    "the model: mode='two_pass' runs backward twice, and gradients of the second run are larger "
+    "than those that were measured in the first, so nothing was left in p.grad. Something in "
+    "backward comes out otherwise each time: a recomputation that draws from a generator of its "
+    "own, that counts its calls, or a hook with a state. Let recomputations compute what forward "
+    "did, or keep what is recomputed:\n"
+    '    mode="one_pass"'
+)
 
 
 class Call(Protocol):
@@ -120,6 +134,10 @@ class BackwardPass:
         self.first_path = ""
         #: While the second pass of ``mode="two_pass"`` runs they are known before the factors.
         self.coef: Coefficients | None = None
+        #: The same: squared norms ``[B]`` of what the coefficients leave of each sample, as they
+        #: were measured, and as they came in the second walk.
+        self.measured_B: Tensor | None = None
+        self.released_B: Tensor | None = None
         #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
         self.norms_only = False
         self.thread: int | None = None
@@ -218,7 +236,34 @@ class BackwardPass:
         uses.append(factor)
         if len(uses) >= self.together[key]:
             del self.awaiting[key]
-            self._put(param, merge(uses).clipped_sum(coef_B, self.backend))
+            whole = merge(uses)
+            sq_B = coef_B.square() * whole.sqnorms(self.backend).to(coef_B)
+            self._note_release(key, torch.where(coef_B == 0, 0, sq_B))
+            self._put(param, whole.clipped_sum(coef_B, self.backend))
+
+    def _note_release(self, key: int, sq_B: Tensor) -> None:
+        """Count what the clipped gradients of a parameter have of each sample, squared."""
+        if self.released_B is not None:
+            sq_B = self.released_B.to(sq_B.device) + sq_B
+        self.released_B = sq_B
+
+    def check_release(self) -> None:
+        """``mode="two_pass"``: refuse a second walk whose gradients are larger than the first's.
+
+        Raises:
+            FlashClippingError: they are. On a device this comes later.
+        """
+        if self.released_B is None or self.measured_B is None:
+            return
+        released_B = self.released_B
+        narrow = any(param.dtype.itemsize < 4 for param in self.params.values())
+        most_B = (1 + (AGAIN_LOW if narrow else AGAIN)) * self.measured_B.to(released_B)
+        try:
+            check_on_device((released_B <= most_B).all(), _ANOTHER_WALK)
+        except FlashClippingError:
+            for param in self.params.values():
+                param.grad = None
+            raise
 
     def _check_batch_size(self, path: str, found: int) -> None:
         # Rows of units were counted where they became units.
@@ -228,7 +273,7 @@ class BackwardPass:
             f"The batch must be the {axis} axis of the input of every layer that has parameters: "
             "keep other axes (windows, positions) behind it, declare modules whose rows are parts "
             "of samples (folded_modules=[...]), or give this part a rule of its own "
-            "(flash_clipping.register_rule)."
+            f"(flash_clipping.register_rule).{ONE_BY_ONE}"
         )
         if expected and found not in expected:
             sizes = " or ".join(map(str, sorted(expected)))
@@ -345,8 +390,11 @@ class BackwardPass:
         norms_PB = self._norms(params, blocks, plan, scale)
         if self.units is not None:
             norms_PB = self.units.without_lost(norms_PB)
+        own_PB = norms_PB
         norms_PB, of_norms = self._of_whole_gradients(params, norms_PB, Doubts(doubts, scale))
         coef = self._clip(params, norms_PB, of_norms, plan.one_device)
+        if self.norms_only:
+            self.measured_B = (coef * own_PB).nan_to_num(0, 0).square().sum(0)
         self.coef = Coefficients(coef * scale, params, plan)
 
     def _clip(

@@ -36,7 +36,7 @@ class HyperConnections(nn.Module):
         x = self.hc.combine(x, y, post, comb)       # [B, S, n, D]
 
     Parameters are used in :meth:`forward` only, so in a wrapped model they are trained privately,
-    with a rule of their own (``flash_clipping.rules.own_layers``). Not wrapped, the module
+    with a rule of their own (``flash_clipping.layers.rules``). Not wrapped, the module
     is differentiated like any other. Formulas stand at
     :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections`.
 

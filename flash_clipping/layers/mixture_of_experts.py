@@ -37,9 +37,9 @@ class MixtureOfExperts(nn.Module):
     ``gate_up_A``, ``gate_B``, ``up_B``, ``down_A`` and ``down_B`` are trained.
 
     Unwrapped it is trained by autograd, in the same arithmetic. Experts may lie in several
-    processes (:func:`~flash_clipping.distributed.experts.distribute_experts`). A token may be sent
-    to one expert twice. Backward is of first order, and no transform of ``torch.func`` goes through
-    it.
+    processes (:func:`~flash_clipping.hugging_face.experts_in_parallel.distribute_experts`). A token
+    may be sent to one expert twice. Backward is of first order, and no transform of ``torch.func``
+    goes through it.
 
     Args:
         dim: features of a token, d.

@@ -91,6 +91,12 @@ class MultiheadAttentionRule(Rule):
             output = output.transpose(0, 1)
         if not takes_batch_first:
             output = layer.out_proj(output)
+        # Positions lie before samples in memory, whatever ``batch_first`` is, as in PyTorch's own
+        # attention: a dropout behind it draws by the place in memory.
+        if layer.batch_first:
+            output = output.transpose(0, 1).contiguous().transpose(0, 1)
+        else:
+            output = output.contiguous()
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         return output, weights

@@ -79,11 +79,6 @@ class EmbeddingBagRule(Rule):
                 "'sum' or 'mean' and scale_grad_by_freq=False.",
                 '{layer}.mode, {layer}.scale_grad_by_freq = "sum", False',
             )
-        if per_sample_weights is not None and per_sample_weights.requires_grad:
-            raise UnsupportedLayer(
-                "nn.EmbeddingBag: per_sample_weights require grad, which is not supported. Use "
-                "nn.Embedding, multiply by the weights and sum."
-            )
         output = F.embedding_bag(
             ids,
             layer.weight,
@@ -95,10 +90,10 @@ class EmbeddingBagRule(Rule):
             include_last_offset=layer.include_last_offset,
             padding_idx=layer.padding_idx,
         )
-        return output, (ids, offsets, per_sample_weights)
+        return output, (ids, offsets, per_sample_weights, layer.weight)
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
-        ids, offsets, per_sample_weights = saved
+        ids, offsets, per_sample_weights, table = saved
         B = grad_output.shape[0]
         ids_N = ids.reshape(-1)
         # Which bag every id belongs to.
@@ -109,6 +104,12 @@ class EmbeddingBagRule(Rule):
             starts = offsets[:-1] if layer.include_last_offset else offsets
             places_N = bags_N.to(offsets.dtype)
             bags_N = torch.searchsorted(starts.contiguous(), places_N, right=True) - 1
+        grad_weights = None
+        if len(needs.inputs) > 2 and needs.inputs[2]:  # modes other than "sum" take no weights
+            grad_weights = (grad_output[bags_N] * table[ids_N].to(grad_output.dtype)).sum(1)
+            if layer.padding_idx is not None:
+                grad_weights = grad_weights * (ids_N != layer.padding_idx)
+            grad_weights = grad_weights.view_as(per_sample_weights).to(per_sample_weights.dtype)
         weights_N = grad_output.new_ones(ids_N.shape)
         if per_sample_weights is not None:
             weights_N = per_sample_weights.reshape(-1).to(grad_output.dtype)
@@ -118,4 +119,5 @@ class EmbeddingBagRule(Rule):
             counts_B = weights_N.new_zeros(B).index_put((bags_N,), weights_N, accumulate=True)
             weights_N = weights_N / counts_B.clamp(min=1)[bags_N]
         rows = layer.num_embeddings
-        return None, {"weight": EmbeddingBagGrad(bags_N, ids_N, weights_N, grad_output, rows)}
+        factor = EmbeddingBagGrad(bags_N, ids_N, weights_N, grad_output, rows)
+        return (None, None, grad_weights), {"weight": factor}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping._compat import lacks_batch_axis, rms_norm
+from flash_clipping._compat import lacks_batch_axis, memory_format_of, rms_norm
 from flash_clipping.factors import DenseGrad, PerSampleGrad, SumGrad, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from flash_clipping.ops.runtime.shapes import Normalized
@@ -291,14 +291,18 @@ class GroupNormRule(Rule):
     def groups(self, layer: Any) -> int:
         return int(layer.num_groups)
 
+    def laid_out(self, x: Tensor) -> Tensor:
+        """The input in the memory layout that PyTorch gives the output."""
+        return x.contiguous(memory_format=memory_format_of(x)) if x.is_cpu else x.contiguous()
+
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x = normalization_input(x).contiguous()
+        x = self.laid_out(normalization_input(x))
         weight, bias = weight_and_bias(layer)
         B, C = x.shape[:2]
         output, mean, rstd = torch.native_group_norm(
             x, weight, bias, B, C, x.shape[2:].numel(), self.groups(layer), layer.eps
         )
-        return output, (x, mean, rstd, weight)
+        return output, (x.contiguous(), mean, rstd, weight)
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, mean, rstd, weight = saved
@@ -326,6 +330,9 @@ class InstanceNormRule(GroupNormRule):
 
     def groups(self, layer: Any) -> int:
         return int(layer.num_features)
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        return x.contiguous()
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.track_running_stats:

@@ -247,6 +247,35 @@ def register_scope(*module_types: type[nn.Module] | str) -> Callable[[_S], _S]:
     return decorate
 
 
+#: What finds scopes in a whole model: modules, and what each of them runs in.
+_SCOPE_FINDERS: list[Callable[[nn.Module], dict[nn.Module, Scope]]] = []
+
+
+def register_scope_finder(find: Callable[[nn.Module], dict[nn.Module, Scope]]) -> None:
+    """Ask ``find(root)``, when a model is wrapped, which of its modules declare rows, and what to
+    enter around their forwards."""
+    _SCOPE_FINDERS.append(find)
+
+
+def declaring_scopes(root: nn.Module) -> dict[nn.Module, Scope]:
+    """Modules below ``root`` that declare rows, and what to enter around their forwards."""
+    return {module: scope for find in _SCOPE_FINDERS for module, scope in find(root).items()}
+
+
+_ROW_PICKERS: set[str] = set()
+
+
+def register_row_picker(*module_types: str) -> None:
+    """Modules of these types (full names) call ordinary layers on rows that they pick, by an index,
+    from their first argument: tokens ``[M, d]``."""
+    _ROW_PICKERS.update(module_types)
+
+
+def picks_rows(module: nn.Module) -> bool:
+    """Whether :func:`register_row_picker` named this module's type."""
+    return full_name(type(module)) in _ROW_PICKERS
+
+
 def find_scope(module: nn.Module) -> Scope | None:
     """The scope registered for this module's type, if any."""
     kinds = type(module).__mro__

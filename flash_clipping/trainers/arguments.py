@@ -56,7 +56,7 @@ class PrivacyArguments:
                 f"PrivacyArguments: found target_epsilon={self.target_epsilon} and "
                 f"noise_multiplier={self.noise_multiplier}; expected exactly one of them."
             )
-        checked_number("target_delta", self.target_delta, "(0, 1)", example=1e-5)
+        checked_number("target_delta", self.target_delta, "(0, 0.5)", example=1e-5)
         if self.target_epsilon is not None:
             checked_number("target_epsilon", self.target_epsilon, "(0, inf)", example=3.0)
         else:

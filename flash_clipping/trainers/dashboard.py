@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ from torch import Tensor
 from flash_clipping.engine.accounting import relation_of
 from flash_clipping.errors import checked_number
 from flash_clipping.randomness.stream import seed_notice
+
+#: Backward passes without a clipped sample that are worth a line.
+_MANY = 100
 
 
 def accounted_steps(engine: Any) -> int:
@@ -47,9 +51,9 @@ class Reading:
         return self.samples / self.seconds if self.seconds > 0 else math.nan
 
     def logs(self, epsilon: float) -> dict[str, float]:
-        """The numbers that trainers log, with ε."""
-        names = ("clipped_share", "median_norm", "samples_per_second")
-        return {"epsilon": epsilon} | {name: getattr(self, name) for name in names}
+        """The numbers that trainers log, with ε. Logs are published with weights, so they have
+        nothing of the samples' gradients."""
+        return {"epsilon": epsilon, "samples_per_second": self.samples_per_second}
 
 
 class ClippingStatistics:
@@ -61,6 +65,8 @@ class ClippingStatistics:
         #: By backward passes: norms, whether samples were clipped, and whether they are padding.
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
         self._began = time.perf_counter()
+        #: Backward passes in a row that clipped nobody; -1 once that was said.
+        self._unclipped = 0
 
     def note_backward(self) -> None:
         """Take the samples of the last backward pass; before the optimizer's step."""
@@ -69,6 +75,10 @@ class ClippingStatistics:
         # No sample has norm and coefficient 0; padding is looked for when statistics are read.
         is_padding_B = (coef_PB[0] == 0) & (norm_B == 0)
         self._passes.append((norm_B.detach(), (coef_PB < 1).any(0), is_padding_B))
+
+    def restart(self) -> None:
+        """Do not count the time until now in the next reading."""
+        self._began = time.perf_counter()
 
     def read(self) -> Reading:
         """All samples since the last reading; waits for the device."""
@@ -82,8 +92,21 @@ class ClippingStatistics:
         if samples:
             shares = clipped.to(norms.dtype).mean()
             share, median = torch.stack([shares, norms.median()]).tolist()
+            if self._unclipped >= 0:
+                self._note_unclipped(len(self._passes) if share == 0 else -self._unclipped)
         self._passes = []
         return Reading(samples, share, median, seconds)
+
+    def _note_unclipped(self, more: int) -> None:
+        self._unclipped += more
+        if self._unclipped >= _MANY:
+            warnings.warn(
+                f"clipped_share: found 0 in {self._unclipped} backward passes. Every gradient is "
+                "shorter than max_grad_norm, which noise is made for. Give a smaller max_grad_norm "
+                "in the next run; or clipping='adaptive', which looks for it privately.",
+                stacklevel=4,
+            )
+            self._unclipped = -1
 
 
 class PrivacyDashboard:
@@ -124,6 +147,7 @@ class PrivacyDashboard:
         self._engine, self._delta, self._every, self._show = engine, delta, every, show
         self._model, self._statistics = model, ClippingStatistics(model)
         self._shown = accounted_steps(engine)
+        self._values: dict[str, float] = {}
         #: Whether a line has said which datasets ε compares.
         self._is_named = False
 
@@ -140,13 +164,26 @@ class PrivacyDashboard:
             self._line()
         self._statistics.note_backward()
 
+    def values(self) -> dict[str, float]:
+        """The numbers of the last line: ``step``, ``epsilon``, ``clipped_share``, ``median_norm``,
+        ``samples_per_second``. Empty before the first line. For a logger::
+
+            PrivacyDashboard(engine, model, delta=1e-5, show=lambda _: log(dashboard.values()))
+        """
+        return dict(self._values)
+
     def _line(self) -> None:
         # The model's optimizer may have a seed of its own.
         optimizer = getattr(getattr(self._model, "running_step", None), "follower", None)
         streams = [getattr(x, "stream", None) for x in (self._engine, optimizer)]
         self._shown = accounted_steps(self._engine)
+        reading = self._statistics.read()
         epsilon = self._engine.get_epsilon(self._delta)
-        shown = line(self._shown, epsilon, self._statistics.read())
+        shown = line(self._shown, epsilon, reading)
+        self._values = {"step": self._shown} | reading.logs(epsilon)
+        for name in ("clipped_share", "median_norm"):
+            self._values[name] = getattr(reading, name)
+        self._statistics.restart()  # the time that ε takes is not the training's
         if not self._is_named:
             shown += f"   (ε: {relation_of(self._engine.accountant)})"
         self._is_named = True

@@ -51,8 +51,9 @@ class PrivateTraining(ReportsPrivacy, Callback):
             optimization only.
 
     The loss that ``training_step`` returns is a mean over the samples it was given, of terms that
-    each depend on one sample. Logged every ``log_every_n_steps``: ``epsilon``, ``clipped_share``,
-    ``median_norm`` and ``samples_per_second``.
+    each depend on one sample. Logged every ``log_every_n_steps``: ``epsilon`` and
+    ``samples_per_second``; on the progress bar, and in no file, ``clipped_share`` and
+    ``median_norm``.
 
     Guarantees:
         ``(ε, δ)`` of :meth:`flash_clipping.FlashPrivacyEngine.get_epsilon`, for the weights after
@@ -182,7 +183,11 @@ class PrivateTraining(ReportsPrivacy, Callback):
         """Check that the step is accounted; log."""
         self.run.check_steps(trainer.global_step)
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            pl_module.log_dict(self.run.statistics.read().logs(self.epsilon), batch_size=1)
+            reading = self.run.read()
+            pl_module.log_dict(reading.logs(self.epsilon), batch_size=1)
+            names = ("clipped_share", "median_norm")  # of which no file is written
+            shown = {name: getattr(reading, name) for name in names}
+            pl_module.log_dict(shown, batch_size=1, logger=False, prog_bar=True)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the hooks off; the module is as it was."""

@@ -23,10 +23,14 @@ from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.errors import InvalidValue
 from flash_clipping.randomness import SecretStream
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.dashboard import ClippingStatistics, accounted_steps
+from flash_clipping.trainers.dashboard import ClippingStatistics, Reading, accounted_steps
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.process_groups import ProcessGroups
+
+
+#: Around what is said of privacy on a model card.
+CARD = ("<!-- privacy:start -->", "<!-- privacy:end -->")
 
 
 class ReportsPrivacy:
@@ -44,6 +48,34 @@ class ReportsPrivacy:
         """The neighbouring relation of ε, in words."""
         return self.run.engine.relation
 
+    def report(self) -> dict[str, Any]:
+        """All that ε depends on, for ``privacy.target_delta``: see
+        :meth:`~flash_clipping.FlashPrivacyEngine.report`."""
+        delta = self.run.arguments.target_delta
+        return self.run.engine.report(delta, optimizer=self.run.optimizer)
+
+    def model_card(self) -> str:
+        """What a model card says of the run's privacy, in Markdown."""
+        run, engine = self.run, self.run.engine
+        if not run.steps:
+            return f"{CARD[0]}\n## Differential privacy\n\nNo private step was taken.\n{CARD[1]}\n"
+        said = {
+            "Promise": engine.summary(run.arguments.target_delta, optimizer=run.optimizer),
+            "Unit": engine._unit,
+            "Clipping bound C": run.optimizer.max_grad_norm,
+            "Noise": f"standard deviation {run.noise_multiplier:.4g} C on the sum of a step",
+            "Batches": f"{run.optimizer.expected_batch_size} expected; each unit is drawn with "
+            f"probability {run.sample_rate:.4g}",
+            "Steps": run.steps,
+            "Accountant": engine.accountant.mechanism(),
+        }
+        rows = "".join(f"| {name} | {value} |\n" for name, value in said.items())
+        return (
+            f"{CARD[0]}\n## Differential privacy\n\nThe weights are (ε, δ)-differentially private. "
+            f"Losses and metrics on this card are not covered.\n\n| | |\n| --- | --- |\n{rows}"
+            f"{CARD[1]}\n"
+        )
+
 
 class PrivateRun:
     """Makes a trainer's run private: make it, draw batches with :attr:`sampling_stream`,
@@ -54,6 +86,8 @@ class PrivateRun:
             private optimizer, the :class:`~flash_clipping.trainers.dashboard.ClippingStatistics`,
             and the :class:`~flash_clipping.engine.micro_batches.StepInParts` of its steps.
         planned_steps: how many steps the noise was computed for.
+        readings: what the dashboard showed, and after how many steps. No ε covers it: it is in
+            memory alone.
     """
 
     hooks: Any = None
@@ -72,6 +106,7 @@ class PrivateRun:
         #: Steps that were accounted for before the trainer began to count its own.
         self.steps_before = 0
         self.sampling_stream = self.engine.stream.another()
+        self.readings: list[tuple[int, Reading]] = []
         #: Steps, and their ε.
         self._spent = 0, 0.0
 
@@ -167,6 +202,12 @@ class PrivateRun:
             self._spent = steps, self.engine.get_epsilon(self.arguments.target_delta)
         return self._spent[1]
 
+    def read(self) -> Reading:
+        """What clipping did since the last reading; kept in :attr:`readings`."""
+        reading: Reading = self.statistics.read()
+        self.readings.append((self.steps, reading))
+        return reading
+
     def check_steps(self, counted: int) -> None:
         """Raise ``RuntimeError`` unless the steps that a trainer counts are those accounted for."""
         accounted = self.steps - self.steps_before
@@ -184,7 +225,9 @@ class PrivateRun:
             f"target_epsilon={self.arguments.target_epsilon}: its noise was computed for "
             f"{self.planned_steps} steps, of which {self.steps} are done; found {remaining} more. "
             "Give the number of steps of the whole training at once, or noise_multiplier="
-            f"{self.noise_multiplier:.4g} instead of target_epsilon: epsilon then grows further."
+            f"{self.noise_multiplier:.4g} instead of target_epsilon: epsilon then grows further. "
+            "After an interrupt, go on from a checkpoint with a new trainer:\n"
+            "    trainer.train(resume_from_checkpoint=True)"
         )
 
     # -- checkpoints ----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from flash_clipping.errors import InvalidType, InvalidValue, missing_extra
 try:
     import accelerate as accelerate  # which Trainer needs later
     from accelerate.optimizer import AcceleratedOptimizer
+    from tqdm.auto import tqdm
     from transformers import (
         Seq2SeqTrainer,
         Trainer,
@@ -41,7 +42,9 @@ from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.units import UnitsOfCalls
 from flash_clipping.distributed import has_shards, reshard
 from flash_clipping.trainers.arguments import PrivacyArguments
+from flash_clipping.trainers.dashboard import line
 from flash_clipping.trainers.private_run import (
+    CARD,
     LogicalBatch,
     LogicalLoader,
     PrivateRun,
@@ -361,14 +364,28 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
     # -- logs -----------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in ``Trainer``; logs of training have ``epsilon``, and what clipping did since the
-        last: ``clipped_share``, ``median_norm``, ``samples_per_second``."""
+        """As in ``Trainer``; logs of training have ``epsilon`` and ``samples_per_second``. What
+        clipping did is shown, and in ``run.readings``: ``trainer_state.json`` has all logs."""
         if self.run.steps:
             if "loss" in logs and self.run.statistics is not None:
-                logs.update(self.run.statistics.read().logs(self.epsilon))  # of self.relation
+                reading = self.run.read()
+                logs.update(reading.logs(self.epsilon))  # of self.relation
+                if self.is_world_process_zero():
+                    tqdm.write(line(self.state.global_step, self.epsilon, reading))
             elif "train_loss" in logs:
                 logs["epsilon"] = self.epsilon
         super().log(logs, *args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As in ``Trainer``, with a section of what is promised: :meth:`model_card`."""
+        super().create_model_card(*args, **kwargs)
+        path = os.path.join(str(self.args.output_dir), "README.md")
+        if self.is_world_process_zero() and os.path.isfile(path):
+            with open(path, encoding="utf-8") as file:
+                before, _, rest = file.read().partition(CARD[0])
+            text = before + rest.partition(CARD[1])[2]  # where another card is kept
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(f"{text.rstrip()}\n\n{self.model_card()}")
 
     # -- checkpoints ----------------------------------------------------------------------------
 

@@ -85,8 +85,8 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):  # type: ignore[misc]
         if args.packing:
             raise InvalidValue(
                 "PrivateSFTTrainer: found packing=True. Which texts share a row depends on all "
-                "texts. Let those that a step draws lie end to end, without padding:\n"
-                "    SFTConfig(packing=False, padding_free=True)"
+                "texts. Let those that a step draws lie end to end, without padding; TRL cuts no "
+                "text then:\n    SFTConfig(packing=False, padding_free=True, max_length=None)"
             )
         if args.loss_type != "nll":
             raise InvalidValue(

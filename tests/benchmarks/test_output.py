@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.records import Record, Row, summaries
-from benchmarks.report import END, PEERS_END, PEERS_START, START
+from benchmarks.report import END, NOISE, PEERS_END, PEERS_START, SENSITIVITY, START
 from tests.benchmarks.conftest import Run
 
 METHODS = "nonprivate,flash,opacus-ghost"
@@ -221,3 +221,41 @@ def test_a_file_that_is_not_a_record_is_refused(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="not a benchmark record"):
         Record.read(path)
+
+
+def test_report_writes_the_tables_of_noise_and_of_attacks(
+    tmp_path: Path, run: Run, results: Path
+) -> None:
+    arguments, *_ = pages(results)
+    where = {"environment": {"device": "d", "driver": None, "torch": "2", "triton": None}}
+    where["environment"] |= {"opacus": None, "revision": "abc"}
+    speed = [{"noise": "a copy", "ms": 2.5}]
+    statistics = [{"name": "mean", "errors": -0.5}, {"name": "variance", "errors": 0.2}]
+    noise = {"kind": "noise", "command": "n", "speed": speed, "draws": 100, "largest": 2.345}
+    (results / "noise.json").write_text(json.dumps(where | noise | {"statistics": statistics}))
+    row = {"backend": "torch", "precision": "fp32", "tries": 4, "broken": 0, "failed": ""}
+    row |= {"other": {"sum": 1.5}}
+    search = [
+        row | {"rule": "Linear", "own": 0.5},
+        row | {"rule": "Linear", "own": 1.00002},
+        row | {"rule": "Conv2d", "own": 0.5},
+        row | {"rule": "LSTM", "own": 0.0, "failed": "error"},
+        row | {"rule": "Bag", "own": 0.0, "failed": "FlashClippingError: bag.weight"},
+        row | {"rule": "LSTM", "own": 1.0, "precision": "bf16"},
+    ]
+    found = where | {"kind": "certificate", "command": ["c", "e"], "search": search}
+    (results / "certificate.json").write_text(json.dumps(found))
+    noisy, guarantees = results / "noise.md", results / "guarantees.md"
+    noisy.write_text(f"{NOISE[0]}\n{NOISE[1]}\n")
+    guarantees.write_text(f"{SENSITIVITY[0]}\n{SENSITIVITY[1]}\n")
+    assert run(*arguments)[0] == 0
+    assert "| a copy | 2.5 |" in noisy.read_text() and "git revision abc" in noisy.read_text()
+    assert '2.35 σ. Of 2 statistics the furthest off is "mean", by 0.5' in noisy.read_text()
+    text = guarantees.read_text()
+    assert "| Linear | +2e-5 | not run |" in text and "| Conv2d | below C | not run |" in text
+    assert "| LSTM | failed | +0e+00 |" in text and "+0.50 (sum)" in text
+    assert "| Bag | refused | not run |" in text and "| CPU abc, fp32 |" in text
+    assert "24 attacks, 0 above" in text and "`c`\n\n`e`" in text and "revision abc" in text
+    assert run(*arguments, "--check")[0] == 0
+    noisy.write_text(noisy.read_text().replace("2.5", "2.4"))
+    assert run(*arguments, "--check")[0] == 1

@@ -34,6 +34,16 @@ def test_rows_are_measured(run: Run) -> None:
     assert run("survey", "--only", "Nothing")[0] == 2
 
 
+def test_all_kinds_can_run_in_one_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process(*_: Any) -> None:
+        raise AssertionError("a process was asked for")
+
+    monkeypatch.setattr("multiprocessing.get_context", no_process)
+    status, printed = run("survey", "--only", "OPTForCausalLM", "--processes", "0")
+    assert status == 0, printed
+    assert "OPTForCausalLM: exact" in printed
+
+
 def test_modes_are_measured_in_parts(run: Run, tmp_path: Path) -> None:
     """Columns of one table, from as many processes as there are parts."""
     names = ["BertForMaskedLM", "OPTForCausalLM"]

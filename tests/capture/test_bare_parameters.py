@@ -20,6 +20,8 @@ from tests.support.models import CASES, Case, Scale, Wrapped, floats
 from tests.support.oracle import Truth, per_sample_truth
 from tests.support.uses import Scaling
 
+pytestmark = pytest.mark.without_gate
+
 Forward = Callable[["Uses", Tensor], Tensor]
 B, T, D = 4, 5, 6
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.autograd import check_by_autograd, float64s, id_batch, squares
 
+pytestmark = pytest.mark.without_gate
+
 
 class Mixer(nn.Module):
     """Uses a layer, and its weight and bias by themselves as well, as state-space models do."""

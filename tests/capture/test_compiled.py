@@ -26,7 +26,7 @@ from tests.support.compiled import (
 from tests.support.models import CASES, Case
 from tests.support.oracle import assert_close, per_sample_truth
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_yet")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_yet"), pytest.mark.without_gate]
 
 
 needs_compiler = pytest.mark.skipif(

@@ -25,7 +25,7 @@ from tests.support.compiled import (
 from tests.support.models import Case, floats
 from tests.support.oracle import per_sample_truth
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_yet")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_yet"), pytest.mark.without_gate]
 
 
 @pytest.mark.parametrize("how", ["torch.compile", "module.compile"])

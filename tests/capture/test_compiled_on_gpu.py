@@ -17,7 +17,11 @@ from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping, Gr
 from tests.support.compiled import Transformer, lm_loss, with_adapters
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_yet")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("nothing_compiled_yet"),
+    pytest.mark.without_gate,
+]
 
 every_mode = pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 

@@ -26,7 +26,7 @@ from tests.support.compiled import (
 from tests.support.models import CASES, Case, floats, squared_loss
 from tests.support.oracle import per_sample_truth
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_yet")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_yet"), pytest.mark.without_gate]
 
 
 def test_batches_of_many_sizes_share_graphs() -> None:

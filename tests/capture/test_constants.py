@@ -18,6 +18,8 @@ from tests.support.constants import AtPositions, OnConstants
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 
 def change_of_sum(model: nn.Module, batches: list[tuple[Tensor, ...]], bound: float = 0.01) -> Any:
     """The most that one sample of the last batch adds to the released sum, in units of ``C``.

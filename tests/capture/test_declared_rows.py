@@ -14,6 +14,8 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, sa
 from tests.support.autograd import check_by_autograd, float64s, mean_squares, squares
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 
 class Experts(nn.Module):
     """A list of experts; each gets the tokens that chose it."""

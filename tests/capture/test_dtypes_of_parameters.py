@@ -14,6 +14,8 @@ from tests.support.autograd import id_batch, squares, truth_by_autograd
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 
 class MixedDtypes(nn.Module):
     """A bf16 body between an fp32 embedding and an fp64 head."""
@@ -53,42 +55,75 @@ def test_parameters_of_different_dtypes(head: torch.dtype, body: torch.dtype, mo
         assert_close(param.grad, grad, max(4 * unit, 1e-5), name)
 
 
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-@pytest.mark.parametrize("kind", ["linear", "convolution", "tied"])
-def test_uses_with_other_batch_sizes_are_exact_or_refused_by_name(kind: str, mode: str) -> None:
-    """Whole copies of the batch are served; halves of it are refused, not by whatever then fails
-    to put the uses together."""
+class Uneven(nn.Module):
+    """One layer reads the samples, and reads more rows than there are samples."""
 
-    class Uneven(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            if kind == "tied":
-                self.shared = nn.Embedding(7, 3)
-                self.head = nn.Linear(3, 7, bias=False)
-                self.head.weight = self.shared.weight
-            else:
-                self.shared = nn.Linear(3, 3) if kind == "linear" else nn.Conv1d(3, 3, 1)
+    def __init__(self, kind: str, views: str) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 3) if kind == "linear" else nn.Conv1d(3, 3, 1)
+        self.views = views
 
-        def forward(self, x: Tensor) -> Tensor:
-            if kind == "tied":
-                return self.head(self.shared(x[:2]).repeat(2, 1, 1))
-            # Backward comes to the other use, which is as it should be, first.
-            uneven = self.shared(torch.cat([x, x]))[:4]
-            return self.shared(x) + uneven
+    def forward(self, x: Tensor) -> Tensor:
+        # Backward comes to the other use, which is as it should be, first.
+        if self.views == "apart":
+            uneven = self.shared(torch.cat([x, x]))[: len(x)]
+        else:
+            uneven = self.shared(torch.stack([x, x], 1).flatten(0, 1))[::2]
+        return self.shared(x) + uneven
 
-    shapes = {"linear": (4, 3), "convolution": (4, 3, 5)}
-    x = torch.randint(7, (4, 5)) if kind == "tied" else torch.randn(shapes[kind])
-    model = Uneven()
-    truth = None if kind == "tied" else truth_of_twice(copy.deepcopy(model), x)
+
+SHAPES = {"linear": (4, 3), "convolution": (4, 3, 5)}
+APART = (
+    r"shared \(\w+\): what it reads has 8 rows for a batch of 4, and 6 for a batch of 3\n"
+    r".*a sample's rows lie apart.*torch\.stack\(\[a, b\], 1\)\.flatten\(0, 1\) in place of "
+    r'torch\.cat\(\[a, b\]\)(?s:.*)mode="one_by_one"'
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_two_views_of_a_sample_that_lie_together_are_exact(kind: str, mode: str) -> None:
+    norms_are_exact(Uneven(kind, "together"), torch.randn(SHAPES[kind]), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_two_views_of_a_batch_one_behind_the_other_are_refused(kind: str, mode: str) -> None:
+    wrapped = GradSampleModuleFlashClipping(Uneven(kind, "apart"), max_grad_norm=1.0, mode=mode)
+    with pytest.raises(FlashClippingError, match=APART):
+        wrapped(torch.randn(SHAPES[kind])).square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_two_views_of_a_batch_run_one_by_one(kind: str) -> None:
+    with pytest.warns(UserWarning, match="samples run through the model one at a time"):
+        norms_are_exact(Uneven(kind, "apart"), torch.randn(SHAPES[kind]), "one_by_one")
+
+
+def norms_are_exact(model: Uneven, x: Tensor, mode: str) -> None:
+    truth = truth_of_twice(copy.deepcopy(model), x)
     wrapped = GradSampleModuleFlashClipping(
         model, max_grad_norm=1.0, mode=mode, loss_reduction="sum"
     )
-    if truth is not None:
-        wrapped(x).square().sum().backward()
-        assert_close(wrapped.get_norm_sample(), truth, 1e-5, "norms")
-        return
-    with pytest.raises(FlashClippingError, match=r"shared \(\w+\): what it reads has [28] rows"):
-        wrapped(x).square().sum().backward()
+    wrapped(x).square().sum().backward()
+    assert_close(wrapped.get_norm_sample(), truth, 1e-5, "norms")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tied_table_that_reads_some_samples_is_refused(mode: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Embedding(7, 3)
+            self.head = nn.Linear(3, 7, bias=False)
+            self.head.weight = self.shared.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.shared(x[:2]).repeat(2, 1, 1))
+
+    wrapped = GradSampleModuleFlashClipping(Tied(), max_grad_norm=1.0, mode=mode)
+    with pytest.raises(FlashClippingError, match=r"shared \(Embedding\): what it reads has 2 rows"):
+        wrapped(torch.randint(7, (4, 5))).square().sum().backward()
 
 
 def truth_of_twice(model: Any, x: Tensor) -> Tensor:

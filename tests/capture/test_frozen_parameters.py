@@ -10,6 +10,8 @@ from tests.support.autograd import check_by_autograd, id_batch, squares
 from tests.support.hugging_face import gpt2, own_loss
 from tests.support.wrapping import MODES, WRAPPERS
 
+pytestmark = pytest.mark.without_gate
+
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)

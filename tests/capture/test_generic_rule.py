@@ -15,7 +15,10 @@ from tests.support.autograd import squares, truth_by_autograd
 from tests.support.uses import IDS, D, Data, Holder, make_around, measured, seeded_batch
 from tests.support.wrapping import WRAPPERS
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*vmap cannot run this module"),
+    pytest.mark.without_gate,
+]
 
 
 class Scaled(nn.Embedding):

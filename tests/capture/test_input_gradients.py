@@ -13,6 +13,8 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.models import CASES, Case
 from tests.support.oracle import assert_close, per_sample_truth
 
+pytestmark = pytest.mark.without_gate
+
 INPUT_CASES = ["linear_3d", "conv1d", "parameter_proxies", "generic", "layer_norm", "group_norm"]
 
 

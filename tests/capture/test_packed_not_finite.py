@@ -17,6 +17,8 @@ from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.oracle import assert_close
 from tests.support.packed import VOCABULARY, Row, Scale, documents, losses, packed, truth_of
 
+pytestmark = pytest.mark.without_gate
+
 
 def attention(x: Tensor, document: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x, document[:, :, None] == document[:, None])

@@ -19,6 +19,8 @@ from tests.support.packed import (
     packed,
 )
 
+pytestmark = pytest.mark.without_gate
+
 # -- documents that reach each other ---------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 
+pytestmark = pytest.mark.without_gate
+
 B, D = 4, 6
 
 

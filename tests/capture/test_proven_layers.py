@@ -28,6 +28,8 @@ from tests.support.autograd import (
     truth_by_autograd,
 )
 
+pytestmark = pytest.mark.without_gate
+
 C = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Samples along other axes and in other orders: exact where rehearsals have shown it.
+"""Samples along other axes: exact where rehearsals have shown it. Rows that lie apart: refused.
 
 Shape suffixes: B samples, T positions, d features.
 """
@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from opacus.layers import DPLSTM
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture.row_layouts import Layout, layout_of
+from flash_clipping.capture.row_layouts import Layout
 from tests.support.autograd import check_by_autograd, float64s, squares
 
 
@@ -73,23 +74,10 @@ class Blocks(nn.Module):
         return out.transpose(0, 1).reshape(h.shape)
 
 
-class Convolves(nn.Module):
-    """Windows of all samples behind each other, and a layer that is not for single positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(4, 4, 3, padding=1)
-
-    def forward(self, h: Tensor) -> Tensor:
-        rows = h.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1).mT
-        return self.conv(rows).mT.unflatten(0, (2, len(h))).transpose(0, 1).flatten(1, 2)
-
-
 INNER: dict[str, Callable[[], nn.Module]] = {
     "time first": TimeFirst,
     "scores": Scores,
     "blocks": Blocks,
-    "convolves": Convolves,
 }
 
 
@@ -125,28 +113,106 @@ def test_other_batches_after_the_first(kind: str) -> None:
         norms_like_the_truth(model, flash, float64s(samples, positions, 3))
 
 
-class LongTexts(nn.Module):
-    """Windows of four positions in front of the samples. The first text has one window."""
+class Windows(nn.Module):
+    """Windows of four positions in front of the samples: of a longer text, rows that lie apart."""
+
+    def __init__(self, inner: nn.Module, flat: bool = False) -> None:
+        super().__init__()
+        self.inner, self.flat = inner, flat
+
+    def forward(self, h: Tensor) -> Tensor:
+        w_WBTd = h.unflatten(1, (-1, 4)).transpose(0, 1)
+        rows = w_WBTd.flatten(0, 2 if self.flat else 1)
+        return self.inner(rows).view(w_WBTd.shape).transpose(0, 1).flatten(1, 2)
+
+
+class Heads(nn.Module):
+    """``torch.cat`` of heads along the batch: they meet parameters there if they are scaled."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+        self.inner = nn.Linear(2, 2) if scaled else nn.Identity()
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = (torch.cat(x.chunk(2, -1)) for x in self.qkv(h).chunk(3, -1))
+        scores = self.inner(q) @ k.mT
+        return torch.cat((scores.softmax(-1) @ v).chunk(2), -1)
+
+
+class Dilated(nn.Module):
+    """Every second position of all samples before the others, as forecasting libraries have it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ffn = nn.Linear(4, 4)
+        self.inner = DPLSTM(4, 4)
 
     def forward(self, h: Tensor) -> Tensor:
-        windows = -(-h.shape[1] // 4)
-        w_WBTd = h.unflatten(1, (windows, -1)).transpose(0, 1)
-        out = self.ffn(w_WBTd.reshape(-1, 4)).view(w_WBTd.shape)
-        return out.transpose(0, 1).flatten(1, 2)
+        z_TBd = h.transpose(0, 1)
+        found = self.inner(torch.cat([z_TBd[::2], z_TBd[1::2]], 1))[0].unflatten(1, (2, len(h)))
+        return found.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def test_a_text_with_more_windows_than_the_first() -> None:
-    """With one window its rows are parts of samples that lie together; with two they lie apart.
-    What was found of shorter texts was taken for longer ones, silently."""
+class Columns(nn.Module):
+    """A bare parameter meets rows that lie apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        rows = h.transpose(0, 1).flatten(0, 1) * self.gain
+        return rows.view(h.shape[1], -1, 4).transpose(0, 1)
+
+
+APART: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: Windows(nn.Linear(4, 4)),
+    "norm": lambda: Windows(nn.LayerNorm(4)),
+    "attention": lambda: Windows(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)),
+    "heads": lambda: Heads(scaled=True),
+    "recurrence": Dilated,
+}
+ADVICE = r"(?s)inner\.inner.*a sample's rows together.*mode=\"one_by_one\""
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("kind", APART)
+def test_rows_that_lie_apart_are_refused(kind: str, samples: int) -> None:
     torch.manual_seed(0)
-    model = Around(LongTexts()).double()
+    flash = GradSampleModuleFlashClipping(Around(APART[kind]()).double())
+    with pytest.raises(FlashClippingError, match=ADVICE):
+        squares(flash, float64s(samples, 8, 3)).backward()
+    assert all(param.grad is None for param in flash.parameters())
+
+
+def test_rows_that_lie_apart_and_are_declared_as_parts_are_refused() -> None:
+    torch.manual_seed(0)
+    model = Around(Windows(nn.Linear(4, 4))).double()
+    flash = GradSampleModuleFlashClipping(model, folded_modules=["inner.inner"])
+    with pytest.raises(FlashClippingError, match=r"expected rounding alone"):
+        squares(flash, float64s(3, 8, 3)).backward()
+
+
+@pytest.mark.parametrize("inner", [lambda: Heads(scaled=False), Columns])
+def test_rows_that_lie_apart_inside_of_a_module_are_exact(inner: Callable[[], nn.Module]) -> None:
+    """They meet no parameter, or one of the module's own, which is run for each sample."""
+    torch.manual_seed(0)
+    check_by_autograd(Around(inner()).double(), float64s(3, 8, 3), squares)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_text_with_more_windows_than_the_first(flat: bool) -> None:
+    """With one window its rows are samples, or parts of them that lie together; with two they lie
+    apart."""
+    torch.manual_seed(0)
+    model = Around(Windows(nn.Linear(4, 4), flat)).double()
     flash = GradSampleModuleFlashClipping(model)
-    for positions in (4, 8, 6, 2, 8, 4):
-        norms_like_the_truth(model, flash, float64s(3, positions, 3))
+    for positions in (4, 8, 4, 12):
+        if positions == 4:
+            norms_like_the_truth(model, flash, float64s(3, positions, 3))
+            continue
+        with pytest.raises(FlashClippingError, match=r"inner\.inner"):
+            squares(flash, float64s(3, positions, 3)).backward()
 
 
 class Turns(nn.Module):
@@ -182,6 +248,26 @@ def test_another_axis_later(when: str, turned: bool) -> None:
         with pytest.raises(FlashClippingError, match="ffn"):
             squares(flash, x).backward()
         assert all(param.grad is None for param in model.parameters())
+
+
+class TwoAxes(nn.Module):
+    """One layer reads samples along the second axis, and halves of samples along the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = nn.Linear(4, 4)
+
+    def forward(self, h: Tensor) -> Tensor:
+        halves = self.ffn(h.unflatten(1, (2, -1)).flatten(0, 1)).view(h.shape)
+        return halves + self.ffn(h.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4])
+def test_one_layer_along_two_axes_is_refused(samples: int) -> None:
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(Around(TwoAxes()).double())
+    with pytest.raises(FlashClippingError, match=r"(?s)ffn.*mode=\"one_by_one\""):
+        squares(flash, float64s(samples, 4, 3)).backward()
 
 
 class Reaches(nn.Module):
@@ -224,16 +310,15 @@ def test_an_empty_batch() -> None:
 
 def test_layouts() -> None:
     x = torch.arange(24).view(2, 12)
-    layout = Layout(1, 2)
+    layout = Layout(1)
     assert layout.parts(x, 3) == 4 and layout.parts(x, 5) is None and layout.parts(x, 0) is None
     front = layout.front(x, 3)
-    assert front[1].flatten().tolist() == [2, 3, 8, 9, 14, 15, 20, 21]
+    assert front[1].flatten().tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
     assert torch.equal(layout.back(front), x)
     assert layout.only(x, 1, 3).count_nonzero() == 8
-    assert layout_of("layer", torch.zeros(5, 9), 3, {4: Layout(1)}) == Layout(1)
-    for seen in ({4: layout}, {4: Layout(1), 2: Layout(0)}):
-        with pytest.raises(FlashClippingError, match="layer: found a tensor of shape"):
-            layout_of("layer", torch.zeros(5, 18), 3, seen)
+    layout.check("layer", torch.zeros(5, 9), 3)
+    with pytest.raises(FlashClippingError, match="layer: found a tensor of shape"):
+        layout.check("layer", torch.zeros(6, 5), 3)
 
 
 def test_what_is_as_long_as_seen_is_not_rehearsed_again() -> None:

@@ -28,6 +28,8 @@ from tests.support.autograd import (
 from tests.support.hugging_face import gpt2
 from tests.support.oracle import assert_close
 
+pytestmark = pytest.mark.without_gate
+
 Function = Callable[[Any, Tensor], Any]
 
 #: Functions of a value ``z [1, T, 3]`` that is the same for all samples, and samples ``[B, T, 3]``.

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.oracle import assert_close, per_sample_truth
 
+pytestmark = pytest.mark.without_gate
+
 
 class Attention(nn.Module):
     """Three layers and more that read one input, between two of others."""

@@ -28,6 +28,8 @@ from tests.support.models import Gain
 from tests.support.uses import Scaling
 from tests.support.wrapping import MODES, WRAPPERS
 
+pytestmark = pytest.mark.without_gate
+
 # -- one model, several uses ----------------------------------------------------------------------
 
 

@@ -390,8 +390,8 @@ def test_rows_that_cancel_are_clipped_by_a_bound(layer: nn.Module) -> None:
     assert cancelled < 1e-3 * alone
     # What sums of two rows may lose: δ of error_bounds.py.
     least = {nn.Embedding: 12 * 2.0**-24, nn.Conv1d: 12 * 2.0**-24, nn.Linear: 2.0**-10.5}
-    assert flash.upper_bounds[0] >= 0.9 * least[type(layer)] * 2 * alone
-    assert flash.upper_bounds[1] < 1.1 * alone
+    assert flash.running_step.norms.upper[0] >= 0.9 * least[type(layer)] * 2 * alone
+    assert flash.running_step.norms.upper[1] < 1.1 * alone
 
 
 def test_the_map_may_be_changed_afterwards() -> None:

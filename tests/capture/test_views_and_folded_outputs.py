@@ -19,6 +19,8 @@ from tests.support.autograd import (
 )
 from tests.support.oracle import assert_close
 
+pytestmark = pytest.mark.without_gate
+
 B, T, D, HEADS = 3, 4, 6, 2
 
 
@@ -85,3 +87,33 @@ def test_what_is_the_same_for_all_samples_is_returned_for_each() -> None:
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, force_functorch=True)
     squares(flash, batch).backward()
     check_truth(flash, model, truth, 1.0, 1e-9)
+
+
+class Mix(nn.Module):
+    """As hyper-connections': mixes the streams of each sample, which lie in the batch axis."""
+
+    def __init__(self, streams: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(streams, streams))
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = x.unflatten(0, (-1, len(self.weight)))
+        return torch.einsum("bsd,st->btd", streams, self.weight).flatten(0, 1)
+
+
+class Streams(nn.Module):
+    def __init__(self, streams: int) -> None:
+        super().__init__()
+        self.first, self.mix, self.last = nn.Linear(D, D), Mix(streams), nn.Linear(D, 2)
+        self.streams = streams
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.tanh(self.first(x)).repeat_interleave(self.streams, 0)
+        return self.last(torch.tanh(self.mix(rows)).unflatten(0, (-1, self.streams)).sum(1))
+
+
+@pytest.mark.parametrize("streams", [2, 3])
+def test_the_generic_rule_gets_all_streams_of_a_sample(streams: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Streams(streams).double(), float64s(5, D)
+    check_by_autograd(model, batch, squares, force_functorch=True)

@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import check_by_autograd, squares
 from tests.support.recorded import recorded_factors
+
+pytestmark = pytest.mark.without_gate
 
 B, T, D = 3, 4, 6
 
@@ -209,6 +212,27 @@ def test_exact_and_in_the_factors_of_the_parent(name: str) -> None:
     found = recorded_factors(flash, lambda: squares(flash, batch).backward())
     assert found[kind] == kinds
     check_by_autograd(model, batch, squares, steps=1)
+
+
+def test_a_standardised_convolution_does_not_run_again_in_backward() -> None:
+    """Its gradients are those of the layer's rule, not of the operation run sample by sample."""
+
+    class Counting(TorchDispatchMode):
+        convolutions = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.convolutions += func is torch.ops.aten.convolution.default
+            return func(*args, **(kwargs or {}))
+
+    model, batch = around(Convolution(True))
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    squares(flash, batch).backward()
+    loss = squares(flash, batch)
+    with Counting() as counting:
+        loss.backward()
+    assert counting.convolutions == 0
 
 
 @pytest.mark.parametrize(

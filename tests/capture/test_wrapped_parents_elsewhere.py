@@ -32,6 +32,8 @@ from tests.support.autograd import check_by_autograd, check_truth, squares, trut
 from tests.support.compiled import Backend, slow
 from tests.support.packed import Reader, documents
 
+pytestmark = pytest.mark.without_gate
+
 Make = Callable[[], nn.Module]
 
 

@@ -37,6 +37,8 @@ from tests.support.oracle import per_sample_truth
 from tests.support.profiles import PROFILE, profile
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 MORE = 1 if PROFILE == "default" else 40
 
 PAIRS = [(name, algorithm) for name, it in SUBJECTS.items() for algorithm in it.algorithms]

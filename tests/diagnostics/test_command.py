@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import flash_clipping
-from flash_clipping.__main__ import _coloured, main
+from flash_clipping.__main__ import main
 
 FACTORIES = """
 import torch
@@ -180,28 +181,6 @@ def test_command_line_runs_as_a_module(factories: str, tmp_path: Path) -> None:
     assert "BatchNorm1d" in run.stdout
 
 
-def test_verdicts_have_colours_on_a_terminal() -> None:
-    lines = ["0 (Linear)", "  weight  PASS", "  bias  frozen", "FAIL: no  PASS.", "FAILED"]
-    text = _coloured("\n".join(lines))
-    assert re.sub("\x1b\\[[0-9;]*m", "", text).splitlines() == lines
-    found = re.findall("\x1b\\[([0-9;]+)m([^\x1b]+)\x1b\\[0m", text)
-    red = "1;31"
-    assert found == [("32", "PASS"), ("33", "frozen"), (red, "FAIL"), (red, "FAILED")]
-
-
-@pytest.mark.parametrize("no_colour", [False, True])
-def test_colours_are_for_terminals_only(
-    no_colour: bool, factories: str, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    assert main(["check", "own_factories:good"]) == 0
-    assert "\x1b" not in capsys.readouterr().out
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    if no_colour:
-        monkeypatch.setenv("NO_COLOR", "1")
-    assert main(["check", "own_factories:good"]) == 0
-    assert ("\x1b[32mPASS" in capsys.readouterr().out) is not no_colour
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -222,3 +201,64 @@ def test_a_reader_that_has_enough_is_no_error(arguments: str) -> None:
     )
     os.close(writing)
     assert run.stderr == "" and run.returncode in (0, 128 + 13)
+
+
+FILES = {
+    "list.json": "[1, 2]",
+    "text.json": "no JSON",
+    "format.json": '{"format": 1}',
+    "release.json": json.dumps(
+        {"format": 1, "delta": 1e-5, "relation": "r", "unit": "u", "assumptions": []}
+        | {"violated": [], "seeds": [], "parts": [], "releases": [[{"noise_multiplier": -1}]]}
+    ),
+    "scores.json": '{"scores": "x", "included": [true], "epsilon": 3, "delta": 1e-5}',
+}
+PLAN = "plan --samples 100 --batch-size 10 --accountant rdp"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("compose list.json", "compose text.json", "compose format.json", "compose nothing.json"),
+        *("compose release.json", "compose release.json --delta nan", "compose ."),
+        *("audit list.json --guesses 1", "audit scores.json --guesses 1", "audit . --guesses 1"),
+        *("check own_factories:good --device nonsense", "check own_factories:good --device meta"),
+        "check own_factories:good --max-grad-norm -1",
+        "check own_factories:good --tolerance nan",
+        "check own_factories:good --removals -3",
+        "check own_factories:good --folded nothing",
+        f"check own_factories:good --seed {2**80}",
+        *(f"{PLAN} --epochs 1", f"{PLAN} --epsilon 1", f"{PLAN} --epochs -1 --epsilon 1"),
+        f"{PLAN} --epochs 1 --noise-multiplier 1 --plot nowhere/plan.png",
+    ],
+)
+def test_what_cannot_be_used_has_status_two(
+    factories: str, tmp_path: Path, arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    try:
+        status = main(arguments.split())
+    except SystemExit as error:  # of argparse
+        status = error.code
+    assert status == 2
+    error = capsys.readouterr().err
+    assert f"flash-clipping {arguments.split()[0]}: " in error and "Traceback" not in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_devices_that_are_not_there_have_status_two(factories: str) -> None:
+    assert main(["check", "own_factories:good", "--device", "cuda"]) == 2
+    if "TRITON_INTERPRET" not in os.environ:
+        assert main(["check", "own_factories:good", "--backend", "triton"]) == 2
+
+
+def test_commands_say_what_they_do(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{factories}:good", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["passed"]
+    assert re.findall("loading|plain model|flash clipping|oracle|removed", said.err) == [
+        *("loading", "plain model", "flash clipping", "oracle", "removed")
+    ]
+    assert main([*PLAN.split(), "--epochs", "1", "--epsilon", "3"]) == 0
+    assert capsys.readouterr().err.count(" ...\n") == 2

@@ -42,6 +42,12 @@ def test_the_rule_in_the_documentation_works(own_rules: None) -> None:
 
 PACKAGE = ROOT / "flash_clipping"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+FOLDERS = ("flash_clipping", "tests", "benchmarks", "examples", "docs", ".ci")
+FILES = [
+    str(path.relative_to(ROOT))
+    for path in chain(ROOT.iterdir(), *((ROOT / folder).rglob("*") for folder in FOLDERS))
+    if path.is_file()
+]
 
 
 def anchors(page: Path) -> set[str]:
@@ -61,16 +67,58 @@ def test_links_of_the_documentation_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
-@pytest.mark.parametrize(
-    ("page", "least"), [("guarantees.md", 15), ("attacks.md", 15), ("migrating-from-opacus.md", 2)]
-)
-def test_tests_that_are_named_in_the_documentation_exist(page: str, least: int) -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / page).read_text())
-    assert len(named) >= least
-    for file, test in named:
-        assert (ROOT / file).exists(), file
-        source = (ROOT / file).read_text()
-        assert not test or re.search(rf"^\s*(def|class) {test}\b", source, re.MULTILINE), test
+#: Of users, in examples on the pages.
+OF_USERS = {"train.py"}
+
+ALL_PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=page_id)
+def test_files_and_tests_that_are_named_in_the_documentation_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    suffixes = "py|json|md|ipynb|svg|txt|cfg|toml|yml"
+    named = re.findall(rf"`((?:[\w.-]+/)*[\w.-]+\.(?:{suffixes})|tests/[\w/]+)(?:::(\w+))?`", text)
+    for file, test in {*named} - {(name, "") for name in OF_USERS}:
+        found = [at for at in FILES if f"/{at}".endswith(f"/{file.rstrip('/')}")]
+        assert found or (ROOT / file).is_dir(), file
+        sources = (
+            at for at in found if re.search(rf"(def|class) {test}\b", (ROOT / at).read_text())
+        )
+        assert not test or any(sources), f"{file}::{test}"
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=page_id)
+def test_tables_have_a_heading_and_as_many_cells_in_every_row(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^ *\|.*\n)+", text, flags=re.MULTILINE):
+        heading, *rows = (re.split(r"(?<!\\)\|", line) for line in table.splitlines())
+        assert rows and all(re.fullmatch(r" *:?-+:? *", cell) for cell in rows[0][1:-1]), table
+        assert {len(row) for row in rows} == {len(heading)}, table
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "tutorials").glob("*.md")), ids=page_id)
+def test_commands_of_tutorials_write_into_no_tracked_folder(page: Path) -> None:
+    written = re.findall(r"--(?:plot|output|json|checkpoint)[ =](\S+)", page.read_text())
+    assert [path for path in written if path.split("/")[0] in FOLDERS] == []
+
+
+def test_pages_promise_epsilon_and_delta_and_no_more() -> None:
+    pages = [*ALL_PAGES, *(ROOT / "examples").glob("*.ipynb"), *(ROOT / "examples").glob("*.py")]
+    said = [f"{page_id(page)}: {line}" for page in pages for line in page.read_text().splitlines()]
+    too_much = "nobody can tell|no one can tell|probability that the promise|shows? in its weights"
+    assert [line for line in said if re.search(too_much, line)] == []
+
+
+def test_the_bound_of_the_front_page_is_the_one_that_is_defined() -> None:
+    defined = (ROOT / "docs" / "guarantees.md").read_text()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for part in ("1e-4", "k 2⁻²²", "k L 2⁻²⁴", "3 C", "c_b = min(1, C / (n_b + 1e-6))"):
+        assert part in defined and part in readme, part
+    assert "the returned criterion, or a *sum*" in readme
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()

@@ -16,6 +16,7 @@ from flash_clipping import (
 from flash_clipping.diagnostics import BadBatchError, check
 from flash_clipping.factors import SumGrad
 from flash_clipping.rules.linear import LinearRule
+from tests.capture.proof.mixers import RIGHT, SEEN_BY_CHECK, Around, B, K, T
 from tests.support.diagnosed import QKV, Fused, Windows, of, statuses
 from tests.support.factors import Own
 
@@ -125,13 +126,16 @@ def test_a_constant_input_with_the_batch_size_as_length_is_exact() -> None:
             assert report.passed and statuses(report)["positions.weight"] == "PASS", report
 
 
-def test_folded_windows_in_any_order() -> None:
+def test_folded_windows() -> None:
     x = torch.randn(5, 6, 4)
     assert check(Windows(), x, dtype=torch.float64).passed
     assert check(Windows(), x, folded_modules=["window"], dtype=torch.float64).passed
-    # In another order: found, also where it is declared wrongly.
-    assert check(Windows(together=False), x, dtype=torch.float64).passed
-    assert check(Windows(together=False), x, folded_modules=["window"], dtype=torch.float64).passed
+    # A sample's rows lie apart: refused, also where they are declared.
+    for folded in ([], ["window"]):
+        report = check(
+            Windows(together=False), x, folded_modules=folded, dtype=torch.float64, strict=False
+        )
+        assert not report.passed and "window" in "".join(report.failures), report
 
 
 class Centre(nn.Module):
@@ -159,8 +163,9 @@ def test_a_scale_that_this_batch_does_not_need_is_caught() -> None:
             return x / x.abs().max().clamp(min=5.0)
 
     report = check(nn.Sequential(nn.Linear(4, 2), Scaled()), torch.randn(5, 4))
-    (failure,) = report.failures
+    failure, beside = report.failures
     assert "outputs of a sample change with the others in its batch" in failure
+    assert "Where the values of sample 0 are extreme" in beside
     assert all(status == "PASS" for status in statuses(report).values())
 
 
@@ -354,3 +359,21 @@ def test_wrapped_models_are_refused() -> None:
         check(GradSampleModuleFlashClipping(nn.Linear(4, 3)), torch.randn(5, 4))
     with pytest.raises(TypeError, match="clipping"):
         check(nn.Linear(4, 3), torch.randn(5, 4), clipping="per_layer")
+
+
+@pytest.mark.parametrize("name", SEEN_BY_CHECK)
+def test_what_the_look_before_a_first_step_does_not_see(name: str) -> None:
+    torch.manual_seed(0)
+    report = check(Around(SEEN_BY_CHECK[name]).eval(), torch.randn(B, T, K), strict=False)
+    found = {
+        "order by values": "Where the values of sample 0 are extreme: norms change",
+        "divided by the size, dropout": "the outputs of a sample change with the others",
+    }
+    assert any(found[name] in failure for failure in report.failures), report
+
+
+@pytest.mark.parametrize("name", ["plain", "flat", "dropout where large", "alpha dropout"])
+def test_a_model_beside_an_extreme_sample(name: str) -> None:
+    torch.manual_seed(0)
+    report = check(Around(RIGHT[name]).eval(), torch.randn(B, T, K), strict=False)
+    assert not any("extreme" in failure for failure in report.failures), report

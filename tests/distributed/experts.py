@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.survey.kinds import all_kinds
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.distributed.experts import distribute_experts
+from flash_clipping.hugging_face.experts_in_parallel import distribute_experts
 from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
 from tests.distributed import cases, steps, uses
 from tests.distributed.processes import (

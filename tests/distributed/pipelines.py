@@ -211,8 +211,9 @@ def cancelling(rank: int) -> tuple[Tensor, Tensor]:
     loss(alone(x), y).backward()
     flash = GradSampleModuleFlashClipping(nn.Sequential(both()[rank]), max_grad_norm=C)
     PrivateSchedule(schedule_of(flash, loss=loss), microbatch_size=2).step(x, target=y)
-    assert flash.upper_bounds is not None and alone.upper_bounds is not None
-    return flash.upper_bounds, alone.upper_bounds
+    norms = flash.running_step.norms, alone.running_step.norms
+    assert norms[0] is not None and norms[1] is not None
+    return norms[0].upper, norms[1].upper
 
 
 def truth_now(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
@@ -222,7 +223,7 @@ def truth_now(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
 
 
 def optimizer_of(part: nn.Module, flash: Any, noise: float, lr: float = 1e-2) -> Any:
-    from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer
+    from flash_clipping.pipelines.optimizer import PipelineFlashDPOptimizer
 
     plain = torch.optim.SGD([p for p in part.parameters() if p.requires_grad], lr=lr)
     optimizer = PipelineFlashDPOptimizer(

@@ -34,6 +34,7 @@ from tests.support.autograd import truth_by_autograd
 from tests.support.oracle import Truth
 from tests.support.shared import filled_once
 from tests.support.starting import start_processes
+from tests.support.sums import norm_of
 
 SAMPLES, VOCAB, CLASSES, C = 8, 11, 3, 0.1
 BACKEND = os.environ.get("FLASH_CLIPPING_TEST_BACKEND", "gloo")
@@ -140,7 +141,7 @@ def sharded(model: Any, how: str = "blocks", experts: bool = False, **options: A
     """``experts``: those of the model lie in parallel, over the same mesh."""
     from torch.distributed.fsdp import fully_shard
 
-    from flash_clipping.distributed.experts import distribute_experts
+    from flash_clipping.hugging_face.experts_in_parallel import distribute_experts
 
     if experts:
         options["ignored_params"] = distribute_experts(model, options["mesh"])
@@ -227,7 +228,7 @@ def clipped_step(
             if param.grad is not None:
                 plain_name = name.replace("_orig_mod.", "")
                 errors.append(error(all_of(param.grad), clipped[plain_name]))
-                of_param: Any = param._norm_sample  # type: ignore[attr-defined]
+                of_param = norm_of(flash, param)
                 off = of_param - whole.param_norms[plain_name][mine].to(of_param.device)
                 errors += [float(off.abs().max() / whole.norms.max()) if len(off) else 0.0]
     together = flash._sharded.together

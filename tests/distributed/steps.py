@@ -51,6 +51,7 @@ from tests.distributed.processes import (
 from tests.support import packed
 from tests.support.autograd import truth_by_autograd
 from tests.support.oracle import Truth
+from tests.support.sums import note_sums
 
 BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
 
@@ -294,6 +295,7 @@ def correlated(
         **options,
     )
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sums = note_sums(optimizer)
     state = {"run": PrivateState(engine, flash, optimizer)}
     if load:
         dcp.load(state, checkpoint_id=load, no_dist=True)
@@ -306,8 +308,8 @@ def correlated(
         if optimizer._is_last_step_skipped:
             continue
         noise = {}
-        for name, p in named.items():
-            own = local_of(p.grad) * optimizer.expected_batch_size - local_of(p.summed_grad)
+        for (name, p), summed in zip(named.items(), sums[-1], strict=True):
+            own = local_of(p.grad) * optimizer.expected_batch_size - summed
             noise[name] = (own / (5 * C)).cpu()
         added.append(noise)
         drawn.append(rows)

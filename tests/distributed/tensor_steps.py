@@ -20,6 +20,7 @@ from tests.distributed.decoders import around_loss, batch, cut, loss_of
 from tests.distributed.processes import C, all_of, device, error, expected_sums, freeze
 from tests.support import packed
 from tests.support.oracle import Truth, per_sample_truth
+from tests.support.sums import norm_of
 
 
 def meshes(data: int = 1) -> tuple[Any, Any]:
@@ -194,7 +195,7 @@ def beside_same_operands(tensor: Any, kind: str) -> dict[str, float]:
             both = sum(shards)
         else:
             both = shards[0]
-        found: Any = param._norm_sample  # type: ignore[attr-defined]
+        found = norm_of(flash, param)
         as_measured = [error(found, grads_B.flatten(1).norm(dim=1)) for grads_B in both]
         errors.append(min(as_measured))
         grads[name] = both[as_measured.index(min(as_measured))].view(len(ids), *param.shape)

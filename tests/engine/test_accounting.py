@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +21,10 @@ from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     ZERO_OUT,
     DiscreteGaussianAccountant,
+    FeasiblePrvAccountant,
     MechanismSpec,
     PldAccountant,
+    StepsOfRdpAccountant,
     least_noise,
     relation_of,
 )
@@ -52,6 +57,61 @@ def test_ordinary_batches_cost_what_opacus_says() -> None:
     assert len(ours) == 60 and ours.history == theirs.history
     assert ours.get_epsilon(1e-5) == pytest.approx(theirs.get_epsilon(1e-5), abs=0.02)
     assert relation_of(ours) == relation_of(theirs) == ADD_OR_REMOVE
+
+
+HISTORIES = [
+    [(1.0, 0.01, 1)],
+    [(1.1, 0.02, 700)],
+    [(4.5, 1 / 3, 120)],
+    [(0.7, 0.001, 3000)],
+    [(1.2, 1.0, 3)],
+    [(0.5, 0.2, 30)],
+    [(1.0, 0.05, 20), (1.5, 0.05, 30), (1.0, 0.01, 50)],
+]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("delta", [1e-5, 1e-7])
+def test_epsilon_is_that_of_opacus(history: list[tuple[float, float, int]], delta: float) -> None:
+    """Also where a step's cost was computed for an epsilon before."""
+    for ours, theirs in (
+        (FeasiblePrvAccountant(), PRVAccountant()),
+        (StepsOfRdpAccountant(), RDPAccountant()),
+    ):
+        for more in (0, 1):
+            ours.history = theirs.history = [(n, q, steps + more) for n, q, steps in history]
+            assert ours.get_epsilon(delta) == theirs.get_epsilon(delta)
+
+
+@pytest.mark.parametrize("kind", ["prv", "rdp", "discrete_gaussian", "pld"])
+def test_what_a_step_costs_is_computed_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often, and after however many steps, epsilon is asked for."""
+    from opacus.accountants.analysis import rdp
+
+    counts = {"rdp": 0, "prv": 0, "pld": 0}
+
+    def counting(name: str, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(rdp, "_compute_rdp", counting("rdp", rdp._compute_rdp))
+    monkeypatch.setattr(PRVAccountant, "_get_dprv", counting("prv", PRVAccountant._get_dprv))
+    losses = dp.pld.privacy_loss_distribution
+    once = counting("pld", losses.from_gaussian_mechanism)
+    monkeypatch.setattr(losses, "from_gaussian_mechanism", once)
+    found = FlashPrivacyEngine(accountant=kind).accountant
+    noise = 1.23 + ord(kind[1]) / 1000  # of no other accountant's test
+    found.step(noise_multiplier=noise, sample_rate=0.0123)
+    found.get_epsilon(1e-5)
+    first, epsilons = dict(counts), []
+    for _ in range(5):
+        found.step(noise_multiplier=noise, sample_rate=0.0123)
+        epsilons += [found.get_epsilon(1e-5), found.get_epsilon(1e-5)]
+    assert counts == first and sum(first.values())
+    assert epsilons[::2] == epsilons[1::2] == sorted(epsilons[::2]) and epsilons[0] < epsilons[-1]
 
 
 def densities(values: list[float], rate: float, kept: int, sigma: float, at: Any) -> Any:
@@ -324,3 +384,95 @@ def test_discrete_noise_is_accounted_for_at_whole_orders() -> None:
     assert FlashPrivacyEngine(accountant="discrete_gaussian").accountant.mechanism() == (
         "discrete_gaussian"
     )
+
+
+# -- going back to a checkpoint --------------------------------------------------------------------
+
+
+def counted(name: str, steps: int, noise: float = 1.0) -> Any:
+    """Steps as an optimizer's hook counts them."""
+    found = FlashPrivacyEngine(accountant=name).accountant
+    more(found, steps, noise)
+    return found
+
+
+def more(accountant: Any, steps: int, noise: float = 1.0) -> None:
+    for _ in range(steps):
+        accountant.step(noise_multiplier=noise, sample_rate=0.1)
+
+
+def load(accountant: Any, state: Any, kept: int = 0) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        accountant.load_state_dict(copy.deepcopy(state))
+    said = [f"{w.message}" for w in found]
+    assert len(said) == bool(kept)
+    assert not kept or f"found {kept} steps of this engine that the checkpoint lacks" in said[0]
+
+
+@pytest.mark.parametrize("name", ["prv", "rdp", "gdp", "pld", "discrete_gaussian"])
+@pytest.mark.filterwarnings("ignore:GDP accounting")
+def test_going_back_to_a_checkpoint_forgets_no_step(name: str) -> None:
+    accountant, noise = counted(name, 3), 1.0 if name == "gdp" else 0.5  # which has one noise
+    early = accountant.state_dict()
+    load(accountant, early)
+    assert len(accountant) == 3
+    more(accountant, 4, noise)
+    late = accountant.state_dict()
+    load(accountant, early, kept=4)
+    assert accountant.history == ([(1.0, 0.1, 7)] if noise == 1 else [(1.0, 0.1, 3), (0.5, 0.1, 4)])
+    more(accountant, 2, noise)
+    load(accountant, early)  # said once
+    load(accountant, late)
+    assert len(accountant) == 9
+
+
+@pytest.mark.parametrize("name", ["rdp", "pld"])
+def test_another_process_goes_on_as_it_was(name: str) -> None:
+    """And adds what it did itself, whoever saved the steps before it, in whatever noise."""
+    first = counted(name, 5)
+    early, _ = first.state_dict(), more(first, 3)
+    second = FlashPrivacyEngine(accountant=name).accountant
+    load(second, early)
+    assert second.history == early["history"]
+    more(second, 2)
+    load(second, early, kept=2)
+    load(second, first.state_dict())  # the first process went on: eight steps, and two
+    assert len(second) == 10
+    load(first, second.state_dict())
+    assert len(first) == 10
+    third = counted(name, 4, noise=0.7)  # steps of its own first
+    load(third, second.state_dict(), kept=4)
+    assert len(third) == 14 and {0.7, 1.0} == {noise for noise, _, _ in third.history}
+    more(third, 1, noise=0.7)
+    assert sum(steps for noise, _, steps in third.history if noise == 0.7) == 5
+    again = FlashPrivacyEngine(accountant=name).accountant
+    load(again, json.loads(json.dumps(third.state_dict())))
+    assert len(again) == 15
+    load(again, early, kept=10)  # nor does it forget what it loaded
+    assert len(again) == 15
+
+
+def test_a_checkpoint_of_opacus_keeps_steps_as_well() -> None:
+    theirs, ours = RDPAccountant(), counted("rdp", 4)
+    more(theirs, 6)
+    load(ours, theirs.state_dict(), kept=4)
+    load(ours, theirs.state_dict())
+    assert len(ours) == 10
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.history == ours.history
+
+
+def test_processes_of_one_run_count_its_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them saves, and all load."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    saves, other = counted("rdp", 3), counted("rdp", 3)
+    state = saves.state_dict()
+    for accountant in (saves, other):
+        more(accountant, 2)
+        load(accountant, state, kept=2)
+        assert len(accountant) == 5
+    fresh = FlashPrivacyEngine(accountant="rdp").accountant
+    load(fresh, saves.state_dict())
+    assert len(fresh) == 5

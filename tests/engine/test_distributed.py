@@ -32,6 +32,7 @@ from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.mechanisms import OneStepNoise
 from tests.support.models import Block
 from tests.support.starting import found_by_gloo
+from tests.support.sums import note_sums
 
 WORLD = 2
 SAMPLES, BATCH = 64, 16  # BATCH over all processes
@@ -129,7 +130,7 @@ def train(
     )
     wrapper, optimizer, criterion, loader = private
     called = wrapper if options.get("wrap_model", True) else model
-    steps_done, sizes = 0, []
+    steps_done, sizes, sums = 0, [], note_sums(optimizer)
 
     def backward(ids: Tensor, target: Tensor) -> None:
         loss = F.cross_entropy if own_loss else criterion
@@ -168,7 +169,7 @@ def train(
         "bound": optimizer.max_grad_norm,
         "sizes": sizes,
         # Of the last step, before and after noise.
-        "clipped": torch.cat([p.summed_grad.flatten() for p in optimizer.params]),
+        "clipped": torch.cat([summed.flatten() for summed in sums[-1]]),
         "noisy": torch.cat([p.grad.flatten() for p in optimizer.params]),
     }
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.capture.draws import DrawnBatch, Draws, row_hashes
-from flash_clipping.engine.sampling.loaders import NotPoissonWarning
+from flash_clipping.engine.sampling.loaders import NotPoissonWarning, refuse_repeats
 from tests.support.private import TwoLayers, data
 from tests.support.users import IDS, private as of_users
 
@@ -241,6 +241,85 @@ def test_ordinary_loops_are_served_without_a_word(loop: Any) -> None:
             loop(made)
 
     assert warned(train) == []
+
+
+def pairs(size: int) -> list[Any]:
+    return [*zip(torch.randn(size, 6), torch.zeros(size, dtype=torch.long), strict=True)]
+
+
+def selected(indices: list[int]) -> Any:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"x": [[0.0] * 6] * 8, "y": [0] * 8})
+    return whole.select([1, 0, 2, 3, 5, 4]).select(indices)
+
+
+HALVES, FOUR = data(), pairs(4)
+REPEATED: dict[str, Any] = {
+    "parts": lambda: ConcatDataset([data()] * 2),
+    "within a part": lambda: ConcatDataset([Subset(data(), [0, 1, 1]), data(8)]),
+    "indices": lambda: Subset(data(), [0, 5, 0, 7]),
+    "from the end": lambda: Subset(data(8), [7, 2, -1]),
+    "nested": lambda: Subset(Subset(data(), [3, 3, 4]), [0, 1]),
+    "tensor of indices": lambda: Subset(data(), torch.tensor([1, 2, 1])),
+    "parts that overlap": lambda: ConcatDataset([Subset(HALVES, [0, 1]), Subset(HALVES, [1, 2])]),
+    "a part and its whole": lambda: ConcatDataset([HALVES, Subset(HALVES, [9])]),
+    "a subset of repeated parts": lambda: Subset(ConcatDataset([HALVES] * 2), [0, 1, 64]),
+    "parts of parts": lambda: ConcatDataset([ConcatDataset([HALVES, data(8)]), HALVES]),
+    "from the end of parts": lambda: Subset(ConcatDataset([data(8), data(8)]), [15, 3, -1]),
+    "a list": lambda: FOUR * 3,
+    "a subset of a list": lambda: Subset(FOUR * 3, [0, 2, 4]),
+    "lists": lambda: ConcatDataset([FOUR, [*reversed(FOUR)]]),
+    "selected": lambda: selected([0, 3, 3]),
+    "a subset of what was selected": lambda: Subset(selected([0, 3, 0]), [0, 1, 2]),
+}
+APART: dict[str, Any] = {
+    "parts": lambda: ConcatDataset([data(), data()]),
+    "split": lambda: ConcatDataset([Subset(HALVES, [0, 1]), Subset(HALVES, [3, 2])]),
+    "one of each": lambda: Subset(ConcatDataset([HALVES] * 2), [0, 65, 2]),
+    "a list": lambda: pairs(9),
+    "equal texts and numbers": lambda: ["a", "a", 1, 1, (1, "a"), (1, "a"), None, None],
+    "one of a list": lambda: Subset(FOUR * 3, [0, 1, 6]),
+    "selected": lambda: selected([3, 0]),
+    "an empty part": lambda: ConcatDataset([Subset(HALVES, []), HALVES]),
+}
+
+
+def given(dataset: Any) -> dict[str, Any]:
+    model = TwoLayers()
+    options = {"module": model, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    return options | {"data_loader": DataLoader(dataset, batch_size=2)}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_sample_that_is_there_twice_is_refused(name: str) -> None:
+    """Unless ``units`` say whose each row is."""
+    options = given(dataset := REPEATED[name]())
+    with pytest.raises(ValueError, match=r"(?s)more than once.*units=") as refused:
+        FlashPrivacyEngine().make_private(**options)
+    names_indices = "units=data_loader.dataset.indices)" in str(refused.value)
+    assert names_indices == (name in ("indices", "from the end", "tensor of indices"))
+    FlashPrivacyEngine().make_private(**options, units=[0] * len(dataset))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_samples_that_are_there_once_are_served(name: str) -> None:
+    FlashPrivacyEngine().make_private(**given(APART[name]()))
+
+
+def test_an_own_dataset_of_any_length_is_not_counted_through() -> None:
+    class Many(TensorDataset):
+        def __len__(self) -> int:
+            return 10**15
+
+    refuse_repeats(Many(torch.zeros(1)))
+
+
+def test_the_rate_that_is_accounted_is_the_one_that_is_drawn_with() -> None:
+    loader = private()[3]
+    with pytest.raises(ValueError, match=r"sample_rate: found 0\.88 .* draws with 0\.25"):
+        loader.batch_sampler.sample_rate = 0.88
+    assert loader.batch_sampler.sample_rate == 1 / len(loader)
 
 
 # -- whose row it is -------------------------------------------------------------------------------

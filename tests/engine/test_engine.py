@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
+from tests.support.sums import note_norms, note_sums
 from tests.support.wrapping import MODES
 
 
@@ -134,12 +135,12 @@ def test_poisson_sampling_with_empty_batches(mode: str) -> None:
     )
     training = EngineTraining(FlashPrivacyEngine(), dataset=few, batch_size=1, mode=mode, lr=1.0)
     torch.manual_seed(3)
-    sizes = []
+    sizes, read = [], note_norms(training.wrapper, training.optimizer)
     for x, y in training.loader:
         before = training.state()
         training.step(x, y)
         sizes.append(len(x))
-        assert training.wrapper.get_norm_sample().shape == (len(x),)
+        assert read[-1][0].shape == (len(x),)
         unchanged = all(
             torch.equal(before[name], value) for name, value in training.state().items()
         )
@@ -186,12 +187,14 @@ def test_schedulers_change_noise_and_clipping() -> None:
     training = EngineTraining(FlashPrivacyEngine(), noise_multiplier=1.0, poisson_sampling=False)
     noise = ExponentialNoise(training.optimizer, gamma=0.5)
     clip = ExponentialGradClip(training.optimizer, gamma=0.1)
+    sums = note_sums(training.optimizer)
+    read = note_norms(training.wrapper, training.optimizer)
     expectations = ((1.0, 0.5), (0.5, 0.05), (0.25, 0.005))
     for epoch, (expected_noise, expected_clip) in enumerate(expectations):
         training.steps(1, seed=epoch)  # the same noise twice is refused
-        norms, coef = training.wrapper.get_norm_sample(), training.wrapper.get_clipping_coef()
+        norms, coef = read.pop()
         torch.testing.assert_close(coef, (expected_clip / (norms + 1e-6)).clamp(max=1))
-        total = torch.cat([p.summed_grad.flatten() for p in training.plain.parameters()]).norm()
+        total = torch.cat([summed.flatten() for summed in sums[-1]]).norm()
         assert total <= expected_clip * len(norms) * (1 + 1e-5)
         assert training.optimizer.noise_multiplier == pytest.approx(expected_noise)
         assert training.optimizer._noise_std() == pytest.approx(expected_noise * expected_clip)
@@ -255,3 +258,17 @@ def test_checkpoint_of_opacus_loads() -> None:
     assert_states_close(flash, hooks, 0.0)
     assert_states_close(flash.steps(2), hooks.steps(2))
     assert flash.engine.accountant.history == hooks.engine.accountant.history
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_an_earlier_checkpoint_brings_no_epsilon_back(epochs: int) -> None:
+    training = EngineTraining(FlashPrivacyEngine(accountant="rdp"), noise_multiplier=1.0)
+    engine, file = training.steps(1).engine, io.BytesIO()
+    given = {"path": file, "module": training.wrapper, "optimizer": training.optimizer}
+    engine.save_checkpoint(**given)
+    file.seek(0)
+    spent = training.steps(epochs).engine.get_epsilon(1e-5)
+    with pytest.warns(UserWarning, match=rf"(?s)found {epochs} steps .* lacks.*\n    engine ="):
+        engine.load_checkpoint(**given)
+    assert engine.get_epsilon(1e-5) == spent
+    assert training.steps(1).engine.get_epsilon(1e-5) > spent

@@ -25,6 +25,7 @@ from flash_clipping import (
 from flash_clipping.errors import InvalidType, InvalidValue, NotServed
 from tests.support.autograd import check_by_autograd, float64s, squares
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
+from tests.support.sums import note_norms
 from tests.support.wrapping import MODES
 
 
@@ -84,8 +85,19 @@ class FoldedWindows(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_windows_in_the_batch_axis_are_no_error(mode: str) -> None:
-    check_by_autograd(FoldedWindows().double(), float64s(3, 8, 4), squares, mode=mode)
+def test_error_windows_that_lie_apart_in_the_batch_axis(mode: str) -> None:
+    module = wrapped(FoldedWindows().double(), mode=mode)
+    with pytest.raises(
+        FlashClippingError,
+        match=r"windows\.0 \(Linear\): what it reads has 6 rows for a batch of 3, and 4 for a "
+        r"batch of 2\nThe rows are not samples, or a sample's rows lie apart",
+    ):
+        squares(module, float64s(3, 8, 4)).backward()
+
+
+def test_windows_that_lie_apart_run_one_by_one() -> None:
+    with pytest.warns(UserWarning, match="samples run through the model one at a time"):
+        check_by_autograd(FoldedWindows().double(), float64s(3, 8, 4), squares, mode="one_by_one")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -112,12 +124,18 @@ def test_error_layers_disagree_about_the_batch(mode: str) -> None:
 
 
 def test_error_parameters_on_another_device() -> None:
+    """Who forgot to move the batch is told to move the batch."""
     module = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    with pytest.raises(
+        FlashClippingError,
+        match=r"0 \(Linear\): its parameters are on cpu, but its input is on meta\. Move the batch "
+        r'to the model:\n    x = x\.to\("cpu"\)',
+    ):
+        module(torch.randn(3, 4, device="meta"))
     module._module[1].to("meta")
     with pytest.raises(
         FlashClippingError,
-        match=r"1 \(Linear\): its parameters are on meta, but its input is on cpu\. Move the model "
-        r"or the batch: module\.to\('cpu'\)",
+        match=r"(?s)1 \(Linear\): its parameters are on meta, but its input is on cpu\. .*to_empty",
     ):
         module(torch.randn(3, 4))
 
@@ -125,7 +143,7 @@ def test_error_parameters_on_another_device() -> None:
 def test_error_batch_norm() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
     with pytest.raises(
-        NotImplementedError, match=r"1 \(BatchNorm2d\) mixes samples: .* nn\.GroupNorm .*fix"
+        NotImplementedError, match=r"(?s)1 \(BatchNorm2d\) mixes samples: .* nn\.GroupNorm.*fix"
     ):
         wrapped(model, strict=False)
     with pytest.raises(NotImplementedError, match=r"1 \(BatchNorm2d\) mixes samples"):
@@ -259,10 +277,9 @@ def test_error_grad_scaler(make_optimizer: Any, unscale_first: bool) -> None:
     with torch.autocast("cpu", dtype=torch.float16):
         loss = nn.functional.cross_entropy(training.model(x), y)
     scaler.scale(loss).backward()
-    if unscale_first:
-        scaler.unscale_(training.optimizer)
+    call = scaler.unscale_ if unscale_first else scaler.step
     with pytest.raises(ValueError, match=r"GradScaler.* without the scaler"):
-        scaler.step(training.optimizer)
+        call(training.optimizer)
     for was, param in zip(before, training.plain.parameters(), strict=True):
         assert torch.equal(was, param)
 
@@ -315,11 +332,18 @@ def test_error_unknown_grad_sample_mode() -> None:
 
 
 def test_error_per_layer_bounds() -> None:
-    module = wrapped(nn.Linear(4, 2), clipping="per_layer", max_grad_norm=1.0)
+    """Where they are given; and in backward, where they were set later."""
+    with pytest.raises(ValueError, match="expected 2, one for each trainable parameter"):
+        wrapped(nn.Linear(4, 2), clipping="per_layer", max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="found 2 bounds with clipping='flat'; expected one"):
+        wrapped(nn.Linear(4, 2), max_grad_norm=[1.0, 2.0])
+    module = wrapped(nn.Linear(4, 2), clipping="per_layer", max_grad_norm=[1.0, 2.0])
+    module.max_grad_norm = 1.0
     text = r"needs max_grad_norm to be a list with one bound per trainable parameter \(2\)"
     with pytest.raises(ValueError, match=text):
         module(torch.randn(3, 4)).sum(1).mean().backward()
-    module = wrapped(nn.Linear(4, 2), max_grad_norm=[1.0, 2.0])
+    module = wrapped(nn.Linear(4, 2))
+    module.max_grad_norm = [1.0, 2.0]
     with pytest.raises(ValueError, match="takes one max_grad_norm; found a list of 2"):
         module(torch.randn(3, 4)).sum(1).mean().backward()
 
@@ -360,10 +384,11 @@ def test_wrapped_module_takes_the_engines_bound() -> None:
     """Noise for one bound beside clipping by another would break the promise."""
     module = wrapped(convolutional_network(), max_grad_norm=100.0)
     training = EngineTraining(FlashPrivacyEngine(), model=module, max_grad_norm=0.01)
+    read = note_norms(module, training.optimizer)
     training.steps(1)
     assert training.wrapper is module
-    coef = (0.01 / (module.get_norm_sample() + 1e-6)).clamp(max=1)
-    torch.testing.assert_close(module.get_clipping_coef(), coef)
+    norms, coef = read[0]
+    torch.testing.assert_close(coef, (0.01 / (norms + 1e-6)).clamp(max=1))
     assert math.isclose(module.max_grad_norm, 0.01)
 
 

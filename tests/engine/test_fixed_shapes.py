@@ -70,7 +70,7 @@ def truth(model: nn.Module, x: Tensor, y: Tensor, bound: float) -> list[Tensor]:
 
 def partly_padded(module: Any, loader: Any) -> tuple[Tensor, Tensor, int]:
     """A batch of which some rows count."""
-    loader.batch_sampler.sample_rate = 0.06
+    loader.batch_sampler._sample_rate = 0.06
     for x, y, _ in loader:
         count = module._session.draws.waiting[-1].samples
         if 1 < count < ROWS - 1:
@@ -130,7 +130,7 @@ def test_padding_adds_nothing(mode: str, workers: int) -> None:
         pytest.skip("workers know nothing of it")
     _, model, module, optimizer, criterion, loader = private(mode=mode, workers=workers)
     stream, met = loader.batch_sampler, Counter[int]()
-    stream.sample_rate = 0.03  # batches of all sizes
+    stream._sample_rate = 0.03  # batches of all sizes
     for _ in range(1 if workers else 6):
         for x, y, _ in loader:
             count = module._session.draws.waiting[-1].samples

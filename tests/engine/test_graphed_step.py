@@ -23,6 +23,7 @@ from tests.support.graphs import (
 from tests.support.models import CASES, Case, squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
 from tests.support.starting import start_processes
+from tests.support.sums import norm_of
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_norms_that_the_step_itself_reads() -> None:
 
     def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         squared_loss(model, (x,)).mean().backward()
-        of_param = training.plain[3].bias._norm_sample
+        of_param = norm_of(model, training.plain[3].bias)
         return model.get_norm_sample(), model.per_sample_gradient_norms * 2, of_param + 1
 
     graphed = PlayedByHand(step, model)
@@ -204,7 +205,7 @@ def test_norms_that_the_step_itself_reads() -> None:
         found = graphed(x)
         expected = model.get_norm_sample()
         assert_same_tensors(
-            found, [expected, expected * 2, training.plain[3].bias._norm_sample + 1]
+            found, [expected, expected * 2, norm_of(model, training.plain[3].bias) + 1]
         )
         model.zero_grad(set_to_none=True)
     assert graphed.replays == 4
@@ -308,7 +309,7 @@ def test_results_and_norms_are_the_callers_own() -> None:
     graphed.model.zero_grad(set_to_none=True)
     first = graphed.step(batches(1)[0])["losses"]
     norms = graphed.model.per_sample_gradient_norms
-    of_param = graphed.plain[0].weight._norm_sample
+    of_param = norm_of(graphed.model, graphed.plain[0].weight)
     before = [x.clone() for x in (first, norms, of_param)]
     graphed.results(batches(1, start=70)[0])
     assert_same_tensors([first, norms, of_param], before)

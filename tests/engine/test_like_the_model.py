@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from flash_clipping import FlashClippingError, FlashLoss, GradSampleModuleFlashClipping
+from flash_clipping import (
+    FlashClippingError,
+    FlashLoss,
+    GradSampleHooksFlashClipping,
+    GradSampleModuleFlashClipping,
+)
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from tests.support.hugging_face import gpt2
 from tests.support.oracle import assert_close, per_sample_truth
@@ -81,6 +87,103 @@ def test_copies_and_pickles_are_wrapped(
         assert twin.width == 3
     assert repr(wrapped) == f"GradSampleModuleFlashClipping({model!r})"
     assert wrapped.eval() is wrapped and not model.training and not wrapped.training
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass", "one_by_one"])
+@pytest.mark.parametrize("is_wrapper", [True, False])
+@pytest.mark.filterwarnings("ignore:mode=:UserWarning")
+def test_copies_of_the_model_inside_are_plain(is_wrapper: bool, mode: str) -> None:
+    """They were taken between steps, of a copy of the wrapper as well; nothing else is changed."""
+    model, x = Scaled(), torch.randn(5, 3)
+    kind = GradSampleModuleFlashClipping if is_wrapper else GradSampleHooksFlashClipping
+    private = kind(model, max_grad_norm=0.1, loss_reduction="sum", mode=mode)
+
+    def backward(of: nn.Module) -> Tensor:
+        of.zero_grad(set_to_none=True)
+        of(x).square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in of.parameters() if p.grad is not None])
+
+    clipped = backward(model)
+    truth = Scaled()
+    truth.load_state_dict(model.state_dict())
+    plain = backward(truth)
+    inside = [model]
+    if is_wrapper:
+        inside.append(copy.deepcopy(private)._module)
+    for module in inside:
+        for twin in (copy.deepcopy(module), AveragedModel(module).module):
+            assert type(twin) is Scaled and twin._compiled_call_impl is None
+            assert {*vars(twin)} - {*vars(truth)} <= {"_compiled_call_impl"}
+            assert not twin._forward_hooks and not twin._forward_pre_hooks
+            assert torch.equal(backward(twin), plain)
+            assert torch.equal(backward(copy.deepcopy(twin)), plain)
+        torch.testing.assert_close(backward(module), clipped)
+
+
+@pytest.mark.parametrize("of_wrapper", [True, False])
+def test_an_average_of_weights_follows_training(of_wrapper: bool) -> None:
+    private = GradSampleModuleFlashClipping(Scaled(), max_grad_norm=0.1)
+    followed = private if of_wrapper else private._module
+    average, x = AveragedModel(followed, multi_avg_fn=get_ema_multi_avg_fn(0.5)), torch.ones(2, 3)
+    weight, expected = private.linear.weight, None
+    for _ in range(3):
+        private(x).sum().backward()
+        with torch.no_grad():
+            weight -= weight.grad
+        private.zero_grad(set_to_none=True)
+        average.update_parameters(followed)
+        now = weight.detach().clone()
+        expected = now if expected is None else (expected + now) / 2
+    truth = Scaled()
+    truth.load_state_dict(private._module.state_dict() | {"linear.weight": expected})
+    average.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(average(x), truth(x))
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass", "one_by_one"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.filterwarnings("ignore:mode=:UserWarning")
+def test_a_model_may_change_its_dtype_between_steps(dtype: torch.dtype, mode: str) -> None:
+    """Afterwards all is as if it had been converted first; the plain model has its gradients."""
+    x, model, other = torch.randn(5, 3), Scaled(), Scaled()
+    private = GradSampleModuleFlashClipping(model, max_grad_norm=0.1, mode=mode)
+    private(x).sum().backward()
+    private.zero_grad(set_to_none=True)
+    private.to(dtype)
+    other.to(dtype).load_state_dict(model.state_dict())
+    first = GradSampleModuleFlashClipping(other, max_grad_norm=0.1, mode=mode)
+    for each in (private, first):
+        each(x.to(dtype)).square().sum().backward()
+    assert torch.equal(private.get_norm_sample(), first.get_norm_sample())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert p.dtype == dtype and p.grad.dtype == q.grad.dtype
+        assert torch.equal(p.grad, q.grad)
+    private.zero_grad(set_to_none=True)
+    private.to_standard_module()(x.to(dtype)).sum().backward()
+    assert {p.grad_dtype for p in model.parameters()} == {dtype}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
+
+
+@pytest.mark.filterwarnings("ignore:mode=:UserWarning")
+@pytest.mark.parametrize("mode", ["one_pass", "one_by_one"])
+def test_layers_may_change_their_dtype_one_after_the_other(mode: str) -> None:
+    """Seen by their parameters, as nobody calls the wrapper; what was not converted is as ever."""
+    x, layers = torch.randn(5, 3), [nn.Linear(3, 3) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    private = GradSampleModuleFlashClipping(model, mode=mode)
+    for count in range(3):
+        for layer in layers[:count]:
+            layer.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            private(x).float().sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        private.zero_grad(set_to_none=True)
+    plain = private.to_standard_module()
+    assert [p.grad_dtype for p in plain.parameters()] == [p.dtype for p in plain.parameters()]
+    layers[2].double()
+    assert layers[2].weight.grad_dtype == torch.float64
 
 
 def test_hooks_come_and_go(scaled: tuple[GradSampleModuleFlashClipping, Scaled]) -> None:

@@ -6,6 +6,7 @@ parameters that differ by the order of a sum alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -105,14 +106,19 @@ class Training:
         assert self.loader.batch_sampler.drawn == expected.loader.batch_sampler.drawn
 
 
+@functools.cache
+def whole(epochs: int) -> Training:
+    """A training of whole batches, which all of those in parts are compared with."""
+    return Training(epochs=epochs).plainly()
+
+
 @pytest.mark.filterwarnings("error::flash_clipping.NotPoissonWarning")
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("most", [1, 3, 8, 15, 100])
 def test_a_training_that_runs_out_of_memory(most: int, in_backward: bool) -> None:
-    expected = Training(epochs=2).plainly()
     training = Training(Small(most, in_backward), epochs=2)
     found = training.in_parts()
-    training.check(expected)
+    training.check(whole(epochs=2))
     limit = found.max_physical_batch_size
     if most == 100:
         assert limit == "auto"
@@ -126,10 +132,9 @@ def test_a_training_that_runs_out_of_memory(most: int, in_backward: bool) -> Non
 
 @pytest.mark.parametrize("size", [1, 5, 16])
 def test_parts_of_a_size_that_is_given(size: int) -> None:
-    expected = Training().plainly()
     training = Training(Small(100))
     assert training.in_parts(max_physical_batch_size=size).max_physical_batch_size == size
-    training.check(expected)
+    training.check(whole(epochs=1))
     assert max(training.plain.sizes) <= max(size, 2)  # the proof runs two samples
 
 
@@ -158,20 +163,25 @@ def test_out_of_memory_at_operators_of_a_step(mode: str, clipping: str) -> None:
         counter = Fault(-1, None)
         step(expected, batch, counter)
         counts.append(counter.count)
-    halved, places = 0, spread(*counts, rehearsed=4, own=30)
-    for at in places:
+    proofs = [at for at in spread(*counts, rehearsed=4, own=30) if at < counts[0] - counts[1]]
+    halved, own = 0, 30
+    for at in proofs:
         training = Training(**options)
-        first, second = at, -1
-        if at >= counts[0] - counts[1]:  # in the second step, where nothing is proven any more
-            first, second = -1, at - (counts[0] - counts[1])
-        faults = [
-            Fault(first, torch.OutOfMemoryError("injected")),
-            Fault(second, torch.OutOfMemoryError("injected")),
-        ]
-        for batch, fault in zip(batches, faults, strict=True):
+        for batch, first in zip(batches, (at, -1), strict=True):
+            fault = Fault(first, torch.OutOfMemoryError("injected"))
             halved += step(training, batch, fault).max_physical_batch_size != 6
         training.check(expected)
-    assert halved >= len(places) - 4  # proofs take some for their own
+    # Where nothing is proven any more, every step of a training runs out at another place.
+    for half in range(2):
+        expected, training = Training(**options), Training(**options)
+        for number in (None, *range(half, own, 2)):
+            batch, counter = batches[number is not None], Fault(-1, None)
+            step(expected, batch, counter)
+            at = -1 if number is None else number * counter.count // own
+            fault = Fault(at, torch.OutOfMemoryError("injected"))
+            halved += step(training, batch, fault).max_physical_batch_size != 6
+            training.check(expected)
+    assert halved >= len(proofs) + own - 4  # proofs take some for their own
 
 
 def test_where_no_sample_fits() -> None:
@@ -184,7 +194,7 @@ def test_where_no_sample_fits() -> None:
 
 def test_what_fails_otherwise_is_begun_anew() -> None:
     """Sums of the parts before are let go of by the next batch."""
-    expected, training = Training().plainly(), Training()
+    training = Training()
     micro_batches = MicroBatches(training.optimizer, max_physical_batch_size=4)
     for x, y in training.loader:
 
@@ -199,7 +209,7 @@ def test_what_fails_otherwise_is_begun_anew() -> None:
                 micro_batches(failing, x, y)
         micro_batches(training.backward, x, y)
         training.optimizer.step()
-    training.check(expected)
+    training.check(whole(epochs=1))
 
 
 def test_what_failed_is_in_no_later_step() -> None:
@@ -220,8 +230,8 @@ def test_what_failed_is_in_no_later_step() -> None:
     training.backward(x.double(), y)
     once = [param.grad.clone() for param in training.plain.parameters()]
     training.optimizer.accumulate()
-    for param, grad in zip(training.plain.parameters(), once, strict=True):
-        assert torch.equal(param.summed_grad, grad)
+    for summed, grad in zip(training.optimizer._sums(), once, strict=True):
+        assert torch.equal(summed, grad)
 
 
 def test_results_of_parts() -> None:

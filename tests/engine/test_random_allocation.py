@@ -152,9 +152,11 @@ def test_any_grid_gives_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     for coarse in (0.1, 0.5):
         monkeypatch.setattr(releases, "_FINENESS", coarse)
         monkeypatch.setattr(releases, "_COARSEST", 1.0)
+        releases._epsilon_by_pld.cache_clear()  # constants of the module are in no key
         found = epsilon_by_pld([Release(1.0, 3, "one_of", size=50)], 1e-5)
         assert found > fine
         fine = found
+    releases._epsilon_by_pld.cache_clear()
 
 
 def accountant(process: MechanismSpec, *history: tuple[float, int]) -> PldAccountant:

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from flash_clipping import (
     FlashClippingError,
     FlashDPOptimizer,
     FlashPrivacyEngine,
+    PlanExceededWarning,
     auditing,
     planning,
 )
@@ -210,11 +212,6 @@ def audited(**options: Any) -> None:
     auditing.audit(score_M, score_M > 3, **{"guesses": 4, "epsilon": 1.0, "delta": 1e-3} | options)
 
 
-def resampled(**options: Any) -> None:
-    score_M = torch.arange(9.0)
-    auditing.bootstrap(auditing.area_under_curve, score_M, score_M > 3, **options)
-
-
 def losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = model(x).square().sum(1)
     return out
@@ -246,7 +243,7 @@ NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("max_grad_norm", made, (-1, 0, math.inf)),
     ("target_epsilon", with_epsilon, (-1, 0, math.inf)),
     ("target_epsilon", partial(with_epsilon, grad_sample_mode="hooks"), (-1, 0, math.inf)),
-    ("target_delta", with_epsilon, (-1, 0, 1, 2)),
+    ("target_delta", with_epsilon, (-1, 0, 0.5, 0.9, 1)),
     ("epochs", with_epsilon, (-1, 0, math.inf)),
     ("epsilon_tolerance", with_epsilon, (-1, 0, math.inf)),
     ("noise_multiplier", optimizer, (-1, math.inf)),
@@ -265,12 +262,12 @@ NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
         (0, 10),
     ),
     ("every", partial(PrivacyDashboard, FlashPrivacyEngine(), None, delta=1e-5), (-1, 0, 1.5)),
-    ("delta", FlashPrivacyEngine().get_epsilon, (-1, 0, 1, 2)),
-    ("delta", FlashPrivacyEngine().summary, (-1, 0, 1, 2)),
-    ("delta", FlashPrivacyEngine().report, (-1, 0, 1, 2)),
+    ("delta", FlashPrivacyEngine().get_epsilon, (-1, 0, 0.5, 0.9, 1)),
+    ("delta", FlashPrivacyEngine().summary, (-1, 0, 0.5, 0.9, 1)),
+    ("delta", FlashPrivacyEngine().report, (-1, 0, 0.5, 0.9, 1)),
     ("sensitivity", statistics, (-1, 0, math.inf)),
     ("standard_deviation", statistics, (-1, math.inf)),
-    ("delta", statistics, (-1, 0, 1, 2)),
+    ("delta", statistics, (-1, 0, 0.5, 0.9, 1)),
     ("times", statistics, (-1, 0, 2.5)),
     ("samples", planned, (-1, 0, 40.5)),
     ("batch_size", planned, (-1, 0, 2.5, 41)),
@@ -278,7 +275,7 @@ NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("steps", planned, (-1, 0, 2.5)),
     ("epsilon", planned, (-1, 0, math.inf)),
     ("noise_multiplier", planned, (-1, 0, math.inf)),
-    ("delta", planned, (-1, 0, 1, 2)),
+    ("delta", planned, (-1, 0, 0.5, 0.9, 1)),
     ("max_physical_batch_size", planned().micro_batches, (-1, 0, 2.5)),
     ("parameters", planned().noise_over_signal, (-1, 0, 2.5)),
     ("quantile", bound_of, (-1, 2)),
@@ -291,9 +288,7 @@ NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("significance", gaussian, (-1, 0, 1)),
     ("epsilon", audited, (-1,)),
     ("guesses", audited, (-1, 4.5, 10)),
-    ("level", resampled, (-1, 0, 1)),
-    ("resamples", resampled, (-1, 0, 2.5)),
-    ("target_delta", of_trainer, (-1, 0, 1, 2)),
+    ("target_delta", of_trainer, (-1, 0, 0.5, 0.9, 1)),
     ("target_epsilon", of_trainer, (-1, 0, math.inf)),
     ("noise_multiplier", of_trainer, (-1, math.inf)),
     ("max_grad_norm", of_trainer, (-1, 0, math.inf)),
@@ -336,3 +331,49 @@ def test_functional_call_of_a_private_model_is_named(wrap_model: bool, steps: in
     given = {name.removeprefix("_module."): tensor for name, tensor in given.items()}
     torch.func.functional_call(plain, given, (x,)).sum().backward()
     assert all(tensor.grad is not None for tensor in given.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"units": []}, {"poisson_sampling": False}], ids=str)
+@pytest.mark.parametrize("call", [made, with_epsilon, partial(made, "hooks")])
+def test_a_dataset_without_samples_is_refused(
+    call: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    for drop_last in (True, False):
+        loader = DataLoader(data(0), batch_size=4, drop_last=drop_last)
+        with pytest.raises(ValueError, match="data_loader: found a dataset without samples"):
+            call(data_loader=loader, **options)
+    loader = DataLoader(data(3), batch_size=4, drop_last=True)
+    options |= {"units": [0, 1, 1]} if "units" in options else {}
+    with pytest.raises(ValueError, match="found no batch: 3 samples"):
+        call(data_loader=loader, **options)
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_steps_beyond_the_plan_are_said_once(before: int) -> None:
+    """Two epochs were planned; steps before the plan, or of a checkpoint, count as well."""
+    engine, given = FlashPrivacyEngine(accountant="rdp"), arguments()
+    del given["noise_multiplier"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that steps are accounted for already
+        engine.accountant.history = [(1.0, 0.25, before)][: bool(before)]
+        module, optimizer, criterion, loader = engine.make_private_with_epsilon(
+            target_epsilon=3.0, target_delta=1e-3, epochs=2, **given
+        )
+
+    def epoch() -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for x, y in loader:
+                optimizer.zero_grad()
+                criterion(module(x), y).backward()
+                optimizer.step()
+        return [f"{w.message}" for w in found if w.category is PlanExceededWarning]
+
+    assert epoch() == epoch() == []
+    if not before:
+        assert engine.get_epsilon(1e-3) <= 3
+    (message,) = epoch()
+    planned = 2 * len(loader) + before
+    assert f"found step {planned + 1}; " in message and "target_epsilon=3.0" in message
+    assert f"after epochs=2, which end with step {planned}." in message
+    assert epoch() == []

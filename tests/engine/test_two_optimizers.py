@@ -18,16 +18,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import DataLoader
 
 from flash_clipping import FlashClippingError, FlashDPOptimizer
+from flash_clipping.engine.grad_ledger import GradLedger
 from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_two_optimizers_on_one_model(wrap_model: bool) -> None:
     model = TwoLayers()
-    first = Private(model, parameters=[*model.body.parameters()], wrap_model=wrap_model)
+    first = Private(model, wrap_model=wrap_model)
     second = first.wrapper if wrap_model else model
     with pytest.raises(ValueError, match="has a private optimizer already|One model has one opt"):
-        Private(second, parameters=[*model.head.parameters()], wrap_model=wrap_model)
+        Private(second, parameters=[*model.parameters()], wrap_model=wrap_model)
     another = FlashDPOptimizer(
         torch.optim.SGD(model.head.parameters(), lr=0.1),
         noise_multiplier=1.0,
@@ -108,6 +109,87 @@ def test_checkpoints_in_the_middle_of_training(released: Released) -> None:
     private.optimizer.load_state_dict(state)
     private.optimizer.step()
     assert released.releases[-1][1] == pytest.approx(0.15) and released.ratio() <= SLACK
+
+
+# -- optimizers of parts of a model ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_an_optimizer_that_lacks_parameters_is_refused(wrap_model: bool) -> None:
+    """Both lines of the message mend it, and the model is as it was."""
+    model = TwoLayers()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"without 2 of the module's .*head\.weight") as error:
+            Private(model, optimizer=optimizer, wrap_model=wrap_model)
+    lines = [line for line in str(error.value).split("\n") if line.startswith("    ")]
+    frozen = copy.deepcopy(model)
+    exec(lines[1].strip(), {"model": frozen})
+    of_body = torch.optim.SGD(frozen.body.parameters(), lr=0.1)
+    Private(frozen, optimizer=of_body, wrap_model=wrap_model).step()
+    exec(lines[0].strip(), {"model": model, "optimizer": optimizer})
+    private = Private(model, optimizer=optimizer, wrap_model=wrap_model)
+    before = copy.deepcopy(model.state_dict())
+    private.step()
+    assert not any(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_sparse_adam_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+    with pytest.raises(ValueError, match="found SparseAdam.*Use Adam"):
+        Private(model, optimizer=torch.optim.SparseAdam(model.parameters()))
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_a_new_optimizer_of_private_parameters_is_refused(wrap_model: bool) -> None:
+    private = Private(TwoLayers(), wrap_model=wrap_model)
+    model = private.plain
+    private.step()
+    before = copy.deepcopy(model.state_dict())
+    of_all, of_head = (
+        torch.optim.AdamW(model.parameters()),
+        torch.optim.SGD(model.head.parameters()),
+    )
+    of_other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    of_other.param_groups[0]["params"][0].grad = torch.ones(3)
+    private.optimizer.zero_grad()
+    private.backward(4)
+    of_other.step()
+    for new in (of_all, of_head):
+        with pytest.raises(FlashClippingError, match=f"a step of {type(new).__name__} itself"):
+            new.step()
+    lbfgs = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> Any:
+        private.optimizer.zero_grad()
+        private.backward(4)
+        return torch.zeros(())
+
+    private.optimizer.zero_grad()
+    of_all.step()  # nothing is there
+    for arguments in ((closure,), ()):
+        with pytest.raises(FlashClippingError, match="found a step of LBFGS itself"):
+            lbfgs.step(*arguments, **({} if arguments else {"closure": closure}))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    private.wrapper.disable_hooks()  # data that are public
+    private.optimizer.zero_grad()
+    private.backward(4)
+    of_head.step()
+    of_all.step(lambda: 1.0)
+    assert not torch.equal(model.head.weight, before["head.weight"])
+
+
+def test_steps_of_two_private_models_in_turn() -> None:
+    """As of a generator and a discriminator: sums of one wait while the other steps."""
+    first, second = Private(TwoLayers()), Private(TwoLayers())
+    for _ in range(2):
+        for private in (first, second):
+            private.optimizer.zero_grad()
+            private.backward(4)
+        first.optimizer.step()
+        second.optimizer.step()
+    assert len(first.engine.accountant.history) == len(second.engine.accountant.history) == 1
 
 
 # -- the optimizer that was given to make_private -------------------------------------------------
@@ -199,7 +281,7 @@ def test_the_plain_optimizer_of_several_private_ones() -> None:
             poisson_sampling=False,
         )
         assert _refuses(plain, private)
-        assert len(plain._optimizer_step_pre_hooks) == 1
+        assert not plain._optimizer_step_pre_hooks
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])
@@ -243,6 +325,24 @@ def test_a_compiled_step_of_the_plain_optimizer_is_refused(when: str) -> None:
         private.backward(4)
         with pytest.raises(FlashClippingError, match="found a step of SGD itself"):
             compiled()
+
+
+def test_sums_are_not_looked_for_while_a_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models come and go while Dynamo traces twice, and it stops where the two differ."""
+    compiling: list[bool] = []
+    refuse = GradLedger.refuse_step
+
+    def looks(ledger: GradLedger, plain: Any) -> None:
+        compiling.append(torch.compiler.is_compiling())
+        refuse(ledger, plain)
+
+    monkeypatch.setattr(GradLedger, "refuse_step", looks)
+    model = TwoLayers()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain.step = torch.compile(plain.step, backend="eager")  # type: ignore[method-assign]
+    Private(model, optimizer=plain).step(4)
+    assert compiling
+    assert not any(compiling)
 
 
 def test_states_are_made_by_a_step_of_zeros() -> None:

@@ -38,8 +38,7 @@ def test_a_batch_is_all_rows_of_the_users_that_were_drawn(workers: int) -> None:
         users = drawn_users(rows)
         assert users == {user: of_user[user] for user in users}
         assert torch.equal(x, data().tensors[0][rows])
-        step(module, optimizer, criterion, x, rows)
-        assert module.get_norm_sample().shape == (len(users),)
+        assert step(module, optimizer, criterion, x, rows).shape == (len(users),)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -146,8 +145,7 @@ def test_a_dataset_that_fetches_batches() -> None:
         loader=DataLoader(dataset, batch_size=BATCH, collate_fn=tuple)
     )
     for x, rows in loader:
-        step(module, optimizer, criterion, x, rows)
-        assert len(module.get_norm_sample()) == len(drawn_users(rows))
+        assert len(step(module, optimizer, criterion, x, rows)) == len(drawn_users(rows))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -159,8 +157,7 @@ def test_nobody_is_drawn(workers: int) -> None:
     )
     sizes = []
     for x, rows in loader:
-        step(module, optimizer, criterion, x, rows)
-        sizes.append(len(module.get_norm_sample()))
+        sizes.append(len(step(module, optimizer, criterion, x, rows)))
         assert (len(x) == 0) == (sizes[-1] == 0)
     assert 0 in sizes
 

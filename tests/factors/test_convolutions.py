@@ -19,6 +19,8 @@ from tests.support.models import Case, floats
 from tests.support.oracle import per_sample_truth
 from tests.support.private import Private
 
+pytestmark = pytest.mark.without_gate
+
 LAYERS = {
     "1d": (nn.Conv1d(8, 16, 5, stride=2, padding=3), (40,)),
     "2d": (nn.Conv2d(8, 8, 3, padding=1), (9, 12)),

@@ -73,14 +73,14 @@ def test_no_weight_gradient_is_computed_twice(length: int, mode: str) -> None:
             if len(shape) == 3 and shape[1:] in ((p, d), (d, p))
         )
         # Either every sample's gradient is formed once, kept and summed up, or none is, and the
-        # clipped sum is one product. Two passes keep nothing: what was formed for a norm is gone.
-        allowed = {(1, 0), (0, 7)} if mode == "one_pass" else {(1, 0), (1, 7)}
+        # clipped sum is one product. Two passes keep nothing, and take norms twice.
+        allowed = {(1, 0), (0, 7)} if mode == "one_pass" else {(1, 0), (1, 14)}
         assert (whole, formed) in allowed, (d, p, whole, formed)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_matmul_work_of_a_step(mode: str) -> None:
-    """Beyond the non-private step: the norms' Gram tiles and nothing else."""
+    """Beyond the non-private step: the norms' Gram tiles, in each of two walks, nothing else."""
     B, T, widths = 4, 16, (64, 96, 64)
     torch.manual_seed(0)
     plain = Chain(widths)
@@ -93,7 +93,7 @@ def test_matmul_work_of_a_step(mode: str) -> None:
         flop.append(counter.get_total_flops())
     gram = sum(2 * B * T * T * (d + p) for d, p in zip(widths[:-1], widths[1:], strict=True))
     second_walk = 2 * B * T * sum(d * p for d, p in zip(widths[1:-1], widths[2:], strict=True))
-    assert flop[1] - flop[0] == gram + (second_walk if mode == "two_pass" else 0)
+    assert flop[1] - flop[0] == gram + (gram + second_walk if mode == "two_pass" else 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -110,11 +110,11 @@ def test_no_convolution_weight_gradient_is_computed_twice(size: int, mode: str) 
         for shape, count in watch.products.items()
         if shape[1:] in ((4, 18), (18, 4), (3, 36), (36, 3))
     )
-    # As for linear layers: kept and summed up, or only for a norm, and only in two passes.
+    # As for linear layers: kept and summed up, or only for norms, in each of two passes.
     if mode == "one_pass":
         assert 5 * watch.convolution_weights + formed == 10
     else:
-        assert watch.convolution_weights == 2 and formed <= 10
+        assert watch.convolution_weights == 2 and formed <= 20
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from flash_clipping import (
     FlashClippingError,
     GradSampleModuleFlashClipping,
-    PerSampleGrad,
     factors,
 )
 from flash_clipping.rules import registry
@@ -80,19 +79,3 @@ def test_nobody_derives_from_the_librarys_own(name: str) -> None:
     """Steps handle these many at a time, and would pass an heir's norms by."""
     with pytest.raises(TypeError, match=f"Heir is derived from {name}, which is final"):
         type("Heir", (getattr(factors, name),), {})
-
-
-def test_a_bound_by_its_earlier_name_is_refused() -> None:
-    """It would not be asked for, so that norms would be less than what is released."""
-    with pytest.raises(TypeError, match="found doubt; expected its new name, error_bound"):
-        type("Earlier", (PerSampleGrad,), {"doubt": lambda self, backend: None})
-
-
-def test_earlier_names_can_be_imported() -> None:
-    import flash_clipping
-
-    pairs = {"Factor": "PerSampleGrad", "Outer": "LinearGrad", "Lookup": "EmbeddingGrad"}
-    pairs |= {"Dense": "DenseGrad", "Convolution": "ConvolutionGrad", "Needs": "GradRequest"}
-    for earlier, name in pairs.items():
-        assert getattr(flash_clipping, earlier) is getattr(flash_clipping, name)
-    assert factors.RowSum is factors.SumGrad

@@ -122,8 +122,8 @@ class TestValidation(validation_tests.PrivacyEngineValidationTest):
             for x in loader:
                 optimizer.zero_grad()
                 flash(x).flatten(1).sum(1).mean().backward()
-                optimizer.step()
                 self.assertEqual(flash.get_norm_sample().shape, (len(x),))
+                optimizer.step()
 
 
 class TestOptimizerRandomness(randomness_tests.OptimizerRandomnessTest): ...

@@ -264,14 +264,3 @@ def test_what_does_not_fit_is_refused() -> None:
         product_key_backward(torch.randn(4, 3), indices, x, x)
     with pytest.raises(ValueError, match="integers as indices"):
         product_key_backward(torch.randn(4, 2), indices.float(), x, x)
-
-
-def test_former_paths() -> None:
-    from flash_clipping.ops.hyper_connections import Settings, hyper_connections
-    from flash_clipping.ops.stream_mix import stream_mix, stream_mix_backward
-
-    from flash_clipping import ops
-
-    assert ops.product_key_scores is product_key_scores
-    assert ops.product_key_backward is product_key_backward
-    assert all(map(callable, (Settings, hyper_connections, stream_mix, stream_mix_backward)))

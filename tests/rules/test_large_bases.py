@@ -25,6 +25,8 @@ from tests.support.autograd import (
 )
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 #: Of a product whose base is in float32 and has no other dtype.
 FLOAT32 = 2e-6
 

@@ -13,6 +13,8 @@ from flash_clipping.layers import MixtureOfExperts
 from flash_clipping.rules import GradRequest, find_rule
 from tests.support.oracle import assert_close
 
+pytestmark = pytest.mark.without_gate
+
 F64 = torch.float64
 
 

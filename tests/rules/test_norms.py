@@ -22,6 +22,8 @@ from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 
+pytestmark = pytest.mark.without_gate
+
 #: Relative error allowed on norms and clipped sums, per dtype of the model (design, section 5).
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

@@ -70,11 +70,13 @@ def mean_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     return losses(model, batch).mean()
 
 
+@pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout(family: str) -> None:
     check_with_dropout(small(family, chance=True), texts(family), losses, tolerance=ROUNDED)
 
 
+@pytest.mark.without_gate
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modes(family: str, mode: str) -> None:
@@ -92,6 +94,7 @@ def test_checkpointing(family: str) -> None:
     check_by_autograd(model, texts(family), mean_loss, tolerance=ROUNDED)
 
 
+@pytest.mark.without_gate
 @pytest.mark.parametrize("trained", ["router", "expert", "norm"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_of_a_model(family: str, trained: str) -> None:
@@ -101,6 +104,7 @@ def test_parts_of_a_model(family: str, trained: str) -> None:
     check_by_autograd(model, texts(family), mean_loss, tolerance=ROUNDED)
 
 
+@pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_batches(family: str) -> None:
     """Other sizes, lengths and routes, after one rehearsal."""

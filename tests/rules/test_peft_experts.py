@@ -31,6 +31,8 @@ from tests.support.mixtures import language_loss, mixture, tokens
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
 

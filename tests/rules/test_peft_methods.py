@@ -18,6 +18,8 @@ import transformers
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, per_sample_loss
 from tests.support.autograd import check_by_autograd
 
+pytestmark = pytest.mark.without_gate
+
 T = 5
 LAYERS = ["q_proj", "v_proj"]
 CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}

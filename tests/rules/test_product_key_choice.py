@@ -15,6 +15,8 @@ from tests.rules.test_product_key_router import SIDE, D, Model, inputs
 from tests.support.autograd import squares
 from tests.support.oracle import assert_close
 
+pytestmark = pytest.mark.without_gate
+
 
 def test_scores_are_those_of_the_axes() -> None:
     router = ProductKeyRouter(D, SIDE**2, 5, heads=2, norm="group", groups=7).double()

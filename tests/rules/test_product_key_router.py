@@ -12,15 +12,16 @@ from torch import Tensor, nn
 import flash_clipping
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.factors import ScaledEmbeddingGrad, embedding
-from flash_clipping.layers import ProductKeyExperts, ProductKeyRouter
+from flash_clipping.layers import ProductKeyExperts, ProductKeyRouter, rules as rule
 from flash_clipping.layers.product_key_experts import ExpertTables
 from flash_clipping.ops import error_bounds
 from flash_clipping.ops.runtime.backend import is_interpreting
-from flash_clipping.rules import own_layers as rule
 from tests.support.autograd import check_by_autograd, check_not_finite, check_removed, squares
 from tests.support.models import squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
 from tests.support.wrapping import MODES, WRAPPERS
+
+pytestmark = pytest.mark.without_gate
 
 D, SIDE = 8, 7
 NAN = float("nan")

@@ -17,6 +17,8 @@ from tests.support.autograd import check_by_autograd, squares
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 F64 = torch.float64
 
 

@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         f"error::{backend.__name__}.{backend.TritonFallbackWarning.__name__}"
     ),
+    pytest.mark.without_gate,
 ]
 
 

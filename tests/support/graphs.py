@@ -18,6 +18,7 @@ from flash_clipping import GradSampleModuleFlashClipping, GraphedStep
 from flash_clipping.engine.graphs.graphed_model import GraphedCall, GraphedModel
 from flash_clipping.engine.graphs.graphed_step import Graph
 from tests.support.models import squared_loss
+from tests.support.sums import norm_of
 
 
 class PlayedByHand(GraphedStep):
@@ -39,9 +40,9 @@ class PlayedByHand(GraphedStep):
                 grad.fill_(torch.nan)
             for (_, captured), new in zip(graph.of_modules, again, strict=True):
                 pairs = zip(captured.norms, new.norms, strict=True)
-                for (_, *fixed), (_, *found) in pairs:  # norms and what they were clipped by
-                    for held, now in zip(fixed, found, strict=True):
-                        held.copy_(now)
+                for held, now in pairs:  # norms and what they were clipped by
+                    held.norms_PB.copy_(now.norms_PB)
+                    held.upper.copy_(now.upper)
                 for fixed, coef in zip(captured.coefs, new.coefs, strict=True):
                     fixed.copy_(coef)
             for param, fixed in graph.grads:
@@ -91,9 +92,9 @@ class CallsByHand(GraphedModel):
                 for _, grad in call.grads:
                     grad.fill_(torch.nan)
                 pairs = zip(call.of_modules[0][1].norms, again.norms, strict=not first)
-                for (_, *fixed), (_, *new) in () if first else pairs:
-                    for held, now in zip(fixed, new, strict=True):
-                        held.copy_(now)
+                for held, now in () if first else pairs:
+                    held.norms_PB.copy_(now.norms_PB)
+                    held.upper.copy_(now.upper)
                 for param, fixed in () if first else call.grads:
                     fixed.copy_(param.grad)
             for p, grad in zip(params, before, strict=True):
@@ -144,7 +145,7 @@ class GraphedTraining:
         found = [output["losses"].detach()]
         if self.model is not self.plain:
             found += [self.model.get_norm_sample(), self.model.get_clipping_coef()]
-            found += [p._norm_sample for p in self.plain.parameters()]
+            found += [norm_of(self.model, p) for p in self.plain.parameters() if p.requires_grad]
         return found + [p.grad.clone() for p in self.plain.parameters() if p.grad is not None]
 
 

@@ -130,8 +130,9 @@ def test_states_hold_the_accountant(tmp_path: Path) -> None:
     accelerator.save_state(str(tmp_path))
     training.epoch()
     assert training.engine.accountant.history == [(1.0, 0.25, 8)]
-    accelerator.load_state(str(tmp_path))
-    assert training.engine.accountant.history == [(1.0, 0.25, 4)]
+    with pytest.warns(UserWarning, match="4 steps"):
+        accelerator.load_state(str(tmp_path))
+    assert training.engine.accountant.history == [(1.0, 0.25, 8)]  # they were run
     assert all(torch.equal(a, b) for a, b in zip(training.plain.parameters(), saved, strict=True))
 
 

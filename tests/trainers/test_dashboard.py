@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ def test_what_it_says(max_grad_norm: Any) -> None:
     statistics = ClippingStatistics(model)
     norms, shares, lines = [], [], []
     dashboard = PrivacyDashboard(engine, model, delta=1e-3, every=2, show=lines.append)
+    assert dashboard.values() == {}
     with dashboard:
         for x, y in loader:  # four steps, and one more
             optimizer.zero_grad()
@@ -81,6 +83,11 @@ def test_what_it_says(max_grad_norm: Any) -> None:
     assert [text.split("   ")[0] for text in lines] == ["step 2", "step 3"]
     assert f"ε = {engine.get_epsilon(1e-3):.2f}" in lines[1]
     assert lines[0].endswith("(ε: add or remove one sample)") and "(ε" not in lines[1]
+    values = dashboard.values()
+    assert values["step"] == 3 and values["epsilon"] == engine.get_epsilon(1e-3)
+    assert values["median_norm"] == pytest.approx(norms[2].median().item())
+    assert values["clipped_share"] == pytest.approx(shares[2].float().mean().item())
+    assert values["samples_per_second"] > 0
     first = torch.cat(shares[:2]).float().mean().item()
     assert f"clipped {first:.0%}" in lines[0]
 
@@ -128,6 +135,51 @@ def test_parts_of_a_logical_batch_are_one_step() -> None:
             parts += 1
     assert parts > 4
     assert [text.split("   ")[0] for text in lines] == [f"step {n}" for n in range(1, 5)]
+
+
+def test_a_bound_that_clips_nobody_is_worth_a_line() -> None:
+    _, model, optimizer, criterion, loader = private(max_grad_norm=1e6)
+    statistics, texts = ClippingStatistics(model), []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(60):
+            for x, y in loader:
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                statistics.note_backward()
+                optimizer.step()
+            statistics.read()
+            texts.append(sum("clipped_share: found 0" in str(w.message) for w in found))
+    assert texts == [0] * 24 + [1] * 36  # four steps a reading
+
+
+def test_samples_per_second_are_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epsilon takes time that a line's rate does not count."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    engine, model, optimizer, criterion, loader = private()
+
+    def slow(delta: float) -> float:
+        now[0] += 100.0
+        return 1.0
+
+    monkeypatch.setattr(engine, "get_epsilon", slow)
+    readings: list[Any] = []
+    read = ClippingStatistics.read
+
+    def kept(statistics: Any) -> Any:
+        readings.append(read(statistics))
+        return readings[-1]
+
+    monkeypatch.setattr(ClippingStatistics, "read", kept)
+    with PrivacyDashboard(engine, model, delta=1e-3, every=1, show=str) as dashboard:
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            dashboard.update()
+            optimizer.step()
+            now[0] += 1.0
+    assert [reading.seconds for reading in readings] == [1.0] * len(loader)
 
 
 def test_no_samples() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import lightning
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping, NotPoissonWarning
+from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.trainers.lightning import PrivateTraining
 from tests.support.trainers import privacy
 
@@ -87,12 +90,10 @@ def fit(
     trainer = lightning.Trainer(
         accelerator="cpu",
         callbacks=[callback],
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
         default_root_dir=folder,
-        **(defaults | settings),
+        **(defaults | {"logger": False, "enable_checkpointing": False} | settings),
     )
     # Lightning before 2.6 reads all of a checkpoint, and has no such argument.
     more = {"weights_only": False} if "weights_only" in signature(trainer.fit).parameters else {}
@@ -131,6 +132,25 @@ def test_steps_are_those_of_one_sample_at_a_time(tmp_path: Path, settings: Any) 
     # As it was: no hooks.
     module.model(torch.zeros(1, 4).double()).sum().backward()
     assert not hasattr(module.model, "autograd_grad_sample_hooks")
+
+
+def test_files_have_nothing_of_gradients(tmp_path: Path) -> None:
+    """Norms and shares are on the progress bar; loggers and checkpoints have none of them."""
+    trainer, callback = fit(
+        Classifier(),
+        tmp_path,
+        logger=CSVLogger(tmp_path),
+        enable_checkpointing=True,
+        log_every_n_steps=1,
+    )
+    assert len(callback.run.readings) == 4
+    assert {"clipped_share", "median_norm"} <= trainer.progress_bar_metrics.keys()
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    assert "epsilon" in metrics.read_text()
+    for file in tmp_path.rglob("*"):
+        content = file.read_bytes() if file.is_file() else b""
+        assert b"clipped_share" not in content and b"median_norm" not in content, file
 
 
 def test_parts_are_one_step(tmp_path: Path) -> None:
@@ -236,3 +256,32 @@ def test_units_are_refused(tmp_path: Path) -> None:
     module.model = GradSampleModuleFlashClipping(module.model, sample_of="user")
     with pytest.raises(ValueError, match="take the hooks off first"):
         fit(module, tmp_path)
+
+
+@pytest.mark.parametrize("options", [{}, {"poisson_sampling": False}], ids=str)
+def test_a_loader_that_fabric_has_set_up(options: dict[str, Any]) -> None:
+    """Its batches are private ones, and on its device as before."""
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    whole, model = TensorDataset(torch.randn(60, 4), torch.randint(3, (60,))), nn.Linear(4, 3)
+    loader = fabric.setup_dataloaders(DataLoader(whole, batch_size=10, shuffle=True))
+    loader._device = torch.device("meta")
+    engine = FlashPrivacyEngine(accountant="rdp")
+    module, optimizer, criterion, private = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        **options,
+    )
+    assert type(private) is type(loader) and len(private) == 6
+    assert isinstance(private.batch_sampler, PoissonSampler) == (not options)
+    assert all(x.device.type == "meta" for x, _ in private)
+    private._device = torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if not options else "ignore", NotPoissonWarning)
+        for x, y in private:
+            optimizer.zero_grad()
+            criterion(module(x), y).backward()
+            optimizer.step()
+    assert engine.accountant.history == [(1.0, 1 / 6, 6)]

@@ -319,6 +319,23 @@ def test_evaluation_is_the_trainers_own(tmp_path: Path) -> None:
     assert private.evaluate()["eval_loss"] == plain["eval_loss"]
 
 
+def test_files_have_nothing_of_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Norms and shares are on the screen; what is published with weights has none of them."""
+    private = trainer(tmp_path, max_steps=4, save_steps=2, save_strategy="steps")
+    private.train()
+    private.save_state()
+    shown = [text for text in capsys.readouterr().out.splitlines() if "median norm" in text]
+    assert [text.split("   ")[0] for text in shown] == ["step 2", "step 4"]
+    states = [*tmp_path.rglob("trainer_state.json")]
+    assert len(states) >= 2 and "epsilon" in states[0].read_text()
+    assert {*torch.load(tmp_path / "checkpoint-4" / "privacy.pt")} & {"readings"} == set()
+    for file in tmp_path.rglob("*"):
+        content = file.read_bytes() if file.is_file() else b""
+        assert b"clipped_share" not in content and b"median_norm" not in content, file
+
+
 def test_logs_and_target_epsilon(tmp_path: Path) -> None:
     private = trainer(
         tmp_path,
@@ -331,13 +348,16 @@ def test_logs_and_target_epsilon(tmp_path: Path) -> None:
     assert [entry["step"] for entry in logs] == [2, 4]
     assert 0 < logs[0]["epsilon"] < logs[1]["epsilon"] == private.epsilon
     assert 2.9 < private.epsilon <= 3.0
-    assert all(0 <= entry["clipped_share"] <= 1 for entry in logs)
-    assert all(entry["median_norm"] > 0 and entry["samples_per_second"] > 0 for entry in logs)
+    assert [step for step, _ in private.run.readings] == [2, 4]
+    assert all(0 <= reading.clipped_share <= 1 for _, reading in private.run.readings)
+    assert all(reading.median_norm > 0 for _, reading in private.run.readings)
+    assert all(entry["samples_per_second"] > 0 for entry in logs)
     assert "grad_norm" not in logs[0]
     assert private.state.log_history[-1]["epsilon"] == private.epsilon
     json.dumps(private.state.log_history)
     assert logs[1]["learning_rate"] < private.args.learning_rate  # the schedule has four steps
-    with pytest.raises(ValueError, match=r"computed for 4 steps, of which 4 are done; found 4"):
+    told = r"(?s)computed for 4 steps, of which 4 are done; found 4.*resume_from_checkpoint=True"
+    with pytest.raises(ValueError, match=told):
         private.train()
 
 

@@ -41,8 +41,8 @@ def train() -> float:
         stepping.zero_grad()
         loss = criterion(wrapped(x), y)
         loss.backward()
+        norms: Tensor = private.get_norm_sample()
         stepping.step()
-    norms: Tensor = private.get_norm_sample()
     return engine.get_epsilon(1e-5) + float(norms.max())
 
 

@@ -17,7 +17,7 @@ from flash_clipping.capture.compiled.wirings import Kind, Meta, Seen
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad
 from flash_clipping.finish.backward_pass import Readers
 
@@ -196,7 +196,7 @@ class Wired(torch.autograd.Function):
             raise FlashClippingError(
                 f"{region}: backward(create_graph=True) asks for second derivatives, which "
                 "flash clipping does not have. Call backward() without create_graph, or take such "
-                "gradients on the unwrapped model."
+                f"gradients on the unwrapped model.{ONE_BY_ONE}"
             )
         of_slots = [(slot.tap, slot.factors(grads)) for slot in layout.slots]
         found = [(tap, factors) for tap, factors in of_slots if factors]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from flash_clipping._compat import pytree
-from flash_clipping.capture.image_patches import rows_of_samples
-from flash_clipping.capture.inputs import batched_inputs, map_tensors
+from flash_clipping.capture.declared_rows import rows_of_samples
+from flash_clipping.capture.inputs import (
+    batched_inputs,
+    entries_of,
+    list_of_samples,
+    map_tensors,
+    tensors_of,
+)
 
 #: Factor of the floating inputs of an extreme sample.
 EXTREME = 100.0
@@ -48,6 +55,8 @@ class Samples:
             samples these are.
         parts: the sample of each row of inputs without such an axis, by the input's id.
         names: of ``args``.
+        bags: offsets of bags beside other inputs, and the ids that they point into; what is as
+            long as these belongs to them.
     """
 
     def __init__(
@@ -59,20 +68,23 @@ class Samples:
         offsets: tuple[Tensor, int] | None = None,
         parts: Mapping[int, Tensor] | None = None,
         names: Sequence[str] = (),
+        bags: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self._axis, self._parts = axis, parts or {}
+        own = weakref.proxy(self)  # pytrees keep what they ask in a reference cycle
+        self._is_leaf = lambda leaf: own._is_list(leaf)
         # Tensors of their own: a causal model's labels are often its input ids.
         self._labels: set[int] = set()
 
-        def own(x: Any, name: str) -> Any:
+        def of_own(x: Any, name: str) -> Any:
             if not name.endswith(LABELS) or not isinstance(x, Tensor) or id(x) in self._parts:
                 return x
             x = x.detach()
             self._labels.add(id(x))
             return x
 
-        args = tuple(map(own, args, itertools.chain(names, itertools.repeat(""))))
-        kwargs = {name: own(x, name) for name, x in kwargs.items()}
+        args = tuple(map(of_own, args, itertools.chain(names, itertools.repeat(""))))
+        kwargs = {name: of_own(x, name) for name, x in kwargs.items()}
         self.args, self.kwargs = args, kwargs
         #: All tensors of the call.
         self.tensors = batched_inputs(args, kwargs)
@@ -82,14 +94,25 @@ class Samples:
         if offsets is not None:
             self._offsets, self.count = offsets
         #: The same without what is packed.
-        self.leaves: list[Tensor] = []
-
-        def note(x: Tensor) -> Tensor:
-            self.leaves.append(x)
-            return x
-
-        map_tensors(note, (args, kwargs))
-        found = [x for x in self.leaves if id(x) not in self._parts]
+        self.leaves = tensors_of((args, kwargs))
+        #: By the id of a tensor, the offsets of its bags and how many rows there are.
+        self._in_bags = {id(x): (pair[0], len(pair[1])) for pair in bags for x in pair}
+        first = next(iter((*args, *kwargs.values())), None)
+        #: The first argument, if it is a list of samples for sure.
+        self._listed = first if isinstance(first, list) and entries_of(args, kwargs) else None
+        found = [
+            x
+            for part in (*args, *kwargs.values())
+            for leaf in pytree.tree_leaves(part, is_leaf=self._is_leaf)
+            if not self._is_list(leaf)
+            for x in tensors_of(leaf)
+            if id(x) not in self._parts
+        ]
+        for starts, ids in bags:  # weights of ids
+            for x in found:
+                if x.dim() == 1 and len(x) == len(ids) != self.count:
+                    self._in_bags.setdefault(id(x), (starts, len(ids)))
+        found = [x for x in found if id(x) not in self._in_bags]
         found = [x for x in found if self._axis_of(x) is not None]
         #: Whether the rows of some input may be something else than samples.
         self.is_ambiguous = len(found) > 1 and any(
@@ -112,7 +135,7 @@ class Samples:
         #: What stands for no token.
         self.padding = 0
         #: Whether samples can be made shorter.
-        self.may_be_shorter = offsets is None and not self._parts
+        self.may_be_shorter = offsets is None and not self._parts and not bags
         self.may_be_shorter &= any(not x.is_floating_point() for x in found)
 
     @property
@@ -128,6 +151,12 @@ class Samples:
     def holds(self, x: Tensor) -> bool:
         """Whether this tensor of the arguments has a row for each sample."""
         return id(x) in self._ids
+
+    def _is_list(self, value: Any) -> bool:
+        if isinstance(value, list) and any(id(x) in self._in_bags for x in value):
+            return False
+        is_first = value is self._listed and value is not None
+        return is_first or list_of_samples(value, self.count, self._axis)
 
     def _axis_of(self, x: Tensor) -> int | None:
         if x.dim() > self._axis and x.shape[self._axis] == self.count:
@@ -155,13 +184,18 @@ class Samples:
                 behind it become :attr:`padding`, bools what they are not where the sample begins,
                 and one number of a sample, which may be its length, is cut itself.
         """
-        bags = None if self._offsets is None else self._bags(order)
+        bags = None
+        if self._offsets is not None:
+            bags = self._bags(order, self._offsets, self._ids_in_all)
 
         def of(x: Tensor) -> Any:
             if bags is not None and x is self._offsets:
                 return bags[0]
             if bags is not None and x.dim() == 1 and len(x) == self._ids_in_all:
                 return x.detach()[bags[1]]
+            if id(x) in self._in_bags:
+                starts, numbers = self._bags(order, *self._in_bags[id(x)])
+                return starts if x is self._in_bags[id(x)][0] else x.detach()[numbers]
             if id(x) in self._parts:
                 rows = rows_of_samples(x, self._parts[id(x)], order)
                 return rows if len(rows) else None  # texts without images
@@ -193,16 +227,26 @@ class Samples:
                 taken[extreme] = self._extreme(leaf.data, 0, taken[extreme])
             return pack_sequence(taken, enforce_sorted=False)
 
-        args, kwargs = map_tensors(of, (self.args, self.kwargs))
+        def of_list(leaf: Any) -> Any:
+            if not self._is_list(leaf):
+                return leaf
+            taken = [leaf[b] for b in order]
+            if extreme is not None:
+                taken[extreme] = map_tensors(self._far, taken[extreme])
+            return type(leaf)(taken)
+
+        def cut(part: Any) -> Any:
+            return pytree.tree_map(of_list, part, is_leaf=self._is_leaf)
+
+        args, kwargs = tuple(map(cut, self.args)), {n: cut(x) for n, x in self.kwargs.items()}
+        args, kwargs = map_tensors(of, (args, kwargs))
         return pytree.tree_map(
             of_leaf, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PackedSequence)
         )
 
-    def _bags(self, order: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The offsets of these samples, and the numbers of their ids, end to end."""
-        offsets = self._offsets
-        assert offsets is not None
-        edges = [*offsets.tolist(), self._ids_in_all][: self.count + 1]
+    def _bags(self, order: Sequence[int], offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """The offsets of these samples, and the numbers of their ids, end to end, of so many."""
+        edges = [*offsets.tolist(), total][: self.count + 1]
         bags = [range(edges[b], edges[b + 1]) for b in order]
         starts = [0, *itertools.accumulate(map(len, bags))]
         starts = starts[: len(order) + len(offsets) - self.count]
@@ -230,6 +274,10 @@ class Samples:
             of_none = end.long() < 0  # labels that do not count
             end.copy_(torch.where(of_none, end.long(), padding))
         return row.movedim(0, axis)
+
+    def _far(self, x: Tensor) -> Tensor:
+        """A tensor of one sample, whose floats are large if the model may take such."""
+        return x * EXTREME if x.is_floating_point() and not self.stays_in_range else x
 
     def _extreme(self, x: Tensor, axis: int, row: Tensor) -> Tensor:
         """``row``, a sample of ``x`` (or several rows) along this axis, as far from the others as

@@ -43,7 +43,6 @@ class Coverage:
         #: Of models some of whose layers read rows that are not the samples: the least and the
         #: largest of all sizes in a call, the number of samples first.
         self._ranges: dict[Hashable, list[tuple[int, int]]] = {}
-        self._exact: set[Hashable] = set()
         self._sizes: list[int] = []
 
     def note(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -60,21 +59,13 @@ class Coverage:
             before = self._ranges.get(kind, [(n, n) for n in sizes])
             known = zip(before, sizes, strict=True)
             self._ranges[kind] = [(min(low, n), max(high, n)) for (low, high), n in known]
-        self._exact.add((kind, *sizes[1:]))
 
     def covers(
-        self,
-        root: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        by_sizes: bool,
-        exactly: bool,
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], by_sizes: bool
     ) -> bool:
         """Whether what was shown holds for such a call.
 
-        Args:
-            by_sizes: some layer reads rows that are not the samples.
-            exactly: they lie apart, so that sizes other than those looked at are other orders.
+        ``by_sizes``: some layer reads rows that are not the samples.
         """
         if not by_sizes:
             if not self._kinds or self._count(args, kwargs) <= 1:
@@ -88,8 +79,6 @@ class Coverage:
         (least, most), *ranges = self._ranges[kind]
         if not (least < 2 * sizes[0] and sizes[0] < 2 * most):
             return False
-        if exactly:
-            return (kind, *sizes[1:]) in self._exact
         return all(low <= n <= high for (low, high), n in zip(ranges, sizes[1:], strict=True))
 
     def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

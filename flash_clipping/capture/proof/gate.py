@@ -8,11 +8,12 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
-from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.coverage import modes_of, of_arguments
 from flash_clipping.capture.proof.oracle import STRAY, examine
 from flash_clipping.capture.proof.probe import marks_of
@@ -88,10 +89,11 @@ class Gate:
             logger.info("checking which rows are samples")
         try:
             table = examine(subject, audit=audit)
-        except FlashClippingError:
-            raise
-        except MODELS_OWN:  # an error of the model's own comes in its own forward
-            return
+        except (ModelsOwnError, torch.OutOfMemoryError):
+            return  # comes in its own forward, or one sample fits
+        for doubt in table.doubts:
+            self.next_audit = self.calls + 1
+            logger.warning("rounding, or to be seen again in the next call: %s", doubt)
         if subject.samples().are_alike and self._alike < ALIKE:
             self._alike += 1
             self.next_audit = self.calls + 1
@@ -169,9 +171,7 @@ def check_reached(
     for on in marks_of(count):
         try:
             each = norms(on)
-        except FlashClippingError:
-            raise
-        except MODELS_OWN:
+        except (ModelsOwnError, torch.OutOfMemoryError):
             return  # its graph allows one backward only
         if each is None:
             return

@@ -12,13 +12,13 @@ nothing by themselves; the probe and the oracle tell (:mod:`flash_clipping.captu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.forward_call import BatchAxes
-from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import EXTREMES, Samples
 from flash_clipping.capture.proof.reads import Note, Read, Reads
 from flash_clipping.capture.proof.runs import Runs, Subject
@@ -63,9 +63,7 @@ def observe(
     while True:  # until no answer that was taken from sizes is wrong: each is corrected once
         try:
             whole, other = _look(subject, runs, seed)
-        except FlashClippingError:
-            raise
-        except MODELS_OWN:
+        except (ModelsOwnError, torch.OutOfMemoryError):
             return subject, [], frozenset()  # its own forward will raise it
         wrong = _conclude(batch_axes, whole, other)
         if not wrong:
@@ -88,8 +86,7 @@ def observe(
     for look in (whole, other):
         if look is not None and look.refused is not None:
             raise look.refused
-    if whole.offsets is not None:
-        subject = replace(subject, offsets=(whole.offsets, whole.size))
+    subject = subject.of_bags(whole)
     findings = _findings(whole, other)
     apart = {
         finding.read[0]
@@ -104,26 +101,17 @@ def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Reads, Reads | None]
     """The batch as it is, and another one if the model runs on any.
 
     Raises:
-        whatever the model raises on the batch as it is.
+        ModelsOwnError: the model raises on the batch as it is.
     """
-    given, whole = (subject.args, subject.kwargs), None
-    try:
-        whole = runs.look(given, seed)
-    except FlashClippingError:
-        raise
-    except MODELS_OWN:
-        if not runs.marks_inputs:
-            raise
-    if whole is None or (whole.refused is not None and runs.marks_inputs):
+    given = subject.args, subject.kwargs
+    whole = runs.look(given, seed)
+    if whole.refused is not None and runs.marks_inputs:
         runs.marks_inputs = False  # it may mind that inputs require gradients
         whole = runs.look(given, seed)
-    offsets = None if whole.offsets is None else (whole.offsets, whole.size)
-    for samples, order, extreme in _others(replace(subject, offsets=offsets)):
+    for samples, order, extreme in _others(subject.of_bags(whole)):
         try:
             other = runs.look(samples.batch(order, extreme), seed)
-        except (torch.OutOfMemoryError, FlashClippingError):
-            raise
-        except MODELS_OWN:
+        except ModelsOwnError:
             continue
         if other.size == len(order):
             rows = [place for place in range(other.size) if place != extreme]
@@ -301,11 +289,13 @@ def refusal(findings: Sequence[Finding], root: nn.Module, batch_first: bool) -> 
     advice = []
     if rows:
         advice.append(
-            "The rows are not samples, and parameters of these layers have no per-sample "
-            f"gradients. Keep the batch the {axis} axis of what a layer reads and other axes "
-            f"(windows, positions) behind it; {declare if parts else ''}give them a rule of their "
-            "own (flash_clipping.register_rule); or freeze their parameters, or train LoRA on "
-            "other layers alone."
+            "The rows are not samples, or a sample's rows lie apart, and parameters of these "
+            f"layers have no per-sample gradients. Keep the batch the {axis} axis of what a layer "
+            "reads, other axes (windows, positions) behind it, and a sample's rows together: "
+            "x_BWTd.flatten(0, 1), or torch.stack([a, b], 1).flatten(0, 1) in place of "
+            f"torch.cat([a, b]); {declare if parts else ''}give them a rule of their own "
+            "(flash_clipping.register_rule); or freeze their parameters, or train LoRA on other "
+            "layers alone."
         )
     if values:
         advice.append(
@@ -334,4 +324,4 @@ def _instead(root: nn.Module, paths: list[str]) -> str:
     attention = [name for name in others if "attn" in name.lower() or "attention" in name.lower()]
     targets = sorted({name.rpartition(".")[2] for name in attention or others})
     adapted = to_adapt(targets) if targets and not hasattr(root, "peft_config") else ""
-    return to_freeze(*sorted(paths)) + adapted
+    return to_freeze(*sorted(paths), instead=adapted)

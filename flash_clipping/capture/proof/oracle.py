@@ -15,12 +15,10 @@ others     one of S               its norm is the one that is clipped by (NORM)
 the batch, the model's own loss   norms of some samples are autograd's, of the same loss of each of
 single                            them alone: of its mean over the batch, or its sum (LOSS)
 samples
-taps,      S                      norms of S are those of the first run (ORDER)
-others
 =========  =====================  =================================================================
 
-The second batch is smaller than the first where nothing is drawn at random; else a few samples are
-compared in batches of two sizes, without chance (SIZE). Parameters are moved meanwhile (PERTURB).
+The second batch is smaller than the first where nothing is drawn at random. Parameters are moved
+meanwhile (PERTURB).
 
 A round before the first step, and more as audits of later ones, with S and the rest swapped, other
 random numbers, and soon for one sample only. Nothing of the user's is changed by a round.
@@ -32,17 +30,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence, Set as AbstractSet
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.inputs import map_tensors
+from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import EXTREMES, LEFT, Samples
-from flash_clipping.capture.proof.repeatable import perturbed, rounded_otherwise
+from flash_clipping.capture.proof.repeatable import computed_in, perturbed, rounded_otherwise
 from flash_clipping.capture.proof.runs import AT_ONCE, MASKED, Gradient, Run, Runs, Subject
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 
 #: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
 #: rounding gives in a deep model where kernels or the order of rows differ.
@@ -65,11 +66,11 @@ LEAST = 1e-9
 #: The part of another sample's norm that may be rounding: rows without a gradient give 0.
 STRAY = 1e-6
 
+#: Seeds by which a finding is repeated.
+SEEDS = 3
+
 #: The largest factor of losses; less where gradients could overflow.
 LOUD, LOUD_FP16 = 1000.0, 16.0
-
-#: Batches of two sizes in which samples are compared; the second pair where the first fails.
-SIZES = ((2, 1), (4, 2))
 
 #: Samples of a batch for which the model's own loss is computed alone.
 ALONE = 3
@@ -86,9 +87,7 @@ WORDS = {
     "GRADIENT": "the clipped sum is not autograd's gradient of the same samples among others",
     "NORM": "the norm that a sample is clipped by is not that of its gradient",
     "STRAY": "the gradient of some samples reaches rows that are booked to others",
-    "ORDER": "rows are booked to other samples where others are in the batch",
     "TOGETHER": "a sample's gradient changes with the losses of others, or has another's rows",
-    "SIZE": "what belongs to a sample changes with the number of samples in its batch",
 }
 
 ADVICE = (
@@ -115,7 +114,7 @@ _OWN_LOSS = (
     "sample from the model's other outputs:\n"
     "    loss = flash_clipping.per_sample_loss(output.logits, labels).{reduction}()\n"
     "or leave this output out of the loss:\n"
-    "    output = output.detach()"
+    f"    output = output.detach(){ONE_BY_ONE}"
 )
 
 #: How outputs are named, by their numbers.
@@ -139,10 +138,11 @@ class Complaint:
             f"{self.gap:.2g}, expected rounding alone. {ADVICE}"
         )
         if self.names[0].startswith(OUTPUT):
-            return f"{found} leave this output out of the loss:\n    output = output.detach()"
+            line = "leave this output out of the loss:\n    output = output.detach()"
+            return f"{found} {line}{ONE_BY_ONE}"
         freeze = self.names[0]
         line = f'model.get_parameter("{freeze}").requires_grad_(False)'
-        return f"{found} freeze the parameters:\n    {line}"
+        return f"{found} freeze the parameters:\n    {line}{ONE_BY_ONE}"
 
 
 @dataclass
@@ -156,12 +156,23 @@ class Table:
         returned: how many tensors the model returned.
         losses: outputs that are one number for the batch, and neither the mean nor the sum of what
             they are for its samples, by number, and why.
+        dtypes: that the model computed in.
+        failed: whether the forward through the taps has.
+        doubts: findings that were not found again.
     """
 
     unfit: dict[int, str] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     returned: int = 0
     losses: dict[int, str] = field(default_factory=dict)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    failed: bool = False
+    doubts: list[str] = field(default_factory=list)
+
+    @property
+    def findings(self) -> set[tuple[str, int]]:
+        """The attribute that holds each finding, and the number of the output."""
+        return {(kind, n) for kind in ("unfit", "losses") for n in getattr(self, kind)}
 
 
 class _NotFinite(Exception):
@@ -172,7 +183,11 @@ class _NotFinite(Exception):
 
 
 def examine(subject: Subject, *, audit: int = 0) -> Table:
-    """A round of the oracle on one batch.
+    """A round of the oracle on one batch, and more where it finds something.
+
+    A finding may be rounding. It holds if the model, computed in a wider dtype, shows it too, with
+    one of :data:`SEEDS` at least; or if it is found with all of them as the model is: some of what
+    a model does it may do in a narrow dtype only.
 
     Args:
         subject: a call of a model.
@@ -182,14 +197,50 @@ def examine(subject: Subject, *, audit: int = 0) -> Table:
     Raises:
         FlashClippingError: the forward through the taps does.
         torch.OutOfMemoryError: two samples do not fit.
-        or whatever the model raises on this batch.
+        ModelsOwnError: the model raises on this batch.
     """
+    found = _round_of(subject, audit, 0)
+    floats = {kind for kind in found.dtypes if kind.is_floating_point}
+    if found.failed or not found.findings or floats <= {torch.float64}:
+        return found
+    wide = torch.float32 if floats & TOLERANCE.keys() else torch.float64
+    hold = set[tuple[str, int]]()
+    # It may not run in another dtype, nor fit.
+    with suppress(ModelsOwnError, FlashClippingError, torch.OutOfMemoryError):
+        for seed in range(SEEDS):
+            table = _in_dtype(subject, audit, seed, wide)
+            hold |= set() if table.failed else table.findings
+            if found.findings <= hold:
+                return found
+    rest = found.findings - hold
+    for seed in range(1, SEEDS):
+        rest &= _round_of(subject, audit, seed).findings if rest else rest
+    for kind, number in found.findings - hold - rest:
+        found.doubts.append(getattr(found, kind).pop(number))
+        if kind == "unfit":
+            found.outputs = (*found.outputs, number)
+    return found
+
+
+def _in_dtype(subject: Subject, audit: int, seed: int, dtype: torch.dtype) -> Table:
+    """A round of a model that is computed in this dtype."""
+
+    def of(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    args, kwargs = map_tensors(of, (subject.args, subject.kwargs), packed=True)
+    with computed_in(subject.root, dtype):
+        return _round_of(replace(subject, args=args, kwargs=kwargs), audit, seed)
+
+
+def _round_of(subject: Subject, audit: int, seed: int) -> Table:
+    """A round; another ``seed`` draws other numbers, and moves parameters otherwise."""
     unfit: list[Table] = []
     samples = subject.samples()
     try:
-        with perturbed(subject.session.trainable()):
+        with perturbed(subject.session.trainable(), seed=7 + seed):
             for narrow in range(4) if samples.is_ambiguous else (0,):
-                found = _Oracle(subject, subject.samples(narrow), audit).table()
+                found = _Oracle(subject, subject.samples(narrow), audit, seed).table()
                 if not found.unfit and not found.losses:
                     return found
                 unfit.append(found)
@@ -203,7 +254,8 @@ def examine(subject: Subject, *, audit: int = 0) -> Table:
     if not kept:
         return Table()
     args, kwargs = samples.batch(kept)
-    return examine(replace(subject, args=args, kwargs=kwargs, offsets=None), audit=audit)
+    alone = replace(subject, args=args, kwargs=kwargs, offsets=None, bags=())
+    return _round_of(alone, audit, seed)
 
 
 @dataclass
@@ -225,8 +277,8 @@ class _Second:
 class _Oracle:
     """One round, for outputs together and, where that fails, one by one."""
 
-    def __init__(self, subject: Subject, samples: Samples, audit: int) -> None:
-        self.samples, self.B, self.audit = samples, samples.count, audit
+    def __init__(self, subject: Subject, samples: Samples, audit: int, seed: int) -> None:
+        self.samples, self.B, self.audit, self.seed = samples, samples.count, audit, seed
         self.runs = Runs(subject)
         names = {id(p): name for name, p in subject.root.named_parameters()}
         self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
@@ -240,9 +292,6 @@ class _Oracle:
         samples.padding = next((n for n in found if isinstance(n, int)), 0)
         #: The part of R that stands in the first run; all in every other audit.
         self.left = LEFT[0] if samples.may_be_shorter and not audit % 2 else LEFT[-1]
-        session = subject.session
-        #: Whether some layer reads rows that are not the samples.
-        self.lies_otherwise = bool(session.layouts or session.folded - session.folded_by_rule)
         self.unfit: dict[int, str] = {}
         self.returned: set[int] = set()
         self.axes: dict[int, list[int]] = {}
@@ -260,6 +309,13 @@ class _Oracle:
         if self.runs.session.fp32_precision == "tf32":
             low.append(TOLERANCE[torch.float16])  # which has as many digits
         return max(low, default=TOLERANCE_WIDE)
+
+    def _rounded(self) -> AbstractContextManager[None]:
+        """Parameters moved by one unit of rounding; where a finding is repeated, of the lowest
+        dtype of a run: autocast rounds more than parameters tell."""
+        low = self.runs.dtypes & TOLERANCE.keys() if self.seed else ()
+        unit = max((torch.finfo(kind).eps for kind in low), default=0.0)
+        return perturbed(self.runs.params, partial(rounded_otherwise, unit=unit))
 
     @property
     def most(self) -> float:
@@ -296,11 +352,16 @@ class _Oracle:
             self.runs.only = self.returned - self.unfit.keys()
             why = self._judge()
         if isinstance(why, FlashClippingError) and not self.returned:
-            raise why
+            try:
+                raise why
+            finally:
+                del why  # which holds this frame, and what failed in memory
         if why is not None:
             self.unfit = {n: self.unfit.get(n, _text(why)) for n in sorted(self.returned)}
         fit = tuple(sorted(self.returned - self.unfit.keys()))
-        return Table(self.unfit, fit, self.runs.returned, self._losses())
+        failed = isinstance(why, FlashClippingError)
+        losses = self._losses()
+        return Table(self.unfit, fit, self.runs.returned, losses, self.runs.dtypes, failed)
 
     def _judge(self) -> Complaint | FlashClippingError | None:
         """The finding for the outputs that may go backward; ``None`` if all is well."""
@@ -313,7 +374,7 @@ class _Oracle:
 
     def _round(self, calm: bool = False) -> Complaint | None:
         S, R, B = self.S, self.R, self.B
-        self.draws = {"seed": 1 + self.audit, "calm": calm}
+        self.draws = {"seed": 1 + self.audit + (self.seed << 8), "calm": calm}
         order = [*R, *S]
         self.loud = {b: self.most ** (order.index(b) / B) for b in range(B)}
         if self.audit % 2:  # a hook that looks at the sign of a sum
@@ -350,26 +411,19 @@ class _Oracle:
             return self._round(calm=True)
         if self._exclude("VALUE", wrong):
             return self._again(calm)
-        why = self._gradients(taps, other)
-        if why is None and self.lies_otherwise:
-            why = self._order(taps, other)
-        if why is None and (drawn or calm):
-            why = self._sizes()
-        return why
+        return self._gradients(taps, other)
 
     def _first(self, scales: Sequence[Mapping[int, float]], **options: Any) -> Run:
         """The batch, through the taps, with R as short as the model runs on."""
         for self.left in [left for left in LEFT if left >= self.left]:
             try:
                 run = self._taps(scales, **options)
-            except torch.OutOfMemoryError:
-                raise
             except FlashClippingError as error:
                 if self.left == LEFT[-1]:
                     raise
                 where = "\nFound where some samples of the batch are made shorter, as padding does."
                 raise FlashClippingError(f"{error.args[0]}{where}") from error
-            except MODELS_OWN:
+            except ModelsOwnError:
                 if self.left == LEFT[-1]:
                     raise
                 continue
@@ -421,9 +475,7 @@ class _Oracle:
             at = [places.index(b) for b in S]
             try:
                 run = self._among(given, places, at)
-            except (FlashClippingError, torch.OutOfMemoryError):
-                raise
-            except MODELS_OWN:
+            except ModelsOwnError:
                 continue
             finite = all(run.outputs[n][at].isfinite().all() for n in run.outputs) and all(
                 g.norms.isfinite().all() for g in run.gradients
@@ -466,7 +518,7 @@ class _Oracle:
         of_all = self._gap(found.projections, expected.projections, expected.norms)
         if bool((torch.maximum(of_one, of_all) > self.tolerance).any()):
             # On the same batch: another one would be allowed what its other samples change.
-            with perturbed(self.runs.params, rounded_otherwise):
+            with self._rounded():
                 rounded = self._among(other.given, other.places, other.at).gradients
             rounding = self._gap(rounded[-1].norms[:, None], one[:, None], one)
             of_one -= ROUNDING * rounding.nan_to_num(0, 0)  # no number is no rounding
@@ -489,10 +541,8 @@ class _Oracle:
                 why: dict[int, str] = {}
                 if (found := self._losses_of(order, sparse)) is not None:
                     return found
-            except torch.OutOfMemoryError:
-                raise
-            except MODELS_OWN as error:
-                words = {"error": f"{type(error).__name__}: {error}", "reduction": reduction}
+            except ModelsOwnError as error:
+                words = {"error": str(error), "reduction": reduction}
                 for n in self.runs.numbers:
                     text = (_NOT_ALONE + _OWN_LOSS).format(number=n, **words)
                     why[n] = str(FlashClippingError(text))
@@ -520,7 +570,7 @@ class _Oracle:
                 gap = self._norms_apart(found, expected)
                 if bool((gap > self.tolerance).any()):
                     if rounded is None:
-                        with perturbed(self.runs.params, rounded_otherwise):
+                        with self._rounded():
                             rounded = self._alone(given)
                     gap -= ROUNDING * self._norms_apart(rounded[n], expected)
                 if not bool((gap <= self.tolerance).all()):
@@ -541,23 +591,6 @@ class _Oracle:
         losses = self.runs.run(given, [0], calm=True, losses=True).losses
         return {n: g.norms for n, g in losses.items() if isinstance(g, Gradient)}
 
-    def _order(self, taps: Run, other: _Second) -> Complaint | None:
-        """Whether S have the same norms, through the taps, among the others of the second run:
-        values may decide where rows lie (a router, a sort, a condition)."""
-        of_S = dict(zip(other.at, self.alone.values(), strict=True))
-        options = {**self.draws, "taps": True, "sums": 0}
-        try:
-            run = self.runs.run(other.given, other.places, [of_S], **options)
-        except FlashClippingError:
-            raise
-        except MODELS_OWN:
-            return None
-        a, b = taps.gradients[0].each, run.gradients[0].each
-        if a is None or b is None or run.drawn != taps.drawn:
-            return None
-        a, b = a[:, self.S], b[:, other.at]
-        return self._complain("ORDER", self._gap(a, b, a.norm(dim=1)))
-
     def _out_of_order(self, each: Tensor) -> Tensor:
         """Relative differences where gradients need not be linear in a sample's loss (a hook that
         bounds rows): S as they are beside loud others, and which rows S reach, bit by bit."""
@@ -575,31 +608,6 @@ class _Oracle:
                 strays = g.each[:, off].amax(1) > STRAY * g.norms.norm()
                 gap = torch.where(strays, 1.0, gap)
         return gap
-
-    def _sizes(self) -> Complaint | None:
-        """A few samples in batches of two sizes, without chance; their gradients in audits only."""
-        order = [*self.S, *self.R]
-        for more, less in SIZES:
-            if len(order) < more:
-                continue
-            places = [*range(less)]
-            scales = [dict.fromkeys(places, 1.0)] if self.audit else []
-            try:
-                a, b = (
-                    self.runs.run(self.samples.batch(some), some, scales, calm=True)
-                    for some in (order[:more], order[:less])
-                )
-            except (FlashClippingError, torch.OutOfMemoryError):
-                raise
-            except MODELS_OWN:
-                continue
-            if self._exclude("SIZE", self._other_values(a, b, places, places)):
-                return self._again(calm=False)
-            if not scales:
-                return None
-            x, y = a.gradients[0], b.gradients[0]
-            return self._complain("SIZE", self._gap(x.projections, y.projections, y.norms))
-        return None
 
     # -- comparisons --------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from flash_clipping.capture.inputs import map_tensors, tensors_in
-from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.reads import Reads, are_alike
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import FlashClippingError
 
 #: Relative difference from which on a position was reached from another document. Kernels compute
 #: rows of one batch alike whatever the others hold, but experts that get other numbers of rows.
@@ -80,9 +80,7 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
     nothing_N = torch.zeros(len(index_N), dtype=torch.bool)
     try:
         whole = reads_where(nothing_N, [])
-    except MODELS_OWN as error:
-        if isinstance(error, FlashClippingError | torch.OutOfMemoryError):
-            raise
+    except ModelsOwnError:
         return  # the forward itself will raise it
     known.proven = {read[0] for read in whole}
     documents = index_N[index_N >= 0].unique().tolist()
@@ -99,12 +97,10 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
             stays_N = kept_N | (index_N < 0)  # padding is nobody's
             others.append((reads_where(stays_N, content), kept_N, ~stays_N))
         moved = [*(reads for reads, _, _ in others), reads_where(nothing_N, sources)]
-    except MODELS_OWN as error:
-        if isinstance(error, FlashClippingError):
-            raise
+    except ModelsOwnError as error:
         raise FlashClippingError(
             "the model: units are parts of rows, and it could not be seen whether documents "
-            f"reach each other: with other tokens it raised {type(error).__name__}: {error}"
+            f"reach each other: with other tokens it raised {error}"
         ) from error
     _refuse_constants(whole, moved)
     for reads, kept_N, moved_N in others:
@@ -174,8 +170,8 @@ def _refuse_constants(whole: Reads, others: list[Reads]) -> None:
             f"{', '.join(paths)}: units are parts of rows (sample_of with a map of positions), and "
             "what it reads does not derive from the model's inputs: positions that the model makes "
             "itself, say. Pass them to the model (position_ids, which begin anew in every "
-            "document), or freeze the parameters of this layer."
-            f"{to_freeze(*paths)}"
+            "document), or freeze the parameters of this layer:\n    "
+            f"for path in {[*paths]}: model.get_submodule(path).requires_grad_(False)"
         )
 
 

@@ -3,9 +3,9 @@
 The outputs of one sample go backward alone; the rows of a layer's output gradient that are not 0
 are that sample's. A pass for each bit of a sample's number, and one for those without it, are
 enough for many samples. A row that got a gradient in both has two samples; one that got none is
-padding, and nobody's. Layers whose samples may lie otherwise work row by row: samples lie in what
-they read as they do in what they return. Of parameters that modules use by themselves, the operand
-and the result of every operation with samples are looked at.
+padding, and nobody's. Layers whose samples may lie along another axis work position by position:
+samples lie in what they read as they do in what they return. Of parameters that modules use by
+themselves, the operand and the result of every operation with samples are looked at.
 
 Shape suffixes: ``B`` samples, ``R`` rows.
 """
@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import tensors_in
-from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.reads import Read
 from flash_clipping.capture.proof.repeatable import perturbed
 from flash_clipping.capture.proof.runs import Runs, Subject, has_own_trainable, hooked
 from flash_clipping.capture.row_layouts import Layout
-from flash_clipping.errors import FlashClippingError
 
 #: Samples that are looked at: a small batch tells where they are as well as a large one.
 SAMPLES = 3
@@ -48,8 +47,8 @@ class SampleLayout:
     """How the rows of a layer's output map to samples.
 
     Attributes:
-        kind: in words; one of the constants below where there is no regular order.
-        layout: the axis and the order of the samples; ``None`` where there is no regular one.
+        kind: in words; one of the constants below where there is no layout.
+        layout: the axis of the samples; ``None`` where a sample's entries do not lie together.
         parts: entries of each sample along that axis.
     """
 
@@ -62,7 +61,9 @@ class SampleLayout:
 CONSTANT = SampleLayout("the same for all samples")
 #: No gradient reached the layer.
 UNREACHED = SampleLayout("not reached by a gradient")
-#: Each row has one sample, in no regular order: tokens that a router sent to an expert.
+#: Only outputs from which nothing may come back reach it, as samples reach each other in them.
+UNFIT = SampleLayout("reached by no output whose samples stay apart")
+#: Each row has one sample, whose rows lie apart: tokens that a router sent to an expert.
 ROUTED = SampleLayout("routed")
 #: Some row has several samples, and the output depends on the batch.
 SEVERAL = SampleLayout("several samples in a row")
@@ -94,7 +95,7 @@ def probe(subject: Subject) -> Probed:
     """Where the samples are in what layers with trainable parameters return.
 
     Raises:
-        whatever the model raises on this batch.
+        ModelsOwnError: the model raises on this batch.
     """
     params = subject.session.trainable()
     samples = subject.samples()
@@ -105,9 +106,7 @@ def probe(subject: Subject) -> Probed:
     with perturbed(params):
         try:
             return _probe(runs, samples, few)
-        except FlashClippingError:
-            raise
-        except MODELS_OWN:  # it may run on batches of this size only
+        except ModelsOwnError:  # it may run on batches of this size only
             if few == samples.count:
                 raise
         return _probe(runs, samples, samples.count)
@@ -151,14 +150,18 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
     operations: Operations = {}
     for key, shape in seen.shapes.items() if seen.passes else ():
         nothing = torch.zeros(shape, dtype=torch.bool)
-        owners = owners_of([of.get(key, nothing) for of in seen.passes[: len(marks)]], marks, B)
+        masks = [of.get(key, nothing) for of in seen.passes]
+        owners = owners_of(masks[: len(marks)], marks, B)
+        first_axis = 0 if key in seen.operations else runs.session.batch_axis
+        layout = layout_of_owners(owners, B, first_axis)
+        if layout is UNREACHED and masks[-1].any():
+            layout = UNFIT
         if key in seen.operations:
             use, _, is_after = key
             path, _ = seen.operations[key]
             _, before, after = operations.setdefault(use, (path, [], []))
-            (after if is_after else before).append(layout_of_owners(owners, B))
+            (after if is_after else before).append(layout)
             continue
-        layout = layout_of_owners(owners, B, runs.session.batch_axis)
         if layout is SEVERAL and _same(*(of_run.get(key) for of_run in values)):
             layout = CONSTANT
         layouts[key[0]].append(layout)
@@ -193,7 +196,7 @@ def owners_of(masks: Sequence[Tensor], marks: Sequence[Sequence[int]], B: int) -
 
 
 def layout_of_owners(owners: Tensor, B: int, first_axis: int = 0) -> SampleLayout:
-    """The simplest layout that these owners fit.
+    """The first axis along which each sample's entries lie together.
 
     Args:
         owners: the sample of each row, :data:`NOBODY` or :data:`MANY`; on the CPU, with the axes
@@ -208,14 +211,12 @@ def layout_of_owners(owners: Tensor, B: int, first_axis: int = 0) -> SampleLayou
     axes = sorted(range(owners.dim()), key=lambda axis: (axis != first_axis, axis))
     own = torch.arange(B)[:, None]
     for axis in axes:
-        parts, rest = divmod(owners.shape[axis], B)
-        for outer in range(1, parts + 1):
-            if rest or parts % outer:
-                continue
-            layout = Layout(axis, outer)
-            rows = layout.front(owners, B).reshape(B, -1)
-            if ((rows == own) | (rows == NOBODY)).all():
-                return SampleLayout("regular", layout, parts)
+        layout = Layout(axis)
+        if (parts := layout.parts(owners, B)) is None:
+            continue
+        rows = layout.front(owners, B).reshape(B, -1)
+        if ((rows == own) | (rows == NOBODY)).all():
+            return SampleLayout("regular", layout, parts)
     return ROUTED
 
 

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence, Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.capture.no_trace import MODELS_OWN
+from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.observe import Finding, observe, refusal, tap_of, taps_of
 from flash_clipping.capture.proof.oracle import examine
-from flash_clipping.capture.proof.probe import CONSTANT, Probed, SampleLayout, probe
+from flash_clipping.capture.proof.probe import CONSTANT, UNREACHED, Probed, SampleLayout, probe
 from flash_clipping.capture.proof.runs import Runs, Subject
-from flash_clipping.capture.row_layouts import TOGETHER, Layout, Seen
+from flash_clipping.capture.row_layouts import TOGETHER, Layout
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import FlashClippingError, to_freeze
@@ -50,8 +52,11 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
         FlashClippingError: layers read what is neither samples nor a constant; all are named.
     """
     session = subject.session
-    if not subject.samples().count or not session.trainable():
+    samples = subject.samples()
+    if not samples.count or not session.trainable():
         return subject
+    if any(x.is_meta for x in samples.leaves):
+        return subject  # without values nothing can be shown, and nothing is released
     guessed = frozenset(read[0] for read in call.guesses) if call is not None else frozenset()
     if call is not None:
         tried = session.looked_for.get(guessed, 0)
@@ -64,6 +69,7 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     # What was found before is to be found again; what was declared is looked at again.
     session.folded = session.folded - session.found
     session.found, session.layouts, session.layouts_after, session.laid_out = set(), {}, {}, set()
+    session.unreached = set()
     session.doubted = set()
     session.batch_axes.forget([*session.batch_axes.reads])
     try:
@@ -128,7 +134,7 @@ def _settle_findings(
                     "computed from, with a row for each sample."
                 ]
             whys = {**whys, **dict.fromkeys(found)}
-        except MODELS_OWN:
+        except (ModelsOwnError, FlashClippingError, torch.OutOfMemoryError):
             pass
         _restore(session, saved)
     for tap in unruled:
@@ -158,7 +164,7 @@ def _not_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) ->
         is_layer = tap is not None and (tap.rule is not None or tap.generic)
         is_called = is_layer and not subject.session.batch_axes.is_constant(name)
         is_shown = ((path, call) if is_called else finding.read) in probed.reached
-        if not is_shown:
+        if not is_shown and name not in subject.session.unreached:
             lost[name] = None
     return [*lost]
 
@@ -170,7 +176,10 @@ def settle(
     batch_axes, usual = session.batch_axes, Layout(session.batch_axis)
     for module_path, calls in probed.layouts.items():
         tap = tap_of(root.get_submodule(module_path))
-        if tap is None or not module_path or not _can_lie_otherwise(tap, calls):
+        if tap is None or not module_path:
+            continue
+        calls = _from_own_axis(tap, calls)
+        if not _can_lie_otherwise(tap, calls):
             continue
         name = tap.path
         if name not in paths or batch_axes.is_constant(name):
@@ -182,34 +191,48 @@ def settle(
         if {*calls} == {CONSTANT}:
             batch_axes.constants.add(name)
             continue
-        regular = _regular(calls)
-        plain = {*regular.values()} <= {usual, TOGETHER}
+        if {*calls} == {UNREACHED}:
+            _note_unreached(session, name)
+            continue
+        plain = _layouts(calls) <= {usual, TOGETHER}
         if plain and all(layout.layout is not None for layout in calls):
             batch_axes.proven.add(name)
-        _note_layouts(session, name, name, regular, plain)
+        _note_layouts(session, name, name, calls, plain)
     for use, (name, before, after) in probed.operations.items():
         if name in paths:
-            regular = _regular(before)
-            plain = {*regular.values()} <= {TOGETHER}
-            _note_layouts(session, name, use, regular, plain)
-            if not plain:
-                known = session.layouts_after.get(use, {})
-                session.layouts_after[use] = known | _regular(after)
+            if {*before, *after} == {UNREACHED}:
+                _note_unreached(session, name)
+                continue
+            # Indices have no gradient: the rows that they choose are theirs.
+            read = before or after
+            plain = _layouts(read) <= {TOGETHER}
+            _note_layouts(session, name, use, read, plain)
+            if not plain and len(layouts := _layouts(after)) == 1:
+                session.layouts_after = {**session.layouts_after, use: layouts.pop()}
 
 
-def _regular(calls: Collection[SampleLayout]) -> Seen:
-    return {layout.parts: layout.layout for layout in calls if layout.layout is not None}
+def _layouts(calls: Collection[SampleLayout]) -> set[Layout]:
+    return {call.layout for call in calls if call.layout is not None}
 
 
-def _note_layouts(session: ClippingSession, name: str, key: str, found: Seen, plain: bool) -> None:
-    is_layer, of_parts = key == name, {*found} - {1}
+def _note_layouts(
+    session: ClippingSession, name: str, key: str, calls: Collection[SampleLayout], plain: bool
+) -> None:
+    layouts = _layouts(calls)
+    if layouts == {TOGETHER} and any(call.parts > 1 for call in calls):
+        _note_parts(session, {name})
     if not plain:
         session.laid_out = session.laid_out | {name}
         session.batch_axes.proven.discard(name)
-    if of_parts and all(layout.axis == 0 for layout in found.values()) and (is_layer or plain):
+        if len(layouts) == 1:
+            session.layouts = {**session.layouts, key: layouts.pop()}
+
+
+def _note_unreached(session: ClippingSession, name: str) -> None:
+    """No gradient has reached this layer: whatever its rows are, that is right while none does."""
+    if name not in session.folded:
+        session.unreached = session.unreached | {name}
         _note_parts(session, {name})
-    if not plain or (is_layer and of_parts):
-        session.layouts = {**session.layouts, key: {**session.layouts.get(key, {}), **found}}
 
 
 def _note_parts(session: ClippingSession, names: AbstractSet[str]) -> None:
@@ -218,21 +241,38 @@ def _note_parts(session: ClippingSession, names: AbstractSet[str]) -> None:
     session.folded = session.folded | names
 
 
-def _can_lie_otherwise(tap: Tap, layouts: Collection[SampleLayout]) -> bool:
+def _own_axis(tap: Tap) -> int | None:
+    """The axis that the tap's rule knows samples along, if it does."""
+    if tap.rule is None or type(tap.rule).batch_axis is Rule.batch_axis:
+        return None
+    return tap.rule.batch_axis(tap.layer, tap.session.batch_axis)
+
+
+def _from_own_axis(tap: Tap, calls: Sequence[SampleLayout]) -> list[SampleLayout]:
+    """Layouts with the axis of the tap's rule as the first one, if it has one of its own."""
+    if not (own := _own_axis(tap)):
+        return [*calls]
+    turned = {0: own, own: 0}
+
+    def moved(found: SampleLayout) -> SampleLayout:
+        if (layout := found.layout) is None:
+            return found
+        return replace(found, layout=replace(layout, axis=turned.get(layout.axis, layout.axis)))
+
+    return [*map(moved, calls)]
+
+
+def _can_lie_otherwise(tap: Tap, calls: Collection[SampleLayout]) -> bool:
     """Whether a layer's rows can be told to be laid out so: some rules know where samples are."""
-    rule, path = tap.rule, tap.path
-    if path in tap.session.folded_by_rule:
+    if tap.path in tap.session.folded_by_rule:
         return False
-    if rule is None or type(rule).batch_axis is Rule.batch_axis:
-        return True
-    axis = rule.batch_axis(tap.layer, tap.session.batch_axis)
-    return axis == 0 and {*_regular(layouts).values()} <= {TOGETHER}
+    return _own_axis(tap) is None or _layouts(calls) <= {TOGETHER}
 
 
 # -- what was shown before -------------------------------------------------------------------------
 
 #: What a proof changes of a session.
-_SHOWN = ("batch_axes", "folded", "found", "layouts", "layouts_after", "laid_out")
+_SHOWN = ("batch_axes", "folded", "found", "unreached", "layouts", "layouts_after", "laid_out")
 
 
 def _saved(session: ClippingSession) -> dict[str, Any]:
@@ -249,24 +289,23 @@ def _merge(session: ClippingSession, before: Mapping[str, Any]) -> None:
     Raises:
         FlashClippingError: samples lay otherwise there: later calls could be of either kind.
     """
-    read = {*session.batch_axes.reads} | session.layouts.keys()
+    read = session.batch_axes.reads.keys()
     was_plain, is_plain = session.plain, read - session.layouts.keys()
     for name in ("layouts", "layouts_after"):
         old, new = before[name], getattr(session, name)
         for key in sorted(old.keys() | new.keys()):
-            a, b = old.get(key, {}), new.get(key, {})
-            apart = [any(layout.axis for layout in seen.values()) for seen in (a, b)]
-            turns = (apart[1] and key in was_plain) or (apart[0] and not b and key in read)
-            if any(a[n] != b[n] for n in a.keys() & b.keys()) or (turns and name == "layouts"):
+            a, b = old.get(key), new.get(key)
+            if a != b and (a or key in was_plain) and (b or key in read):
                 raise FlashClippingError(
-                    f"{key}: samples lie in another order in what it reads than they did before: "
-                    f"found {b}, expected {a}, by the rows of each sample ({{}}: along the first "
-                    "axis). Keep one axis and one order, in training and evaluation and for "
-                    "batches of all sizes, or freeze the parameters of this layer."
-                    f"{to_freeze(key)}"
+                    f"{key}: samples lie along another axis of what it reads than they did before: "
+                    f"found {b}, expected {a} (None: along the batch axis). Keep one axis, in "
+                    "training and evaluation and for batches of all sizes, or freeze the "
+                    f"parameters of this layer.{to_freeze(key)}"
                 )
-        setattr(session, name, {**old, **{key: old.get(key, {}) | new[key] for key in new}})
+        setattr(session, name, {**old, **new})
     session.plain = was_plain | is_plain
+    shown = (before["found"] - before["unreached"]) | (session.found - session.unreached)
+    session.unreached = (before["unreached"] | session.unreached) - shown
     for name in ("found", "folded", "laid_out"):
         setattr(session, name, before[name] | getattr(session, name))
     session.batch_axes.proven -= session.laid_out
@@ -279,7 +318,7 @@ def _check_guesses(session: ClippingSession, call: ForwardCall) -> None:
         if known is None and read in call.ambiguous:
             raise FlashClippingError(_refusal_of_guess(read[0]))
         wrong = known is not None and known is not answer
-        if wrong or read[0] in session.layouts or read[0] in session.laid_out:
+        if wrong or read[0] in session.laid_out:
             kinds = ("samples", "the same for all samples")
             found = kinds[not known] if wrong else "samples that lie otherwise"
             raise FlashClippingError(

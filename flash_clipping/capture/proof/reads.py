@@ -62,6 +62,7 @@ class Reads(dict[Read, Note]):
         size: how many samples there were.
         refused: what ended the run before its time.
         offsets: where a bag of embeddings begins for each sample, if that says how many there are.
+        bags: offsets of bags beside other inputs of the samples, and the ids that they point into.
         places: of samples that stand in another run as well, as rows of this one; and their
             numbers there.
     """
@@ -69,7 +70,12 @@ class Reads(dict[Read, Note]):
     size = 0
     refused: FlashClippingError | None = None
     offsets: Tensor | None = None
+    bags: list[tuple[Tensor, Tensor]]
     places: tuple[list[int], list[int]] = ([], [])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = []
 
     def note(
         self,

@@ -258,15 +258,15 @@ def moved(data: Tensor, generator: torch.Generator) -> Tensor:
     return torch.addr(rows, down.to(data.dtype), along.to(data.dtype)).view(data.shape)
 
 
-def rounded_otherwise(data: Tensor, generator: torch.Generator) -> Tensor:
-    """Moved by one unit of rounding, up or down: how far results are then off tells what rounding
-    is in them."""
+def rounded_otherwise(data: Tensor, generator: torch.Generator, unit: float = 0.0) -> Tensor:
+    """Moved by one unit of rounding, of its dtype or at least this one, up or down: how far results
+    are then off tells what rounding is in them."""
     columns = data.shape[-1] if data.dim() else 1
     rows = data.reshape(-1, columns)
     down, along = (
         torch.randint(0, 2, (n,), generator=generator).mul_(2).sub_(1).to(data) for n in rows.shape
     )
-    step = torch.outer(down, along) * torch.finfo(data.dtype).eps
+    step = torch.outer(down, along) * max(torch.finfo(data.dtype).eps, unit)
     return torch.addcmul(rows, rows, step).view(data.shape)
 
 
@@ -292,3 +292,38 @@ def perturbed(
         for param, data in zip(params, before, strict=True):
             param.data = data
         casts()  # of the moved ones
+
+
+@contextmanager
+def computed_in(root: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A model all of whose parameters and buffers that are floats have this dtype, without
+    autocast. As in :func:`perturbed`, tensors of the user's are not written to."""
+    params = [(p, p.data, p.grad) for p in root.parameters() if p.is_floating_point()]
+    buffers = [
+        (module._buffers, name, buffer)
+        for module in root.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_floating_point()
+    ]
+    enable: Any = torch.set_autocast_enabled
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    try:
+        for kind in kinds:
+            enable(kind, False)
+        # Nor in a forward that switches it on.
+        torch.set_autocast_enabled = lambda *args: enable(*args[:-1], False)
+        for param, data, _ in params:
+            param.grad = None  # which has the dtype of its parameter
+            param.data = data.to(dtype)
+        for held, name, buffer in buffers:
+            held[name] = buffer.to(dtype)
+        yield
+    finally:
+        torch.set_autocast_enabled = enable
+        for kind in kinds:
+            enable(kind, True)
+        for param, data, grad in params:
+            param.data = data
+            param.grad = grad
+        for held, name, buffer in buffers:
+            held[name] = buffer

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import compiled_module
+from flash_clipping.capture.declared_rows import parts_of_samples
 from flash_clipping.capture.forward_call import Doubted, ForwardCall, in_backward
-from flash_clipping.capture.image_patches import parts_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
-from flash_clipping.capture.no_trace import without_activations
+from flash_clipping.capture.no_trace import ModelsOwnError, own_errors, without_activations
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.reads import Reads
 from flash_clipping.capture.proof.repeatable import repeatable
+from flash_clipping.capture.proxies import ParameterProxy
 from flash_clipping.capture.refused_forwards import collectives_refused
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
@@ -94,6 +95,7 @@ class Subject:
         root: the model; ``forward`` runs it, and ``session`` is what its taps share.
         args, kwargs: of the call.
         offsets: where samples begin that lie end to end, and how many there are.
+        bags: offsets of bags beside other inputs, and the ids that they point into.
     """
 
     root: nn.Module
@@ -102,6 +104,12 @@ class Subject:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     offsets: tuple[Tensor, int] | None = None
+    bags: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def of_bags(self, reads: Reads) -> Subject:
+        """The same with what was seen of bags."""
+        offsets = None if reads.offsets is None else (reads.offsets, reads.size)
+        return replace(self, offsets=offsets, bags=reads.bags)
 
     def samples(self, narrow: int = 0) -> Samples:
         """The samples of the call."""
@@ -110,7 +118,8 @@ class Subject:
         model = compiled_module(self.root)
         forward = getattr(type(model), "forward", None)  # none of what is scripted
         names = [*inspect.signature(forward).parameters][1:] if forward is not None else ()
-        return Samples(self.args, self.kwargs, axis, narrow, self.offsets, parts, names)
+        given = self.args, self.kwargs, axis, narrow, self.offsets, parts, names
+        return Samples(*given, self.bags)
 
 
 class Runs:
@@ -142,14 +151,18 @@ class Runs:
         #: Whether floating inputs of :meth:`look` require gradients, so that what derives from them
         #: does; until a model minds.
         self.marks_inputs = True
+        #: Whether :meth:`look` saves what a backward needs, for models that go backward in it.
+        self.saves = False
 
     def look(self, given: tuple[tuple[Any, ...], dict[str, Any]], seed: int = 0) -> Reads:
         """What layers read in the forward alone, through the taps and without chance.
 
         Raises:
-            whatever the model raises.
+            ModelsOwnError: the model raises.
+            FlashClippingError: taps raise where the model itself does not.
         """
         originals: dict[int, Tensor] = {}
+        failed: ModelsOwnError | None = None
 
         def own(x: Tensor) -> Tensor:  # models may write into their inputs
             if self.marks_inputs and x.is_floating_point():
@@ -167,27 +180,64 @@ class Runs:
             try:
                 with (
                     repeatable(self.root, self._devices, seed, calm=True),
-                    without_activations(),
+                    nullcontext() if self.saves else without_activations(),
                     collectives_refused(),
                     warnings.catch_warnings(),
                 ):
                     # Of the inputs, which do not require one in an ordinary step.
                     warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")
-                    self.forward(*args, **kwargs)
+                    with own_errors():
+                        self.forward(*args, **kwargs)
             except Doubted:
                 return self.look(given, seed)
+            except ModelsOwnError as error:
+                failed = error
             except FlashClippingError as error:
                 reads.refused = error
             finally:
                 call.spent = True
                 call.end()
                 call.reads = None  # who asks the call for its batch keeps nothing of what was noted
+        if failed is not None:
+            try:
+                self._run(given, [], seed=seed, calm=True)
+                if self.saves:
+                    raise _of_taps(failed) from failed.__cause__
+            finally:
+                del failed  # which holds this frame
+            # The model may mind that inputs require gradients, or go backward in its forward.
+            self.marks_inputs, self.saves = False, not self.marks_inputs
+            return self.look(given, seed)
         reads.size = call.batch_size or 0
         if reads.offsets is not None:
             reads.offsets = originals.get(id(reads.offsets), reads.offsets)
+        own_bags = [pair for pair in reads.bags if all(id(x) in originals for x in pair)]
+        reads.bags = [(originals[id(starts)], originals[id(ids)]) for starts, ids in own_bags]
         return reads
 
     def run(
+        self,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        places: Sequence[int],
+        scales: Sequence[Mapping[int, float]] = (),
+        **options: Any,
+    ) -> Run:
+        """The model on a batch; arguments as of :meth:`_run`.
+
+        Raises:
+            ModelsOwnError: the model raises.
+            FlashClippingError: taps raise where the model itself does not.
+        """
+        try:
+            return self._run(given, places, scales, **options)
+        except ModelsOwnError as error:
+            if not options.get("taps") and options.get("probing") is None:
+                raise
+            alone = ("seed", "calm", "losses")
+            self._run(given, places, scales, **{k: v for k, v in options.items() if k in alone})
+            raise _of_taps(error) from error.__cause__
+
+    def _run(
         self,
         given: tuple[tuple[Any, ...], dict[str, Any]],
         places: Sequence[int],
@@ -219,7 +269,7 @@ class Runs:
             losses: whether single numbers that the model returns go backward, each by itself.
 
         Raises:
-            whatever the model raises.
+            ModelsOwnError: the model raises, or its taps do.
         """
         # Models may write into their inputs.
         args, kwargs = map_tensors(torch.clone, given, packed=True)
@@ -246,7 +296,7 @@ class Runs:
                     if not in_backward():
                         of_layers.extend(tensors_in(call[-1])[:1])
 
-                with hooked(self.root, note, has_own_trainable):
+                with hooked(self.root, note, has_own_trainable), own_errors():
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
                 numbers = {n: x for n, x in enumerate(tensors) if _is_number(x)}
@@ -310,7 +360,7 @@ class Runs:
         return norms
 
     def _axes(self, x: Tensor, count: int) -> list[int]:
-        if not x.is_floating_point() or not x.requires_grad:
+        if not _may_be_of_samples(x):
             return []
         first = self.session.batch_axis
         axes = [axis for axis, n in enumerate(x.shape) if n == count]
@@ -321,7 +371,7 @@ class Runs:
 
     def _by_sample(self, x: Tensor, axis: int, count: int) -> Tensor | None:
         """An output as ``[B, entries]``, if its samples are along this axis."""
-        if not x.is_floating_point() or not x.requires_grad:
+        if not _may_be_of_samples(x):
             return None
         first = self.session.batch_axis
         if axis == FOLDED and x.dim() > first and x.shape[first] % count == 0:
@@ -364,7 +414,8 @@ class Runs:
         options = {"retain_graph": True, "allow_unused": True}
         grad: Any = partial(torch.autograd.grad, roots, inputs, weights, **options)
         if not taps:
-            own = grad()[: len(self.params)]
+            with own_errors():
+                own = grad()[: len(self.params)]
             # Backwards inside of functions (reversible layers) leave theirs in ``p.grad``.
             left = [param.grad for param in self.params]
             for param in self.params:
@@ -377,7 +428,8 @@ class Runs:
         tell: Any = partial(_Collects, runs=self, tell=taken.append, sums=sums)
         session.backward_pass_class, session.plans = tell, Plans()
         try:
-            grad()
+            with own_errors():
+                grad()
         finally:
             session.backward_pass_class, session.plans = before, plans
         return taken[0] if taken else self._measured({})
@@ -420,6 +472,16 @@ class Runs:
         found = self._measured({numbers[key]: grad for key, grad in sums.items()})
         each, bounds = (x.cpu().double() / factor for x in (backward.each, backward.bounds))
         return Gradient(found.projections / factor, found.norms / factor, each, bounds)
+
+
+def _of_taps(error: ModelsOwnError) -> FlashClippingError:
+    """Of an error that the model by itself does not raise."""
+    return FlashClippingError(
+        f"the model: it runs by itself, and raises {error} where flash clipping takes gradients of "
+        "samples, before the first step or in an audit. This is a fault of flash clipping: please "
+        "report it. Until it is mended, let samples run one at a time:\n"
+        '    mode="one_by_one"'
+    )
 
 
 def has_own_trainable(module: nn.Module) -> bool:
@@ -511,7 +573,14 @@ class _Collects(BackwardPass):
 
 def _is_number(x: Tensor) -> bool:
     """Whether an output is one number, which a gradient may come back to."""
-    return x.numel() == 1 and x.is_floating_point() and x.requires_grad
+    return x.numel() == 1 and _may_be_of_samples(x)
+
+
+def _may_be_of_samples(x: Tensor) -> bool:
+    """Whether an output may have samples, and a gradient of theirs: not if it is a parameter, or
+    computed from parameters alone, whatever its size."""
+    of_parameters = isinstance(x, nn.Parameter | ParameterProxy)
+    return x.is_floating_point() and x.requires_grad and not of_parameters
 
 
 def _weights(x: Tensor, places: Sequence[int], scale: Mapping[int, float]) -> Tensor:

@@ -16,7 +16,7 @@ been transposed, cast, or the like (``AffineView``).
 Only such operations are looked at again in backward, never the module's forward.
 """
 
-from flash_clipping.capture.proxies.functions import to_samples
+from flash_clipping.capture.proxies.functions import repeated, to_samples
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     UnsupportedUse,
@@ -29,5 +29,6 @@ __all__ = [
     "UnsupportedUse",
     "parameter_proxies",
     "refuse_bypassed",
+    "repeated",
     "to_samples",
 ]

@@ -39,7 +39,7 @@ from flash_clipping.capture.proxies.proxy_ops import (
     note_served,
     of_samples,
 )
-from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
+from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError, to_freeze
 
 #: Functions that only look at the other tensor's shape, dtype or device.
@@ -444,11 +444,11 @@ def _laid_out(
     # Of what a module has returned, the module's.
     use = f"{', '.join(sorted(names.values())) or tap.path} in {name}"
     count = (session.samples() if call is None else call.batch_size) or 0
-    seen = session.layouts.get(use)
-    if not seen or not count or tap.reads_constants or tensors[0].dim() == 0:
+    layout = session.layouts.get(use)
+    if layout is None or not count or tap.reads_constants or tensors[0].dim() == 0:
         return None, use, count
-    layout = layout_of(f"{tap.path}: {use}", tensors[0], count, seen)
-    return (None if layout == TOGETHER else layout), use, count
+    layout.check(f"{tap.path}: {use}", tensors[0], count)
+    return layout, use, count
 
 
 def _carry_samples(tap: FactorSource, tensors: list[Tensor], axis: int) -> list[bool]:
@@ -490,3 +490,14 @@ def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> 
         )
     with plain_functions():
         return of_samples(ParameterProxy.wrap(x.row, x.leaves, x.tap), batch_size, x.dim())
+
+
+def repeated(x: ParameterProxy, axis: int, parts: int) -> Tensor:
+    """A bare parameter that was expanded along this axis, as a tensor whose rows there are samples,
+    or so many parts of each that lie together."""
+    with plain_functions():
+        one = x.row if axis == 0 else None
+        if one is None:
+            one = x.value.narrow(axis, 0, 1).transpose(0, axis)
+        bare = ParameterProxy.wrap(one, x.leaves, x.tap)
+        return of_samples(bare, x.shape[axis], x.dim(), parts).transpose(0, axis)

@@ -32,7 +32,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     UnsupportedUse,
     unflattened,
 )
-from flash_clipping.capture.row_layouts import TOGETHER, Layout, layout_of
+from flash_clipping.capture.row_layouts import TOGETHER, Layout
 from flash_clipping.errors import NotServed
 from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.finish.backward_pass import Readers
@@ -124,23 +124,6 @@ class ProxyOp:
         except RuntimeError:
             return True  # one row and all of the operand do not fit
         return output.shape[0] != 1
-
-
-def layout_after(operation: ProxyOp, plain: list[Tensor], use: str) -> Layout:
-    """Where samples lie in the output of an operation on one tensor that carries them.
-
-    Raises:
-        FlashClippingError: that was not shown for a tensor of this shape.
-    """
-    assert operation.before is not None
-    if operation.name == "embedding":
-        return operation.before  # a row for every id
-    seen = operation.tap.session.layouts_after.get(use, {})
-    with torch.no_grad():
-        output = operation.call(plain, [bare.value.detach() for bare in operation.bares])
-    if not seen and operation.count == 1:
-        return operation.before  # one sample: all of it is its own
-    return layout_of(f"{operation.tap.path}: {use}", output, operation.count, seen)
 
 
 Factors: TypeAlias = list[tuple[nn.Parameter, PerSampleGrad]]
@@ -312,7 +295,7 @@ def _operand_grads(
     before, after, B = operation.before, operation.after, operation.count
     lies_first = before is None or after is None
     if before is not None and after is not None:
-        G, plain = after.apart(G, B), [before.apart(x, B) for x in plain]
+        G, plain = after.front(G, B), [before.front(x, B) for x in plain]
 
     def one_sample(G_1: Tensor, operands: list[Tensor], samples: list[Tensor]) -> Any:
         rows = [
@@ -437,7 +420,7 @@ def _by_rule(
     """What the rule of a layer that computes the same has of its weight and bias."""
     rule, formula, takes = _FORMULAS[operation.name]
     args, kwargs = unflattened(operation.leaves, operation.spec)
-    if None in operation.origins or len(args) > len(takes) or not kwargs.keys() <= takes.keys():
+    if len(args) > len(takes) or not kwargs.keys() <= takes.keys():
         return None
     leaves = dict(zip(takes, args, strict=False)) | kwargs
     tensors, stand_ins = iter(plain), iter(values)
@@ -457,7 +440,13 @@ def _by_rule(
     factors: Factors = []
     stood_in = zip(trained, operation.bares, operation.origins, values, strict=True)
     for name, bare, origin, value in stood_in:
-        assert origin is not None
+        if not bare.value.requires_grad:
+            continue  # computed with gradients off
+        if origin is None:  # a standardised weight
+            grads_B = by_name[name].stored(needs.backend).grads
+            found = through(bare.value, bare.leaves, grads_B)
+            factors += [(param, DenseGrad(grads)) for param, grads in found]
+            continue
         factor = origin.of_parameter(by_name[name], value)
         if factor is None:
             return None

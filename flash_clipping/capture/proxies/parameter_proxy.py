@@ -348,6 +348,13 @@ class ParameterProxy(torch.Tensor):
         changed by another name, in whatever rows."""
         return self.rows if self.value._version == self.rows_version else None
 
+    def is_repeated(self, axis: int) -> bool:
+        """Whether all that lies along this axis is the same, as ``expand`` makes it."""
+        with plain_functions():
+            if axis == 0 and self.row is not None:
+                return len(self.row) == 1
+            return self.is_kept and self.value.stride(axis) == 0
+
     @property
     def kept_origin(self) -> AffineView | None:
         """The origin, unless ``value`` was changed since."""

@@ -22,7 +22,6 @@ from flash_clipping.capture.proxies.operation import (
     ProxyOp,
     gradients,
     in_samples,
-    layout_after,
     through,
 )
 from flash_clipping.capture.proxies.parameter_proxy import (
@@ -84,7 +83,9 @@ def mixed(
         count=count,
     )
     if before is not None:
-        operation.after = layout_after(operation, plain, use) if use else before
+        operation.after = tap.session.layouts_after.get(use, before if count == 1 else None)
+        if operation.after is None:
+            raise UnsupportedUse(tap, f"{name} moves the batch axis")
     elif (call := tap.session.current_forward) is not None and call.reads is not None:
         operation.is_searched = plain[0].shape[:1] != (call.batch_size,)
     note_recomputation(tap, operation.recomputed)
@@ -105,7 +106,7 @@ def note_recomputation(tap: FactorSource, recomputed: bool) -> None:
         tap.session.recomputed[tap.path] = functools.partial(recomputable, tap)
 
 
-def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
+def of_samples(bare: ParameterProxy, count: int, rank: int, parts: int = 0) -> Tensor:
     """What stands in for parameters, expanded over the samples: an ordinary tensor from here on.
 
     What reaches a row of it is the gradient of one sample. Layers that all add one table of biases
@@ -115,23 +116,24 @@ def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
         bare: ``[1, ...]`` of this rank, or ``[...]`` of a lower one.
         count: how many samples there are.
         rank: of the result.
+        parts: how many rows, of these ``count``, are one sample's; 0: as the module's are.
     """
     session, recomputed = bare.tap.session, in_backward()
     call = session.current_forward
-    key = bare, count, rank, bare.value._version
+    key = bare, count, rank, parts, bare.value._version
     may_share = not recomputed and bare.tap.entered in (None, circumstances())
     shared = {} if call is None or call.ended or not may_share else call.expansions
     if (found := shared.get(key)) is not None:
         return found
     if bare.parent is not None and may_share and bare.parent.is_kept:
-        parents: list[Any] = [of_samples(bare.parent, count, rank)]
+        parents: list[Any] = [of_samples(bare.parent, count, rank, parts)]
     else:
         parents = list(dict.fromkeys(bare.leaves.values()))
         session.count_use(parents)
         note_recomputation(bare.tap, recomputed)
     samples = None if call is None else call.batch_size
     # In a tuple: a stand-in is a tensor, which autograd must not see.
-    output: Tensor = _apply_expansion((bare, count, rank, samples, recomputed), *parents)
+    output: Tensor = _apply_expansion((bare, count, rank, parts, samples, recomputed), *parents)
     shared[key] = output
     return output
 
@@ -141,7 +143,7 @@ class _Expansion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, given: tuple[Any, ...], *parents: Tensor) -> Tensor:
-        bare, count, rank, samples, recomputed = given
+        bare, count, rank, ctx.parts, samples, recomputed = given
         ctx.bare, ctx.parents, ctx.rows = bare, parents, bare.kept_lookup
         ctx.given = recomputed, None, samples
         if bare.kept is not None:
@@ -156,7 +158,7 @@ class _Expansion(torch.autograd.Function):
         refuse_second(bare.tap)
         from_parent = not isinstance(ctx.parents[0], nn.Parameter)
         if not from_parent:  # whose rows are as many as these
-            G = in_samples(G, bare.tap.parts(len(G), ctx.given[2]))
+            G = in_samples(G, ctx.parts or bare.tap.parts(len(G), ctx.given[2]))
         if rows is not None and G.dim() > -rows.feature:
             factors = [(bare.leaves[rows.table], rows.factor(G, 0))]
             return None, *_recorded(bare.tap, ctx.parents, factors, *ctx.given)

@@ -266,7 +266,7 @@ class GraphedModel(GraphedStep):
         call.counted_rows = session.padding.of_call(draw, False)
         check_against_loader(session, call)
         call.ended = True
-        self.model.running_step.awaits_backward = True
+        self.model.running_step.await_backward(tensors)
         with torch.no_grad():
             self._fill(graphs, leaves)
             session.padding.before_replay(draw, graphs.device)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import has_lasting_node, memory_id, pytree, references_to
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.session import GraphedResults
-from flash_clipping.engine.grad_ledger import publish_norms, published_rows, put_back_norms
+from flash_clipping.engine.grad_ledger import Norms
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.graphs.conditions import (
     are_odd,
@@ -32,8 +32,10 @@ from flash_clipping.engine.graphs.conditions import (
     refuse,
     rehearse,
 )
+from flash_clipping.engine.one_by_one import refuse_replay
 from flash_clipping.errors import InvalidValue
 from flash_clipping.finish.clipping import total_norm
+from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.ops.runtime.upload import sources_kept
 
 
@@ -41,18 +43,14 @@ from flash_clipping.ops.runtime.upload import sources_kept
 def captures(model: GradSampleHooksFlashClipping) -> Iterator[GraphedResults]:
     """Let backward passes be captured; afterwards the published norms are those from before."""
     params = model.trainable_parameters
-    rows = published_rows(params)
-    total_B: Any = getattr(model, "per_sample_gradient_norms", None)
-    upper = model.upper_bounds
+    norms = model.running_step.norms
     if params:
         model._session.padding.prepare(params[0].device)
     try:
-        with model._session.captures() as captured:
+        with model._session.captures() as captured, device_checks.captured() as captured.checks:
             yield captured
     finally:
-        put_back_norms(params, rows)
-        model.per_sample_gradient_norms = total_B
-        model.upper_bounds = upper
+        model.running_step.norms = norms
 
 
 def take_over(
@@ -60,14 +58,15 @@ def take_over(
 ) -> None:
     """Leave what the backward passes of a replayed CUDA graph would have left, of this batch."""
     step = model.running_step
-    for number, (params, norms_PB, upper) in enumerate(captured.norms):
+    for number, found in enumerate(captured.norms):
         if not number:
-            step.begin_backward(params, model.clipping, model.grad_accumulation_allowed)
-        model.upper_bounds = upper.clone()
-        norms_PB = norms_PB.clone()
-        publish_norms(params, norms_PB)
-        total_B = model.per_sample_gradient_norms = total_norm(norms_PB)
+            step.begin_backward(found.params, model.clipping, model.grad_accumulation_allowed)
+        norms_PB = found.norms_PB.clone()
+        total_B = total_norm(norms_PB)
+        step.norms = Norms(found.params, norms_PB, total_B, found.upper.clone())
         step.count_backward(total_B, draw)
+    for holds, message, error in captured.checks:
+        device_checks.add((holds.clone(), message, error))
     for coef in captured.coefs:
         model._session.non_finite.note(coef)
 
@@ -90,9 +89,6 @@ REMEMBERED = 256
 
 #: Steps in a row that run as they are because of another's graph, until a warning says so.
 PATIENCE = 32
-
-#: Where a gradient that was handed out may be waiting for a step of the optimizer.
-HOLDERS = ("grad", "summed_grad")
 
 
 @dataclass
@@ -149,7 +145,7 @@ class GraphedStep:
     run as they are; then the step is captured, and from there on replayed. A call runs as it is
     where no graph is for it: on a CPU, for batches of other sizes (Poisson batches:
     ``BatchMemoryManager`` cuts them into equal ones and a rest), where anybody but ``p.grad``
-    and ``p.summed_grad`` still holds gradients that an earlier replay left, and, before there is a
+    and the running step still holds gradients that an earlier replay left, and, before there is a
     graph, while a loss of another backward is kept. Bound, clipping, who is trainable, modules'
     plain attributes (``training``, ``p``), autocast and the parameters' memory may change at any
     time: they are looked at in every call.
@@ -225,6 +221,8 @@ class GraphedStep:
         if device is None or not self.size or not torch.is_grad_enabled() or are_odd(leaves):
             return self._run(args, kwargs)
         models = self._wrapped(modules)
+        if any(wrapped.mode == "one_by_one" for wrapped in models):
+            refuse_replay("GraphedStep")
         if any(wrapped._watch.gate.is_next for wrapped in models):  # replays prove nothing
             return self._run(args, kwargs)
         if any(m._session.units_of_calls.are_known for m in models):
@@ -437,21 +435,22 @@ class GraphedStep:
             self._lent.append((param, lent))
         for wrapped, captured in graph.of_modules:
             wrapped.running_step.note_sums(
-                [param for params, *_ in captured.norms[:1] for param in params]
+                [param for found in captured.norms[:1] for param in found.params]
             )
 
     def _taken_back(self) -> bool:
         """Whether a replay may write gradients: what ``p.grad`` and the optimizer still hold of
         those of the last one is copied for them."""
+        of_graphs = chain(*[graph.of_modules for graph in self._graphs.values()])
+        steps = {id(wrapped): wrapped.running_step for wrapped, _ in of_graphs}.values()
         while self._lent:
             param, lent = self._lent.pop()
-            for holder in HOLDERS:
-                if getattr(param, holder, None) is lent:
-                    copy = lent.clone()
-                    vars(copy).update(vars(lent))
-                    setattr(param, holder, copy)
-                    if holder == "grad":
-                        for wrapped, _ in chain(*[g.of_modules for g in self._graphs.values()]):
-                            wrapped.running_step.note_moved(param, lent)
+            if param.grad is lent:
+                param.grad = lent.clone()
+                for step in steps:
+                    step.note_moved(param, lent)
+            for step in steps:
+                if step.sums.get(id(param)) is lent:
+                    step.sums[id(param)] = lent.clone()
             del lent  # counts as a holder
         return not any(graph.is_held() for graph in self._graphs.values())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.uniform_sampler import (
@@ -19,6 +20,7 @@ from opacus.utils.uniform_sampler import (
 from torch import Tensor, distributed as dist
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -89,6 +91,9 @@ class OrderedCollate:
 def _are_equal(x: Tensor, y: Tensor) -> bool:
     return bool(((x == y) | ((x != x) & (y != y))).all())
 
+
+#: Lists of more samples are not searched for an object that is there twice.
+_MOST_OBJECTS = 200_000
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 _OTHERS = {"fixed_order": FixedOrderSampler, "shuffled": ShuffledSampler}
@@ -303,6 +308,25 @@ def _refuse_different(size: int, steps: int, units: UnitsOfRows | None) -> None:
         )
 
 
+def inside_fabric(loader: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The loader inside of one that Lightning's Fabric has set up, which moves batches to its
+    device, and what sets up another one for that; of others, the loader itself."""
+    inner = getattr(loader, "_dataloader", None)
+    if isinstance(loader, DataLoader) or not isinstance(inner, DataLoader):
+        return loader, lambda new: new
+    return inner, lambda new: type(loader)(new, device=loader._device)
+
+
+def refuse_no_batch(loader: Any) -> None:
+    """Raise ``ValueError`` for a loader that has no batch: no step would have a sample rate."""
+    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+    if size == 0:
+        _refuse("a dataset without samples", "See what it was read from")
+    if size and not len(loader):
+        found = f"no batch: {size} samples and drop_last=True"
+        _refuse(found, "Use a smaller batch size, or drop_last=False")
+
+
 def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> None:
     """Raise ``ValueError`` for a loader whose sampling can be neither replaced nor accounted for:
     that samples in another way than all of the dataset alike, once per epoch."""
@@ -326,9 +350,6 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
     if batches is None and (poisson_sampling or not isinstance(dataset, IterableDataset)):
         _refuse("batch_size=None", "Give it a batch size: samples are one axis of a batch")
     size = len(dataset)
-    if not len(loader):
-        found = f"no batch: {size} samples and drop_last=True"
-        _refuse(found, "Use a smaller batch size, or drop_last=False")
     if isinstance(batches, FixedShapeSampler | OrderedSampler) and not poisson_sampling:
         _refuse(
             f"batch_sampler={_name(batches)}, of another engine, with poisson_sampling=False",
@@ -371,6 +392,65 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
             "DataLoader(dataset, batch_size=..., shuffle=True), with torch.utils.data.Subset for "
             "a part of the data, and weights in the loss of each sample",
         )
+
+
+def refuse_repeats(dataset: Any) -> None:
+    """Raise ``ValueError`` for a dataset that has a sample more than once, as far as its indices,
+    its parts and the objects of its lists tell."""
+    is_selected = getattr(dataset, "_indices", None) is not None
+    if not (is_selected or isinstance(dataset, Subset | ConcatDataset | list)):
+        return
+    found: dict[int, list[Any]] = {}
+    sources = [*_sources(dataset, np.arange(len(dataset)))]
+    for source, index_R in sources:
+        found.setdefault(id(source), []).append(index_R)
+    again = any(np.bincount(np.concatenate(each)).max() > 1 for each in found.values())
+    objects = [thing for source, index_R in sources for thing in _objects(source, index_R)]
+    if not again and len({*map(id, objects)}) == len(objects):
+        return
+    line = "units=ids)  # one integer for every row, the same for a repeated one"
+    if isinstance(dataset, Subset) and sources[0][0] is dataset.dataset and again:
+        line = "units=data_loader.dataset.indices)"
+    _refuse(
+        f"a {_name(dataset)} that has a sample more than once",
+        "It would count once for each of its places. Declare whose each is:\n"
+        f"    make_private(..., {line}\n"
+        "or leave repetitions out, and train for more epochs",
+    )
+
+
+def _sources(dataset: Any, index_R: Any) -> Iterator[tuple[Any, Any]]:
+    """The datasets that these rows are of, in the end, with their numbers there. A dataset of
+    another kind than are known is one by itself."""
+    if not len(index_R):
+        return
+    index_R = index_R % len(dataset)  # numbers from the end
+    #: Hugging Face's table of what was selected.
+    selected = getattr(getattr(dataset, "_indices", None), "column", None)
+    if isinstance(dataset, Subset):
+        places = np.asarray(dataset.indices)
+        if places.dtype.kind in "iu":  # not names
+            yield from _sources(dataset.dataset, places[index_R])
+    elif isinstance(dataset, ConcatDataset):
+        starts = np.array([0, *dataset.cumulative_sizes])
+        part_R = np.searchsorted(starts, index_R, side="right") - 1
+        for place, part in enumerate(dataset.datasets):
+            yield from _sources(part, index_R[part_R == place] - starts[place])
+    elif callable(selected):
+        yield dataset._data, selected(0).to_numpy().astype(np.int64)[index_R]
+    else:
+        yield dataset, index_R
+
+
+def _objects(source: Any, index_R: Any) -> list[Any]:
+    """The samples of a list that are one sample where they are one object: numbers, texts and
+    tuples of these may be shared by samples that are equal."""
+    own = list | dict | Tensor | np.ndarray
+    if not isinstance(source, list) or len(index_R) > _MOST_OBJECTS:
+        return []
+    samples = [source[index] for index in index_R]
+    inside = [(x, *x) if isinstance(x, tuple) else (x,) for x in samples]
+    return [x[0] for x in inside if any(isinstance(part, own) for part in x)]
 
 
 def _refuse(found: str, advice: str) -> None:
@@ -435,7 +515,7 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     elif not isinstance(sampler, _POISSON) and len(loader) != 1:  # nor all of the data
         _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
     #: Steps on batches that nobody announced: BatchMemoryManager's, whose workers collate.
-    silent, account = 0, optimizer.step_hook
+    silent, account = 0, optimizer.step_hooks[0]
 
     def note_step(optimizer: Any) -> None:
         nonlocal silent
@@ -449,13 +529,14 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
             elif draw is None and silent > sampler.drawn - sampler.announce.given:
                 found = "a step on a batch that the loader which make_private returned did not give"
                 _warn(engine, f"{found} for it")
+        session.draws.note_step(draw)
         if draw is not None:
             draw.stepped = True
         account(optimizer)
         if isinstance(sampler, OrderedSampler):
             sampler.taken += 1
 
-    optimizer.attach_step_hook(note_step)
+    optimizer.step_hooks[0] = note_step
 
 
 def _warn(engine: Any, found: str) -> None:

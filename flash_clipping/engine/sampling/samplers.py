@@ -159,6 +159,8 @@ class PoissonSampler(UniformWithReplacementSampler):
     #: Samples, in the batch that was drawn last, of the process that has most of them.
     _most = 0
     _last: Draw | None = None
+    _loops = 0
+    _sample_rate: float
 
     def __init__(
         self,
@@ -183,6 +185,22 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.parts: deque[int] = deque()
 
     @property
+    def sample_rate(self) -> float:
+        """The probability that is drawn with, and accounted."""
+        return self._sample_rate
+
+    @sample_rate.setter
+    def sample_rate(self, value: float) -> None:
+        if hasattr(self, "_sample_rate"):
+            raise InvalidValue(
+                f"batch_sampler.sample_rate: found {value} for a sampler that draws with "
+                f"{self._sample_rate}, as it is accounted. Call make_private with a loader of "
+                "another batch size:\n"
+                "    DataLoader(dataset, batch_size=..., shuffle=True)"
+            )
+        self._sample_rate = value
+
+    @property
     def gives_parts(self) -> bool:
         """Whether ``BatchMemoryManager`` is given parts that fit, and splits nothing itself."""
         return self.announce.in_parts
@@ -194,10 +212,12 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.pending = pending = deque[DrawnBatch]()
         self.parts = deque()
         first = self._first()
+        self._loops = loop = self._loops + 1
         try:
             for place in range(self.steps):
                 indices, draw = self._draw(self.drawn if first is None else first + place)
                 self.drawn += 1
+                draw.loop, draw.place = loop, place
                 if self.part_size is not None:
                     self.parts.append(self._parts_of(self.part_size))
                 parts = 1 if limit is None else self._parts_of(limit)

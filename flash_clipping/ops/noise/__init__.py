@@ -34,6 +34,7 @@ def noisy_means(
     shards: Sequence[int] | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
     grid: bool = False,
+    gate: Tensor | None = None,
     backend: str = "auto",
 ) -> list[Tensor]:
     """``(sum + N(0, std^2)) / divisor`` of each: fresh, contiguous tensors of the sums' shapes.
@@ -51,6 +52,7 @@ def noisy_means(
             default the tensors are counted and every shard is 0.
         dtypes: those of the results; the sums' own if left out.
         grid: round noisy sums to multiples of :func:`grid_of`, before they are divided.
+        gate: ``[]``, bool: where it is false, the sums count as 0, whatever they hold.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Raises:
@@ -63,6 +65,7 @@ def noisy_means(
     """
     wanted = [summed.dtype for summed in sums] if dtypes is None else list(dtypes)
     if std == 0:
+        sums = gated(sums, gate)
         return [(summed / divisor).to(dtype) for summed, dtype in zip(sums, wanted, strict=True)]
     numbers = _numbers(sums, tensors, shards)
     results: dict[int, Tensor] = {}
@@ -79,10 +82,18 @@ def noisy_means(
             some = [summed.contiguous() for summed in some]
         of_some = [numbers[index] for index in members]
         cell = grid_of(std, summed_dtype) if grid else 0.0
-        operands = some, std, divisor, draw, of_some, cell, dtype
+        near = None if gate is None else gate.to(device, non_blocking=True)
+        operands = some, std, divisor, draw, of_some, cell, dtype, near
         noisy = run(reference.noisy_means, backend, some[0], *operands)
         results.update(zip(members, noisy, strict=True))
     return [results[index] for index in range(len(sums))]
+
+
+def gated(sums: Sequence[Tensor], gate: Tensor | None) -> list[Tensor]:
+    """Sums that a gate lets through, or zeros; without one the sums themselves."""
+    if gate is None:
+        return [*sums]
+    return [torch.where(gate.to(x.device, non_blocking=True), x, 0) for x in sums]
 
 
 def grid_of(std: float, dtype: torch.dtype) -> float:

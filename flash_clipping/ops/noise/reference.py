@@ -39,9 +39,11 @@ def noisy_means(
     numbers: Sequence[tuple[int, int]],
     grid: float,
     dtype: torch.dtype,
+    gate: Tensor | None = None,
 ) -> list[Tensor]:
     """``(sum + std * normal) / divisor``, of sums of one dtype on one device. ``numbers``: tensor
-    and shard of each sum. ``grid``: what noisy sums are rounded to multiples of; 0 for none."""
+    and shard of each sum. ``grid``: what noisy sums are rounded to multiples of; 0 for none.
+    ``gate``: where it is false, sums count as 0."""
     words_N16 = torch.empty(CHUNK, BLOCK_WORDS, dtype=torch.int32)
     means = []
     for summed, (tensor, shard) in zip(sums, numbers, strict=True):
@@ -54,6 +56,8 @@ def noisy_means(
             blocks_N16 = words_N16[: -(-len(part_E) // PER_BLOCK)]
             keystream.fill(blocks_N16)
             part_E.copy_(normals(blocks_N16, std)[: len(part_E)])
+        if gate is not None:
+            summed = torch.where(gate, summed, 0)
         noisy = noise.to(summed.device, non_blocking=True).add_(summed)
         if grid:  # what is beyond the numbers that the dtype tells apart is cut
             most = cells(noisy.dtype)

@@ -33,7 +33,7 @@ PROGRAMS = 25_000
 before others."""
 MOST = 256
 """Tensors of a launch: a program looks for its own among all of them."""
-_HEADER = 10
+_HEADER = 11
 _MOST_CELLS: tl.constexpr = tl.constexpr(cells(torch.float32))
 
 
@@ -143,7 +143,7 @@ def _mean(summed, std, inverse, scales_ptr, a0, a1, a2, a3, b0, b1, b2, b3, GRID
 def _noisy_part(
     summed_ptr, out_ptr,
     left, counter,
-    std, inverse, scales_ptr,
+    holds, std, inverse, scales_ptr,
     key, n0, n1, n2,
     OUT_DTYPE: tl.constexpr, WHOLE: tl.constexpr, GRID: tl.constexpr, BLOCKS: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -162,6 +162,8 @@ def _noisy_part(
     else:
         summed_low = tl.load(summed_ptr + low, mask=low < left, other=0.0)
         summed_high = tl.load(summed_ptr + high, mask=high < left, other=0.0)
+    summed_low = tl.where(holds, summed_low, 0.0)  # no product: of NaN, too
+    summed_high = tl.where(holds, summed_high, 0.0)
     w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = words(
         key, counter, n0, n1, n2, ROUNDS
     )
@@ -185,14 +187,15 @@ def _noisy_means_kernel(
     GRID: tl.constexpr, BLOCKS: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """The table: noise's standard deviation, one over the divisor, the grid and one over it; the
-    draw's number and the key; how many elements a program has; then columns with an entry for every
+    draw's number and the key; how many elements a program has; the address of the gate, 0 without
+    one; then columns with an entry for every
     tensor: its first program, addresses of its sum and its result, its elements, the nonce's other
     two words."""
     PART: tl.constexpr = 8 * BLOCKS
     pid = tl.program_id(0)
     size = tl.load(table_ptr + 9)
-    firsts = tl.load(table_ptr + 10 + tl.arange(0, TENSORS))
-    row = table_ptr + 9 + tl.sum((firsts <= pid).to(tl.int32), 0)
+    firsts = tl.load(table_ptr + 11 + tl.arange(0, TENSORS))
+    row = table_ptr + 10 + tl.sum((firsts <= pid).to(tl.int32), 0)
     start = (pid - tl.load(row)) * size
     summed_ptr = tl.load(row + TENSORS).to(tl.pointer_type(DTYPE)) + start
     out_ptr = tl.load(row + 2 * TENSORS).to(tl.pointer_type(OUT_DTYPE)) + start
@@ -206,7 +209,9 @@ def _noisy_means_kernel(
     n0 = tl.load(table_ptr + 4).to(tl.uint32)
     n1 = tl.load(row + 4 * TENSORS).to(tl.uint32)
     n2 = tl.load(row + 5 * TENSORS).to(tl.uint32)
-    common = (std, inverse, table_ptr, key_words(table_ptr + 5), n0, n1, n2)
+    gate = tl.load(table_ptr + 10)
+    holds = tl.load(gate.to(tl.pointer_type(tl.int8)), mask=gate != 0, other=1) != 0
+    common = (holds, std, inverse, table_ptr, key_words(table_ptr + 5), n0, n1, n2)
     counter = _sum((start // 8).to(tl.uint32), tl.arange(0, BLOCKS).to(tl.uint32))
     for _ in range(left // PART):
         _noisy_part(
@@ -230,12 +235,14 @@ def noisy_means(
     numbers: Sequence[tuple[int, int]],
     grid: float,
     dtype: torch.dtype,
+    gate: Tensor | None = None,
 ) -> list[Tensor]:
-    """``(sum + std * normal) / divisor`` of contiguous tensors that are not empty."""
+    """``(sum + std * normal) / divisor`` of contiguous tensors that are not empty; of zeros, where
+    ``gate`` is false."""
     if len(sums) > MOST:
         first, rest = slice(MOST), slice(MOST, None)
         parts = [(sums[part], std, divisor, draw, numbers[part]) for part in (first, rest)]
-        return [mean for part in parts for mean in noisy_means(*part, grid, dtype)]
+        return [mean for part in parts for mean in noisy_means(*part, grid, dtype, gate)]
     outs = [torch.empty_like(summed, dtype=dtype) for summed in sums]
     width = tiles.next_power_of_2(len(sums))
     table = array("q", bytes(8 * (_HEADER + 6 * width)))
@@ -246,6 +253,7 @@ def noisy_means(
     sizes = [summed.numel() for summed in sums]
     part = BLOCKS * PER_BLOCK
     table[9] = of_program = part * min(PARTS, max(1, sum(sizes) // (part * PROGRAMS)))
+    table[10] = 0 if gate is None else gate.data_ptr()
     firsts, programs = firsts_of([tiles.cdiv(size, of_program) for size in sizes])
     none = [1 << 62] * (width - len(sums))
     addresses = [x.data_ptr() for x in sums], [x.data_ptr() for x in outs]

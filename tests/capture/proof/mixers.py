@@ -267,7 +267,19 @@ def momentum_of_batches(m: Any, h: Tensor) -> Tensor:
     return h - center
 
 
+def flat_time_first(m: Any, h: Tensor) -> Tensor:
+    rows = m.layer(h.transpose(0, 1).flatten(0, 1))
+    return rows.view(T, len(h), -1).transpose(0, 1)
+
+
+def in_halves(m: Any, h: Tensor) -> Tensor:
+    rows = m.layer(h.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2))
+    return rows.view(2, len(h), T // 2, -1).transpose(0, 1).flatten(1, 2)
+
+
 WRONG: dict[str, Inner] = {
+    "flat, time first": flat_time_first,
+    "halves": in_halves,
     "mixup": mixup(lambda m, n: torch.randperm(n)),
     "mixup, detached": mixup(lambda m, n: torch.randperm(n), detach=True),
     "mixup, numpy": mixup(lambda m, n: np.random.permutation(n)),
@@ -314,7 +326,6 @@ WRONG: dict[str, Inner] = {
     "outlier guard": outlier_guard,
     "behind zero gates": behind_zero_gates,
     "behind two zero gates": behind_two_zero_gates,
-    "order by values": ordered_by_values,
     "eight bits": in_eight_bits,
     "routed by rank": routed_by_rank,
     "function, twice": lambda m, h: ByBatch.apply(ByBatch.apply(m.layer(h))),
@@ -325,6 +336,14 @@ WRONG: dict[str, Inner] = {
     "multinomial": multinomial_rows,
     "longest": longest_of_the_batch,
     "center": momentum_of_batches,
+}
+
+#: What the look before a first step does not see, and ``flash-clipping check`` does.
+SEEN_BY_CHECK: dict[str, Inner] = {
+    "order by values": ordered_by_values,
+    "divided by the size, dropout": lambda m, h: F.dropout(
+        divided_by_the_size(m, h), 0.3, m.training
+    ),
 }
 
 #: The same of outputs: a gradient does not show what is only added to them.
@@ -408,16 +427,6 @@ def flat(m: Any, h: Tensor) -> Tensor:
     return m.layer(h.flatten(0, 1)).view_as(h)
 
 
-def flat_time_first(m: Any, h: Tensor) -> Tensor:
-    rows = m.layer(h.transpose(0, 1).flatten(0, 1))
-    return rows.view(T, len(h), -1).transpose(0, 1)
-
-
-def in_halves(m: Any, h: Tensor) -> Tensor:
-    rows = m.layer(h.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2))
-    return rows.view(2, len(h), T // 2, -1).transpose(0, 1).flatten(1, 2)
-
-
 def attended(m: Any, h: Tensor) -> Tensor:
     q, k, v = m.layer(h), m.norm(h), h
     return F.scaled_dot_product_attention(q, k, v)
@@ -499,8 +508,6 @@ RIGHT: dict[str, Inner] = {
     "hook, constant": hooked(lambda g, h: torch.tensor(2.0)),
     "time first": time_first,
     "flat": flat,
-    "flat, time first": flat_time_first,
-    "halves": in_halves,
     "attention": attended,
     "attention, dropped": attended_and_dropped,
     "attention, masked": masked,

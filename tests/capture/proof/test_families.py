@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from benchmarks.survey import pool
 from benchmarks.survey.kinds import all_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _default_dtype() -> Iterator[None]:
-    """The survey sets one for each kind."""
-    before = torch.get_default_dtype()
-    yield
-    torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from flash_clipping.capture.proof.probe import (
     NOBODY,
     ROUTED,
     SEVERAL,
+    UNFIT,
     UNREACHED,
     SampleLayout,
     layout_of_owners,
@@ -24,7 +25,7 @@ from flash_clipping.capture.proof.probe import (
     probe,
 )
 from flash_clipping.capture.proof.runs import Subject
-from tests.capture.proof.mixers import RIGHT, WRONG, Around, K, T, in_halves
+from tests.capture.proof.mixers import RIGHT, WRONG, Around, K, T
 from tests.capture.proof.proving import table_of
 from tests.capture.proof.test_oracle import padded_texts
 
@@ -37,11 +38,7 @@ def in_words(found: SampleLayout) -> str:
     axis = f", axis {layout.axis}" if layout.axis else ""
     if found.parts == 1:
         return "position by position" if axis else "sample by sample"
-    if layout.outer == 1:
-        return f"{found.parts} parts of each sample together{axis}"
-    if layout.outer == found.parts:
-        return f"position by position{axis}"
-    return f"in {layout.outer} rounds of all samples{axis}"
+    return f"{found.parts} parts of each sample together{axis}"
 
 
 def layouts(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
@@ -60,7 +57,6 @@ def layouts(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, list[str]]
         ("gate of 0", "sample by sample"),
         ("time first", "position by position"),
         ("flat", "4 parts of each sample together"),
-        ("flat, time first", "position by position"),
         ("first position alone", "sample by sample"),
         ("attention, masked", "sample by sample"),
         ("checkpoint", "sample by sample"),
@@ -74,9 +70,9 @@ def test_regular_layouts(name: str, kind: str, count: int) -> None:
     assert found["layer"] == [kind] and found["embed"] == ["sample by sample"]
 
 
-def test_rounds_of_all_samples() -> None:
-    found = layouts(Around(in_halves), torch.randn(5, T, K))
-    assert found["layer"] == ["in 2 rounds of all samples"]
+@pytest.mark.parametrize("name", ["flat, time first", "halves"])
+def test_rows_of_a_sample_that_lie_apart_have_no_layout(name: str) -> None:
+    assert layouts(Around(WRONG[name]), torch.randn(5, T, K))["layer"] == [ROUTED.kind]
 
 
 @pytest.mark.parametrize("count", [1, 5])
@@ -93,7 +89,7 @@ def test_several_samples_in_a_row() -> None:
     model = Around(pooled)
     flash = GradSampleModuleFlashClipping(model)
     found = probe(Subject(model, model.forward, flash._session, (torch.randn(5, T, K),), {}))
-    assert found.unfit == {0} and set(found.layouts["layer"]) == {UNREACHED}
+    assert found.unfit == {0} and set(found.layouts["layer"]) == {UNFIT}
 
 
 def test_calls_of_one_layer_with_other_layouts() -> None:
@@ -122,7 +118,7 @@ def test_many_samples_that_must_come_together() -> None:
         def forward(self, x: Tensor) -> Any:
             return super().forward(x.view(9, T, K))
 
-    assert layouts(Fixed(RIGHT["flat, time first"]), torch.randn(9, T, K))["layer"] == [
+    assert layouts(Fixed(RIGHT["time first"]), torch.randn(9, T, K))["layer"] == [
         "position by position"
     ]
 
@@ -144,7 +140,7 @@ def test_the_simplest_layout_that_fits() -> None:
 
     assert kind(0, 1, 2) == "sample by sample"
     assert kind(0, -1, 1, 1, -1, 2) == "2 parts of each sample together"
-    assert kind(0, 1, 2, 0, -1, 2) == "position by position"
+    assert kind(0, 1, 2, 0, -1, 2) == ROUTED.kind
     assert kind(0, 2, 1) == ROUTED.kind
     assert kind(0, 1, -2) == SEVERAL.kind
     assert kind(-1, -1, -1) == UNREACHED.kind

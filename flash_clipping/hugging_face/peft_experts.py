@@ -19,8 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.layers.routed_rows import LowRank, RoutedRows
-from flash_clipping.rules.experts import (
+from flash_clipping.hugging_face.experts import (
     Described,
     ExpertsRule,
     are_experts,
@@ -28,6 +27,7 @@ from flash_clipping.rules.experts import (
     difference,
     names_of,
 )
+from flash_clipping.layers.routed_rows import LowRank, RoutedRows
 from flash_clipping.rules.registry import UnsupportedLayer, register_family
 
 

@@ -13,7 +13,7 @@ Some have a forward of their own, and none of the implementations of ``transform
 * DBRX keeps the matrices of all experts end to end, gate and up apart.
 * Llama 4 sends every token to all experts, times 0 where one was not chosen.
 * JetMoE multiplies rows that are sorted by expert, and its router knows whose they are.
-* Switch and NLLB-MoE have a list of ordinary layers (:func:`is_list_of_experts`), and a capacity.
+* Switch and NLLB-MoE have a list of ordinary layers, and a capacity.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import gate_of_experts
-from flash_clipping.factors import DenseGrad, PerSampleGrad, RearrangedGrad, SegmentedLinearGrad
-from flash_clipping.layers.exchange import Samples, are_parts
+from flash_clipping.factors import PerSampleGrad, RearrangedGrad
+from flash_clipping.layers.exchange import are_parts
+from flash_clipping.layers.factors import factors_of
 from flash_clipping.layers.routed_rows import (
     Arithmetic,
     Gradients,
@@ -43,14 +44,13 @@ from flash_clipping.layers.routed_rows import (
     gradients,
     routing,
 )
-from flash_clipping.ops.segments import segment_sums
 from flash_clipping.rules.registry import (
     GradRequest,
     Rule,
     UnsupportedLayer,
     autocast_operands,
-    full_name,
     register_family,
+    register_row_picker,
     register_rule,
     register_scope,
 )
@@ -120,59 +120,6 @@ def arithmetic_of(
 
     between = gate_of_experts(layer) if layer.has_gate else layer.act_fn
     return RoutedRows(projection(0), projection(half), between)
-
-
-class OfSeveralProcesses(PerSampleGrad):
-    """A gradient of this process's experts, of the samples of all processes that sent it rows.
-
-    No process knows a sample's gradient by itself: the backward pass of a sharded model adds norms
-    up over processes, and takes ``whole`` in the place of this.
-
-    Attributes:
-        whole: for the samples of all processes, one process after the other.
-        samples: which of them are this process's.
-    """
-
-    def __init__(self, whole: PerSampleGrad, samples: Samples):
-        self.whole, self.samples = whole, samples
-
-    @property
-    def batch_size(self) -> int:
-        return self.samples.own
-
-    def sqnorms(self, backend: str) -> Tensor:
-        raise NotImplementedError
-
-    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        """Of all samples, with recording off: a ``DTensor``, as the parameter is one."""
-        if coef_B is not None:
-            raise NotImplementedError
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        mesh = self.samples.mesh
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-        return DTensor.from_local(
-            self.whole.clipped_sum(None, backend), mesh, placements, run_check=False
-        )
-
-    def dense(self) -> Tensor:
-        raise NotImplementedError
-
-
-def factors_of(found: Gradients) -> dict[str, PerSampleGrad]:
-    """Factors of matrices ``[E, p, d]`` and of biases ``[E, p]``; of the samples of several
-    processes, if experts lie in several."""
-    segments = found.segments
-    factors: dict[str, PerSampleGrad] = {
-        name: SegmentedLinearGrad(A, G, segments) for name, (A, G) in found.operands.items()
-    }
-    for name, G_Np in found.rows.items():
-        sums_BEp = segment_sums(G_Np, segments).unflatten(0, (segments.groups, segments.samples))
-        factors[name] = DenseGrad(sums_BEp.transpose(0, 1))
-    if (exchange := found.exchange) is not None:
-        samples = exchange.samples
-        return {name: OfSeveralProcesses(whole, samples) for name, whole in factors.items()}
-    return factors
 
 
 class Described(NamedTuple):
@@ -411,10 +358,7 @@ class JetMoeExpertsRule(Rule):
         return (grad, None), factors_of(found)
 
 
-def is_list_of_experts(module: nn.Module) -> bool:
-    """Whether this calls ordinary layers on rows that it picks from its first argument, tokens
-    ``[M, d]``, by an index."""
-    return full_name(type(module)) in (f"{_SWITCH}Experts", f"{_NLLB}Experts")
+register_row_picker(f"{_SWITCH}Experts", f"{_NLLB}Experts")
 
 
 @register_scope(f"{_SWITCH}Top1Router", f"{_NLLB}Top2Router")

@@ -23,14 +23,15 @@ from flash_clipping.factors import (
     accumulation_dtype,
 )
 from flash_clipping.factors.embedding import BUFFER
-from flash_clipping.layers import HyperConnections, MixtureOfExperts
+from flash_clipping.layers.factors import factors_of
+from flash_clipping.layers.hyper_connections import HyperConnections
+from flash_clipping.layers.mixture_of_experts import MixtureOfExperts
 from flash_clipping.layers.ops.hyper_connections import (
     hyper_connections,
     hyper_connections_backward,
 )
 from flash_clipping.layers.product_key_experts import ExpertTables
 from flash_clipping.layers.routed_rows import gradients
-from flash_clipping.rules.experts import factors_of
 from flash_clipping.rules.registry import (
     GradRequest,
     Grads,

@@ -30,9 +30,8 @@ from torch.nn import functional as F
 from flash_clipping._compat import parts_of_schedule, pytree
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.engine.grad_ledger import publish_norms
+from flash_clipping.engine.grad_ledger import Norms as PublishedNorms
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.engine.pipeline_optimizer import PipelineFlashDPOptimizer, refuse_unserved
 from flash_clipping.errors import (
     FlashClippingError,
     InvalidType,
@@ -44,6 +43,7 @@ from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Coefficients, Doubts
 from flash_clipping.ops.error_bounds import upper_bound
 from flash_clipping.ops.runtime.checks import check_on_device
+from flash_clipping.pipelines.optimizer import PipelineFlashDPOptimizer, refuse_unserved
 
 _DISAGREE = (
     "PrivateSchedule.step: the stages of the pipeline count different numbers of samples in this "
@@ -366,7 +366,7 @@ class PrivateSchedule:
 
         Raises:
             FlashClippingError: this stage has recorded nothing of some micro-batch; or stages
-                count different numbers of samples (on a GPU: an error of the device).
+                count different numbers of samples (on a GPU later).
         """
         M, B = self._microbatches, self._size
         trainable = bool(self._session.trainable())
@@ -410,10 +410,12 @@ class PrivateSchedule:
         """Leave the norms of the batch where users look, and count it as one backward pass."""
         module = self.module
         params = module.trainable_parameters
-        publish_norms(params, torch.cat([one.own_Pn for one in found], 1))
-        total = torch.cat([one.total_n for one in found])
-        module.per_sample_gradient_norms = module.norms_over_stages = total
-        module.upper_bounds = torch.cat([one.upper_n for one in found])
+        own_Pn, total = (
+            torch.cat([one.own_Pn for one in found], 1),
+            torch.cat([one.total_n for one in found]),
+        )
+        upper = torch.cat([one.upper_n for one in found])
+        module.running_step.norms = PublishedNorms(params, own_Pn, total, upper)
         module.running_step.count_backward(total, self._draw)
 
     def _check_optimizer(self) -> None:
@@ -422,7 +424,7 @@ class PrivateSchedule:
             raise InvalidValue(
                 f"PrivateSchedule.step: found {type(follower).__name__} as the module's optimizer. "
                 "Its noise could be the same in all stages. Use make_private(pipeline=True), or "
-                "engine.pipeline_optimizer.PipelineFlashDPOptimizer."
+                "flash_clipping.pipelines.PipelineFlashDPOptimizer."
             )
 
 

@@ -1,6 +1,6 @@
 """Experts in parallel: each process of a mesh has some of them, and tokens go to them.
 
-Every process has samples of its own. What is recorded of experts is in ``backward_pass.py``.
+Every process has samples of its own. What is recorded of experts is in ``experts_backward.py``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from flash_clipping.capture.layer_inputs import positional
 from flash_clipping.errors import InvalidValue, NotServed
+from flash_clipping.hugging_face.experts import DbrxExpertsRule, ExpertsRule, Llama4ExpertsRule
+from flash_clipping.hugging_face.experts_backward import ExpertsBackwardPass
 from flash_clipping.layers.routed_rows import SideBySide
+from flash_clipping.layers.rules import MixtureOfExpertsRule
 from flash_clipping.rules import find_rule
-from flash_clipping.rules.experts import DbrxExpertsRule, ExpertsRule, Llama4ExpertsRule
-from flash_clipping.rules.own_layers import MixtureOfExpertsRule
 from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 _SERVED = (MixtureOfExpertsRule, ExpertsRule, DbrxExpertsRule, Llama4ExpertsRule)
@@ -131,7 +132,10 @@ class ForwardByRule:
 
     Attributes:
         computes_rule: the rule, by which a wrapped model runs the layer.
+        backward_pass: the class of backward pass that a wrapped model needs.
     """
+
+    backward_pass = ExpertsBackwardPass
 
     def __init__(self, layer: nn.Module, rule: Rule):
         self.layer, self.computes_rule = layer, rule
@@ -172,12 +176,3 @@ class _ByRule(torch.autograd.Function):
             for name, param in named.items()
         ]
         return None, None, None, *grads, *sums
-
-
-def in_parallel(root: nn.Module) -> dict[str, nn.Module]:
-    """Experts in parallel among these modules, by their paths."""
-    return {
-        path: module
-        for path, module in root.named_modules()
-        if isinstance(vars(module).get("forward"), ForwardByRule)
-    }

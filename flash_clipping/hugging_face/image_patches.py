@@ -11,7 +11,7 @@ N patches, M = N / m² rows that the tower returns, I images or videos, B sample
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,9 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.declared_rows import DeclaredRows, check_on_device, declared
+from flash_clipping.capture.declared_rows import (
+    DeclaredRows,
+    check_on_device,
+    declared,
+    register_parts,
+)
 from flash_clipping.capture.factor_source import owned_parameters
-from flash_clipping.rules.registry import Scope
+from flash_clipping.rules.registry import Scope, register_scope_finder
 
 #: Arguments with patches ``[N, d]`` and with grids ``[I, 3]``, and the token's configuration.
 _INPUTS = (
@@ -111,18 +116,12 @@ def parts_of_samples(root: nn.Module, kwargs: Mapping[str, Any]) -> dict[int, Te
     return parts
 
 
-def rows_of_samples(x: Tensor, sample_N: Tensor, order: Sequence[int]) -> Tensor:
-    """The rows of these samples, in this order; waits for the device."""
-    chosen = [(sample_N == b).nonzero().flatten() for b in order]
-    return x.detach().index_select(0, torch.cat(chosen))
-
-
 def _patches(module: Any, tower: Any, given: Mapping[str, Any]) -> tuple[Patches, ...]:
     """The patches among a call's arguments.
 
     Raises:
-        FlashClippingError: an image takes the places of tokens of several samples. On a GPU an
-            assertion on the device, without waiting for it.
+        FlashClippingError: an image takes the places of tokens of several samples; of a
+            GPU later, without waiting for it.
     """
     found = []
     ids_BT: Any = given.get("input_ids")
@@ -153,3 +152,7 @@ def _patches(module: Any, tower: Any, given: Mapping[str, Any]) -> tuple[Patches
         sample_N = sample_M.repeat_interleave(merged)
         found.append(Patches(pixels, grids, len(ids_BT), sample_N, sample_M, sample_I))
     return tuple(found)
+
+
+register_scope_finder(scopes_of_patches)
+register_parts(parts_of_samples)

@@ -1,0 +1,385 @@
+"""Arguments of a call cut into those of single samples, and outputs of single samples put together.
+
+An argument that is not cut would show every sample the rows of all others, so what it is must be
+known: a tensor or an array with a row for each sample, a list with an entry for each, a batch of
+graphs; or a number, or one row that all samples share. Everything else is refused by name.
+
+Shape suffixes: ``B`` samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+
+from flash_clipping.capture.inputs import DEPTH, attributes_of, map_tensors, tensors_in
+from flash_clipping.errors import FlashClippingError
+
+#: What is left of an argument for some rows.
+_Cut = Callable[[Sequence[int]], Any]
+
+
+class Batch:
+    """The arguments of one call.
+
+    Args:
+        args, kwargs: of the call.
+        axis: that holds samples.
+        drawn: how many samples the loader drew, where that is known.
+        are_samples: arguments that were lists of samples, or of inputs of all samples, in calls in
+            which that could be told.
+
+    Attributes:
+        count: B.
+        tensors: those among the arguments; before them, if lists say who is a sample, one on the
+            meta device that has as many rows.
+
+    Raises:
+        FlashClippingError: an argument is neither samples' nor the same for all, or may be both.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        axis: int,
+        drawn: int | None,
+        are_samples: dict[str, bool],
+    ):
+        self.axis, self._are_samples = axis, are_samples
+        named = {f"argument {n}": value for n, value in enumerate(args)} | kwargs
+        leaves = [found for name, value in named.items() for found in _leaves(name, value)]
+        self.tensors = [x for _, leaf in leaves for x in tensors_in(leaf)]
+        self.count = self._counted(leaves, drawn)
+        if not self.tensors or self._rows_in(self.tensors[0]) != self.count:
+            self.tensors.insert(0, torch.empty((self.count,) * (axis + 1), device="meta"))
+        self._cuts = {name: self._cut(name, value) for name, value in named.items()}
+        self._positional = len(args)
+
+    def of(self, rows: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these rows alone."""
+        found = {name: cut(rows) for name, cut in self._cuts.items()}
+        args = tuple([found.pop(f"argument {n}") for n in range(self._positional)])
+        return args, found
+
+    def with_other_values(self, rows: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same with values that these rows do not have."""
+        found: Any = map_tensors(other_values, self.of(rows))
+        return found
+
+    def _counted(self, leaves: Sequence[tuple[str, Any]], drawn: int | None) -> int:
+        """How many samples there are: the first argument that tells says it."""
+        ways: set[int] = set()
+        for name, leaf in leaves:
+            if isinstance(leaf, list | tuple) and not isinstance(leaf, PackedSequence):
+                rows = self._rows_in(leaf)
+                known = self._are_samples.get(name)
+                of_leaf = {len(leaf)} if rows is None or known else {len(leaf), rows}
+                of_leaf = {rows} if known is False and rows is not None else of_leaf
+                ways = ways & of_leaf or of_leaf
+                if drawn in ways:
+                    ways = {drawn}
+            elif isinstance(leaf, PackedSequence):
+                return int(leaf.batch_sizes[0])
+            elif _is_graphs(leaf):
+                return int(leaf.num_graphs)
+            elif leaf.ndim > self.axis:
+                return int(leaf.shape[self.axis])
+        if len(ways) > 1:
+            for _, leaf in leaves:  # a tuple is of inputs, where it may be
+                if type(leaf) is tuple and (rows := self._rows_in(leaf)) in ways:
+                    return rows
+            names = ", ".join(name for name, leaf in leaves if isinstance(leaf, list))
+            few, many = sorted(ways)
+            raise FlashClippingError(
+                f"the model: {names}: found lists of tensors that may be {few} samples or {many}: "
+                "a list has an entry for each sample, or inputs with a row for each. Say how many "
+                f"samples there are before the call:\n    model.expect_samples({few})"
+            )
+        return ways.pop() if ways else 0
+
+    def _rows_in(self, held: Any) -> int | None:
+        """How many rows all tensors in a container have; ``None`` if they differ, or are those of
+        targets of a detector."""
+        if isinstance(held, list | tuple) and all(isinstance(x, Mapping) for x in held):
+            return None
+        sizes = {x.shape[self.axis] if x.dim() > self.axis else None for x in tensors_in(held)}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def _cut(self, name: str, leaf: Any, depth: int = DEPTH) -> _Cut:
+        if _is_array(leaf):
+            return self._cut_tensor(name, leaf)
+        if type(leaf) in (list, tuple):
+            return self._cut_list(name, leaf)
+        if isinstance(leaf, PackedSequence):
+            of_samples = unpack_sequence(leaf)
+            return lambda rows: pack_sequence([of_samples[b] for b in rows], enforce_sorted=False)
+        if _is_graphs(leaf):
+            kind = type(leaf)
+            return lambda rows: kind.from_data_list([leaf.get_example(b) for b in rows])
+        parts = _parts(name, leaf) if depth else {}
+        if not any([*_leaves(path, part, depth - 1)] for path, part in parts.values()):
+            return lambda rows: leaf
+        cuts = {key: self._cut(*part, depth - 1) for key, part in parts.items()}
+        return lambda rows: _rebuilt(leaf, {key: cut(rows) for key, cut in cuts.items()})
+
+    def _cut_list(self, name: str, leaf: Any) -> _Cut:
+        rows, is_cut, kind = self._rows_in(leaf), len(leaf) == self.count, type(leaf)
+        if is_cut and self.count > 1:
+            found = self._are_samples.get(name)
+            if rows == self.count and kind is tuple:
+                is_cut = bool(found)
+            elif rows == self.count and found is None:
+                raise FlashClippingError(
+                    f"the model: {name}: found a list of {self.count} tensors with {self.count} "
+                    "rows each: it may have an entry for each sample, or inputs with a row for "
+                    "each. Give the model inputs with rows in a tuple, or one by one; or begin "
+                    "with a batch of another size."
+                )
+            elif found is False or rows == self.count:
+                is_cut = bool(found)
+            elif kind is tuple and all(isinstance(x, int | float) for x in leaf):
+                if len({*leaf}) > 1:
+                    raise FlashClippingError(
+                        f"the model: {name}: found a tuple of {self.count} numbers in a batch of "
+                        f"{self.count} samples: it may have one for each sample, or be a size. "
+                        "Give the model a list, if it has one for each; or begin with a batch of "
+                        "another size."
+                    )
+                is_cut = False
+        elif self.count > 1:
+            self._are_samples[name] = False
+        if is_cut and self.count > 1 and tensors_in(leaf):
+            self._are_samples[name] = True
+        if is_cut:
+            return lambda rows: kind([map_tensors(Tensor.clone, leaf[b]) for b in rows])
+        cuts = [self._cut(f"{name}[{n}]", part) for n, part in enumerate(leaf)]
+        return lambda rows: kind([cut(rows) for cut in cuts])
+
+    def _cut_tensor(self, name: str, x: Any) -> _Cut:
+        axis = self._axis_of(x)
+        if axis is not None:
+            return lambda rows: _taken(x, axis, rows)
+        if x.ndim <= self.axis or x.shape[self.axis] == 1:
+            rest = x.shape[self.axis + 1 :]
+            if rest[:1] != (self.count,):
+                self._are_samples[name] = False
+            elif self.count > 1 and self._are_samples.get(name) is None:
+                raise FlashClippingError(
+                    f"the model: {name}: found a tensor of shape {[*x.shape]} in a batch of "
+                    f"{self.count} samples: it may be one row for all samples, or hold samples "
+                    f"along axis {self.axis + 1}, and each would read those of all others. Give "
+                    "the model a tensor with a row for each sample, and transpose it there; or "
+                    "begin with a batch of another size."
+                )
+            return lambda rows: copy.copy(x) if type(x).__module__ == "numpy" else x.clone()
+        kind = "a tensor" if isinstance(x, Tensor) else "an array"
+        raise FlashClippingError(
+            f"the model: {name}: found {kind} of shape {[*x.shape]} in a batch of {self.count} "
+            "samples, which has no row for each. Samples run one at a time, and each would read "
+            "what may be of all others. Give the model a tensor with a row for each sample, or a "
+            "list with an entry for each. What is the same for all batches is the model's own, "
+            "before it is wrapped:\n"
+            f"    model.forward = functools.partial(model.forward, {name.partition('[')[0]}=...)"
+        )
+
+    def _axis_of(self, x: Any) -> int | None:
+        if x.ndim > self.axis and x.shape[self.axis] == self.count:
+            return self.axis
+        return 0 if x.ndim == 1 and len(x) == self.count else None  # labels beside [T, B]
+
+
+def _taken(x: Any, axis: int, rows: Sequence[int]) -> Any:
+    """These rows, of which a forward may change its own in place."""
+    if not isinstance(x, Tensor):
+        return x.take([*rows], axis)
+    return x.index_select(axis, torch.tensor([*rows], dtype=torch.long, device=x.device))
+
+
+def _leaves(name: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
+    """What may be cut in an argument, by names: arrays, lists, tuples, batches."""
+    is_whole = isinstance(value, PackedSequence) or type(value) in (list, tuple)
+    if is_whole or _is_array(value) or _is_graphs(value):
+        yield name, value
+    elif depth:
+        for path, part in _parts(name, value).values():
+            yield from _leaves(path, part, depth - 1)
+
+
+def _parts(name: str, value: Any) -> dict[Any, tuple[str, Any]]:
+    """What a mapping or an object of data holds, each with its name."""
+    if isinstance(value, Mapping):
+        return {key: (f"{name}[{key!r}]", part) for key, part in value.items()}
+    if isinstance(value, nn.Module | type) or callable(value):
+        return {}
+    if hasattr(value, "_fields") or dataclasses.is_dataclass(value) or tensors_in(value):
+        fields = getattr(value, "_fields", ())
+        held = dict(zip(fields, value, strict=True)) if fields else attributes_of(value)
+        return {key: (f"{name}.{key}", part) for key, part in held.items()}
+    return {}
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is a tensor, or an array of NumPy."""
+    return isinstance(value, Tensor) or (
+        type(value).__module__ == "numpy" and hasattr(value, "ndim")
+    )
+
+
+def _is_graphs(leaf: Any) -> bool:
+    """Whether it is a batch of graphs as ``torch_geometric`` makes it."""
+    return hasattr(leaf, "get_example") and hasattr(leaf, "num_graphs")
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+#: The axis that samples lie along, and whether it is there for several samples alone.
+Way: TypeAlias = tuple[int, bool]
+
+#: The same value for all samples, whatever they hold.
+OF_NOBODY: Way = (-1, False)
+
+
+def other_values(x: Tensor) -> Tensor:
+    """A tensor that an argument may be as well, of this shape and with other values."""
+    if x.is_floating_point() or x.is_complex():
+        return x + torch.randn_like(x)
+    flat = x.flatten()
+    if len(flat) and (flat != flat[0]).any():
+        return flat.roll(1).view_as(x)
+    return x ^ 1
+
+
+def way_of(one: Tensor, other: Tensor, both: Tensor) -> Way | None:
+    """How a tensor grows, from those of two samples alone, and together; ``None`` if it does not,
+    as a loss."""
+    for axis, size in enumerate(both.shape):
+        rest = [*both.shape]
+        del rest[axis]
+        if both.dim() == one.dim() + 1 and size == 2 and rest == [*one.shape] == [*other.shape]:
+            return axis, True
+        if both.dim() == one.dim() == other.dim() and size != one.shape[axis]:
+            return axis, False
+    return None
+
+
+class Joined:
+    """Puts outputs of single samples together.
+
+    Args:
+        groups: the rows of each.
+        axis: of samples.
+        mean: whether numbers are averaged, over rows; otherwise they are added up.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], axis: int, mean: bool):
+        self._counts = [*map(len, groups)]
+        self._axis, self._mean = axis, mean
+        #: Of tensors of the first sample, by ``id``, without a row for each of its rows.
+        self.ways: dict[int, Way] = {}
+        order = [row for rows in groups for row in rows]
+        #: Where each row is among those of the groups, one after the other.
+        self._places = sorted(range(len(order)), key=order.__getitem__)
+        self._in_order = order == sorted(order)
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        """One value of all samples' values: of their type, where they are alike."""
+        first = values[0]
+        kind = type(first)
+        if all(isinstance(value, Tensor) for value in values):
+            return self._tensors(values)
+        if any(type(value) is not kind for value in values):
+            return [*values]
+        if isinstance(first, Mapping):
+            if all(value.keys() == first.keys() for value in values):
+                return _rebuilt(
+                    first, {key: self([value[key] for value in values]) for key in first}
+                )
+        elif isinstance(first, list | tuple):
+            if kind is list and self._are_entries(values):
+                return [entry for value in values for entry in value]
+            if all(len(value) == len(first) for value in values):
+                parts = [self(part) for part in zip(*values, strict=True)]
+                return kind(*parts) if hasattr(first, "_fields") else kind(parts)
+        elif dataclasses.is_dataclass(first) or tensors_in(first):
+            held = [attributes_of(value) for value in values]
+            return _rebuilt(first, {n: self([of_one.get(n) for of_one in held]) for n in held[0]})
+        elif all(value is first or value == first for value in values):
+            return first
+        return [*values]
+
+    def _are_entries(self, values: Sequence[list[Any]]) -> bool:
+        """Whether lists have an entry for each row, and not a tensor with such rows."""
+        if [*map(len, values)] != self._counts:
+            return False
+        pairs = zip(values, self._counts, strict=True)
+        return not all(self._has_rows(x, n) for value, n in pairs for x in tensors_in(value))
+
+    def _has_rows(self, x: Tensor, count: int) -> bool:
+        return x.dim() > self._axis and x.shape[self._axis] == count
+
+    def _tensors(self, values: Sequence[Tensor]) -> Any:
+        first, axis = values[0], self._axis
+        if any(x.dim() != first.dim() for x in values):
+            return [*values]
+        if id(first) in self.ways:
+            axis, is_new = self.ways[id(first)]
+            if axis < 0:
+                return first
+            shapes = {(*x.shape[:axis], *x.shape[axis + (not is_new) :]) for x in values}
+            if len(shapes) == 1 and self._in_order:
+                return (torch.stack if is_new else torch.cat)([*values], axis)
+            return [*values]
+        if not first.dim():
+            if not (first.is_floating_point() or first.is_complex()):
+                return torch.stack([*values])
+            if not self._mean:
+                return torch.stack([*values]).sum()
+            total = sum(self._counts)
+            weights = [count / total for count in self._counts]
+            return sum(x * weight for x, weight in zip(values, weights, strict=True))
+        if all(map(self._has_rows, values, self._counts)):
+            others = {(*x.shape[:axis], *x.shape[axis + 1 :]) for x in values}
+            if len(others) > 1:
+                return [*values]
+            joined = torch.cat([*values], axis)
+            if self._in_order:
+                return joined
+            return joined.index_select(axis, torch.tensor(self._places, device=joined.device))
+        return torch.stack([*values]) if len({x.shape for x in values}) == 1 else [*values]
+
+
+def of_no_rows(output: Any, count: int, axis: int) -> Any:
+    """An output of so many samples as there would be one of none, without a graph: tensors of no
+    rows, and 0 for numbers; they require grad where it did."""
+
+    def none(x: Tensor) -> Tensor:
+        shape = [*x.shape]
+        if len(shape) > axis and shape[axis] == count:
+            shape[axis] = 0
+        return x.detach().new_zeros(shape).requires_grad_(x.requires_grad)
+
+    if isinstance(output, list) and len(output) == count:
+        return []
+    return map_tensors(none, output)
+
+
+def _rebuilt(like: Any, content: Mapping[str, Any]) -> Any:
+    """An object of the same type that holds these in the place of its own."""
+    if hasattr(like, "_fields"):
+        return like._replace(**content)
+    made = copy.copy(like)
+    if isinstance(made, Mapping):
+        for key, value in content.items():
+            made[key] = value  # type: ignore[index]
+    else:
+        for name, value in content.items():
+            object.__setattr__(made, name, value)
+    return made

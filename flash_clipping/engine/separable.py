@@ -1,0 +1,113 @@
+"""Whether a criterion compares the samples of a batch: looked at once, on the first batch.
+
+The gradient of the loss for a sample's output must be the sample's own, but for a factor that
+depends on the batch size alone. Halves of the batch tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_clipping._compat import pytree
+from flash_clipping.capture.no_trace import random_state
+
+#: By how much gradients of one sample may differ, relative to the largest of the batch.
+_SLACK = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+class _Unknown(Exception):
+    """It cannot be told: the criterion is random, or does not run on a part of the batch."""
+
+
+def compares_samples(
+    loss: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], samples: int
+) -> bool:
+    """Whether this loss of model outputs depends for one sample on the others, as far as a batch
+    shows.
+
+    Args:
+        loss: the criterion, of any shape; it is added up.
+        args, kwargs: its arguments. The outputs are those that require gradients.
+        samples: how many there are, along axis 0 of outputs and targets.
+
+    Returns:
+        ``True`` only if halves of the batch show it, also in float64 where that runs.
+    """
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    outputs = [i for i in tensors if leaves[i].requires_grad]
+    if samples < 4 or not outputs or any(len(leaves[i].shape[:1]) == 0 for i in outputs):
+        return False
+    if any(leaves[i].shape[0] != samples for i in outputs):
+        return False
+    # What has as many rows by chance, weights of classes say, may be no sample's.
+    of_size = [i for i in tensors if leaves[i].shape[:1] == (samples,)]
+    cuts = [of_size]
+    if (first := [i for i in of_size if i in outputs or i < 2]) != of_size:
+        cuts.append(first)
+    even = samples // 2 * 2
+    order = torch.arange(even)
+    splits = [(order[: even // 2], order[even // 2 :]), (order[::2], order[1::2])]
+
+    def shown(wide: bool) -> bool:
+        def grads(rows: Tensor, cut: Sequence[int], seed: int = 0) -> list[Tensor]:
+            parts = [*leaves]
+            for i in tensors:
+                x = leaves[i].detach()
+                x = x[rows.to(x.device)] if i in cut else x
+                parts[i] = x.double() if wide and x.is_floating_point() else x
+            for i in outputs:
+                parts[i] = parts[i].clone().requires_grad_()
+            given, named = pytree.tree_unflatten(parts, structure)
+            devices = [*{leaves[i].device for i in tensors if leaves[i].is_cuda}]
+            with random_state(devices, seed=seed), torch.enable_grad():
+                total = loss(*given, **named).sum()
+            found = torch.autograd.grad(
+                total, [parts[i] for i in outputs], allow_unused=True, materialize_grads=True
+            )
+            if not all(bool(grad.isfinite().all()) for grad in found):
+                raise _Unknown
+            return [*found]
+
+        def differ(found: list[Tensor], expected: list[Tensor], factor: float = 1.0) -> bool:
+            slack = max(_SLACK.get(grad.dtype, 0.1) for grad in whole)
+            largest = max(float(grad.abs().max()) for grad in whole)
+            pairs = zip(found, expected, strict=True)
+            return any(float((a - factor * b).abs().max()) > slack * largest for a, b in pairs)
+
+        for cut in cuts:
+            whole = grads(order, cut)
+            compares = False
+            for rows, others in splits:
+                halves = [
+                    ([grad[part.to(grad.device)] for grad in whole], grads(part, cut))
+                    for part in (rows, others)
+                ]
+                # Of a mean, and of a sum or what is divided by a constant.
+                compares |= all(
+                    any(differ(of_whole, alone, factor) for of_whole, alone in halves)
+                    for factor in (0.5, 1.0)
+                )
+            # With noise of its own, or a count of its calls, it differs anew.
+            if not compares or differ(whole, grads(order, cut, seed=1)):
+                return False
+        return True
+
+    with torch.no_grad():
+        try:
+            if not shown(wide=False):
+                return False
+        except (torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except Exception:  # noqa: BLE001  (it does not run on a part of the batch)
+            return False
+        try:
+            return shown(wide=True)
+        except _Unknown:
+            return False
+        except Exception:  # noqa: BLE001  (its own constants are not in float64)
+            return True

@@ -1,0 +1,167 @@
+"""Arguments that are lists with an entry for each sample: cut with the batch where it is looked at
+who is a sample."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.inputs import batched_inputs, list_of_samples
+from flash_clipping.capture.proof.batches import Samples
+from tests.support.oracle import assert_close
+
+B = 4
+
+
+def boxes(*counts: int) -> list[dict[str, Tensor]]:
+    return [
+        {"boxes": torch.randn(n, 4, dtype=torch.float64), "labels": torch.randint(0, 5, (n,))}
+        for n in counts
+    ]
+
+
+class Detector(nn.Module):
+    """``model(images, targets)``, as torchvision's detectors are called: a loss of each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5)
+
+    def forward(self, images: Any, targets: Any) -> Tensor:
+        if not isinstance(images, Tensor):
+            images = torch.stack(list(images))
+        scores = self.head(self.features(images).tanh().mean((2, 3)))
+        found = [
+            (row - target["boxes"].sum(0)[:1]).square().sum() + row[target["labels"]].sum()
+            for row, target in zip(scores, targets, strict=True)
+        ]
+        return torch.stack(found)
+
+
+class Padded(nn.Module):
+    """A list of one tensor ``[T_b, 3]`` a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, rows: list[Tensor]) -> Tensor:
+        lengths = torch.tensor([len(x) for x in rows])
+        x = self.first(pad_sequence(rows, batch_first=True)).tanh()
+        counts = torch.arange(x.shape[1]) < lengths[:, None]
+        found: Tensor = self.head((x * counts[..., None]).sum(1)).square().sum(1)
+        return found
+
+
+class Spoken(Padded):
+    """Lengths as a list of numbers, and a text for each sample."""
+
+    def forward(self, x: Tensor, lengths: list[int], texts: list[str]) -> Tensor:  # type: ignore[override]
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        assert len(texts) == len(x) and packed.batch_sizes[0] == len(x)
+        counts = torch.arange(x.shape[1]) < torch.tensor(lengths)[:, None]
+        said = torch.tensor([float(len(text)) for text in texts], dtype=x.dtype)
+        h = (self.first(x).tanh() * counts[..., None]).sum(1) * said[:, None]
+        found: Tensor = self.head(h).square().sum(1)
+        return found
+
+
+def check(model: nn.Module, *arguments: Any, mode: str = "one_pass") -> None:
+    """Norms are those of a plain model that sees one sample at a time; arguments have an entry, or
+    a row, for each."""
+    plain, norms = copy.deepcopy(model), []
+    for b in range(B):
+        one = [x[b : b + 1] for x in arguments]
+        grads = torch.autograd.grad(plain(*one).sum(), [*plain.parameters()])
+        norms.append(torch.stack([g.norm() for g in grads]).norm())
+    flash: Any = GradSampleModuleFlashClipping(model, mode=mode)
+    for _ in range(2):
+        flash(*arguments).mean().backward()
+        assert_close(flash.get_norm_sample(), torch.stack(norms), 1e-9)
+        flash.zero_grad()
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 3, 2), (B, B, B, B)])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_targets_of_a_detector_beside_images(kind: Any, counts: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(B, 3, 6, 6, dtype=torch.float64)
+    check(Detector().double(), images, kind(boxes(*counts)), mode="two_pass")
+    check(Detector().double(), list(images), kind(boxes(*counts)))
+
+
+def test_one_tensor_a_sample_lengths_and_texts() -> None:
+    torch.manual_seed(0)
+    rows = [torch.randn(n, 3, dtype=torch.float64) for n in (2, 4, 3, 1)]
+    check(Padded().double(), rows)
+    x = pad_sequence(rows, batch_first=True)
+    check(Spoken().double(), x, [2, 4, 3, 1], ["a", "list", "of", "texts"])
+
+
+def test_a_batch_is_cut_with_its_lists() -> None:
+    x, targets, sizes = torch.randn(B, 3), boxes(1, 2, 3, 2), [torch.ones(B), torch.zeros(B)]
+    samples = Samples((x, targets, sizes), {"names": ["a", "b", "c", "d"], "size": (3, 2)}, 0)
+    (rows, cut, parts), named = samples.batch([2, 0], extreme=1)
+    assert torch.equal(rows[0], x[2]) and named == {"names": ["c", "a"], "size": (3, 2)}
+    assert torch.equal(cut[0]["boxes"], targets[2]["boxes"])
+    assert torch.equal(cut[1]["labels"], targets[0]["labels"])
+    assert cut[1]["boxes"].norm() > 50 * targets[0]["boxes"].norm()
+    assert [len(part) for part in parts] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([torch.ones(2, 3), torch.ones(4, 3)], True),
+        ([torch.ones(2, 3), torch.ones(2, 1)], False),  # inputs with a row for each of two
+        ((torch.ones(2, 3), torch.ones(4, 4)), False),
+        (({"a": 1}, {"a": 2}), True),
+        ((3, 5), False),
+        ([torch.ones(2, 3), None], False),
+        ([1, 2, 3], False),
+    ],
+)
+def test_which_lists_have_an_entry_for_each_sample(value: Any, expected: bool) -> None:
+    assert list_of_samples(value, 2) is expected
+
+
+def test_what_says_how_many_samples_there_are() -> None:
+    def first(*args: Any) -> int:
+        return batched_inputs(args, {})[0].shape[0]
+
+    images = [torch.ones(3, 5, 5)] * B
+    assert first(images, boxes(1, 2, 3, 2)) == B
+    assert first([torch.ones(n, 3) for n in (1, 5)]) == 2
+    assert first([torch.ones(7, 3), torch.ones(7, 2)]) == 7  # two inputs of seven samples
+    assert first(torch.ones(7, 3), boxes(1, 2)) == 7
+
+
+class Graphs:
+    """A batch of graphs as ``torch_geometric`` has it: an object that can be called."""
+
+    num_graphs = 3
+
+    def __init__(self, **held: Tensor) -> None:
+        self.__dict__.update(held)
+
+    def __call__(self, *names: str) -> Any:
+        return iter(names)
+
+
+def test_graphs_are_refused_by_name() -> None:
+    class Net(nn.Linear):
+        def forward(self, graphs: Any) -> Any:
+            return super().forward(graphs.x)
+
+    flash: Any = GradSampleModuleFlashClipping(Net(3, 2))
+    graphs = Graphs(x=torch.randn(9, 3))
+    with pytest.raises(FlashClippingError, match='(?s)found a Graphs .*.*mode="one_by_one"'):
+        flash(graphs)
+    with torch.no_grad():
+        assert flash(graphs).shape == (9, 2)

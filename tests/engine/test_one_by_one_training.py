@@ -1,0 +1,190 @@
+"""``mode="one_by_one"`` in training: the engine, trainers, models of transformers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.trainers.arguments import PrivacyArguments
+from flash_clipping.trainers.transformers import PrivateTrainer
+from tests.support.hugging_face import gpt2
+from tests.support.one_sample import assert_clipped, one_at_a_time
+from tests.support.private import TwoLayers, data
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def trained(mode: str, steps: int = 6, **options: Any) -> tuple[list[Tensor], Any]:
+    """Parameters after some steps by an engine with a seed, and its history."""
+    torch.manual_seed(0)
+    engine = FlashPrivacyEngine(accountant="rdp", seed=3)
+    given = {"noise_multiplier": 0.8, "max_grad_norm": 0.5} | options
+    size, wraps = given.pop("size", 16), given.get("wrap_model", True)
+    plain = TwoLayers()
+    model, optimizer, criterion, loader = engine.make_private(
+        module=plain,
+        optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+        data_loader=DataLoader(data(), batch_size=size),
+        mode=mode,
+        **given,
+    )
+    model = model if wraps else plain
+    for _, (x, y) in zip(range(steps), loader, strict=False):
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()], engine.accountant.history
+
+
+ADAPTIVE = {
+    "clipping": "adaptive",
+    "target_unclipped_quantile": 0.5,
+    "min_clipbound": 0.1,
+    "max_clipbound": 9.0,
+    "clipbound_learning_rate": 0.2,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_reduction": "sum"},
+        {"clipping": "per_layer", "max_grad_norm": [0.1, 0.2, 0.3, 0.4]},
+        ADAPTIVE,
+        {"units": [n // 3 for n in range(64)]},
+        {"size": 1, "steps": 40},  # batches without samples
+        {"wrap_model": False},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_the_engine_trains_as_in_other_modes(options: dict[str, Any]) -> None:
+    found, history = trained("one_by_one", **options)
+    expected, other = trained("one_pass", **options)
+    assert history == other
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+def test_graphs_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="cuda_graphs='auto': found mode='one_by_one'"):
+        trained("one_by_one", cuda_graphs="auto")
+
+
+def bert() -> Any:
+    config = transformers.BertConfig(
+        vocab_size=17,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=12,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(config).double()
+
+
+def texts() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    mask = torch.arange(7) < torch.tensor([7, 4, 2, 5])[:, None]
+    return {"input_ids": torch.randint(1, 17, (4, 7)) * mask, "attention_mask": mask.long()}
+
+
+def lora() -> Any:
+    base = gpt2()
+    config = peft.LoraConfig(target_modules=["c_attn"], r=2, init_lora_weights=False)
+    torch.manual_seed(0)
+    return peft.get_peft_model(base, config).double()
+
+
+@pytest.mark.parametrize("kind", ["BERT", "GPT-2", "LoRA"])
+def test_models_of_transformers_by_their_own_loss(kind: str) -> None:
+    batch = texts()
+    if kind == "BERT":
+        batch["labels"] = torch.tensor([0, 2, 1, 1])
+    else:
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+
+    def loop(model: Any, rows: Any) -> Tensor:
+        return model(**{name: x[[*rows]] for name, x in batch.items()}).loss
+
+    fresh = {"BERT": bert, "GPT-2": gpt2, "LoRA": lora}[kind]
+    norms, sums = one_at_a_time(fresh, loop, [[b] for b in range(4)])
+    wrapped = GradSampleModuleFlashClipping(fresh(), mode="one_by_one")
+    output = wrapped(**batch)
+    output.loss.backward()
+    assert_clipped(wrapped, norms, sums, 1e-9)
+    assert type(output) is type(fresh()(**batch)) and output.logits.shape[0] == 4
+
+
+def test_a_checkpointed_model_with_dropout() -> None:
+    """Masks are drawn anew for each sample, and again as they were in backward."""
+    model = gpt2()
+    model.config.resid_pdrop = 0.3
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    other = copy.deepcopy(model)
+    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    batch = texts() | {"labels": texts()["input_ids"]}
+    found = []
+    for one in (model, other):
+        torch.manual_seed(5)
+        wrapped = GradSampleModuleFlashClipping(one.train(), mode="one_by_one")
+        wrapped(**batch).loss.backward()
+        found.append(wrapped.get_norm_sample())
+    torch.testing.assert_close(*found)
+
+
+def test_16_bit_sums_are_wide() -> None:
+    torch.manual_seed(0)
+    model = TwoLayers().bfloat16()
+    wrapped = GradSampleModuleFlashClipping(model, mode="one_by_one", max_grad_norm=0.1)
+    x = data().tensors[0][:8].bfloat16()
+    (wrapped(x).float().square().sum(1).mean()).backward()
+    total = torch.cat([p.grad.flatten() for p in wrapped.parameters()])
+    assert total.dtype == torch.float32 and total.norm() <= 0.8 * (1 + 1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        wide = GradSampleModuleFlashClipping(TwoLayers(), mode="one_by_one", max_grad_norm=0.1)
+        wide(x.float()).float().square().sum(1).mean().backward()
+    assert wide.get_norm_sample().shape == (8,)
+
+
+def test_private_trainer(tmp_path: Any) -> None:
+    rows = [{name: x[b % 4] for name, x in texts().items()} for b in range(12)]
+    for b, row in enumerate(rows):
+        row["labels"] = torch.tensor(b % 3)
+    trainer = PrivateTrainer(
+        model=bert().float(),
+        args=transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4,
+            max_steps=3,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+        ),
+        train_dataset=rows,
+        privacy=PrivacyArguments(
+            target_delta=1e-3,
+            noise_multiplier=1.0,
+            max_grad_norm=0.5,
+            engine_options={"mode": "one_by_one"},
+        ),
+    )
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.state.global_step == 3
+    moved = zip(before, trainer.model.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in moved)

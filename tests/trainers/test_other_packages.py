@@ -1,0 +1,225 @@
+"""Training loops of other packages, beside one sample at a time in float64: several steps of plain
+descent by clipped sums, none of which is lost to a proof or a cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_clipping import GradSampleModuleFlashClipping
+from tests.support.oracle import assert_close
+
+B, STEPS, TOLERANCE = 5, 3, 1e-6
+
+#: (model, batch) -> losses of its samples, ``[B]``.
+Losses = Callable[[Any, Any], Tensor]
+
+
+def check_loop(
+    model: nn.Module,
+    draw: Callable[[], Any],
+    losses: Losses,
+    one: Callable[[Any, int], Any],
+    mode: Any = "one_pass",
+) -> None:
+    """Norms and clipped sums in every step of a loop.
+
+    Args:
+        draw: a batch.
+        one: the batch of one sample of a batch.
+    """
+    model, plain = model.double(), copy.deepcopy(model).double()
+    flash: Any = GradSampleModuleFlashClipping(
+        model, max_grad_norm=1.0, loss_reduction="sum", mode=mode
+    )
+    for _ in range(STEPS):
+        batch = draw()
+        grads: list[list[Tensor]] = []
+        for b in range(B):
+            plain.zero_grad()
+            losses(plain, one(batch, b)).sum().backward()
+            found = [p.grad for p in plain.parameters()]
+            pairs = zip(found, plain.parameters(), strict=True)
+            grads.append([torch.zeros_like(p) if g is None else g for g, p in pairs])
+        norms = torch.stack([torch.cat([g.flatten() for g in of_b]).norm() for of_b in grads])
+        assert norms.min() > 0
+        flash.max_grad_norm = bound = norms.median().item()
+        model.zero_grad()
+        losses(flash, batch).sum().backward()
+        assert_close(flash.get_norm_sample(), norms, TOLERANCE, "norms")
+        coef = (bound / (norms + 1e-6)).clamp(max=1)
+        for place, (param, own) in enumerate(
+            zip(model.parameters(), plain.parameters(), strict=True)
+        ):
+            expected = sum(c * of_b[place] for c, of_b in zip(coef, grads, strict=True))
+            scale = max(float(expected.abs().max()), 1e-3 * bound)  # zeros: at that of the others
+            assert param.grad is not None
+            assert float((param.grad - expected).abs().max()) <= TOLERANCE * scale
+            with torch.no_grad():
+                param -= 0.05 * param.grad
+                own.copy_(param)
+
+
+def rows(batch: Any, b: int) -> Any:
+    return {name: x[b : b + 1] for name, x in batch.items()}
+
+
+# -- diffusers: the loss of predicted noise --------------------------------------------------------
+
+BLOCKS = {"layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
+DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Callable[[], Tensor]]]] = {
+    "UNet2DModel": (
+        BLOCKS
+        | {"sample_size": 8, "in_channels": 4, "out_channels": 4, "attention_head_dim": 4}
+        | {"down_block_types": ("DownBlock2D", "AttnDownBlock2D")}
+        | {"up_block_types": ("AttnUpBlock2D", "UpBlock2D")},
+        {},
+    ),
+    "UNet2DConditionModel": (
+        BLOCKS
+        | {"sample_size": 8, "cross_attention_dim": 8, "attention_head_dim": 4}
+        | {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D")}
+        | {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")},
+        {"encoder_hidden_states": lambda: torch.randn(B, 5, 8).double()},
+    ),
+    "DiTTransformer2DModel": (
+        {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim": 4}
+        | {"num_attention_heads": 2, "in_channels": 4, "num_embeds_ada_norm": 8}
+        | {"norm_num_groups": 4},
+        {"class_labels": lambda: torch.randint(0, 8, (B,))},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_diffusion(name: str) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    options, conditions = DIFFUSERS[name]
+    model = getattr(diffusers, name)(**options)
+    for module in model.modules():
+        if type(module).__name__ == "LabelEmbedding":
+            module.dropout_prob = 0.0  # it draws by batch
+    kept = torch.linspace(0.99, 0.01, 1000).double()
+
+    def draw() -> Any:
+        return {
+            "clean": torch.randn(B, 4, 8, 8).double(),
+            "noise": torch.randn(B, 4, 8, 8).double(),
+            "timestep": torch.randint(0, 1000, (B,)),
+            **{condition: make() for condition, make in conditions.items()},
+        }
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        clean, noise, others = batch["clean"], batch["noise"], {**batch}
+        del others["clean"], others["noise"]
+        part = kept[batch["timestep"]].view(-1, 1, 1, 1)
+        noisy = part.sqrt() * clean + (1 - part).sqrt() * noise
+        return (model(noisy, **others).sample - noise).square().mean((1, 2, 3))
+
+    check_loop(model, draw, losses, rows)
+
+
+# -- recommendation --------------------------------------------------------------------------------
+
+
+class Dlrm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.tables = nn.ModuleList(nn.EmbeddingBag(10, 6, mode="sum") for _ in range(3))
+        self.top = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        first = self.bottom(dense)
+        bags = [table(ids[:, n]) for n, table in enumerate(self.tables)]
+        vectors = torch.stack([first, *bags], 1)
+        i, j = torch.tril_indices(4, 4, -1)
+        return self.top(torch.cat([first, (vectors @ vectors.mT)[:, i, j]], 1)).squeeze(1)
+
+
+def test_recommendation() -> None:
+    torch.manual_seed(0)
+
+    def draw() -> Any:
+        ids, clicked = torch.randint(0, 10, (B, 3, 2)), torch.rand(B).round().double()
+        return {"dense": torch.randn(B, 4).double(), "ids": ids, "clicked": clicked}
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        scores = model(batch["dense"], batch["ids"])
+        return F.binary_cross_entropy_with_logits(scores, batch["clicked"], reduction="none")
+
+    check_loop(Dlrm(), draw, losses, rows)
+
+
+# -- one sample at a time --------------------------------------------------------------------------
+
+
+class Detector(nn.Module):
+    """Takes images of any size in a list, and the boxes of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 6, 3, padding=1)
+        self.boxes = nn.Linear(6, 4)
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
+        found = []
+        for image, target in zip(images, targets, strict=True):
+            features = torch.tanh(self.body(image[None])).flatten(2)[0].T
+            guesses = self.boxes(features)  # [positions, 4]
+            nearest = torch.cdist(target["boxes"], guesses).min(1).values
+            found.append(nearest.mean())
+        return torch.stack(found)
+
+
+def test_a_detector() -> None:
+    torch.manual_seed(0)
+
+    def draw() -> Any:
+        images = [torch.randn(3, 5 + b, 7).double() for b in range(B)]
+        return images, [{"boxes": torch.rand(1 + b, 4).double()} for b in range(B)]
+
+    def one(batch: Any, b: int) -> Any:
+        return tuple(part[b : b + 1] for part in batch)
+
+    check_loop(Detector(), draw, lambda model, batch: model(*batch), one, mode="one_by_one")
+
+
+@pytest.mark.parametrize("layer", ["GCNConv", "GATConv", "TransformerConv"])
+def test_graphs(layer: str) -> None:
+    geometric = pytest.importorskip("torch_geometric.nn")
+    from torch_geometric.data import Batch, Data
+
+    class Graphs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = getattr(geometric, layer)
+            self.first, self.second, self.head = kind(4, 6), kind(6, 6), nn.Linear(6, 1)
+
+        def forward(self, data: Any) -> Tensor:
+            nodes = torch.tanh(self.first(data.x, data.edge_index))
+            nodes = torch.tanh(self.second(nodes, data.edge_index))
+            return self.head(geometric.global_mean_pool(nodes, data.batch, data.num_graphs))
+
+    def draw() -> Any:
+        sizes = [4 + b for b in range(B)]
+        edges = [torch.stack([torch.arange(n), (torch.arange(n) + 1) % n]) for n in sizes]
+        nodes = [torch.randn(n, 4).double() for n in sizes]
+        pairs = zip(nodes, edges, strict=True)
+        return Batch.from_data_list([Data(x=x, edge_index=edge) for x, edge in pairs])
+
+    def one(batch: Any, b: int) -> Any:
+        return Batch.from_data_list([batch.get_example(b)])
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        return (model(batch) - 1).square().sum(1)
+
+    torch.manual_seed(0)
+    check_loop(Graphs(), draw, losses, one, mode="one_by_one")
