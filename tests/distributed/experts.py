@@ -264,7 +264,7 @@ def by_two(rank: int) -> Parts:
         },
         "experts trained": lambda: steps.trained(rank, shards, LORA),
         "experts engine": lambda: steps.engine_run(shards, net=NET),
-        **refusals(refused(mesh), prefix="experts refuse"),
+        **refusals(refused(mesh), "experts refuse"),
     }
 
 

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.compiled.regions import Region
+from flash_clipping.ops.runtime.checks import device_checks
 from tests.support.autograd import truth_by_autograd
 from tests.support.oracle import Truth
 from tests.support.shared import filled_once
@@ -258,16 +259,12 @@ def expected_sums(whole: Truth, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def message(call: Callable[[], Any]) -> str:
-    """The error that this ends with. A GPU's assertions come later, and print what they are of."""
+    """The error that this ends with; what a GPU found is waited for."""
     try:
         call()
-        if device().type == "cuda":
-            torch.cuda.synchronize()
+        device_checks.raise_found(wait=True)
     except Exception as failure:
-        said = f"{type(failure).__name__}: {failure}"
-        if "device-side assert" in said:
-            said += Path(_printed).read_text(errors="replace")
-        return said
+        return f"{type(failure).__name__}: {failure}"
     return "not refused"
 
 
@@ -281,29 +278,11 @@ LANES = 3 if BACKEND == "nccl" else 1
 PATIENCE = 30 if BACKEND == "nccl" else 120
 #: When nothing more is begun, in seconds after the start.
 DEADLINE = time.monotonic() + float(os.environ.get("FLASH_CLIPPING_TEST_SECONDS", "inf"))
-#: The file that this process prints to: times of its parts, and what a GPU says of an assertion.
-_printed = ""
 
 
-class Ends:
-    """A part that a process does not survive: an assertion fails on its GPU. NCCL may end it before
-    it has read the assertion's text; what it printed is then the part's result."""
-
-    def __init__(self, part: Callable[[], Any]):
-        self.part = part
-
-    def __call__(self) -> Any:
-        return self.part()
-
-
-def refusals(calls: Parts, on_device: tuple[str, ...] = (), prefix: str = "refuses") -> Parts:
-    """What is said of each. ``on_device``: a GPU asserts it, later."""
-    found: Parts = {}
-    for name, call in calls.items():
-        said = partial(message, call)
-        ends = BACKEND == "nccl" and name in on_device
-        found[f"{prefix} {name}"] = Ends(said) if ends else said
-    return found
+def refusals(calls: Parts, prefix: str = "refuses") -> Parts:
+    """What is said of each."""
+    return {f"{prefix} {name}": partial(message, call) for name, call in calls.items()}
 
 
 class Found(dict[str, Any]):
@@ -314,9 +293,7 @@ class Found(dict[str, Any]):
         self.folder, self.rank = folder, rank
 
     def __missing__(self, name: str) -> Any:
-        file, printed = (self.folder / f"{self.rank}.{name}.{kind}" for kind in ("pt", "printed"))
-        if not file.exists() and printed.exists():
-            return Path(printed.read_text()).read_text(errors="replace")
+        file = self.folder / f"{self.rank}.{name}.pt"
         if not file.exists():
             said = [f.read_text() for f in sorted(self.folder.glob(f"*.{name}.failed"))]
             raise AssertionError(
@@ -384,10 +361,9 @@ def _worker(
     start: int,
     deadline: float,
 ) -> None:
-    global _printed
     torch.set_num_threads(1)
-    _printed = f"{folder}/printed.{lane}.{start}.{rank}"
-    os.dup2(os.open(_printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    printed = f"{folder}/printed.{lane}.{start}.{rank}"
+    os.dup2(os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     name = "the start"
     try:
         initialize(f"{folder}/store.{lane}.{start}", rank, world, timedelta(seconds=60))
@@ -398,15 +374,9 @@ def _worker(
         for name in names[start:]:
             if (began := time.monotonic()) > deadline:
                 break
-            if isinstance(parts[name], Ends):
-                Path(folder, f"{rank}.{name}.printed").write_text(_printed)
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes when the other has ended
-                dist.barrier()  # the other's end finds this process prepared
             with _patience(PATIENCE):
                 torch.save(parts[name](), f"{folder}/{rank}.{name}.pt")
             _say(f"{time.monotonic() - began:.1f} s", name)
-            if isinstance(parts[name], Ends):
-                break
     except BaseException:
         # At once: the others wait for this process, and their errors say nothing of the cause.
         _say("failed:", name, traceback.format_exc())

@@ -102,10 +102,7 @@ def main(rank: int) -> Parts:
             tensor_steps.Rows(),
             part=2,
         ),
-        **refusals(
-            tensor_refusals.refusals(rank, mesh),
-            ("own heads", "other samples", "other units", "changed"),
-        ),
+        **refusals(tensor_refusals.refusals(rank, mesh)),
         "lost": lambda: tensor_refusals.lost(rank, str(folder[0])),
     }
 

@@ -5,10 +5,7 @@ Sums, norms, training, noise, sampling, checkpoints, refusals: in processes that
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
-import time
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -101,7 +98,7 @@ def main(rank: int) -> Parts:
             for n, o in OF_UNITS.items()
         },
         "checkpoint": lambda: steps.checkpointed(rank, str(folder[0])),
-        **refusals(steps.refusals(rank), on_device=("changed",)),
+        **refusals(steps.refusals(rank)),
         **pipelines.main(rank),
         **uses.main(rank),
         **experts.by_two(rank),
@@ -364,25 +361,6 @@ def test_what_is_not_served_is_refused_by_name(name: str, found: list[Found]) ->
     for of_rank in found:
         with pytest.raises(AssertionError, match=REFUSED[name]):
             raise AssertionError(of_rank[f"refuses {name}"])
-
-
-def ended(rank: int) -> Parts:
-    def asserts() -> str:
-        time.sleep(2 * rank)  # by then the other process has ended, and this one is to end as well
-        print("Assertion `it is not so` failed.", file=sys.stderr, flush=True)
-        if rank == 0:
-            os.abort()
-        return "it is not so"
-
-    return {"asserts": processes.Ends(asserts), "goes on": lambda: rank}
-
-
-def test_what_a_process_printed_before_its_end_is_its_answer(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """NCCL ends a process in which a GPU's assertion fails, before or after it has read it."""
-    for rank, of_rank in enumerate(processes.run(tmp_path_factory, "ended", 2, ended)):
-        assert "it is not so" in of_rank["asserts"] and of_rank["goes on"] == rank
 
 
 @pytest.mark.parametrize("name", failures.CASES)
