@@ -7,6 +7,7 @@ import gc
 import hashlib
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,7 +124,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """All that was imported and collected stays: collections, which tests and benchmarks ask for,
-    need not walk through it every time."""
-    gc.collect()
-    gc.freeze()
+    keep_what_is_imported()
+
+
+def pytest_runtest_teardown() -> None:
+    keep_what_is_imported()
+
+
+_modules = 0
+
+
+def keep_what_is_imported() -> None:
+    """What was imported and collected stays: collections, which tests and benchmarks ask for, need
+    not walk through it every time. Tests import more: Dynamo, or transformers."""
+    global _modules
+    if len(sys.modules) > _modules + 50:
+        _modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
