@@ -80,8 +80,8 @@ def _models_are_new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     from flash_clipping.engine import model_watch
 
     remembered.forget()
-    if request.path.stem != "test_remembered":
-        monkeypatch.setattr(model_watch, "recall", lambda *_: None)
+    if request.path.stem not in ("test_remembered", "test_search"):
+        monkeypatch.setattr(model_watch.ModelWatch, "_key", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
