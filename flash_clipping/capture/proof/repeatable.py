@@ -283,9 +283,10 @@ def perturbed(
     generator = torch.Generator().manual_seed(seed)
     casts()
     try:
-        with torch.no_grad():
-            for param, data in zip(params, before, strict=True):
-                if data.is_floating_point() and data.numel():
+        for param, data in zip(params, before, strict=True):
+            if data.is_floating_point() and data.numel():
+                # Autocast would give some products its own dtype, and the parameter with it.
+                with torch.no_grad(), torch.autocast(data.device.type, enabled=False):
                     param.data = how(data, generator)
         yield
     finally:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof import oracle
 from flash_clipping.capture.proof.oracle import Table
+from flash_clipping.capture.proof.repeatable import moved, perturbed
 from tests.capture.proof.mixers import WRONG, Around, B, K, T
 from tests.capture.proof.proving import why_refused
 
@@ -118,3 +119,19 @@ def test_a_finding_that_is_not_found_again_is_a_doubt(monkeypatch: pytest.Monkey
     flash.zero_grad()
     flash(x).square().sum().backward()
     assert len(rounds) == 6
+
+
+def test_parameters_are_moved_in_their_own_dtype() -> None:
+    """Autocast on a GPU computes ``torch.addr`` in 16 bits."""
+    found: list[bool] = []
+
+    def how(data: Tensor, generator: torch.Generator) -> Tensor:
+        found.append(torch.is_autocast_enabled("cpu"))
+        return moved(data, generator)
+
+    param = nn.Parameter(torch.randn(3, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        with perturbed([param], how):
+            assert param.dtype == torch.float32
+        assert torch.is_autocast_enabled("cpu")
+    assert found == [False]
