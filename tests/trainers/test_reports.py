@@ -88,9 +88,9 @@ def test_epsilon_is_computed_once_for_so_many_steps(
 def test_delta_of_an_engine() -> None:
     """Of 20 samples: before training where it is given, otherwise when ε is asked for; once."""
     with pytest.warns(LargeDeltaWarning, match=r"found 0\.05 for 20 samples.*delta=0\.005"):
-        made(target_epsilon=3.0, target_delta=0.05, epochs=1)
+        made(target_epsilon=3.0, target_delta=0.05, epochs=1, epsilon_tolerance=1.0)
     with pytest.warns(LargeDeltaWarning):
-        made("pld", target_epsilon=3.0, target_delta=0.05, epochs=1)
+        made("pld", target_epsilon=3.0, target_delta=0.05, epochs=1, epsilon_tolerance=1.0)
     engine, returned = made(noise_multiplier=1.0)
     step(returned)
     with pytest.warns(LargeDeltaWarning):
