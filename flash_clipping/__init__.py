@@ -1,67 +1,27 @@
 """Differentially private training at the speed of training without it, as an Opacus plugin."""
 
-from flash_clipping import hugging_face, layers  # noqa: F401
-from flash_clipping.capture.declared_rows import samples
-from flash_clipping.capture.draws import NoStepWarning
-from flash_clipping.capture.units import Offsets
-from flash_clipping.engine.accounting import LargeDeltaWarning, PlanExceededWarning
-from flash_clipping.engine.criterion import FlashLoss
-from flash_clipping.engine.ghost_norms import register_flash_norm_samplers
-from flash_clipping.engine.grad_sample_module import (
-    GradSampleHooksFlashClipping,
-    GradSampleModuleFlashClipping,
-)
-from flash_clipping.engine.graphs.graphed_step import GraphedStep
-from flash_clipping.engine.micro_batches import MicroBatches
-from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
-from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
-from flash_clipping.engine.sampling.loaders import NotPoissonWarning
-from flash_clipping.engine.token_losses import per_sample_loss
-from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import (
-    ConvolutionGrad,
-    DenseGrad,
-    EmbeddingGrad,
-    LinearGrad,
-    PerSampleGrad,
-)
-from flash_clipping.finish.clipping import clipping_coefficients
-from flash_clipping.ops.runtime.backend import is_triton_available
-from flash_clipping.pipelines import PrivateSchedule
-from flash_clipping.randomness import SecretStream, SeededNoiseWarning
-from flash_clipping.rules import GradRequest, Rule, register_rule
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ConvolutionGrad",
-    "DenseGrad",
-    "DistributedFlashDPOptimizer",
-    "EmbeddingGrad",
-    "FlashClippingError",
-    "FlashDPOptimizer",
-    "FlashLoss",
-    "FlashPrivacyEngine",
-    "GradRequest",
-    "GradSampleHooksFlashClipping",
-    "GradSampleModuleFlashClipping",
-    "GraphedStep",
-    "LargeDeltaWarning",
-    "LinearGrad",
-    "MicroBatches",
-    "NoStepWarning",
-    "NotPoissonWarning",
-    "Offsets",
-    "PerSampleGrad",
-    "PlanExceededWarning",
-    "PrivateSchedule",
-    "Rule",
-    "SecretStream",
-    "SeededNoiseWarning",
-    "clipping_coefficients",
-    "is_triton_available",
-    "per_sample_loss",
-    "register_flash_norm_samplers",
-    "register_rule",
-    "samples",
-]
+if TYPE_CHECKING:
+    from flash_clipping.public import *  # noqa: F403
+    from flash_clipping.public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        """At first use all names come, and PyTorch, which ``flash-clipping --help`` does without
+        (PEP 562)."""
+        if name == "__all__" or not name.startswith("__"):
+            try:
+                public = import_module("flash_clipping.public")
+            except AttributeError as error:  # which "from" takes for that of a name
+                raise ImportError(f"flash_clipping: {error}") from error
+            globals().update({one: getattr(public, one) for one in ("__all__", *public.__all__)})
+        if name in globals():
+            return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

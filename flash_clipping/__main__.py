@@ -24,14 +24,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from flash_clipping import __version__, auditing, diagnostics, planning
-from flash_clipping.capture.inputs import map_tensors
-from flash_clipping.engine.report import compose
+from flash_clipping import __version__
 from flash_clipping.errors import InvalidValue, checked_number
-from flash_clipping.ops.runtime.backend import BACKENDS
+
+# PyTorch takes seconds to import: commands import what they use, and --help does without.
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -74,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace(refusals=())
     try:
         try:
-            status: int = _parser().parse_args(argv, args).run(args)
+            run = _parser().parse_args(argv, args).run
+            if sys.stderr.isatty() and "torch" not in sys.modules:
+                _tell("loading PyTorch")
+            status: int = run(args)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read the output (head) has enough of it
@@ -104,19 +103,20 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("factory", metavar="MODULE:FACTORY", help="e.g. my_project.train:factory")
     check.add_argument("--loss-reduction", choices=("mean", "sum"), default="mean")
     check.add_argument("--mode", choices=("one_pass", "two_pass"), default="one_pass")
-    check.add_argument("--backend", choices=BACKENDS, default="auto")
+    check.add_argument("--backend", choices=("auto", "triton", "torch"), default="auto")
     check.add_argument(
-        "--batch-second", action="store_true", help="samples are axis 1 of the layers' inputs"
+        "--batch-second", dest="batch_first", action="store_false", help="samples are axis 1"
     )
     check.add_argument(
         "--folded",
+        dest="folded_modules",
         metavar="PATTERN",
         action="append",
         default=[],
         help="modules whose rows are parts of samples (folded_modules); may be repeated",
     )
     check.add_argument(
-        "--no-strict", action="store_true", help="accept buffers that forward changes"
+        "--no-strict", dest="strict", action="store_false", help="accept buffers that change"
     )
     check.add_argument("--dtype", choices=_DTYPES, help="cast model and batch before the check")
     check.add_argument("--device", help="move model and batch there before the check")
@@ -180,12 +180,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _env(args: argparse.Namespace) -> int:
+    from flash_clipping import diagnostics
+
     report = diagnostics.environment()
     _show(report, diagnostics.environment_text(report), args)
     return 0
 
 
 def _compose(args: argparse.Namespace) -> int:
+    from flash_clipping.engine.report import compose
+
     reports = [_json(path) for path in args.reports]
     _tell(f"composing {len(reports)} reports")
     print(json.dumps(compose(reports, delta=args.delta), indent=2))
@@ -204,15 +208,18 @@ def _tell(doing: str) -> None:
     print(f"flash-clipping: {doing} ...", file=sys.stderr, flush=True)
 
 
-class _Tells(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        _tell(record.getMessage())
-
-
-_TELLS = _Tells()
+def _options(args: argparse.Namespace, *others: str) -> dict[str, Any]:
+    """What a function of the library takes of these, by the same names."""
+    others = ("command", "run", "refusals", "json", *others)
+    return {name: value for name, value in vars(args).items() if name not in others}
 
 
 def _check(args: argparse.Namespace) -> int:
+    import torch
+
+    from flash_clipping import diagnostics
+    from flash_clipping.capture.inputs import map_tensors
+
     # Expected of a model whose first layer takes integers; nothing a reader can act on.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     checked_number("--seed", args.seed, "[-9223372036854775808, 18446744073709551615]", 0)
@@ -236,39 +243,21 @@ def _check(args: argparse.Namespace) -> int:
     logger = logging.getLogger("flash_clipping.diagnostics")
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    logger.addHandler(_TELLS)
-    report = diagnostics.check(
-        model,
-        batch,
-        loss,
-        loss_reduction=args.loss_reduction,
-        batch_first=not args.batch_second,
-        max_grad_norm=args.max_grad_norm,
-        dtype=getattr(torch, args.dtype) if args.dtype else None,
-        tolerance=args.tolerance,
-        removals=args.removals,
-        seed=args.seed,
-        mode=args.mode,
-        backend=args.backend,
-        strict=not args.no_strict,
-        folded_modules=args.folded,
-    )
+    logger.handlers = [logging.StreamHandler()]
+    logger.handlers[0].setFormatter(logging.Formatter("flash-clipping: %(message)s ..."))
+    options = _options(args, "factory", "device")
+    options["dtype"] = getattr(torch, args.dtype) if args.dtype else None
+    report = diagnostics.check(model, batch, loss, **options)
     _show(report.to_dict(), report, args)
     return 0 if report.passed else 1
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from flash_clipping import planning
+
     _tell(f"computing the noise and epsilon of this plan ({args.accountant})")
-    found = planning.plan(
-        args.samples,
-        args.batch_size,
-        epochs=args.epochs,
-        steps=args.steps,
-        epsilon=args.epsilon,
-        noise_multiplier=args.noise_multiplier,
-        delta=args.delta,
-        accountant=args.accountant,
-    )
+    shown = ("max_physical_batch_size", "parameters", "plot")
+    found = planning.plan(**_options(args, *shown))
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0
@@ -310,6 +299,10 @@ def _draw(file: str, batches: list[int], epochs: list[float], grid: Any) -> None
 
 
 def _audit(args: argparse.Namespace) -> int:
+    import torch
+
+    from flash_clipping import auditing
+
     told = _json(args.file)
     if not isinstance(told, dict):
         raise InvalidValue(f"found a {type(told).__name__}; expected an object of names.")
@@ -321,22 +314,21 @@ def _audit(args: argparse.Namespace) -> int:
     found = auditing.audit(
         torch.tensor(told["scores"]),
         torch.tensor(told["included"], dtype=torch.bool),
-        guesses=args.guesses,
-        epsilon=float(told["epsilon"]),
-        delta=float(told["delta"]),
-        confidence=args.confidence,
-        gaussian=args.gaussian,
+        **{name: float(told[name]) for name in ("epsilon", "delta")},
+        **_options(args, "file"),
     )
     _show(found.to_dict(), found, args)
     return 1 if found.violated else 0
 
 
-def load_factory(name: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+def load_factory(name: str) -> tuple[Any, Any, Callable[..., Any] | None]:
     """Import ``module:factory``, call it, and look at what it returns.
 
     Raises:
         FactoryError: anything about it that is not as documented.
     """
+    from torch import nn
+
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
         raise FactoryError(
@@ -394,8 +386,7 @@ def load_factory(name: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
         raise FactoryError(f"{name}() returned a model without a trainable parameter.")
     if loss is not None and not callable(loss):
         raise FactoryError(
-            f"{name}() returned a {type(loss).__name__} as loss; expected a function "
-            "loss(model, batch)."
+            f"{name}() returned a {type(loss).__name__} as loss; expected loss(model, batch)."
         )
     return model, batch, loss
 

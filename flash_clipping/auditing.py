@@ -139,17 +139,11 @@ def epsilon_lower_bound(
             ``confidence`` not between 0 and 1.
     """
     checked_number("confidence", confidence, "(0, 1)", example=0.95)
-    significance = 1.0 - confidence
+    significance, counts = 1.0 - confidence, (canaries, guesses, correct)
     if not gaussian:
-        return _first_kept(
-            lambda eps: p_value(canaries, guesses, correct, eps, delta) < significance
-        )
+        return _first_kept(lambda eps: p_value(*counts, eps, delta) < significance)
     checked_number("delta", delta, "(0, 1)", example=1e-5)
-    mu = _first_kept(
-        lambda mu: (
-            mu < _MOST_MU and is_improbable_gaussian(canaries, guesses, correct, mu, significance)
-        )
-    )
+    mu = _first_kept(lambda mu: mu < _MOST_MU and is_improbable_gaussian(*counts, mu, significance))
     if 2 * norm.cdf(mu / 2) - 1 <= delta:  # its δ at ε = 0
         return 0.0
     return float(eps_from_mu(mu=mu, delta=delta))

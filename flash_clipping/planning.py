@@ -143,9 +143,8 @@ class Plan:
             parts = self.micro_batches(max_physical_batch_size)
             found.append(("parts of a batch", f"{parts} of {max_physical_batch_size:,} at most"))
         if parameters is not None:
-            found.append(
-                ("norm of noise over largest signal", f"{self.noise_over_signal(parameters):.3g}")
-            )
+            over = f"{self.noise_over_signal(parameters):.3g}"
+            found.append(("norm of noise over largest signal", over))
         return found
 
     def to_dict(self) -> dict[str, Any]:

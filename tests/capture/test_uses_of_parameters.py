@@ -85,6 +85,12 @@ def energy_gradient(m: Any, x: Tensor) -> Tensor:
     return torch.autograd.grad(torch.tanh(x * m.v).sum(), x, create_graph=True)[0]
 
 
+def complex_of(square: Tensor) -> Tensor:
+    """``[D, D / 2]``: pairs of real numbers, as a layer of a Fourier neural operator keeps its own
+    where complex parameters are refused."""
+    return torch.view_as_complex(square.unflatten(1, (-1, 2)))
+
+
 def heads(m: Any, x: Tensor) -> Tensor:
     keys = m.keys[None].expand(len(x), -1, -1)
     return F.scaled_dot_product_attention(x, keys, keys * 2)
@@ -105,6 +111,9 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "fourier": lambda m, x: torch.fft.irfft(
         torch.fft.rfft(x, dim=1) * torch.view_as_complex(m.pair), n=T, dim=1
     ),
+    "fourier_einsum": lambda m, x: torch.fft.irfft(
+        torch.einsum("bki,io->bko", torch.fft.rfft(x, dim=1), complex_of(m.square)), n=T, dim=1
+    ).repeat(1, 1, 2),
     # transforms of torch.func, and calls with other parameters
     "vmap": lambda m, x: torch.func.vmap(lambda row: row @ m.square)(x),
     "vmap_over_it": lambda m, x: torch.func.vmap(lambda w: x @ w)(m.square).permute(1, 2, 0),

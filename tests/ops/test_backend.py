@@ -139,6 +139,7 @@ def test_importing_the_library_imports_nothing_that_takes_seconds() -> None:
     """Triton and the libraries whose layers it knows: these are there when such a model is."""
     program = (
         "import sys, flash_clipping, flash_clipping.ops\n"
+        "flash_clipping.FlashPrivacyEngine\n"
         "found = {'triton', 'transformers', 'peft', 'lightning'} & {*sys.modules}\n"
         "sys.exit(', '.join(found) or None)"
     )

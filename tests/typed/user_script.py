@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import flash_clipping
 from flash_clipping import (
     FlashDPOptimizer,
     FlashPrivacyEngine,
@@ -98,4 +99,4 @@ def mistakes() -> None:
     GradSampleModuleFlashClipping(model, backend="cutlass")  # type: ignore[arg-type]
     GradSampleModuleFlashClipping(model, strickt=True)  # type: ignore[call-arg]
     wrong: int = engine.get_epsilon(1e-5)  # type: ignore[assignment]
-    assert wrong
+    assert wrong is flash_clipping.FlashPrivacyEngin  # type: ignore[attr-defined]

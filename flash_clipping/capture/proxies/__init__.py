@@ -16,6 +16,7 @@ been transposed, cast, or the like (``AffineView``).
 Only such operations are looked at again in backward, never the module's forward.
 """
 
+# ruff: noqa: F401
 from flash_clipping.capture.proxies.functions import repeated, to_samples
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
@@ -23,12 +24,3 @@ from flash_clipping.capture.proxies.parameter_proxy import (
     parameter_proxies,
     refuse_bypassed,
 )
-
-__all__ = [
-    "ParameterProxy",
-    "UnsupportedUse",
-    "parameter_proxies",
-    "refuse_bypassed",
-    "repeated",
-    "to_samples",
-]
