@@ -314,8 +314,7 @@ def _audit(args: argparse.Namespace) -> int:
     found = auditing.audit(
         torch.tensor(told["scores"]),
         torch.tensor(told["included"], dtype=torch.bool),
-        **{name: float(told[name]) for name in ("epsilon", "delta")},
-        **_options(args, "file"),
+        **_options(args, "file") | {name: float(told[name]) for name in ("epsilon", "delta")},
     )
     _show(found.to_dict(), found, args)
     return 1 if found.violated else 0

@@ -3,6 +3,7 @@ itself delivers their per-sample gradients."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -194,6 +195,10 @@ def _is_of_vmap(error: BaseException | None) -> bool:
     return False
 
 
+_LOOKUPS: Any = {F.embedding: tuple(inspect.signature(F.embedding).parameters)}
+_LOOKUPS[torch.embedding] = "weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"
+
+
 class _PaddingStays(TorchFunctionMode):
     """Embeddings whose ``padding_idx`` gets no gradient: under ``vmap``, with a weight per sample,
     PyTorch itself would give it one."""
@@ -205,45 +210,21 @@ class _PaddingStays(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is F.embedding:
-            func = self._embedding
-        elif func is torch.embedding:
-            func = self._aten_embedding
-        return func(*args, **(kwargs or {}))
-
-    def _embedding(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor:
-        if scale_grad_by_freq:
+        given = dict(zip(_LOOKUPS.get(func, ()), args, strict=False)) | (kwargs or {})
+        if func in _LOOKUPS and given.get("scale_grad_by_freq"):
             raise FlashClippingError(
                 f"{self.tap.path}: an embedding with scale_grad_by_freq=True mixes samples: its "
                 "gradient depends on how often an id occurs in the whole batch. Set "
                 "scale_grad_by_freq=False; or freeze it."
                 f"{to_freeze(self.tap.path)}"
             )
-        rows = F.embedding(input, weight, padding_idx, max_norm, norm_type)
-        if padding_idx is None:
-            return rows
-        is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
-        return torch.where(is_padding, rows.detach(), rows)
-
-    def _aten_embedding(
-        self,
-        weight: Tensor,
-        indices: Tensor,
-        padding_idx: int = -1,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor:
-        padding = None if padding_idx < 0 else padding_idx
-        return self._embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
+        result = func(*args, **(kwargs or {}))
+        padding = given.get("padding_idx") if func in _LOOKUPS else None
+        if padding is None or (padding < 0 and func is torch.embedding):
+            return result
+        ids = given["input" if func is F.embedding else "indices"]
+        is_padding = (ids == padding % given["weight"].shape[0]).unsqueeze(-1)
+        return torch.where(is_padding, result.detach(), result)
 
 
 def _refuse_hidden(

@@ -38,12 +38,7 @@ from scipy.special import erfc
 from torch import distributed as dist
 
 from flash_clipping.engine.releases import Release, dp_accounting, epsilon_by_pld
-from flash_clipping.errors import (
-    FlashClippingError,
-    InvalidValue,
-    check_one_of,
-    checked_number,
-)
+from flash_clipping.errors import FlashClippingError, InvalidValue, check_one_of, checked_number
 from flash_clipping.randomness.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 
 #: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.

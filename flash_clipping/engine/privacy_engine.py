@@ -69,12 +69,7 @@ from flash_clipping.engine.sampling.loaders import (
 )
 from flash_clipping.engine.sampling.mixing import warn_of_mixing
 from flash_clipping.engine.sampling.samplers import RoundSampler
-from flash_clipping.engine.unsupported import (
-    refuse_alone,
-    refuse_frozen,
-    refuse_lacking,
-    validate,
-)
+from flash_clipping.engine.unsupported import refuse_alone, refuse_frozen, refuse_lacking, validate
 from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.ops.runtime.checks import device_checks

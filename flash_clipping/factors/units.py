@@ -19,12 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_clipping.factors.base import (
-    DenseGrad,
-    MeasuredOnce,
-    PerSampleGrad,
-    accumulation_dtype,
-)
+from flash_clipping.factors.base import DenseGrad, MeasuredOnce, PerSampleGrad, accumulation_dtype
 from flash_clipping.factors.convolution import ConvolutionGrad
 from flash_clipping.factors.embedding import (
     BLOCK,

@@ -19,6 +19,7 @@ from types import EllipsisType, NoneType
 from typing import Any, ClassVar, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import make_subclass, plain_functions, pytree, saved_tensors_hooks_now
@@ -381,8 +382,41 @@ class ParameterProxy(torch.Tensor):
     ) -> Any:
         if any(getattr(kind, "inside_regions", False) for kind in types):
             return NotImplemented  # it refuses what is not inside its region
+        if func in _CELLS:
+            return _CELLS[func](*args)
         with plain_functions():
             return cls.run(func, args, dict(kwargs or {}))
+
+
+def _gates(x: Tensor, h: Tensor, w_x: Any, w_h: Any, b_x: Any = None, b_h: Any = None) -> Any:
+    return F.linear(x, w_x, b_x), F.linear(h, w_h, b_h)
+
+
+def _lstm_cell(x: Tensor, state: Any, *weights: Any) -> tuple[Tensor, Tensor]:
+    i, f, g, o = sum(_gates(x, state[0], *weights)).chunk(4, -1)
+    c = f.sigmoid() * _as_cast(state[1], i) + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru_cell(x: Tensor, h: Tensor, *weights: Any) -> Tensor:
+    of_x, of_h = _gates(x, h, *weights)
+    (r_x, z_x, n_x), (r_h, z_h, n_h) = of_x.chunk(3, -1), of_h.chunk(3, -1)
+    z, n = (z_x + z_h).sigmoid(), (n_x + (r_x + r_h).sigmoid() * n_h).tanh()
+    return n + z * (_as_cast(h, of_x) - n)
+
+
+def _as_cast(state: Tensor, gates: Tensor) -> Tensor:
+    """A state as a cell reads it: autocast on a GPU, and only there, casts it with the weights."""
+    return state.to(gates.dtype) if gates.device.type == "cuda" else state
+
+
+#: PyTorch's functions of several, each of which has a factor: as one they went sample by sample.
+_CELLS: dict[Any, Any] = {
+    torch.lstm_cell: _lstm_cell,
+    torch.gru_cell: _gru_cell,
+    torch.rnn_tanh_cell: lambda *args: sum(_gates(*args)).tanh(),
+    torch.rnn_relu_cell: lambda *args: sum(_gates(*args)).relu(),
+}
 
 
 def _bypassed(tap: FactorSource, _: Any = None) -> NoReturn:
