@@ -121,7 +121,7 @@ def test_resume_without_checkpoint_says_so(example, name):
 @pytest.mark.skipif(os.name == "nt", reason="Windows cannot send SIGINT to a child")
 @pytest.mark.parametrize("name", ["language_model"])
 def test_interrupt_reports_epsilon_and_exits_cleanly(name, tmp_path):
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *TINY[name], CPU, "--epochs=500"]
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *TINY[name], CPU, "--epochs=60"]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
