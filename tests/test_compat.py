@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 import torch
@@ -120,7 +121,10 @@ import torch, opacus, torch._dynamo, triton
 from torch import nn
 
 # What every one of the processes would import else; it takes most of their time.
-for name in ("transformers.pytorch_utils", "triton.experimental.gluon"):
+for name in (
+    "transformers.pytorch_utils", "triton.experimental.gluon", "torch.nn.utils.prune",
+    "cryptography.hazmat.primitives.ciphers", "opacus.utils.batch_memory_manager",
+):
     try:
         importlib.import_module(name)
     except ImportError:
@@ -380,12 +384,16 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+def _calls(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+
+
 def _private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Lines with a private name that something else may own."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             yield node.lineno, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+        elif _calls(node, "getattr", "hasattr"):
             name = node.args[1]
             if isinstance(name, ast.Constant) and _is_private(str(name.value)):
                 yield node.lineno, str(name.value)
@@ -413,7 +421,7 @@ def _own_names(tree: ast.Module) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+        elif _calls(node, "setattr"):
             yield ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,7 @@ class Messages:
                     for target in filter(None, map(_name, targets)):
                         self.assigned.setdefault((path, target), []).append(node.value)
 
+    @cached_property
     def all(self) -> list[tuple[str, str, str]]:
         """(place, class, text) of every message; the text is empty where it could not be read."""
         found = []
@@ -338,7 +340,7 @@ def _pattern(part: str) -> re.Pattern[str]:
 
 def test_every_error_names_the_page(messages: Messages) -> None:
     """Those of Python's own classes would not."""
-    kinds = {kind for _, kind, _ in messages.all()}
+    kinds = {kind for _, kind, _ in messages.all}
     assert not kinds & {"ValueError", "TypeError", "NotImplementedError"}
 
 
@@ -348,7 +350,7 @@ def test_every_error_and_warning_has_an_entry(messages: Messages) -> None:
     arguments = entries.pop("An argument")
     patterns = {part: _pattern(part) for parts in entries.values() for part in parts}
     of_arguments = {part: _pattern(part) for part in arguments}
-    found = messages.all()
+    found = messages.all
     assert len(found) > 400
     used: set[str] = set()
     missing = []

@@ -50,9 +50,8 @@ def losses(noise: float, steps: int) -> Any:
 def delta_by_quadrature(noise: float, epsilon: float) -> tuple[float, float]:
     """Of two steps: where the sample is removed, and where it is added."""
     at = np.linspace(-9 * noise - 1, 9 * noise + 2, 1201)
-    x, y = np.meshgrid(at, at)
-    q = stats.norm.pdf(x, 0, noise) * stats.norm.pdf(y, 0, noise)
-    p = stats.norm.pdf(x, 1, noise) * stats.norm.pdf(y, 0, noise)
+    without, within = (stats.norm.pdf(at, mean, noise) for mean in (0, 1))
+    q, p = np.outer(without, without), np.outer(without, within)
     p = (p + p.T) / 2
     area = (at[1] - at[0]) ** 2
     pairs = (p, q), (q, p)

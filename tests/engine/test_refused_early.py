@@ -145,7 +145,7 @@ def test_sums_need_no_criterion() -> None:
     given = arguments(loss_reduction="sum") | {"target_epsilon": 8.0, "target_delta": 1e-5}
     del given["noise_multiplier"]
     engine = FlashPrivacyEngine(accountant="rdp")
-    *_, criterion, _ = engine.make_private_with_epsilon(epochs=1, **given)
+    *_, criterion, _ = engine.make_private_with_epsilon(epochs=1, epsilon_tolerance=1.0, **given)
     assert criterion.criterion.reduction == "sum"
 
 
@@ -173,7 +173,8 @@ def made(grad_sample_mode: str = "flash", **options: Any) -> None:
 
 
 def with_epsilon(**options: Any) -> None:
-    made(**{"target_epsilon": 8.0, "target_delta": 1e-3, "epochs": 2} | options)
+    given = {"target_epsilon": 8.0, "target_delta": 1e-3, "epochs": 2, "epsilon_tolerance": 1.0}
+    made(**given | options)
 
 
 def optimizer(**options: Any) -> None:
@@ -188,9 +189,9 @@ def statistics(**options: Any) -> None:
 
 
 def planned(**options: Any) -> planning.Plan:
-    given = {"samples": 40, "batch_size": 10, "epochs": 2, "epsilon": 8.0, "accountant": "rdp"}
+    given = {"samples": 40, "batch_size": 10, "epochs": 2, "accountant": "rdp"}
     given |= {"epochs": None} if "steps" in options else {}
-    given |= {"epsilon": None} if "noise_multiplier" in options else {}
+    given |= {} if "epsilon" in options else {"noise_multiplier": 1.0}
     return planning.plan(**given | options)
 
 
@@ -276,8 +277,8 @@ NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("epsilon", planned, (-1, 0, math.inf)),
     ("noise_multiplier", planned, (-1, 0, math.inf)),
     ("delta", planned, (-1, 0, 0.5, 0.9, 1)),
-    ("max_physical_batch_size", planned(noise_multiplier=1.0).micro_batches, (-1, 0, 2.5)),
-    ("parameters", planned(noise_multiplier=1.0).noise_over_signal, (-1, 0, 2.5)),
+    ("max_physical_batch_size", planned().micro_batches, (-1, 0, 2.5)),
+    ("parameters", planned().noise_over_signal, (-1, 0, 2.5)),
     ("quantile", bound_of, (-1, 2)),
     ("at_most", largest, (-1, 0, 2.5)),
     ("epsilon", p_value, (-1, math.inf)),
@@ -357,7 +358,7 @@ def test_steps_beyond_the_plan_are_said_once(before: int) -> None:
         warnings.simplefilter("ignore")  # that steps are accounted for already
         engine.accountant.history = [(1.0, 0.25, before)][: bool(before)]
         module, optimizer, criterion, loader = engine.make_private_with_epsilon(
-            target_epsilon=3.0, target_delta=1e-3, epochs=2, **given
+            target_epsilon=3.0, target_delta=1e-3, epochs=2, epsilon_tolerance=0.5, **given
         )
 
     def epoch() -> list[str]:
