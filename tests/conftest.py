@@ -24,6 +24,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# Models, traces and syntax trees are many objects: to look for cycles after every 700 takes a tenth
+# of all time. Tests of what is let go of collect themselves.
+gc.set_threshold(20_000, 20, 20)
+
 # The models are tiny: handing work to threads takes longer than doing it, and workers share cores.
 torch.set_num_threads(1)
 
