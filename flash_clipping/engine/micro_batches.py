@@ -23,6 +23,12 @@ from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidValue,
 _T = TypeVar("_T")
 
 
+def bounds_of(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """Where so many parts of these samples begin and end: the largest first, by one at most."""
+    ends = [start - (start - stop) * n // parts for n in range(parts + 1)]
+    return [*zip(ends, ends[1:], strict=False)]
+
+
 @dataclass
 class Parts:
     """All samples of one step: parts, and how many samples each has."""
@@ -35,11 +41,9 @@ class Parts:
         raise NotImplementedError
 
     def split(self, place: int, most: int) -> None:
-        """Put parts of so many samples at most in the place of one."""
-        start = sum(self.sizes[:place])
-        end = start + self.sizes[place]
-        bounds = [*range(start, end, most), end]
-        pairs = [*zip(bounds, bounds[1:], strict=False)]
+        """Put equal parts of so many samples at most in the place of one."""
+        start, size = sum(self.sizes[:place]), self.sizes[place]
+        pairs = bounds_of(start, start + size, -(-size // most))
         self.parts[place : place + 1] = [self.samples(*pair) for pair in pairs]
         self.sizes[place : place + 1] = [stop - start for start, stop in pairs]
 
@@ -52,11 +56,14 @@ class StepInParts:
         optimizer: the private one.
         most: samples of a part, as far as is known; ``None``: any number.
         halves: whether a part that runs out of memory is halved.
+        fits: so many samples are said to fit: a larger part that runs out of memory is cut into
+            parts of as many.
     """
 
     optimizer: Any
     most: int | None = None
     halves: bool = True
+    fits: int | None = None
 
     def begin(self) -> None:
         """A logical batch begins, or has failed: parts of one are let go of."""
@@ -84,7 +91,7 @@ class StepInParts:
                     batch.split(place, self.most)
                 size = batch.sizes[place]
                 if not self._run(work, batch.parts[place], size, results):
-                    self.most = -(-size // 2)
+                    self.most = self.fits if self._is_large(size) else -(-size // 2)
                     self._let_go()
                 elif len(results) < len(batch.parts):
                     self.keep_sums()
@@ -93,13 +100,16 @@ class StepInParts:
             raise
         return results
 
+    def _is_large(self, size: int) -> bool:
+        return self.fits is not None and size > self.fits
+
     def _run(self, work: Callable[[Any, int], _T], part: Any, size: int, results: list[_T]) -> bool:
         """Whether there was memory for it. (The error holds all frames it came through, and these
         their tensors; it is gone when this returns.)"""
         try:
             results.append(work(part, size))
         except torch.OutOfMemoryError as error:
-            if size < 2 or not self.halves:
+            if size < 2 or not (self.halves or self._is_large(size)):
                 if HALVE_PARTS in (notes := getattr(error, "__notes__", [])):
                     notes.remove(HALVE_PARTS)
                 raise

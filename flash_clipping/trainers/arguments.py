@@ -36,6 +36,8 @@ class PrivacyArguments:
             ``clipping``, ``mode``, ``folded_modules``, ``sum_dtype``, ``backend``, ...; for
             ``PrivateTrainer`` also ``sample_of``, where the data collator makes several rows of an
             item, or one row of several.
+        max_physical_batch_size: the most samples that are on the device at a time; ``None``: as
+            the trainer's own arguments say.
 
     Raises:
         ValueError: arguments that contradict each other.
@@ -49,6 +51,7 @@ class PrivacyArguments:
     seed: int | None = None
     secure_mode: bool = False
     engine_options: dict[str, Any] = field(default_factory=dict)
+    max_physical_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -63,6 +66,8 @@ class PrivacyArguments:
             checked_number("noise_multiplier", self.noise_multiplier, "[0, inf)", example=1.0)
         if self.max_grad_norm is not None:
             checked_number("max_grad_norm", self.max_grad_norm, "(0, inf)", example=1.0)
+        if (most := self.max_physical_batch_size) is not None:
+            checked_number("max_physical_batch_size", most, "[1, inf)", example=32, whole=True)
         if self.secure_mode and self.seed is not None:
             raise InvalidValue(
                 "PrivacyArguments: found seed= with secure_mode=True, which has no seed. Leave one "

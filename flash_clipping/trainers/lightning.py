@@ -83,7 +83,8 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 "your own (docs/units.md)."
             )
         self.privacy, self.run = privacy, PrivateRun(privacy)
-        self.module, self.max_physical_batch_size = module, max_physical_batch_size
+        self.module = module
+        self.max_physical_batch_size = max_physical_batch_size or privacy.max_physical_batch_size
         self._loader: Any = None
         self._loaded: dict[str, Any] | None = None
 

@@ -6,6 +6,7 @@ The model keeps its class and its names: it gets hooks, no wrapper.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from flash_clipping._compat import pin_memory
 from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.distributed import processes_of
 from flash_clipping.engine.accounting import least_noise
-from flash_clipping.engine.micro_batches import Parts, StepInParts
+from flash_clipping.engine.micro_batches import Parts, StepInParts, bounds_of
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.errors import InvalidValue
@@ -167,8 +168,7 @@ class PrivateRun:
         self.engine.check_delta(arguments.target_delta)
         if before is not None:
             self.optimizer.max_grad_norm = before.max_grad_norm  # adaptive clipping has moved it
-        halves = getattr(getattr(loader, "collate_fn", None), "keeps_items", False)
-        self.in_parts = StepInParts(self.optimizer, halves=halves)
+        self.in_parts = StepInParts(self.optimizer, halves=False)
         self.statistics = ClippingStatistics(self.hooks)
         for module, mode in zip(model.modules(), modes, strict=True):
             module.training = mode
@@ -302,32 +302,46 @@ class LogicalBatch(Parts):
 
 
 class CollateParts:
-    """Collates a logical batch in parts; ``keeps_items``: with the samples, so that it can be done
-    again."""
+    """Collates a logical batch in equal parts.
+
+    Attributes:
+        part: collates one part.
+        part_size: samples of a part.
+        usual, most: no more parts than ``usual`` are made where they have ``most`` samples at most.
+        keeps_items: whether every batch holds its samples, so that it can be collated again; those
+            with a part of more than ``part_size`` do.
+    """
 
     def __init__(
         self,
         collate: Callable[[list[Any]], Any],
         dataset: Any,
         part_size: int,
+        usual: int | None = None,
         keeps_items: bool = False,
     ):
-        #: Collates one part.
         self.part = CollateWithEmpty(collate, dataset)
-        self.part_size, self.keeps_items = part_size, keeps_items
+        self.part_size, self.keeps_items, self.usual = part_size, keeps_items, usual or 1
+        # Poisson draws of a mean of b samples are hardly ever larger.
+        self.most = part_size if usual is None else part_size + math.ceil(5 * math.sqrt(part_size))
+
+    def limit_parts(self, most: int) -> None:
+        """Make parts of at most so many samples from now on."""
+        self.part_size = self.most = most
 
     def __call__(self, samples: list[Any]) -> LogicalBatch:
+        least, count = (-(-len(samples) // size) for size in (self.most, self.part_size))
+        pairs = bounds_of(0, len(samples), max(1, min(count, max(least, self.usual))))
         items = None
-        if self.keeps_items:  # collate functions may take samples apart
+        if self.keeps_items or len(pairs) < count:  # collate functions may take samples apart
             items = [copy.copy(sample) for sample in samples]
-        starts = range(0, max(1, len(samples)), self.part_size)
-        parts = [samples[start : start + self.part_size] for start in starts]
+        parts = [samples[start:stop] for start, stop in pairs]
         return LogicalBatch([self.part(part) for part in parts], [*map(len, parts)], items)
 
 
 class LogicalLoader(PoissonLoader):
-    """Poisson batches in parts of at most ``part_size`` samples, which can be halved where batches
-    keep their samples (``keeps_items``)."""
+    """Poisson batches in parts of ``part_size`` samples at most; or, with ``usual``, of a few more
+    than that where these are no more parts than that. ``keeps_items``: they can be cut again."""
 
     def __init__(
         self,
@@ -335,13 +349,14 @@ class LogicalLoader(PoissonLoader):
         *,
         part_size: int,
         collate_fn: Any,
+        usual: int | None = None,
         keeps_items: bool = False,
         **kwargs: Any,
     ):
         super().__init__(dataset, collate_fn=collate_fn, **kwargs)
         # In the place of one that announces batches to the model, which sees parts only.
         collate = collate_fn or default_collate
-        self.collate_fn = CollateParts(collate, dataset, part_size, keeps_items)
+        self.collate_fn = CollateParts(collate, dataset, part_size, usual, keeps_items)
         self._processes: ProcessGroups | None = None
 
     def share(self, processes: ProcessGroups) -> None:

@@ -90,7 +90,10 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         privacy: how private the run is.
 
     What arguments of ``TrainingArguments`` mean here:
-        per_device_train_batch_size: the most samples that are on the device at a time, ``b``.
+        per_device_train_batch_size: samples that are on the device at a time, ``b``. A draw of more
+            than ``a b`` samples runs in ``a`` parts as well, each of at most ``b + 5 √b``; when
+            that runs out of memory, parts have at most ``b`` from then on. Models in shards, and
+            ``PrivacyArguments.max_physical_batch_size``, keep to their limit from the start.
         gradient_accumulation_steps: ``a``; the expected batch of a step has ``a b n`` samples, in
             ``n`` processes with samples of their own. A step draws every one of the ``N`` samples
             with probability ``1 / ceil(N / (a b n))``, and there are ``ceil(N / (a b n))`` steps in
@@ -122,6 +125,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         self._logical_batch_size = (
             given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size
         ) // layers_cut_by_transformers(bound.arguments.get("model"))
+        self._usual_parts = given.gradient_accumulation_steps
         bound.arguments["args"] = own = copy.copy(given)
         own.gradient_accumulation_steps = 1
         own.max_grad_norm = 0.0
@@ -175,11 +179,14 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             plain = super().get_train_dataloader()
             refuse_loader(plain)
             size = len(plain.dataset)  # type: ignore[arg-type]
+            limit = self.privacy.max_physical_batch_size
+            is_cut = self.is_fsdp_enabled or layers_cut_by_transformers(self.model) > 1
             self._drawn_from = (dataset, size)
             self._loader = LogicalLoader.from_data_loader(
                 plain,
                 sample_rate=1 / -(-size // self._logical_batch_size),
-                part_size=self.args.per_device_train_batch_size,
+                part_size=limit or self.args.per_device_train_batch_size,
+                usual=None if limit or is_cut else self._usual_parts,
                 stream=self.run.sampling_stream,
                 keeps_items=self._finds_batch_size,
                 distributed=self.args.world_size > 1,
@@ -203,6 +210,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 options=_options_of(self.accelerator.unwrap_model(self.model)),
             )
             prepared.optimizer = run.optimizer
+            parts, collate = run.in_parts, self._loader.collate_fn
+            parts.halves, parts.fits = self._finds_batch_size, collate.part_size
         return super().create_scheduler(num_training_steps, *args, **kwargs)
 
     def _compare_with_own_loss(self) -> None:
@@ -292,7 +301,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             raise
         hooks.expect_samples(None)
         if (most := self.run.in_parts.most) is not None:  # parts that are collated from now on
-            self._loader.collate_fn.part_size = most
+            self._loader.collate_fn.limit_parts(most)
         return torch.stack(totals).sum() / max(1, sum(inputs.sizes))
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:

@@ -247,7 +247,7 @@ def test_results_of_parts() -> None:
     found = torch.tensor(micro_batches(training.backward, x, y), dtype=torch.float64)
     assert micro_batches.max_physical_batch_size == 4
     torch.testing.assert_close(
-        found, torch.stack([part.sum() for part in losses.split([4, 3, 4, 2])])
+        found, torch.stack([part.sum() for part in losses.split([4, 3, 3, 3])])
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from transformers import (
     BertForSequenceClassification,
     Trainer,
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from flash_clipping.engine.micro_batches import StepInParts
+from flash_clipping.trainers.private_run import CollateParts
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.faults import Fault
 from tests.support.graphs import assert_same_tensors, replay_by_hand
@@ -76,8 +78,8 @@ def clipped_update(model: nn.Module, dataset: Texts, drawn: list[int]) -> dict[s
 @pytest.mark.parametrize(
     ("settings", "tolerance", "parts_of"),
     [
-        ({}, 1e-9, 2),
-        ({"dataloader_num_workers": 1}, 1e-9, 2),  # whose batches are announced
+        ({}, 1e-9, 3),
+        ({"dataloader_num_workers": 1}, 1e-9, 3),  # whose batches are announced
         ({"gradient_checkpointing": True}, 1e-9, 6),
         ({"bf16": True}, 2e-2, 6),
     ],
@@ -237,6 +239,64 @@ def test_out_of_memory_at_operators_of_a_training(
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
     assert halved >= 3  # in proofs, which are most of it, fewer samples are compared
+
+
+@pytest.mark.parametrize("fits", [100, 6])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_draw_that_is_larger_is_tried_whole(tmp_path: Path, fits: int, workers: int) -> None:
+    """One part for each draw where that fits; else parts of what was said to fit, in equal sizes,
+    from the first that did not. Batches, noise and epsilon are those of a run with a limit."""
+    found = []
+    for limit in (6, None):
+        model = bert(torch.float64)
+        sizes = out_of_memory_above(model, 6 if limit else fits)
+        private = trainer(
+            tmp_path,
+            model,
+            cls=Recording,
+            of_privacy={"max_physical_batch_size": limit},
+            size=40,
+            per_device_train_batch_size=6,
+            gradient_accumulation_steps=1,
+            num_train_epochs=1,
+            dataloader_num_workers=workers,
+            **SGD,
+        )
+        private.train()
+        found.append((weights(model), private.run.engine.accountant.history, private.run.steps))
+        large = [size for size in sizes if size > 6]
+        parts = [[len(part) for part in parts] for parts in private.drawn]
+    draws = [sum(of_draw) for of_draw in parts]
+    assert max(draws) > 6  # or nothing is shown
+    if fits == 100:
+        assert all(len(of_draw) == 1 for of_draw in parts) and large
+    else:
+        assert large == [next(draw for draw in draws if draw > 6)]
+    for name, tensor in found[0][0].items():
+        torch.testing.assert_close(tensor, found[1][0][name], rtol=1e-12, atol=1e-12)
+    assert found[0][1:] == found[1][1:]
+
+
+@pytest.mark.parametrize(
+    ("samples", "usual", "sizes"),
+    [
+        (0, 1, [0]),
+        (64, 1, [64]),
+        (104, 1, [104]),
+        (105, 1, [52, 53]),
+        (69, None, [34, 35]),
+        (130, 2, [65, 65]),
+        (128, 4, [64, 64]),
+        (300, 4, [75, 75, 75, 75]),
+        (430, 4, [86, 86, 86, 86, 86]),
+    ],
+)
+def test_parts_are_equal_and_few(samples: int, usual: int | None, sizes: list[int]) -> None:
+    collate = CollateParts(default_collate, [0.0], part_size=64, usual=usual)
+    batch = collate([float(n) for n in range(samples)])
+    assert sorted(batch.sizes) == sizes
+    assert (batch.items is not None) == (max(sizes) > 64)
+    assert [x for part in batch.parts for x in part.tolist()] == [*range(samples)]
 
 
 def test_out_of_memory_names_the_argument_that_halves(tmp_path: Path) -> None:
