@@ -90,8 +90,9 @@ class StepInParts:
                 if self.most is not None and batch.sizes[place] > self.most:
                     batch.split(place, self.most)
                 size = batch.sizes[place]
-                if not self._run(work, batch.parts[place], size, results):
-                    self.most = self.fits if self._is_large(size) else -(-size // 2)
+                less = self.fits if self.fits and size > self.fits else -(-size // 2) * self.halves
+                if not self._run(work, batch.parts[place], size, results, can_be_cut=less > 0):
+                    self.most = less
                     self._let_go()
                 elif len(results) < len(batch.parts):
                     self.keep_sums()
@@ -100,16 +101,15 @@ class StepInParts:
             raise
         return results
 
-    def _is_large(self, size: int) -> bool:
-        return self.fits is not None and size > self.fits
-
-    def _run(self, work: Callable[[Any, int], _T], part: Any, size: int, results: list[_T]) -> bool:
+    def _run(
+        self, work: Any, part: Any, size: int, results: list[Any], *, can_be_cut: bool
+    ) -> bool:
         """Whether there was memory for it. (The error holds all frames it came through, and these
         their tensors; it is gone when this returns.)"""
         try:
             results.append(work(part, size))
         except torch.OutOfMemoryError as error:
-            if size < 2 or not (self.halves or self._is_large(size)):
+            if size < 2 or not can_be_cut:
                 if HALVE_PARTS in (notes := getattr(error, "__notes__", [])):
                     notes.remove(HALVE_PARTS)
                 raise

@@ -308,26 +308,16 @@ class CollateParts:
         part: collates one part.
         part_size: samples of a part.
         usual, most: no more parts than ``usual`` are made where they have ``most`` samples at most.
-        keeps_items: whether every batch holds its samples, so that it can be collated again; those
-            with a part of more than ``part_size`` do.
+        keeps_items: whether a batch without larger parts also holds its samples, to be cut again.
     """
 
     def __init__(
-        self,
-        collate: Callable[[list[Any]], Any],
-        dataset: Any,
-        part_size: int,
-        usual: int | None = None,
-        keeps_items: bool = False,
+        self, collate: Any, dataset: Any, part_size: int, usual: int | None, keeps_items: bool
     ):
         self.part = CollateWithEmpty(collate, dataset)
         self.part_size, self.keeps_items, self.usual = part_size, keeps_items, usual or 1
         # Poisson draws of a mean of b samples are hardly ever larger.
         self.most = part_size if usual is None else part_size + math.ceil(5 * math.sqrt(part_size))
-
-    def limit_parts(self, most: int) -> None:
-        """Make parts of at most so many samples from now on."""
-        self.part_size = self.most = most
 
     def __call__(self, samples: list[Any]) -> LogicalBatch:
         least, count = (-(-len(samples) // size) for size in (self.most, self.part_size))

@@ -301,7 +301,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             raise
         hooks.expect_samples(None)
         if (most := self.run.in_parts.most) is not None:  # parts that are collated from now on
-            self._loader.collate_fn.limit_parts(most)
+            self._loader.collate_fn.part_size = self._loader.collate_fn.most = most
         return torch.stack(totals).sum() / max(1, sum(inputs.sizes))
 
     def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:

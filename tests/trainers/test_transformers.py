@@ -209,12 +209,12 @@ def test_out_of_memory_at_operators_of_a_training(
     def trained(at: int) -> tuple[Fault, dict[str, Tensor], Any]:
         fault, model = Fault(at, torch.OutOfMemoryError("injected")), bert(torch.float64)
 
-        def faulty(self: Any, work: Any, *others: Any) -> bool:
+        def faulty(self: Any, work: Any, *others: Any, **more: Any) -> bool:
             def failing(*part: Any) -> Any:
                 with fault:
                     return work(*part)
 
-            return real(self, failing, *others)
+            return real(self, failing, *others, **more)
 
         monkeypatch.setattr(StepInParts, "_run", faulty)
         private = trainer(
@@ -292,7 +292,7 @@ def test_a_draw_that_is_larger_is_tried_whole(tmp_path: Path, fits: int, workers
     ],
 )
 def test_parts_are_equal_and_few(samples: int, usual: int | None, sizes: list[int]) -> None:
-    collate = CollateParts(default_collate, [0.0], part_size=64, usual=usual)
+    collate = CollateParts(default_collate, [0.0], part_size=64, usual=usual, keeps_items=False)
     batch = collate([float(n) for n in range(samples)])
     assert sorted(batch.sizes) == sizes
     assert (batch.items is not None) == (max(sizes) > 64)
