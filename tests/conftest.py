@@ -76,28 +76,13 @@ def _default_dtype() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _models_of_other_files_are_new() -> None:
-    """No file knows of models that the tests of another have made."""
-    from flash_clipping.capture.proof import remembered
-
-    remembered.forget()
-
-
 @pytest.fixture(autouse=True)
 def _models_are_new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test knows of models that others have made. Many count what happens in a first step, and
-    make several models for that: they are proven, all of them.
-
-    Where first steps are not the subject (``known_models``), tests of a file know of each other's
-    models, as users' processes do: a first step takes as long as many others.
-    """
+    make several models for that: they are proven, all of them."""
     from flash_clipping.capture.proof import remembered
     from flash_clipping.engine import model_watch
 
-    known = request.node.get_closest_marker("known_models")
-    if known is not None and known.args != (False,):
-        return
     remembered.forget()
     if request.path.stem not in ("test_remembered", "test_search"):
         monkeypatch.setattr(model_watch.ModelWatch, "_key", lambda *_: None)

@@ -25,7 +25,6 @@ from tests.support.private import TwoLayers, data
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::flash_clipping.SeededNoiseWarning"),
-    pytest.mark.known_models,
 ]
 
 #: A sum of float64 in another order.
@@ -141,7 +140,6 @@ def test_parts_of_a_size_that_is_given(size: int) -> None:
     assert max(training.plain.sizes) <= max(size, 2)  # the proof runs two samples
 
 
-@pytest.mark.known_models(False)
 @pytest.mark.parametrize(("mode", "clipping"), [("one_pass", "adaptive"), ("two_pass", "flat")])
 def test_out_of_memory_at_operators_of_a_step(mode: str, clipping: str) -> None:
     """Wherever forward and backward run out, what they have left is not in the sum."""

@@ -30,7 +30,6 @@ from tests.support.trainers import Texts, arguments, bert, trained_with, trainer
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
     pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
-    pytest.mark.known_models,
 ]
 
 BOUND = 0.05
@@ -199,7 +198,6 @@ def test_parts_that_run_out_of_memory_are_halved(tmp_path: Path, most: int, work
     assert found[0][1:] == found[1][1:]
 
 
-@pytest.mark.known_models(False)
 def test_out_of_memory_at_operators_of_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,13 +230,13 @@ def test_out_of_memory_at_operators_of_a_training(
 
     clean, expected, (history, _) = trained(-1)
     halved = 0
-    for at in range(clean.count // 20, clean.count, clean.count // 10):
+    for at in range(clean.count // 20, clean.count, clean.count // 20):
         _, found, (spent, in_parts) = trained(at)
         halved += in_parts.most is not None
         assert spent == history
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
-    assert halved >= 3  # in proofs, which are most of it, fewer samples are compared
+    assert halved >= 6  # in proofs, which are most of it, fewer samples are compared
 
 
 @pytest.mark.parametrize("fits", [100, 6])

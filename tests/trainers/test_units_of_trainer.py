@@ -19,7 +19,6 @@ from tests.support.trainers import arguments, privacy, weights
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
     pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
-    pytest.mark.known_models,
 ]
 
 VOCABULARY, BOUND, RATE = 13, 0.3, 0.1
