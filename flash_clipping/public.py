@@ -6,7 +6,6 @@ from flash_clipping.capture.draws import NoStepWarning
 from flash_clipping.capture.units import Offsets
 from flash_clipping.engine.accounting import LargeDeltaWarning, PlanExceededWarning
 from flash_clipping.engine.criterion import FlashLoss
-from flash_clipping.engine.ghost_norms import register_flash_norm_samplers
 from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
@@ -56,7 +55,6 @@ __all__ = [
     "clipping_coefficients",
     "is_triton_available",
     "per_sample_loss",
-    "register_flash_norm_samplers",
     "register_rule",
     "samples",
 ]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -138,29 +136,6 @@ def test_the_lines_that_help_with_a_models_own_loss():
     names["batch"] = {"input_ids": ids, "labels": ids}
     exec(block("tested: own tokens", "docs/peft.md"), names)
     assert model.get_norm_sample().shape == (3,)
-
-
-def test_drop_in_replaces_the_norms_of_opacus():
-    # In a process of its own: the registration is global.
-    script = """
-from opacus.grad_sample import GradSampleModuleFastGradientClipping as Module
-from torch import nn
-before = Module.NORM_SAMPLERS[nn.Linear]
-{line}
-after = Module.NORM_SAMPLERS[nn.Linear]
-assert before is not after and after.__module__.startswith("flash_clipping")
-import torch
-model = Module(nn.Linear(4, 3), max_grad_norm=1.0)
-model(torch.randn(2, 5, 6, 4)).square().mean().backward()
-assert model.get_norm_sample().shape == (2,)
-"""
-    line = block("tested: drop-in", MIGRATING)
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script.format(line=line)],
-        cwd=ROOT,
-        check=True,
-        timeout=120,
-    )
 
 
 @pytest.mark.usefixtures("randomness_of_opacus")
