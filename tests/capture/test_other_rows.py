@@ -230,6 +230,42 @@ class Beside(nn.Module):
         return self.head(h), self.kept.square().sum()
 
 
+class Twice(nn.Module):
+    """Uses one parameter for its output, and for neighbours in what it keeps, in either order."""
+
+    def __init__(self, how: str, kept_first: bool) -> None:
+        super().__init__()
+        self.first, self.head, self.other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 4)
+        self.how, self.kept_first = how, kept_first
+
+    def use(self, x: Tensor) -> Tensor:
+        if self.how == "layer":
+            return self.other(x)
+        return F.linear(x, self.other.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        if self.kept_first:
+            self.kept = self.use(h.roll(1, 0))
+        shown = self.use(h)
+        if not self.kept_first:
+            self.kept = self.use(h.roll(1, 0))
+        return self.head(shown)
+
+
+@pytest.mark.parametrize("kept_first", [False, True])
+@pytest.mark.parametrize("how", ["layer", "bare parameter"])
+def test_a_call_that_no_output_shows_beside_one_that_an_output_shows(
+    how: str, kept_first: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Twice(how, kept_first).double()
+    flash = GradSampleModuleFlashClipping(model)
+    with pytest.raises(FlashClippingError, match="no output of the model that has a row for each"):
+        flash(*float64s(4, 4))
+        model.kept.square().sum().backward()
+
+
 @pytest.mark.parametrize("loss", ["own", "kept"])
 @pytest.mark.parametrize("how", ["layer", "bare parameter"])
 def test_what_no_output_shows_is_refused(how: str, loss: str) -> None:

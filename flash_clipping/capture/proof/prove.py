@@ -125,7 +125,14 @@ def _settle_findings(
             table = examine(subject, audit=1)
             found = [*table.unfit.values()]
             if table.outputs:
-                return
+                lost = _not_shown(subject, findings, probed)
+                if not lost:
+                    return
+                found = [
+                    f"{', '.join(lost)}: no output of the model that has a row for each sample "
+                    "shows where gradients of what is read here go. Return what the loss is "
+                    "computed from, with a row for each sample."
+                ]
             whys = {**whys, **dict.fromkeys(found)}
         except (ModelsOwnError, FlashClippingError, torch.OutOfMemoryError):
             pass
@@ -136,6 +143,30 @@ def _settle_findings(
         return  # a declaration, which holds if it is not shown to be wrong
     # Without their lines to paste: the last line is the one that helps.
     raise FlashClippingError("\n".join((*[why.partition("\n    ")[0] for why in whys], words)))
+
+
+def _not_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) -> list[str]:
+    """The layers of findings that the oracle, which compares outputs, says nothing of: a loss that
+    the model computes itself, or one of what it keeps, may read them."""
+    places = {
+        tap.path: (path, tap)
+        for path, module in subject.root.named_modules()
+        if (tap := tap_of(module)) is not None
+    }
+    # The generic rule serves what is below a module as well.
+    whole = tuple(f"{path}." for path, tap in places.values() if tap.generic and path)
+    lost: dict[str, None] = {}
+    for finding in findings:
+        name, call, _ = finding.read
+        path, tap = places.get(name, ("", None))
+        if path.startswith(whole):
+            continue
+        is_layer = tap is not None and (tap.rule is not None or tap.generic)
+        is_called = is_layer and not subject.session.batch_axes.is_constant(name)
+        is_shown = ((path, call) if is_called else finding.read) in probed.reached
+        if not is_shown and name not in subject.session.unreached:
+            lost[name] = None
+    return [*lost]
 
 
 def settle(
