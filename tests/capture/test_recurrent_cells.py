@@ -93,3 +93,30 @@ def test_a_cell_returns_what_it_does_by_itself(
         wrapped = GradSampleModuleFlashClipping(cell, loss_reduction="sum")(x, state)
     close = {"atol": 1e-6, "rtol": 1e-6} if dtype is None else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(wrapped, plain, **close)
+
+
+class ByName(nn.Module):
+    """Gives a cell's function its biases by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, cell = (self.cell.weight_ih, self.cell.weight_hh), self.cell
+        return torch.gru_cell(x, x.tanh(), *w, b_ih=cell.bias_ih, b_hh=cell.bias_hh)
+
+
+def test_a_cell_whose_biases_are_named() -> None:
+    torch.manual_seed(0)
+    model = ByName().double()
+    x = torch.randn(3, D, dtype=torch.float64)
+    expected, norms = model(x).detach(), []
+    for one in x.unsqueeze(1):
+        grads = torch.autograd.grad(model(one).square().sum(), [*model.parameters()])
+        norms.append(torch.cat([g.flatten() for g in grads]).norm())
+    flash = GradSampleModuleFlashClipping(model, loss_reduction="sum")
+    found = flash(x)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    torch.testing.assert_close(flash.get_norm_sample(), torch.stack(norms))

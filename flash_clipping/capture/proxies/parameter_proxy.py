@@ -382,7 +382,7 @@ class ParameterProxy(torch.Tensor):
     ) -> Any:
         if any(getattr(kind, "inside_regions", False) for kind in types):
             return NotImplemented  # it refuses what is not inside its region
-        if func in _CELLS:
+        if func in _CELLS and not kwargs:
             return _CELLS[func](*args)
         with plain_functions():
             return cls.run(func, args, dict(kwargs or {}))
@@ -393,7 +393,7 @@ def _gates(x: Tensor, h: Tensor, w_x: Any, w_h: Any, b_x: Any = None, b_h: Any =
 
 
 def _lstm_cell(x: Tensor, state: Any, *weights: Any) -> tuple[Tensor, Tensor]:
-    i, f, g, o = sum(_gates(x, state[0], *weights)).chunk(4, -1)
+    i, f, g, o = torch.add(*_gates(x, state[0], *weights)).chunk(4, -1)
     c = f.sigmoid() * _as_cast(state[1], i) + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
 
@@ -414,8 +414,8 @@ def _as_cast(state: Tensor, gates: Tensor) -> Tensor:
 _CELLS: dict[Any, Any] = {
     torch.lstm_cell: _lstm_cell,
     torch.gru_cell: _gru_cell,
-    torch.rnn_tanh_cell: lambda *args: sum(_gates(*args)).tanh(),
-    torch.rnn_relu_cell: lambda *args: sum(_gates(*args)).relu(),
+    torch.rnn_tanh_cell: lambda *args: torch.add(*_gates(*args)).tanh(),
+    torch.rnn_relu_cell: lambda *args: torch.add(*_gates(*args)).relu(),
 }
 
 
