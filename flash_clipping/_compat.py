@@ -457,8 +457,8 @@ def sums_of_bags(
 
 def gate_of_experts(layer: Any) -> Any:
     """What ``transformers``' experts compute between gate and up projections and the down
-    projection, or ``None``. Without: such layers have no rule, and are refused or served by the
-    generic one."""
+    projection, or ``None``. Without: such layers have no rule, and are refused or served by
+    their functions."""
     return getattr(layer, "_apply_gate", None)
 
 

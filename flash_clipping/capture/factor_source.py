@@ -77,6 +77,8 @@ class FactorSource:
             session.folded.add(path)
         #: Whether what its parameters meet is the same for all samples.
         self.reads_constants = False
+        #: Whether per-sample gradients are formed by functions' own backwards, and by no formula.
+        self.by_function = False
         #: Functions that were called with a parameter of it and samples, of which the next may go a
         #: short way: in which epoch, in which dtype, and how many axes these had.
         self.served: dict[Any, tuple[int, Any, int]] = {}

@@ -19,6 +19,10 @@ from flash_clipping.rules.registry import Rule, UnsupportedLayer
 _signature_of = functools.lru_cache(maxsize=1024)(inspect.signature)
 
 
+class ReadsNoSamples(Exception):
+    """All that a layer reads is the same for all samples."""
+
+
 def positional(
     layer: nn.Module, path: str, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:

@@ -131,7 +131,7 @@ class ClippingSession:
         self.proven_call: ForwardCall | None = None
         #: How often the samples' rows were looked for anew: earlier proofs do not count.
         self.epoch = 0
-        #: True while a generic rule runs a module whose own children are tapped too.
+        #: True while tapped layers run as ordinary ones.
         self.bypassed = False
         #: While a layer runs uncompiled in the midst of a compiled region.
         self.by_itself = False
@@ -479,7 +479,8 @@ class ClippingSession:
             for read in [read for read in call.guesses if read[0] == path]:
                 del call.guesses[read]
             if call.reads is not None:
-                call.reads.forget(path)
+                for read in [read for read in call.reads if read[0] == path]:
+                    del call.reads[read]
 
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""

@@ -2,8 +2,8 @@
 
 A layer with a rule runs inside one ``torch.autograd.Function``
 (:mod:`flash_clipping.capture.tapped_layer`), any other module on stand-ins for its parameters
-(:mod:`flash_clipping.capture.proxies`), and where those do not serve, under ``vmap``
-(:mod:`flash_clipping.capture.generic`).
+(:mod:`flash_clipping.capture.proxies`), or, where these cannot follow a parameter, sample by sample
+(:mod:`flash_clipping.capture.sample_loop`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from flash_clipping.capture.compiled.wirings import wiring_of
 from flash_clipping.capture.declared_rows import DeclaredRows, LostRows, declared_rows
 from flash_clipping.capture.factor_source import FactorSource, Trainable, owners
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
-from flash_clipping.capture.generic import ReadsNoSamples, generic_forward
-from flash_clipping.capture.layer_inputs import positional, refuse_input, rows_by_sample, samples_in
+from flash_clipping.capture.layer_inputs import (
+    ReadsNoSamples,
+    positional,
+    refuse_input,
+    rows_by_sample,
+    samples_in,
+)
 from flash_clipping.capture.positions import (
     Positions,
     apply_layer_by_position,
@@ -38,6 +43,7 @@ from flash_clipping.capture.proxies import (
 )
 from flash_clipping.capture.proxies.parameter_proxy import is_plain
 from flash_clipping.capture.row_layouts import Layout
+from flash_clipping.capture.sample_loop import forward_by_sample, warn_of_loop
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import Proven, apply_proven_layer, apply_tapped_layer
 from flash_clipping.errors import FlashClippingError, InvalidValue, module_at, to_freeze
@@ -81,7 +87,7 @@ class Tap(FactorSource):
         path: its name in the model, for messages.
         rule: its rule, if it has one.
         session: what all taps of the model share.
-        generic: serve the module by the generic rule from the start.
+        by_function: form the gradients of every function by its own backward (``force_functorch``).
         folded: its rows are parts of samples (``folded_modules``).
 
     Attributes:
@@ -95,7 +101,7 @@ class Tap(FactorSource):
         path: str,
         rule: Rule | None,
         session: ClippingSession,
-        generic: bool = False,
+        by_function: bool = False,
         folded: bool = False,
     ):
         name = f"{path or 'the model'} ({type(layer).__name__})"
@@ -123,15 +129,14 @@ class Tap(FactorSource):
                 f"{self.path}: this layer is tapped already, by a wrapped model that it, or what "
                 "it was copied from, belongs to. Call to_standard_module() there first."
             )
-        # The generic rule serves the whole subtree; everything else the layer's own parameters.
-        self.generic = generic
+        self.by_function = by_function
+        self.loops = False  # its forward, and all below it, runs once for each sample
         self.borrows = False  # whether it uses parameters that another module owns
         self._rule_serves = rule is not None and _overrides(rule.serves, Rule.serves)
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
         self._needs: tuple[list[str], GradRequest] | None = None  # of the last backward
-        self.loops = False  # whether vmap was tried on this module and failed
         self._was_declared = False  # whether it was called inside `samples(index, count)`
         #: Whether it is a part of a compiled region, whose taps Dynamo traces.
         self.compiled = False
@@ -265,7 +270,7 @@ class Tap(FactorSource):
         rule = self.rule
         if (
             session.probing is not None
-            and (rule is not None or self.generic)
+            and (rule is not None or self.loops)
             and not self._is_constant(args, kwargs)
         ):
             plain = pytree.tree_map_only(ParameterProxy, lambda bare: bare.value, (args, kwargs))
@@ -336,12 +341,12 @@ class Tap(FactorSource):
                 f"{to_freeze(self.path)}"
             )
         if recorded and (units := session.positions) is not None:
-            if self.generic:
-                refuse_layer(self.path, "this module runs by the generic rule")
+            if self.loops:
+                refuse_layer(self.path, "its forward runs once for each sample")
             run = lambda rows: self._bare_forward((rows,), {})  # noqa: E731
             again = in_backward()
             return by_position(self.path, session, units, self.original, run, args, kwargs, again)
-        if self.generic:
+        if self.loops:
             session.count_use([p for p in self.layer.parameters() if p.requires_grad])
         elif not recorded:
             # The first forward of re-entrant checkpointing: how often each will be used is not
@@ -349,13 +354,11 @@ class Tap(FactorSource):
             session.count_use([*params, *params])
         if not recorded:
             return unrecorded(session, self.original, args, kwargs)
-        if not self.generic:
-            return self._bare_forward(args, kwargs)
-        self._begin_call()
-        try:
-            return generic_forward(self, args, kwargs)
-        except ReadsNoSamples:
-            return self._constant_forward(args, kwargs)
+        return (
+            self._forward_by_sample(args, kwargs)
+            if self.loops
+            else self._bare_forward(args, kwargs)
+        )
 
     def _begin_call(self) -> ForwardCall | None:
         """The call of the root that this call of a layer without a rule is a part of."""
@@ -440,14 +443,21 @@ class Tap(FactorSource):
         except UnsupportedUse as unsupported:
             if session.probing is not None:
                 return self.original(*args, **kwargs)
-            place = unsupported.tap
-            below = isinstance(place, Tap) and any(m is place.layer for m in self.layer.modules())
-            if not below:
+            session.doubt(self.path)
+            below = unsupported.tap
+            if not any(module is getattr(below, "layer", None) for module in self.layer.modules()):
                 raise
-        session.doubt(self.path)
-        self.generic = True  # from now on
+            warn_of_loop(self.path, unsupported.found)
+        self.loops = True  # from now on
         session.forget(self.path)  # drops what the stand-ins noted
         return self(*args, **kwargs)
+
+    def _forward_by_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._begin_call()
+        try:
+            return forward_by_sample(self, args, kwargs)
+        except ReadsNoSamples:
+            return self._constant_forward(args, kwargs)
 
     def _constant_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module on what is the same for all samples: a function of parameters alone, which

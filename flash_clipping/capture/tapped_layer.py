@@ -193,8 +193,8 @@ def _ordinary(
 _NONE = (None,) * 7
 
 
-# torch.autograd.Function.apply without its look at functorch's transforms, which are refused above
-# (under those of the generic rule, taps are bypassed). It is a tenth of a tap's time.
+# torch.autograd.Function.apply without its look at functorch's transforms, which are refused above:
+# it is a tenth of a tap's time.
 apply_tapped_layer = apply_of(TappedLayer)
 apply_proven_layer = apply_of(ProvenLayer)
 

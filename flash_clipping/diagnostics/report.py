@@ -38,9 +38,9 @@ class ParameterReport:
         status: ``"PASS"``, ``"FAIL"``; or not covered: ``"frozen"``, ``"unused"``, ``"refused"``,
             ``"not checked"``, with the reason in ``reason``.
         rule: class of the rule that served it; ``"bare"`` for a parameter that a module without a
-            rule reads itself; ``"generic"`` under ``torch.func.vmap``.
+            rule reads itself; ``"sample by sample"`` of one whose forward runs once for each.
         algorithm: ``rank_one``, ``gram``, ``outer``, ``outer_store``, ``vector``, ``lookup``,
-            ``convolution``, ``tied``, ``generic``, or the name of another kind of factor.
+            ``convolution``, ``tied``, or the name of another kind of factor.
         backend: ``"triton"`` or ``"torch"``.
         norms: norm of every sample's gradient, ``B`` numbers; ``oracle_norms`` by the oracle.
         norm_error: largest relative error over the samples.

@@ -153,11 +153,8 @@ class Flash:
         algorithm = "outer_store" if stored else _algorithm(given)
         if tap is not None and tap.rule is not None:
             rule = type(tap.rule).__name__
-        elif tap is not None and not getattr(tap, "generic", True):
-            rule = "bare"
         else:
-            rule = "generic, sample by sample" if getattr(tap, "loops", False) else "generic"
-            algorithm = "generic"
+            rule = "sample by sample" if getattr(tap, "loops", False) else "bare"
         seen = self.seen.setdefault(name, _Seen())
         seen.rules[rule] = None
         self._note(seen, algorithm, given)

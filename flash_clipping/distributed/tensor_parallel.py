@@ -35,8 +35,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flash_clipping.capture.draws import row_hashes
-from flash_clipping.capture.generic import ReadsNoSamples
 from flash_clipping.capture.inputs import arrived, batched_inputs, tensors_in
+from flash_clipping.capture.layer_inputs import ReadsNoSamples
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.distributed.backward_pass import ShardedBackwardPass

@@ -98,7 +98,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         loss_reduction: ``"mean"`` or ``"sum"``: how the loss reduces over samples.
         strict: refuse buffers that forward changes: what they keep of samples gets no noise. Opacus
             refuses all buffers of trainable layers; here constants pass.
-        force_functorch: use the generic rule for every layer.
+        force_functorch: use no rules: every function goes backward by itself for each
+            sample, under ``torch.func.vmap``. Exact, and slow.
         max_grad_norm: clipping bound ``C``; a list with one bound per trainable parameter for
             ``clipping="per_layer"``.
         use_ghost_clipping: accepted for compatibility; norms are exact either way.
@@ -241,7 +242,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             root,
             self._session,
             mode=self.mode,
-            force_generic=force_functorch,
+            by_function=force_functorch,
             folded_modules=self.folded_modules,
         )
         if self._sharded is not None:

@@ -41,10 +41,10 @@ class InstalledTaps:
         session: ClippingSession,
         *,
         mode: str,
-        force_generic: bool,
+        by_function: bool,
         folded_modules: Sequence[str],
     ):
-        self.all = list(plan_taps(root, session, force_generic, folded_modules))
+        self.all = list(plan_taps(root, session, by_function, folded_modules))
         for tap in self.all:
             tap.install()
         self.regions = Regions(root, session, self.all)
@@ -82,7 +82,7 @@ class InstalledTaps:
     def serves(self, module: nn.Module) -> bool:
         """Whether a rule knows what of the modules below it a module uses."""
         taps = (tap for tap in self.all if tap.layer is module)
-        return any(tap.generic or tap.rule is not None for tap in taps)
+        return any(tap.loops or tap.rule is not None for tap in taps)
 
     def remove(self) -> None:
         """Every forward is again what it was."""
@@ -92,7 +92,7 @@ class InstalledTaps:
 
 
 def plan_taps(
-    root: nn.Module, session: ClippingSession, force_generic: bool, folded_modules: Sequence[str]
+    root: nn.Module, session: ClippingSession, by_function: bool, folded_modules: Sequence[str]
 ) -> Iterator[Tap]:
     """A tap for every module that owns parameters directly.
 
@@ -127,8 +127,8 @@ def plan_taps(
             # Before parameters: Opacus' recurrent layers own aliases of their cells'.
             yield scoped[module]
             continue
-        rule = None if force_generic else rules[path]
+        rule = None if by_function else rules[path]
         if rule is not None:
             parts.update(rule.parts(module).values())
         if owned_parameters(module) or (rule is not None and rule.parts(module)):
-            yield Tap(module, path, rule, session, force_generic, path in folded)
+            yield Tap(module, path, rule, session, by_function, path in folded)

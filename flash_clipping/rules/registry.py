@@ -197,7 +197,7 @@ def register_family(belongs: Callable[[nn.Module], bool]) -> Callable[[_R], _R]:
 
 
 def find_rule(layer: nn.Module) -> Rule | None:
-    """The rule for this layer, or ``None`` when only the generic rule can serve it.
+    """The rule for this layer, or ``None`` when its own forward serves it.
 
     A subclass is served by its parent's rule only while it computes what the parent computes: it
     has the parent's ``forward`` (on the class and on the instance), no children of its own and no

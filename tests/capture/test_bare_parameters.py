@@ -18,7 +18,7 @@ from tests.support.autograd import truth_by_autograd
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import CASES, Case, Scale, Wrapped, floats
 from tests.support.oracle import Truth, per_sample_truth
-from tests.support.uses import Scaling
+from tests.support.uses import Data, Scaling
 
 pytestmark = pytest.mark.without_gate
 
@@ -202,11 +202,13 @@ def written_into(m: Uses, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("use", [in_place_result_dropped, written_into])
-def test_writing_in_place_falls_back_to_the_generic_rule(use: Forward) -> None:
+def test_writing_in_place_runs_sample_by_sample(use: Forward) -> None:
     case = case_of(use)
     model, batch = make_case(case, torch.float64)
     truth = per_sample_truth(model, batch, case.loss)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, strict=False)
+    with pytest.warns(UserWarning, match=r"Uses\): .* once for each sample"):
+        module(*batch)
     for _ in range(2):
         module.zero_grad(set_to_none=True)
         step_case(module, case, batch, "mean")
@@ -215,7 +217,7 @@ def test_writing_in_place_falls_back_to_the_generic_rule(use: Forward) -> None:
 
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-def test_rows_under_a_mask_are_written_without_the_generic_rule(axes: int, mode: str) -> None:
+def test_rows_under_a_mask_are_written(axes: int, mode: str) -> None:
     """Frames of Wav2Vec2: ``x[mask] = parameter``, of positions or of whole samples."""
 
     def masked(m: Uses, x: Tensor) -> Tensor:
@@ -278,13 +280,12 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(function, x, *arguments, use_reentrant=self.reentrant))
 
 
-@pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["method", "local", "arguments"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_checkpoint_inside_the_forward(inside: bool, kind: str, reentrant: bool, mode: str) -> None:
-    """Exact; arguments of a re-entrant checkpoint, which detaches them, by the generic rule."""
+    """Exact; with arguments of a re-entrant checkpoint, which detaches them, sample by sample."""
 
     def build() -> nn.Module:
         model = Checkpointed(kind, reentrant)
@@ -323,9 +324,8 @@ def test_failed_backward_puts_parameters_back() -> None:
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
 @pytest.mark.parametrize("derived", [False, True])
-def test_autograd_function_falls_to_the_generic_rule(derived: bool) -> None:
+def test_autograd_function_runs_sample_by_sample(derived: bool) -> None:
     """It gets past the stand-in, whose gradient would be lost without a word: this is found in the
     first forward."""
     case = case_of(lambda m, x: Scaling.apply(x, m.vector.exp() if derived else m.vector))
@@ -335,6 +335,36 @@ def test_autograd_function_falls_to_the_generic_rule(derived: bool) -> None:
     module = GradSampleModuleFlashClipping(model, strict=False)
     step_case(module, case, batch, "mean")
     check_case(module, truth, 1.0, 1e-10)
+
+
+class Taking(nn.Module):
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.gain, self.returns = nn.Parameter(torch.randn(3)), returns
+
+    def forward(self, x: Tensor, data: Any = None) -> Any:
+        y = torch.zeros_like(x)
+        y[..., :] = self.gain
+        y = x * y if data is None else x * y + data.a
+        return Data(y) if self.returns else y
+
+
+class AroundTaking(nn.Module):
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 3), Taking(returns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.inner(x).a if self.inner.returns else self.inner(x, Data(x))
+
+
+@pytest.mark.parametrize(("returns", "words"), [(True, "returns a Data"), (False, "with a Data")])
+def test_objects_that_cannot_be_divided_are_refused(returns: bool, words: str) -> None:
+    """One sample would get, or give, the tensors of all."""
+    module = GradSampleModuleFlashClipping(AroundTaking(returns))
+    with pytest.raises(FlashClippingError, match=rf"inner \(Taking\): .*{words}"):
+        module(torch.randn(B, T, 3))
 
 
 def test_autograd_function_in_a_later_step_is_refused() -> None:
@@ -360,8 +390,8 @@ def test_layer_on_parameters_alone() -> None:
 @pytest.mark.parametrize(
     "name", ["mixed", "parameter_proxies", "conv1d", "embedding", "layer_norm"]
 )
-def test_generic_rule_for_everything(name: str) -> None:
-    """``force_functorch`` serves every layer by the generic rule."""
+def test_every_function_by_its_own_backward(name: str) -> None:
+    """``force_functorch`` serves every layer without its rule."""
     case = CASES[name]
     model, batch = make_case(case, torch.float64)
     truth = per_sample_truth(model, batch, case.loss)

@@ -15,10 +15,7 @@ from tests.support.autograd import squares
 from tests.support.uses import IDS, D, Holder, T, attention_layer, exact, make_around, seeded_batch
 from tests.support.wrapping import MODES, WRAPPERS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*vmap cannot run this module"),
-    pytest.mark.without_gate,
-]
+pytestmark = pytest.mark.without_gate
 
 
 def bags(**options: Any) -> nn.Module:

@@ -17,10 +17,7 @@ from tests.support.oracle import assert_close
 from tests.support.uses import IDS, D, Holder, attention_layer, exact, make_around, seeded_batch
 from tests.support.wrapping import WRAPPERS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*vmap cannot run this module"),
-    pytest.mark.without_gate,
-]
+pytestmark = pytest.mark.without_gate
 
 
 def without(layer: nn.Module, name: str = "weight") -> nn.Module:

@@ -95,7 +95,6 @@ def test_padded_batches_of_models_that_fold(kind: str, side: str) -> None:
     check_by_autograd(model, batch, loss, tolerance=1e-7)
 
 
-@pytest.mark.filterwarnings("error:.*vmap cannot run this module")
 @pytest.mark.parametrize("mode", MODES)
 def test_masks_of_frames(mode: str) -> None:
     """SpecAugment in wav2vec 2.0: NumPy draws frames by the length of each sound, an embedding is

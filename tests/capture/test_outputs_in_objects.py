@@ -17,10 +17,7 @@ from tests.support.autograd import mean_squares, truth_by_autograd
 from tests.support.uses import Batch, D, Data, measured, seeded_batch
 from tests.support.wrapping import MODES, WRAPPERS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*vmap cannot run this module"),
-    pytest.mark.without_gate,
-]
+pytestmark = pytest.mark.without_gate
 
 
 @dataclasses.dataclass(slots=True)

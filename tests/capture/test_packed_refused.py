@@ -156,12 +156,6 @@ def test_layers_that_are_refused(name: str) -> None:
         flash(*one_row())
 
 
-def test_the_generic_rule_is_refused() -> None:
-    flash = GradSampleModuleFlashClipping(Reader(), sample_of="document", force_functorch=True)
-    with pytest.raises(FlashClippingError, match="generic rule"):
-        flash(*one_row())
-
-
 def test_time_first_is_refused() -> None:
     flash = GradSampleModuleFlashClipping(Reader(), sample_of="document", batch_first=False)
     with pytest.raises(FlashClippingError, match="sample_of='document'.*batch"):

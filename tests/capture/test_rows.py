@@ -33,24 +33,10 @@ from tests.support.wrapping import MODES, WRAPPERS
 CHECKPOINTS = ["none", "reentrant", "non-reentrant"]
 
 
-class Bilinear(nn.Module):
-    """Served by the generic rule: it writes its parameter into a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        y[..., :] = self.weight
-        return x * y
-
-
 INNER = {
     "linear": lambda: nn.Linear(4, 4),
     "layer_norm": lambda: nn.LayerNorm(4),
     "bare": lambda: Gain(4),
-    "generic": Bilinear,
     "attention": lambda: SelfAttention(batch_first=True),
 }
 

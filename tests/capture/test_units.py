@@ -157,7 +157,7 @@ def test_checkpointing(reentrant: bool, mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear_3d", "conv1d", "embedding_padding"])
-def test_the_generic_rule(name: str) -> None:
+def test_functions_by_their_own_backwards(name: str) -> None:
     model, batch = make_case(CASES[name], torch.float64)
     check_units(model, batch, CASES[name].loss, force_functorch=True)
 

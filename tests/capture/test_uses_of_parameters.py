@@ -19,10 +19,7 @@ from tests.support.autograd import squares
 from tests.support.uses import D, Holder, Scaling, T, exact, make_around, seeded_batch
 from tests.support.wrapping import MODES, WRAPPERS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*vmap cannot run this module"),
-    pytest.mark.without_gate,
-]
+pytestmark = pytest.mark.without_gate
 
 
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))

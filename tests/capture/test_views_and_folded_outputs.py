@@ -47,7 +47,7 @@ def test_a_view_of_an_einsum_is_changed_in_place(mode: str) -> None:
 
 
 class Bias(nn.Module):
-    """Only the generic rule serves it; ``folded``: a row for every head of every sample."""
+    """``folded``: it returns a row for every head of every sample."""
 
     def __init__(self, folded: bool) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Attending(nn.Module):
         return self.last(y * scale.unsqueeze(-1))
 
 
-def test_rows_of_heads_that_the_generic_rule_returns() -> None:
+def test_rows_of_heads_that_a_module_returns() -> None:
     torch.manual_seed(0)
     model, batch = Attending(True).double(), float64s(B, T, D)
     truth = truth_by_autograd(copy.deepcopy(model), batch, squares)
@@ -113,7 +113,7 @@ class Streams(nn.Module):
 
 
 @pytest.mark.parametrize("streams", [2, 3])
-def test_the_generic_rule_gets_all_streams_of_a_sample(streams: int) -> None:
+def test_streams_of_a_sample_are_mixed(streams: int) -> None:
     torch.manual_seed(0)
     model, batch = Streams(streams).double(), float64s(5, D)
     check_by_autograd(model, batch, squares, force_functorch=True)

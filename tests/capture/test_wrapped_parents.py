@@ -38,7 +38,7 @@ class SpeltEmbedding(nn.Embedding):
             return F.embedding(ids, self.weight.double() * 0.5, self.padding_idx)
         if self.how == "normalized_rows":  # more than rows of the table
             return F.embedding(ids, F.normalize(self.weight, dim=1))
-        if self.how == "by_vmap":  # for the generic rule
+        if self.how == "by_vmap":
             return F.embedding(ids, torch.func.vmap(torch.tanh)(self.weight))
         return super().forward((ids + 2) % 11)
 

@@ -90,7 +90,7 @@ def test_refused_in_a_row_of_documents(name: str) -> None:
 
 
 def test_an_embedding_of_documents_in_one_row() -> None:
-    """Its output has an axis more than its ids. What needs the generic rule is refused by name."""
+    """Its output has an axis more than its ids. A transform of its weight is refused by name."""
 
     def run(how: str) -> None:
         model = Reader()
@@ -99,7 +99,7 @@ def test_an_embedding_of_documents_in_one_row() -> None:
 
     run("scaled")
     run("normalized_rows")
-    with pytest.raises(FlashClippingError, match=r"table \(SpeltEmbedding\).*generic rule"):
+    with pytest.raises(FlashClippingError, match=r"table \(SpeltEmbedding\).*once for each sample"):
         run("by_vmap")
 
 

@@ -17,7 +17,7 @@ from flash_clipping.diagnostics.other_batches import OtherBatches
 from flash_clipping.ops import linear
 from flash_clipping.ops.runtime import backend as backends
 from tests.support.diagnosed import of, statuses
-from tests.support.models import CASES, Branchy, Wrapped
+from tests.support.models import CASES
 
 
 class Linear(nn.Module):
@@ -157,12 +157,3 @@ def test_frozen_and_unused_parameters_are_listed_with_the_reason() -> None:
     assert "requires_grad is False" in of(report, "used.bias").reason
     assert "does not depend on it" in of(report, "spare.weight").reason
     assert "unused" in str(report) and "frozen" in str(report)
-
-
-def test_module_that_vmap_cannot_run_is_a_note(recwarn: pytest.WarningsRecorder) -> None:
-    model = Wrapped(nn.Linear(3, 3), Branchy(), nn.Linear(3, 2))
-    report = check(model, torch.randn(6, 3), dtype=torch.float64, force_functorch=True)
-    assert report.passed, str(report)
-    assert of(report, "layers.1.gain").rule == "generic, sample by sample"
-    assert any("layers.1 (Branchy)" in note for note in report.notes)
-    assert not any("Branchy" in str(warning.message) for warning in recwarn)

@@ -171,7 +171,7 @@ def test_a_scale_that_this_batch_does_not_need_is_caught() -> None:
 
 def test_a_mixing_layer_that_one_sample_at_a_time_changes_is_caught() -> None:
     class OwnBatchNorm(nn.Module):
-        """Under the generic rule it sees one sample, and so computes something else."""
+        """One sample alone is something else."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -34,7 +34,6 @@ from tests.support.faults import (
 LIBRARY = str(Path(flash_clipping.__file__).parent)
 
 
-@pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fault_at_an_operator(variant: str) -> None:
     options = VARIANTS[variant]
@@ -48,7 +47,6 @@ def test_fault_at_an_operator(variant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.filterwarnings("ignore:.*vmap cannot run this module")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fault_at_every_operator(variant: str) -> None:
     options = VARIANTS[variant]

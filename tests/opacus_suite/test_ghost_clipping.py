@@ -42,7 +42,7 @@ opacus_tests("grad_sample_module_test", GradSampleModule=GradSampleModuleFlashCl
 
 NO_FUNCTORCH = (
     "asserts Opacus' attribute ft_compute_sample_grad on a layer without a sampler; flash clipping "
-    "serves such a layer by its generic rule, which test_generic_rule asserts on the same layer"
+    "serves such a layer by its functions, which test_layer_without_a_rule asserts"
 )
 
 
@@ -65,7 +65,7 @@ class TestModule(Replaced, module_tests.GradSampleModuleFastGradientClippingTest
 
     test_standard_module_validation = not_applicable(NO_FUNCTORCH)
 
-    def test_generic_rule(self) -> None:
+    def test_layer_without_a_rule(self) -> None:
         class SimpleLinear(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()

@@ -95,15 +95,15 @@ class TestValidation(validation_tests.PrivacyEngineValidationTest):
     test_custom_linear_hooks = test_unsupported_hooks = test_extra_param_hooks_requires_grad = (
         not_applicable(
             "asserts Opacus' attribute ft_compute_sample_grad on a layer without a sampler; "
-            "test_served_by_the_generic_rule trains the same three modules"
+            "test_served_without_a_rule trains the same three modules"
         )
     )
     test_unsupported_ew = test_extra_param_ew = not_applicable(
         "asserts that expanded weights fail on this module; flash clipping supports it: "
-        "test_served_by_the_generic_rule trains it"
+        "test_served_without_a_rule trains it"
     )
 
-    def test_served_by_the_generic_rule(self) -> None:
+    def test_served_without_a_rule(self) -> None:
         for module, bare in (
             (validation_tests.CustomLinearModule(5, 8), True),
             (validation_tests.MatmulModule(5, 8), True),

@@ -19,8 +19,8 @@ from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.normalization import LayerNormRule
 from flash_clipping.rules.registry import GradRequest, Rule
 from tests.support.cases import bound_between, check_case, make_case, step_case
-from tests.support.models import CASES, Branchy, Case, Mixed, Tokens, Wrapped, floats, mixed_batch
-from tests.support.oracle import Truth, assert_close, per_sample_truth
+from tests.support.models import CASES, Case, Mixed, Tokens, mixed_batch
+from tests.support.oracle import assert_close, per_sample_truth
 
 pytestmark = pytest.mark.without_gate
 
@@ -154,71 +154,6 @@ def test_unfrozen_after_wrapping() -> None:
         truth = per_sample_truth(plain, batch, case.loss)
         step_case(module, case, batch, "mean")
         check_case(module, truth, 1.0, 1e-10)
-
-
-def test_module_that_vmap_cannot_run() -> None:
-    case = Case(lambda: Wrapped(nn.Linear(3, 3), Branchy(), nn.Linear(3, 2)), floats(6, 3))
-    model, batch = make_case(case, torch.float64)
-    # The oracle cannot vmap it either: one sample at a time, by plain autograd.
-    grads: dict[str, list[Tensor]] = {n: [] for n, _ in model.named_parameters()}
-    for b in range(6):
-        plain = copy.deepcopy(model)
-        case.loss(plain, (batch[0][b : b + 1],)).sum().backward()
-        for n, p in plain.named_parameters():
-            grads[n].append(p.grad)
-    stacked = {n: torch.stack(g) for n, g in grads.items()}
-    param_norms = {n: g.flatten(1).norm(dim=1) for n, g in stacked.items()}
-    truth = Truth(torch.stack(list(param_norms.values())).norm(dim=0), param_norms, stacked)
-    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.3, force_functorch=True)
-    with pytest.warns(UserWarning, match=r"layers\.1 \(Branchy\): torch.func.vmap cannot run"):
-        step_case(module, case, batch, "mean")
-    check_case(module, truth, 0.3, 1e-10)
-    module.zero_grad(set_to_none=True)
-    step_case(module, case, batch, "mean")
-    check_case(module, truth, 0.3, 1e-10)
-
-
-class FailsOnce(nn.Module):
-    """Fails the first time, in a way that has nothing to do with ``vmap``."""
-
-    def __init__(self, error: BaseException | str):
-        super().__init__()
-        self.weight, self.runs, self.error = nn.Parameter(torch.randn(2, 3)), 0, error
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        if self.runs == 1:
-            if isinstance(self.error, str):
-                torch.empty(1 << 62, dtype=torch.uint8)  # more than there is
-            else:
-                raise self.error
-        return x @ self.weight.T
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("the module's own"),
-        ValueError("the module's own"),
-        NotImplementedError("the module's own"),
-        TypeError("the module's own"),
-        torch.OutOfMemoryError("no memory on the device"),
-        "out of memory on the host",
-    ],
-    ids=lambda error: error if isinstance(error, str) else type(error).__name__,
-)
-@pytest.mark.filterwarnings("error")
-def test_only_failures_of_vmap_lead_to_the_loop(error: BaseException | str) -> None:
-    """Another error is the caller's to see, once, and leaves the way that is fast."""
-    model = FailsOnce(error)
-    module = GradSampleModuleFlashClipping(model, force_functorch=True)
-    x = torch.randn(5, 3)
-    kind = RuntimeError if isinstance(error, str) else type(error)
-    with pytest.raises(kind, match="own|memory"):
-        module(x)
-    assert model.runs == 1
-    module(x).square().sum(1).mean().backward()
-    assert model.runs == 2  # not once per sample
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])

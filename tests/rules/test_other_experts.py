@@ -183,7 +183,7 @@ def test_rows_in_another_order_than_the_routers_are_refused() -> None:
         mean_loss(flash, texts("JetMoeForCausalLM"))
 
 
-def test_an_activation_with_parameters_runs_by_the_generic_rule() -> None:
+def test_an_activation_with_parameters() -> None:
     model = small("Llama4ForCausalLM")
     for layer in model.model.layers:
         layer.feed_forward.experts.act_fn = nn.PReLU().double()

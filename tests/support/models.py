@@ -109,17 +109,6 @@ class Tokens(nn.Module):
         return self.head(x.mean(1))
 
 
-class Branchy(nn.Module):
-    """No vmap: control flow that depends on data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor([0.7, 1.3, 0.9]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain if x.sum() > 0 else x * self.gain.square()
-
-
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()

@@ -18,7 +18,7 @@ What is wired: ``nn.Linear`` and ``transformers``' ``Conv1D``, ``nn.Embedding``,
 ``nn.RMSNorm``, ``nn.GroupNorm``, ``nn.InstanceNorm1d/2d/3d`` and ``nn.Conv1d/2d/3d``, called with
 one tensor, once or several times in a region, where it was shown that they read samples;
 what is the same for all samples; and parameters that modules use themselves. Any other layer with
-trainable parameters (the generic rule, ``nn.EmbeddingBag``, ``nn.MultiheadAttention``, recurrent
+trainable parameters (``nn.EmbeddingBag``, ``nn.MultiheadAttention``, recurrent
 layers, rules of users) runs by itself, between two graphs; with ``fullgraph=True`` it is an error
 that names it.
 """

@@ -300,8 +300,8 @@ def why_without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
         return why
     kinds = {None if seen is None else seen.kind for seen in calls}
     if tap.rule is None:
-        if tap.generic:
-            return "it runs by the generic rule"
+        if tap.by_function or tap.loops:
+            return "its per-sample gradients are formed outside of compiled code"
         if tap.borrows:
             return "it uses parameters that another module owns"
         if tap.folded or tap.session.batch_axis:
@@ -313,7 +313,7 @@ def why_without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
         return UNPROVEN
     if tap.wiring is None:
         return f"its rule {type(tap.rule).__name__} cannot be traced"
-    if tap.generic or tap.computed:
+    if tap.computed:
         return "it computes with tensors that are not its own parameters"
     if not tap.wiring.serves(tap.layer):
         return "its settings are not supported there"

@@ -281,7 +281,7 @@ class Region:
                 id(names),
                 tap.path in proven,
                 tap.computed,
-                tap.generic,
+                tap.loops,
                 tap.wiring is not None and tap.wiring.serves(tap.layer),
             )
             for tap, (names, _) in zip(self.taps, trainables, strict=True)

@@ -275,7 +275,7 @@ def kind_of(tap: Any) -> Kind | None:
     if not tap.trainable()[1]:
         return None
     if tap.rule is None:
-        if tap.generic or tap.borrows or tap.folded or session.batch_axis:
+        if tap.by_function or tap.loops or tap.borrows or tap.folded or session.batch_axis:
             return None
         if tap.path in batch_axes.proven:
             return "own"
@@ -342,6 +342,6 @@ def _noted_call(
 def _serves_same_for_all(tap: Any) -> bool:
     """Whether a layer may read what is the same for all samples."""
     wiring = tap.wiring
-    if tap.generic or tap.computed or tap.folded or tap.session.batch_axis or wiring is None:
+    if tap.computed or tap.folded or tap.session.batch_axis or wiring is None:
         return False
     return wiring.any_axes and wiring.serves(tap.layer) and bool(tap.trainable()[1])

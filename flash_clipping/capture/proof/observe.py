@@ -59,7 +59,7 @@ def observe(
             and the same for all of them by turns.
     """
     batch_axes, corrected = subject.session.batch_axes, set[Read]()
-    by_generic_rule = {tap: tap.generic for tap in taps_of(subject.root)}
+    loops = {tap: tap.loops for tap in taps_of(subject.root)}
     while True:  # until no answer that was taken from sizes is wrong: each is corrected once
         try:
             whole, other = _look(subject, runs, seed)
@@ -77,8 +77,8 @@ def observe(
                 f"{to_freeze(path)}"
             )
         corrected |= wrong
-        for tap, generic in by_generic_rule.items():
-            tap.generic = generic  # what did not serve may have been given a wrong answer
+        for tap in loops:
+            tap.loops = loops[tap]  # what did not serve may have been given a wrong answer
         # Layers behind them have read something else.
         batch_axes.forget({*batch_axes.reads} - {path for path, *_ in corrected})
     if other is not None:

@@ -100,8 +100,6 @@ def _settle_findings(
     """Let a probe say where samples are in what these layers read, if the oracle confirms it; also
     where users have ``declared`` it.
 
-    Modules without a rule are tried by the generic rule where that is not so.
-
     Raises:
         FlashClippingError: it does not.
     """
@@ -113,11 +111,11 @@ def _settle_findings(
         return
     saved = _saved(session)
     taps = taps_of(subject.root)
-    unruled = [t for t in taps if t.path in paths and t.rule is None and not t.generic]
+    unruled = [t for t in taps if t.path in paths and t.rule is None and not t.loops]
     whys: dict[str, None] = {}
-    for generic in (False, True) if unruled else (False,):
+    for loops in (False, True) if unruled else (False,):
         for tap in unruled:
-            tap.generic = generic
+            tap.loops = loops
         try:
             probed = probe(subject)
             settle(subject.root, session, probed, paths)
@@ -138,7 +136,7 @@ def _settle_findings(
             pass
         _restore(session, saved)
     for tap in unruled:
-        tap.generic = False
+        tap.loops = False
     if not findings:
         return  # a declaration, which holds if it is not shown to be wrong
     # Without their lines to paste: the last line is the one that helps.
@@ -153,15 +151,15 @@ def _not_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) ->
         for path, module in subject.root.named_modules()
         if (tap := tap_of(module)) is not None
     }
-    # The generic rule serves what is below a module as well.
-    whole = tuple(f"{path}." for path, tap in places.values() if tap.generic and path)
+    # A module whose forward runs once for each sample serves what is below it as well.
+    whole = tuple(f"{path}." for path, tap in places.values() if tap.loops and path)
     lost: dict[str, None] = {}
     for finding in findings:
         name, call, _ = finding.read
         path, tap = places.get(name, ("", None))
         if path.startswith(whole):
             continue
-        is_layer = tap is not None and (tap.rule is not None or tap.generic)
+        is_layer = tap is not None and (tap.rule is not None or tap.loops)
         is_called = is_layer and not subject.session.batch_axes.is_constant(name)
         is_shown = ((path, call) if is_called else finding.read) in probed.reached
         if not is_shown and name not in subject.session.unreached:
@@ -184,7 +182,7 @@ def settle(
         name = tap.path
         if name not in paths or batch_axes.is_constant(name):
             continue
-        if tap.rule is None and not tap.generic:
+        if tap.rule is None and not tap.loops:
             continue  # operations tell of it
         batch_axes.forget([name])
         batch_axes.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]

@@ -94,11 +94,6 @@ class Reads(dict[Read, Note]):
         found = x.shape[axis] if rows is None else rows
         self[read] = Note(found, answer, sure, beside, folded, is_low(x), digest)
 
-    def forget(self, path: str) -> None:
-        """This layer starts again."""
-        for read in [read for read in self if read[0] == path]:
-            del self[read]
-
 
 # -- digests of rows -------------------------------------------------------------------------------
 

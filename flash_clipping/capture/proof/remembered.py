@@ -64,7 +64,7 @@ class _Pickler(pickle.Pickler):
             values = value.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
             return type(value), value.dtype, value.device, value.shape, values
         if isinstance(value, Tap):
-            kind = type(value), type(value.rule), value.generic, value.borrows
+            kind = type(value), type(value.rule), (value.by_function, value.loops), value.borrows
             return *kind, value.instance_forward
         if isinstance(value, RemovableHandle) or type(value).__module__.startswith(_OURS):
             return type(value), getattr(value, "original", None)

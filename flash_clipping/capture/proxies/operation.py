@@ -148,7 +148,9 @@ def gradients(
         G: the output gradient.
     """
     factors: Iterable[tuple[nn.Parameter, PerSampleGrad]]
-    if (rows := _table_factor(operation, plain, G)) is not None:
+    if operation.tap.by_function:
+        factors = _per_sample_factors(operation, plain, G)
+    elif (rows := _table_factor(operation, plain, G)) is not None:
         factors = [rows]
     elif (found := _factored(operation, plain, values, needs, G)) is not None:
         return found

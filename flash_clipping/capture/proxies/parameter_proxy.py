@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import make_subclass, plain_functions, pytree, saved_tensors_hooks_now
 from flash_clipping.capture.factor_source import FactorSource
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.factors import (
     ConvolutionGrad,
     DenseGrad,
@@ -221,7 +221,7 @@ _STANDS_IN = "_flash_clipping_stands_in"
 
 
 class UnsupportedUse(FlashClippingError):
-    """A use of a bare parameter that only the generic rule can serve."""
+    """A use of a bare parameter that gives no per-sample gradient."""
 
     def __init__(self, tap: FactorSource, found: str):
         self.tap, self.found = tap, found
@@ -229,9 +229,8 @@ class UnsupportedUse(FlashClippingError):
             f"{tap.path}: a parameter of this module is used in a way that gives no per-sample "
             f"gradient: {found}. Freeze the module's own parameters (requires_grad_(False)) and "
             "train adapters (LoRA on the model's linear layers) instead; or use the parameter in "
-            "ordinary operations of the module's own forward; or wrap the model with "
-            "force_functorch=True, which runs every module under torch.func.vmap and is slow; or "
-            f"write a rule for the module (flash_clipping.register_rule).{to_freeze(tap.path)}"
+            "ordinary operations of the module's own forward; or write a rule for the module "
+            f"(flash_clipping.register_rule).{ONE_BY_ONE}"
         )
 
 

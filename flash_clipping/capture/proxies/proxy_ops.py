@@ -301,7 +301,7 @@ def note_served(func: Callable[..., Any], bare: ParameterProxy, x: Tensor) -> No
     short one."""
     tap = bare.tap
     entered = tap.entered in (None, circumstances()) and torch.is_grad_enabled()
-    if entered and not in_backward():
+    if entered and not in_backward() and not tap.by_function:
         tap.served[func] = tap.session.epoch, x.dtype, x.dim()
 
 

@@ -1,24 +1,18 @@
-"""The generic rule: paddings that are not trained, and objects that it does not open."""
+"""``force_functorch``: each function goes backward by itself, and paddings are not trained."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError
 from tests.support.autograd import squares, truth_by_autograd
-from tests.support.uses import IDS, D, Data, Holder, make_around, measured, seeded_batch
-from tests.support.wrapping import WRAPPERS
+from tests.support.uses import IDS, D, Holder, make_around, measured, seeded_batch
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*vmap cannot run this module"),
-    pytest.mark.without_gate,
-]
+pytestmark = pytest.mark.without_gate
 
 
 class Scaled(nn.Embedding):
@@ -60,27 +54,3 @@ def test_padding_is_not_trained(name: str, force: bool) -> None:
         "wrapped",
         force_functorch=force,
     )
-
-
-def test_objects_are_refused_by_the_generic_rule() -> None:
-    """One sample would get, or give, the tensors of all."""
-    returning = make_around(lambda: Holder(lambda m, x: m.inner(x).a, inner=Returning()))
-    with pytest.raises(FlashClippingError, match=r"inner \(Returning\): .*returns a Data"):
-        WRAPPERS["wrapped"](returning, force_functorch=True)(*seeded_batch())
-    taking = make_around(lambda: Holder(lambda m, x: m.inner(Data(x), x), inner=Taking()))
-    with pytest.raises(FlashClippingError, match=r"inner \(Taking\): .*called with a Data"):
-        WRAPPERS["wrapped"](taking, force_functorch=True)(*seeded_batch())
-
-
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(D))
-
-    def forward(self, x: Tensor) -> Data:
-        return Data(x * self.gain)
-
-
-class Taking(Returning):
-    def forward(self, data: Data, x: Tensor) -> Any:  # type: ignore[override]
-        return x * self.gain + data.a
