@@ -39,9 +39,9 @@ class ConvolutionGrad(MeasuredOnce):
         x: Tensor,
         G: Tensor,
         weight: Tensor,
-        stride: tuple[int, ...],
+        stride: Sequence[int],
         padding: Sequence[int],
-        dilation: tuple[int, ...],
+        dilation: Sequence[int],
         groups: int,
     ):
         # x is [B, C, *spatial], padding is zeros on both sides; weight gives shape only.

@@ -183,8 +183,9 @@ class GroupedFactors:
             add(keys, [*map(ready.pop, keys)])
         if self.stored:
             self._add_stored(coef, add, part)
-        for key in _among(self.others, part):
-            add([key], [self.others.pop(key).clipped_sum(coef[key], self.backend)])
+        if self.others:
+            for key in _among(self.others, part):
+                add([key], [self.others.pop(key).clipped_sum(coef[key], self.backend)])
 
     def _add_stored(self, coef: Coefficients, add: Add, part: tuple[int, ...] | None) -> None:
         """Stored gradients, several at a time."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,38 @@ from flash_clipping.rules.registry import (
     register_rule,
     weight_and_bias,
 )
+
+#: Stride, padding, dilation and groups of a convolution.
+Kernel: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], int]
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
+    stride, padding, dilation, groups = kernel
+    none = [0] * len(stride)
+    return torch.convolution(x, weight, bias, stride, padding, dilation, False, none, groups)
+
+
+def convolution_input_grad(G: Tensor, x: Tensor, weight: Tensor, kernel: Kernel) -> Tensor:
+    stride, padding, dilation, groups = kernel
+    found: Tensor = torch.ops.aten.convolution_backward(
+        *(G, x, weight, None, stride, padding, dilation),
+        *(False, [0] * len(stride), groups, [True, False, False]),
+    )[0]
+    return found
+
+
+def convolution_backward(
+    x: Tensor, weight: Tensor, G: Tensor, needs: GradRequest, kernel: Kernel
+) -> Grads:
+    """The gradient of the input as the kernel reads it, and factors of ``weight`` and ``bias``."""
+    grad_input = convolution_input_grad(G, x, weight, kernel) if needs.input else None
+    stride, padding, dilation, groups = kernel
+    factors: dict[str, PerSampleGrad] = {}
+    if "weight" in needs.params:
+        factors["weight"] = ConvolutionGrad(x, G, weight, stride, padding, dilation, groups)
+    if "bias" in needs.params:
+        factors["bias"] = DenseGrad(SumGrad(G.flatten(2).mT).dense())
+    return grad_input, factors
 
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -39,31 +72,15 @@ class ConvolutionRule(Rule):
         if is_autocasting():
             x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
             assert weight is not None
-        read, padding = padded(layer, x)
-        none = [0] * len(padding)
-        output = torch.convolution(
-            read, weight, bias, layer.stride, padding, layer.dilation, False, none, layer.groups
-        )
-        return output, (x, weight)
+        read, kernel = padded(layer, x)
+        return convolution(read, weight, bias, kernel), (x, weight)
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, weight = saved
-        read, padding = padded(layer, x)
-        grad_input = None
-        if needs.input:
-            grad_input = torch.ops.aten.convolution_backward(
-                *(grad_output, read, weight, None, layer.stride, padding, layer.dilation),
-                *(False, [0] * len(padding), layer.groups, [True, False, False]),
-            )[0]
-            if read is not x:
-                grad_input = _padding_backward(layer, x, grad_input)
-        factors: dict[str, PerSampleGrad] = {}
-        if "weight" in needs.params:
-            factors["weight"] = ConvolutionGrad(
-                read, grad_output, weight, layer.stride, padding, layer.dilation, layer.groups
-            )
-        if "bias" in needs.params:
-            factors["bias"] = DenseGrad(SumGrad(grad_output.flatten(2).mT).dense())
+        read, kernel = padded(layer, x)
+        grad_input, factors = convolution_backward(read, weight, grad_output, needs, kernel)
+        if needs.input and read is not x:
+            grad_input = _padding_backward(layer, x, grad_input)
         return grad_input, factors
 
 
@@ -82,15 +99,15 @@ def kernel_padding(layer: Any) -> list[int]:
     return [0] * len(layer.stride)
 
 
-def padded(layer: Any, x: Tensor) -> tuple[Tensor, list[int]]:
-    """The layer's input as the kernel reads it, and what the kernel itself adds."""
+def padded(layer: Any, x: Tensor) -> tuple[Tensor, Kernel]:
+    """The layer's input as the kernel reads it, and the kernel's settings."""
     padding = layer.padding
     if padding.__class__ is tuple and layer.padding_mode == "zeros":
-        return x, [*padding]  # the usual case
+        return x, (layer.stride, padding, layer.dilation, layer.groups)  # the usual case
     if sides := own_padding(layer):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x = F.pad(x, sides, mode=mode)
-    return x, kernel_padding(layer)
+    return x, (layer.stride, kernel_padding(layer), layer.dilation, layer.groups)
 
 
 def _padding_backward(layer: Any, x: Tensor, grad_padded: Tensor) -> Tensor:

@@ -19,6 +19,12 @@ from flash_clipping.rules.registry import (
 )
 
 
+def embedding_factor(ids: Tensor, G: Tensor, rows: int, padding_idx: int | None) -> EmbeddingGrad:
+    """The factor of a table with so many rows: row ``ids[b, t]`` receives ``G[b, t]``."""
+    ids_BT = ids.reshape(ids.shape[0], ids.shape[1:].numel())
+    return EmbeddingGrad(ids_BT, as_BTd(G), rows, padding_idx)
+
+
 @register_rule(nn.Embedding)
 class EmbeddingRule(Rule):
     """``padding_idx`` receives no gradient; ``sparse=True`` still gives a dense ``p.grad``.
@@ -43,9 +49,8 @@ class EmbeddingRule(Rule):
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         (ids,) = saved
-        ids_BT = ids.reshape(ids.shape[0], ids.shape[1:].numel())
-        lookup = EmbeddingGrad(ids_BT, as_BTd(grad_output), layer.num_embeddings, layer.padding_idx)
-        return None, {"weight": lookup}
+        rows, padding_idx = layer.num_embeddings, layer.padding_idx
+        return None, {"weight": embedding_factor(ids, grad_output, rows, padding_idx)}
 
 
 @register_rule(nn.EmbeddingBag)

@@ -38,11 +38,32 @@ def has_quantized_weight(layer: nn.Module) -> bool:
     return not _QUANTIZED.isdisjoint(kinds_of(layer, layer._parameters.get("weight")))
 
 
+def linear_input_grad(G: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+    """The gradient of ``A`` in ``Y = A W^T + b``; ``transposed``: in ``Y = A W + b``."""
+    return G @ (weight.mT if transposed else weight)
+
+
+def linear_backward(
+    x: Tensor, weight: Tensor, G: Tensor, needs: GradRequest, transposed: bool = False
+) -> Grads:
+    """The gradient of ``A``, and factors of ``weight`` and ``bias``: ``g_b = G_b^T A_b``.
+
+    Any number of axes between the batch and the features counts as positions.
+    """
+    grad_input = linear_input_grad(G, weight, transposed) if needs.input else None
+    if "weight" not in needs.params:
+        return grad_input, {"bias": DenseGrad(SumGrad(as_BTd(G)).dense())}
+    A_BTd, G_BTp = as_BTd(x), on_16_bytes(G)
+    outer = LinearGrad(G_BTp, A_BTd) if transposed else LinearGrad(A_BTd, G_BTp)
+    if "bias" not in needs.params:
+        return grad_input, {"weight": outer}
+    # The bias is added up later, as the weight's factor holds G anyway.
+    return grad_input, {"weight": outer, "bias": SumGrad(G_BTp)}
+
+
 @register_rule(nn.Linear)
 class LinearRule(Rule):
-    """Any number of axes between the batch and the features counts as positions."""
-
-    #: Whether the weight is ``d x p``: ``Y = A W + b`` and ``g_b = A_b^T G_b``.
+    #: Whether the weight is ``d x p``.
     transposed = False
 
     def fits(self, layer: Any) -> bool:
@@ -60,17 +81,7 @@ class LinearRule(Rule):
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, weight = saved
-        grad_input, wanted = None, needs.params
-        if needs.input:
-            grad_input = grad_output @ (weight.mT if self.transposed else weight)
-        if "weight" not in wanted:
-            return grad_input, {"bias": DenseGrad(SumGrad(as_BTd(grad_output)).dense())}
-        A_BTd, G_BTp = as_BTd(x), on_16_bytes(grad_output)
-        outer = LinearGrad(G_BTp, A_BTd) if self.transposed else LinearGrad(A_BTd, G_BTp)
-        if "bias" not in wanted:
-            return grad_input, {"weight": outer}
-        # The bias is added up later, as the weight's factor holds G anyway.
-        return grad_input, {"weight": outer, "bias": SumGrad(G_BTp)}
+        return linear_backward(x, weight, grad_output, needs, self.transposed)
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,58 +43,77 @@ def normalization_input(x: Tensor) -> Tensor:
     return x
 
 
+def row_norm_backward(
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    shape: Sequence[int],
+    G: Tensor,
+    needs: GradRequest,
+) -> Grads:
+    """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient.
+
+    Args:
+        mean: along the last axes, ``None`` where none was subtracted; ``rstd``: the reciprocal
+            deviation there.
+        weight: what the result is multiplied with.
+        shape: of the axes that are normalized.
+    """
+    x_flat, G_flat, of_several = x, G, None
+    if (axes := len(shape)) > 1:  # the usual case needs no reshaping
+        of_several = tuple(shape)
+        x_flat, G_flat, rstd = (t.flatten(-axes) for t in (x, G, rstd))
+        mean = None if mean is None else mean.flatten(-axes)
+        weight = None if weight is None else weight.flatten()
+    factors: dict[str, PerSampleGrad] = {}
+    if mean is not None and 0 < x.numel() <= BOUND_BY_LAUNCHES:
+        # PyTorch's own kernel for the input gradient, and vectors in one launch with those of
+        # other layers: a launch through Triton takes the host several times as long as
+        # PyTorch's own, and a small layer takes the device less than either.
+        grad_input = None
+        if needs.input:
+            # The kernel of a CPU takes the dtypes of forward, that of a GPU one for both.
+            scale = weight.to(x.dtype) if weight is not None and x.is_cuda else weight
+            operands = G_flat, x_flat, x_flat.shape[-1:], mean, rstd, scale, None
+            grad_input = _layer_norm_backward(*operands, [True, False, False])[0]
+        G_BTd = as_BTd(G_flat)
+        if "weight" in needs.params:
+            x_hat = Normalized(as_BTd(x_flat), mean, rstd)
+            factors["weight"] = SumGrad(G_BTd, of_several, x_hat)
+        if "bias" in needs.params:
+            factors["bias"] = SumGrad(G_BTd, of_several)
+    else:
+        grad_input, weight_BnD, bias_BnD = norm_backward(
+            x_flat,
+            G_flat,
+            mean,
+            rstd,
+            weight,
+            input_grad=needs.input,
+            weight_grad="weight" in needs.params,
+            bias_grad="bias" in needs.params,
+            parts_kept=PARTS_KEPT,
+            backend=needs.backend,
+        )
+        # To be added up with those of other layers.
+        if weight_BnD is not None:
+            factors["weight"] = SumGrad(weight_BnD, of_several)
+        if bias_BnD is not None:
+            factors["bias"] = SumGrad(bias_BnD, of_several)
+    if grad_input is not None and grad_input.shape != x.shape:
+        grad_input = grad_input.view_as(x)
+    return grad_input, factors
+
+
 class _RowNormRule(Rule):
     """A layer that normalizes along its last axes. It saves its input, the means (``None`` where
     none were subtracted), the reciprocal deviations, and what the result is multiplied with."""
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
-        """Input gradient and per-sample vectors in one pass over ``x`` and the output gradient."""
         x, mean, rstd, weight = saved
         shape = layer.normalized_shape if weight is None else weight.shape
-        x_flat, G_flat, of_several = x, grad_output, None
-        if (axes := len(shape)) > 1:  # the usual case needs no reshaping
-            of_several = tuple(shape)
-            x_flat, G_flat, rstd = (t.flatten(-axes) for t in (x, grad_output, rstd))
-            mean = None if mean is None else mean.flatten(-axes)
-            weight = None if weight is None else weight.flatten()
-        factors: dict[str, PerSampleGrad] = {}
-        if mean is not None and 0 < x.numel() <= BOUND_BY_LAUNCHES:
-            # PyTorch's own kernel for the input gradient, and vectors in one launch with those of
-            # other layers: a launch through Triton takes the host several times as long as
-            # PyTorch's own, and a small layer takes the device less than either.
-            grad_input = None
-            if needs.input:
-                # The kernel of a CPU takes the dtypes of forward, that of a GPU one for both.
-                scale = weight.to(x.dtype) if weight is not None and x.is_cuda else weight
-                operands = G_flat, x_flat, x_flat.shape[-1:], mean, rstd, scale, None
-                grad_input = _layer_norm_backward(*operands, [True, False, False])[0]
-            G_BTd = as_BTd(G_flat)
-            if "weight" in needs.params:
-                x_hat = Normalized(as_BTd(x_flat), mean, rstd)
-                factors["weight"] = SumGrad(G_BTd, of_several, x_hat)
-            if "bias" in needs.params:
-                factors["bias"] = SumGrad(G_BTd, of_several)
-        else:
-            grad_input, weight_BnD, bias_BnD = norm_backward(
-                x_flat,
-                G_flat,
-                mean,
-                rstd,
-                weight,
-                input_grad=needs.input,
-                weight_grad="weight" in needs.params,
-                bias_grad="bias" in needs.params,
-                parts_kept=PARTS_KEPT,
-                backend=needs.backend,
-            )
-            # To be added up with those of other layers.
-            if weight_BnD is not None:
-                factors["weight"] = SumGrad(weight_BnD, of_several)
-            if bias_BnD is not None:
-                factors["bias"] = SumGrad(bias_BnD, of_several)
-        if grad_input is not None and grad_input.shape != x.shape:
-            grad_input = grad_input.view_as(x)
-        return grad_input, factors
+        return row_norm_backward(x, mean, rstd, weight, shape, grad_output, needs)
 
 
 @register_rule(nn.LayerNorm)

@@ -21,9 +21,21 @@ from flash_clipping.factors import (
     SumGrad,
     accumulation_dtype,
 )
-from flash_clipping.rules.convolution import ConvolutionRule, kernel_padding, own_padding, padded
+from flash_clipping.rules.convolution import (
+    ConvolutionRule,
+    Kernel,
+    convolution,
+    convolution_input_grad,
+    kernel_padding,
+    own_padding,
+    padded,
+)
 from flash_clipping.rules.embedding import EmbeddingRule
-from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
+from flash_clipping.rules.linear import (
+    LinearRule,
+    TransposedLinearRule,
+    linear_input_grad,
+)
 from flash_clipping.rules.normalization import (
     DEFAULT_EPS,
     FoundRMSNormRule,
@@ -34,7 +46,7 @@ from flash_clipping.rules.normalization import (
     ShiftedRMSNormRule,
     normalization_input,
 )
-from flash_clipping.rules.registry import GradRequest, Rule, autocast_operands
+from flash_clipping.rules.registry import GradRequest, Rule, as_BTd, autocast_operands
 
 #: Shape and dtype of a wire.
 Meta: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -133,7 +145,7 @@ class PerSampleParameters(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """``y = x Wᵀ + b``, or a convolution with these settings; wires get ``x``, ``G`` and the sum of
+    """``y = x Wᵀ + b``, or a convolution with this kernel; wires get ``x``, ``G`` and the sum of
     ``G`` over positions."""
 
     @staticmethod
@@ -142,32 +154,27 @@ class _Product(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        settings: tuple[Any, ...] | None,
+        kernel: Kernel | None,
         of_x: Tensor | None,
         of_G: Tensor | None,
         of_bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.settings, ctx.wired = settings, (of_x is not None, of_bias is not None)
-        if settings is None:
-            y = F.linear(x, weight, bias)
-        else:
-            y = torch.convolution(x, weight, bias, *settings)
+        ctx.kernel, ctx.wired = kernel, (of_x is not None, of_bias is not None)
+        y = F.linear(x, weight, bias) if kernel is None else convolution(x, weight, bias, kernel)
         return y.detach()  # no view, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         product, vector = ctx.wired
-        if ctx.settings is None:
+        if ctx.kernel is None:
             # Keys get theirs transposed. One copy in the graph, which the product needs as well, is
             # in place of one for every kernel that reads it.
             G = G.contiguous()
-            dx, rows = G @ weight, G.flatten(1, -2) if G.dim() > 2 else G.unsqueeze(1)
+            dx, rows = linear_input_grad(G, weight), as_BTd(G)
         else:
-            given = None, *ctx.settings, [True, False, False]
-            dx = torch.ops.aten.convolution_backward(G, x, weight, *given)[0]
-            rows = G.flatten(2).mT
+            dx, rows = convolution_input_grad(G, x, weight, ctx.kernel), G.flatten(2).mT
         return (
             dx,
             None,
@@ -219,10 +226,8 @@ class ConvolutionWiring(Wiring):
 
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
         x, weight, bias = _operands_of(x, layer)
-        stride, none = list(layer.stride), [0] * len(layer.stride)
-        kernel = stride, kernel_padding(layer), list(layer.dilation)
-        settings = (*kernel, False, none, layer.groups)
-        return _Product.apply(padded(layer, x)[0], weight, bias, settings, *wires)
+        read, kernel = padded(layer, x)
+        return _Product.apply(read, weight, bias, kernel, *wires)
 
     def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         x, G, vector_Bp = grads

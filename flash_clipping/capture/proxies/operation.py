@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -36,11 +35,11 @@ from flash_clipping.capture.row_layouts import TOGETHER, Layout
 from flash_clipping.errors import NotServed
 from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.finish.backward_pass import Readers
-from flash_clipping.rules.convolution import ConvolutionRule
-from flash_clipping.rules.embedding import EmbeddingRule
-from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
-from flash_clipping.rules.normalization import DEFAULT_EPS, LayerNormRule, RMSNormRule
-from flash_clipping.rules.registry import GradRequest, Rule
+from flash_clipping.rules.convolution import convolution_backward
+from flash_clipping.rules.embedding import embedding_factor
+from flash_clipping.rules.linear import linear_backward
+from flash_clipping.rules.normalization import DEFAULT_EPS, row_norm_backward
+from flash_clipping.rules.registry import GradRequest, Grads
 
 ADDITION = {"add", "add_"}
 MULTIPLICATION = {"mul", "multiply"}
@@ -420,7 +419,7 @@ def _by_rule(
     G: Tensor,
 ) -> Gradients | None:
     """What the rule of a layer that computes the same has of its weight and bias."""
-    rule, formula, takes = _FORMULAS[operation.name]
+    formula, takes = _FORMULAS[operation.name]
     args, kwargs = unflattened(operation.leaves, operation.spec)
     if len(args) > len(takes) or not kwargs.keys() <= takes.keys():
         return None
@@ -432,13 +431,12 @@ def _by_rule(
         else next(stand_ins if isinstance(leaf, ParameterProxy) else tensors)
         for name, leaf in leaves.items()
     }
-    made = formula(G, **given) if given["input"] is samples else None
-    if made is None:
-        return None
-    layer, saved = made
     trained = [takes[name] for name, leaf in leaves.items() if isinstance(leaf, ParameterProxy)]
     needs = GradRequest((is_wanted,), frozenset(trained), operation.tap.session.backend)
-    grad_input, by_name = rule.backward(layer, saved, G, needs)
+    made = formula(G, needs, **given) if given["input"] is samples else None
+    if made is None:
+        return None
+    grad_input, by_name = made
     factors: Factors = []
     stood_in = zip(trained, operation.bares, operation.origins, values, strict=True)
     for name, bare, origin, value in stood_in:
@@ -456,26 +454,27 @@ def _by_rule(
     return grad_input, factors
 
 
-# -- formulas: of a call, the layer as far as its rule asks, and what its forward would have saved -
+# -- formulas: what rules have of a call with these arguments, or None -----------------------------
 
 
-#: ``None`` where a call has none.
-Made: TypeAlias = tuple[Any, tuple[Any, ...]] | None
-
-
-def _linear(G: Tensor, input: Tensor, weight: Tensor, bias: Any = None) -> Made:
+def _linear(
+    G: Tensor, needs: GradRequest, input: Tensor, weight: Tensor, bias: Any = None
+) -> Grads | None:
     if weight.dim() != 2 or input.dim() < 2:
         return None
     # Under autocast, the operands that were multiplied.
-    return None, (input.to(G.dtype), weight.to(G.dtype))
+    return linear_backward(input.to(G.dtype), weight.to(G.dtype), G, needs)
 
 
-def _matmul(G: Tensor, input: Tensor, other: Tensor) -> Made:
-    return _linear(G, input, other)
+def _matmul(G: Tensor, needs: GradRequest, input: Tensor, other: Tensor) -> Grads | None:
+    if other.dim() != 2 or input.dim() < 2:
+        return None
+    return linear_backward(input.to(G.dtype), other.to(G.dtype), G, needs, transposed=True)
 
 
 def _embedding(
     G: Tensor,
+    needs: GradRequest,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -483,39 +482,41 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Made:
+) -> Grads | None:
     if max_norm is not None or scale_grad_by_freq:
         return None
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(weight)
-    return SimpleNamespace(num_embeddings=len(weight), padding_idx=padding_idx), (input,)
+    return None, {"weight": embedding_factor(input, G, len(weight), padding_idx)}
 
 
 def _layer_norm(
     G: Tensor,
+    needs: GradRequest,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Made:
+) -> Grads | None:
     axes = list(range(-len(normalized_shape), 0))
     if input.dim() <= len(axes) or input.shape != G.shape:
         return None
     x, wide = input.to(G.dtype), accumulation_dtype(G.dtype)
     variance, mean = torch.var_mean(x.to(wide), axes, correction=0, keepdim=True)
-    layer = SimpleNamespace(normalized_shape=tuple(normalized_shape))
-    return layer, (x, mean, (variance + eps).rsqrt(), weight)
+    rstd = (variance + eps).rsqrt()
+    return row_norm_backward(x, mean, rstd, weight, normalized_shape, G, needs)
 
 
 def _rms_norm(
     G: Tensor,
+    needs: GradRequest,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Any = None,
     eps: float | None = None,
-) -> Made:
+) -> Grads | None:
     axes = list(range(-len(normalized_shape), 0))
     if input.dim() <= len(axes) or input.shape != G.shape:
         return None
@@ -524,11 +525,12 @@ def _rms_norm(
     x, wide = input.to(G.dtype), accumulation_dtype(G.dtype)
     mean_square = x.to(wide).square().mean(axes, keepdim=True)
     rstd = (mean_square + (DEFAULT_EPS[G.dtype] if eps is None else eps)).rsqrt()
-    return SimpleNamespace(normalized_shape=tuple(normalized_shape)), (x, None, rstd, weight)
+    return row_norm_backward(x, None, rstd, weight, normalized_shape, G, needs)
 
 
 def _convolution(
     G: Tensor,
+    needs: GradRequest,
     input: Tensor,
     weight: Tensor,
     bias: Any = None,
@@ -536,7 +538,7 @@ def _convolution(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Made:
+) -> Grads | None:
     axes = weight.dim() - 2
     if input.dim() != axes + 2 or isinstance(padding, str):
         return None
@@ -546,28 +548,21 @@ def _convolution(
         numbers = (value,) if isinstance(value, int) else tuple(value)
         return numbers * axes if len(numbers) == 1 else numbers
 
-    layer = SimpleNamespace(
-        stride=each(stride),
-        padding=each(padding),
-        dilation=each(dilation),
-        groups=groups,
-        padding_mode="zeros",
-    )
-    return layer, (input.to(G.dtype), weight.to(G.dtype))
+    kernel = each(stride), each(padding), each(dilation), groups
+    return convolution_backward(input.to(G.dtype), weight.to(G.dtype), G, needs, kernel)
 
 
-def _formula(rule: Rule, formula: Callable[..., Made]) -> tuple[Rule, Callable[..., Made], Any]:
-    """With the names of what it takes: the layer's name for each."""
-    names = [*inspect.signature(formula).parameters][1:]
-    return rule, formula, {name: "weight" if name == "other" else name for name in names}
+def _formula(formula: Callable[..., Grads | None]) -> tuple[Callable[..., Grads | None], Any]:
+    """With the names of what it takes: the rules' name for each."""
+    names = [*inspect.signature(formula).parameters][2:]
+    return formula, {name: "weight" if name == "other" else name for name in names}
 
 
-_CONVOLUTION = _formula(ConvolutionRule(), _convolution)
 _FORMULAS = {
-    "linear": _formula(LinearRule(), _linear),
-    "matmul": _formula(TransposedLinearRule(), _matmul),
-    "embedding": _formula(EmbeddingRule(), _embedding),
-    "layer_norm": _formula(LayerNormRule(), _layer_norm),
-    "rms_norm": _formula(RMSNormRule(), _rms_norm),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _CONVOLUTION),
+    "linear": _formula(_linear),
+    "matmul": _formula(_matmul),
+    "embedding": _formula(_embedding),
+    "layer_norm": _formula(_layer_norm),
+    "rms_norm": _formula(_rms_norm),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _formula(_convolution)),
 }

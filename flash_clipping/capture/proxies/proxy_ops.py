@@ -36,11 +36,11 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 )
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad, merge
+from flash_clipping.factors import DenseGrad, PerSampleGrad, merge
 from flash_clipping.finish.backward_pass import Readers
 from flash_clipping.ops.runtime.backend import is_autocasting
-from flash_clipping.ops.runtime.tables import on_16_bytes
-from flash_clipping.rules.registry import as_BTd, own
+from flash_clipping.rules.linear import linear_backward
+from flash_clipping.rules.registry import GradRequest, own
 
 #: In the place of the ordinary tensors of an operation.
 _TENSOR = torch.empty(0)
@@ -379,6 +379,9 @@ SHORT_WAYS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]
 }
 
 
+_WEIGHT = frozenset(("weight",))
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tap: FactorSource, call: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
@@ -390,8 +393,9 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         refuse_second(ctx.tap)
-        factor = LinearGrad(as_BTd(x), on_16_bytes(as_BTd(G)))
-        grad = G @ weight if ctx.needs_input_grad[2] else None
+        needs = GradRequest((ctx.needs_input_grad[2],), _WEIGHT, ctx.tap.session.backend)
+        grad, factors = linear_backward(x, weight, G, needs)
+        factor = factors["weight"]
         if ctx.tap.session.enabled:
             ctx.tap.record([ctx.weight], [factor], False, samples=ctx.samples)
             return None, None, grad, None
