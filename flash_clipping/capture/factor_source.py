@@ -74,7 +74,7 @@ class FactorSource:
         self.session = session
         self.owners = owners
         if folded:
-            session.folded.add(path)
+            session.known.folded.add(path)
         #: Whether what its parameters meet is the same for all samples.
         self.reads_constants = False
         #: Whether per-sample gradients are formed by functions' own backwards, and by no formula.
@@ -88,7 +88,7 @@ class FactorSource:
     @property
     def folded(self) -> bool:
         """Whether its rows are parts of samples: it was declared, or a probe has shown it."""
-        return self.path in self.session.folded
+        return self.path in self.session.known.folded
 
     @property
     def folds(self) -> bool:
@@ -166,7 +166,7 @@ class FactorSource:
                 samples = self.session.samples()
             has_parts = any(f.batch_size != samples for f in factors)
             factors = [f if f.batch_size == samples else self._fold(f, samples) for f in factors]
-            if self.path in self.session.unreached:
+            if self.path in self.session.known.unreached:
                 self._check_unreached(factors, has_parts)
         backward_pass.record(self.path, params, factors, readers)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,48 +29,6 @@ def in_backward() -> bool:
 
 class Doubted(Exception):
     """A layer does not run where something is taken for samples by its size: look again."""
-
-
-class BatchAxes:
-    """What was shown: which reads of tapped layers are samples.
-
-    Attributes:
-        proven: layers all of whose reads are samples.
-        constants: layers that read what is the same for all samples, and whose outputs meet samples
-            only.
-        reads: for the others, read by read, in every call of the layer.
-    """
-
-    def __init__(self) -> None:
-        self.proven: set[str] = set()
-        self.constants: set[str] = set()
-        self.reads: dict[str, list[list[bool]]] = {}
-
-    def forget(self, paths: Iterable[str]) -> None:
-        """Drop what was shown of these layers."""
-        for path in paths:
-            self.proven.discard(path)
-            self.constants.discard(path)
-            self.reads.pop(path, None)
-
-    def is_constant(self, path: str) -> bool:
-        """Whether a layer was called with what is the same for all samples, in all of its calls."""
-        calls = self.reads.get(path, ())
-        return bool(calls) and all(answers[:1] == [False] for answers in calls)
-
-    def known(self, read: Read, any_call: bool) -> bool | None:
-        """Whether this read is samples; ``None`` where that is not known.
-
-        ``any_call``: calls come in another order than in forward, as they are recomputed.
-        """
-        path, call, place = read
-        if path in self.proven:
-            return True
-        calls = self.reads.get(path, ())
-        if not any_call and call < len(calls) and place < len(calls[call]):
-            return calls[call][place]
-        answers = {of_call[place] for of_call in calls if place < len(of_call)}
-        return answers.pop() if len(answers) == 1 else None
 
 
 @dataclass(eq=False)

@@ -162,7 +162,7 @@ def samples_in(
     for x in inputs:
         if isinstance(x, ParameterProxy) and id(x) in beside and id(x) not in expanded:
             found = x.shape[axis]
-            parts = found // count if path in session.folded and not found % count else 1
+            parts = found // count if path in session.known.folded and not found % count else 1
             expanded[id(x)] = repeated(x, axis, parts)
     return tuple(
         expanded[id(x)]

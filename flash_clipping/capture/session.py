@@ -37,16 +37,16 @@ from flash_clipping.capture.draws import (
     Padding,
     of_one_draw,
 )
-from flash_clipping.capture.forward_call import BatchAxes, Doubted, ForwardCall, in_backward
+from flash_clipping.capture.forward_call import Doubted, ForwardCall, in_backward
 from flash_clipping.capture.non_finite import NonFiniteWarning
 from flash_clipping.capture.proof.coverage import Coverage
+from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.reads import Reads
 from flash_clipping.capture.refused_runs import (
     refuse_compiled_autograd,
     refuse_graph_capture,
     refuse_threads,
 )
-from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -139,21 +139,8 @@ class ClippingSession:
         self.seen: dict[int, list[Any]] | None = None
         #: The taps of the region that ran last, which go by their numbers.
         self.numbered: Sequence[Any] = ()
-        #: Layers whose rows are parts of samples: declared, found, or by their rules.
-        self.folded: set[str] = set()
-        #: Those of which it was not shown, as no gradient reached them: it must stay 0.
-        self.unreached: set[str] = set()
-        self.found: set[str] = set()
-        self.folded_by_rule: set[str] = set()
-        #: Where samples lie in what layers, and parameters that are used by themselves, meet, if
-        #: not along the first axis.
-        self.layouts: dict[str, Layout] = {}
-        #: The same, of what comes of such a use.
-        self.layouts_after: dict[str, Layout] = {}
-        #: Layers in which samples were seen to lie along the usual axis.
-        self.plain: set[str] = set()
-        #: Paths of layers in which samples lie otherwise than as rows, or parts that lie together.
-        self.laid_out: set[str] = set()
+        #: Where samples lie in what layers read, as far as it was shown.
+        self.known = Knowledge(Coverage(self.batch_axis))
         #: Layers that fail where what is no input of the model is taken for samples by its size.
         self.doubted: set[str] = set()
         #: While gradients of single samples are compared with autograd's: nothing runs compiled.
@@ -161,14 +148,10 @@ class ClippingSession:
         #: While it is looked at where samples lie: told of operations between bare parameters and
         #: samples, which run as they are.
         self.probing: Any = None
-        #: Which reads of layers are samples.
-        self.batch_axes = BatchAxes()
         #: How many parameters were watched at the last proof; new ones ask for another.
         self.proven_with = 0
         #: How often layers, by their paths, were looked for that only some forwards reach.
         self.looked_for: dict[frozenset[str], int] = {}
-        #: Calls for which it was shown which rows are samples.
-        self.coverage = Coverage(self.batch_axis)
         #: Whether the oracle can be asked about calls.
         self.has_oracle = True
         #: How many samples the loader drew for the next forward, where that is known.
@@ -412,7 +395,7 @@ class ClippingSession:
         recomputed, key = in_backward(), (path, x.shape, x.dtype)
         known = call.answers.get(key) if recomputed else None
         if known is None:
-            known = self.batch_axes.known(read, any_call=recomputed)
+            known = self.known.is_samples(read, any_call=recomputed)
         if known is None and recomputed and not sure:
             raise FlashClippingError(
                 f"{path}: under activation checkpointing it reads a tensor of shape "
@@ -425,7 +408,9 @@ class ClippingSession:
             found, size = x.shape[axis] if rows is None else rows, call.batch_size
             if not sure:
                 storages = {memory_id(t.untyped_storage()) for t in (x, *also)}
-                fits = found == size or (path in self.folded and size > 0 and found % size == 0)
+                fits = found == size or (
+                    path in self.known.folded and size > 0 and found % size == 0
+                )
                 is_doubted = call.reads is not None and path in self.doubted
                 # By its size, if it is not memory of the model's.
                 answer = bool(storages & call.input_storages and not beside) or (
@@ -439,7 +424,7 @@ class ClippingSession:
                 if answer and size > 1 and (found != size or (not axis and size in others)):
                     call.ambiguous.add(read)
         if call.reads is not None:
-            of_parts = path in self.folded
+            of_parts = path in self.known.folded
             call.reads.note(read, x, axis, rows, answer, sure=sure, beside=beside, folded=of_parts)
         if call.answers.setdefault(key, answer) is not answer:
             call.answers[key] = None
@@ -450,10 +435,10 @@ class ClippingSession:
         their shapes are those of reads before them."""
         if self.positions is not None or path not in call.turns:
             return False
-        if path in self.batch_axes.proven:
+        if path in self.known.proven:
             return True
         of_call, place = call.turns[path]
-        known = self.batch_axes.reads.get(path, ())
+        known = self.known.reads.get(path, ())
         if of_call >= len(known) or known[of_call][place : place + reads] != [True] * reads:
             return False
         call.turns[path][1] += reads
@@ -472,7 +457,7 @@ class ClippingSession:
     def forget(self, path: str) -> None:
         """Drop what was noted of this layer's reads: it starts again."""
         self.epoch += 1
-        self.batch_axes.forget([path])
+        self.known.forget([path])
         call = self.current_forward
         if call is not None:
             call.turns.pop(path, None)

@@ -110,7 +110,7 @@ class Tap(FactorSource):
         own = owners(layer)
         super().__init__(name, session, [*own, *parts.values()], folded or self._rule_folds)
         if self._rule_folds:
-            session.folded_by_rule.add(self.path)
+            session.known.folded_by_rule.add(self.path)
         self.layer = layer
         self.rule = rule
         self._prefixes = [""] * len(own) + [f"{part}." for part in parts]  # of owners
@@ -228,8 +228,8 @@ class Tap(FactorSource):
             and args[0].__class__ is Tensor
             and not axis
             and rows is None
-            and self.path in self.session.batch_axes.proven
-            and not (self.folded or self.path in self.session.layouts)
+            and self.path in self.session.known.proven
+            and not (self.folded or self.path in self.session.known.layouts)
             and not self.layer._buffers
             and not (self._rule_calls or self._rule_has_rows or self._rule_folds)
             and len(self.owners) == 1
@@ -313,7 +313,7 @@ class Tap(FactorSource):
 
     def _is_constant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a probed call reads what is the same for all samples, as far as is known."""
-        if self.session.batch_axes.is_constant(self.path):
+        if self.session.known.is_constant(self.path):
             return True
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor | ParameterProxy)]
         return bool(tensors) and all(
@@ -517,8 +517,8 @@ class Tap(FactorSource):
         params = trainable[1]
         if session.positions is not None:
             return self._apply_by_position(rule, use, args)
-        if session.layouts and self.path in session.layouts and not laid_out:
-            return self._apply_laid_out(rule, use, args, session.layouts[self.path])
+        if session.known.layouts and self.path in session.known.layouts and not laid_out:
+            return self._apply_laid_out(rule, use, args, session.known.layouts[self.path])
         axis = session.batch_axis
         if self._rule_has_axis:
             axis = rule.batch_axis(self.layer, axis)
@@ -539,7 +539,7 @@ class Tap(FactorSource):
                 )
             rows.check(self.path, args, axis, None if call is None else call.batch_size)
         elif call is not None and (
-            self.path not in session.batch_axes.proven
+            self.path not in session.known.proven
             or self._rule_has_rows
             or any(isinstance(read, ParameterProxy) for read in args)
         ):

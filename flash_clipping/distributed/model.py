@@ -216,10 +216,10 @@ class SynchronizedProbe:
 
     def _is_unsettled(self) -> bool:
         """Whether this process might want to rehearse again."""
-        batch_axes = self.session.batch_axes
+        shown = self.session.known
         if self.session.units_of_calls.apart:  # every position is a row, in all that layers read
             return False
-        return any(tap.path not in batch_axes.reads for tap in self.taps if tap.trainable()[1])
+        return any(tap.path not in shown.reads for tap in self.taps if tap.trainable()[1])
 
     def _most_urgent(self, says: int) -> int:
         found = self._tell(says)

@@ -310,7 +310,7 @@ class ModelWatch:
                     remember(*made, session, self.gate)
             else:
                 # Processes of shards must ask each other; and what is known may depend on sizes.
-                depends = self.sharded is not None or self._depends_on_sizes()
+                depends = self.sharded is not None or session.known.depends_on_sizes
                 self.covered = None if depends else kind
 
     def _key(self, tensors: list[Tensor]) -> tuple[Hashable, list[Any]] | None:
@@ -323,7 +323,7 @@ class ModelWatch:
         kind = session.backward_pass_class, session.returned is None, self._buffers is None
         options = session.loss_reduction, session.batch_first, session.backend, session.sum_dtype
         with suppress(Exception):  # whatever a user's object raises when it is pickled
-            return key_of(self.root, tensors, kind, options, sorted(session.folded))
+            return key_of(self.root, tensors, kind, options, sorted(session.known.folded))
         return None
 
     def subject(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
@@ -333,11 +333,6 @@ class ModelWatch:
             forward = forward.original
         return Subject(module, forward, self.session, args, kwargs)
 
-    def _depends_on_sizes(self) -> bool:
-        """Whether some layer reads rows that are not the samples."""
-        session = self.session
-        return bool(session.layouts) or not session.folded <= session.folded_by_rule
-
     def _is_proven(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it was shown which rows are samples in calls such as this one."""
         session = self.session
@@ -345,7 +340,7 @@ class ModelWatch:
             return False
         if self.sharded is not None:  # its processes look at the beginning only
             return True
-        return session.coverage.covers(module, args, kwargs, self._depends_on_sizes())
+        return session.known.coverage.covers(module, args, kwargs, session.known.depends_on_sizes)
 
     def prove_if(
         self,

@@ -161,7 +161,7 @@ def test_chance_is_not_refused(mode: str) -> None:
         assert len(flash.get_norm_sample()) == shape[0]
         flash.zero_grad()
     assert not torch.equal(before, torch.get_rng_state())
-    assert flash._session.batch_axes.proven == {
+    assert flash._session.known.proven == {
         "first (Linear)",
         "mid (Linear)",
         "last (Linear)",

@@ -301,7 +301,7 @@ def test_a_router_in_fp32_inside_a_model_in_float64() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:experts")
-def test_a_gate_with_parameters_is_refused() -> None:
+def test_a_gate_with_parameters_runs_sample_by_sample() -> None:
     """As many rows as samples, sorted by expert: nothing but the gate's parameter tells."""
 
     class Learned(Plain):
@@ -310,9 +310,7 @@ def test_a_gate_with_parameters_is_refused() -> None:
             self.act_fn = nn.PReLU()
 
     learned = use_experts_implementation(type("Learned", (Learned,), {"forward": Plain.forward}))
-    flash = GradSampleModuleFlashClipping(block(learned, k=1))
-    with pytest.raises(FlashClippingError, match=r'(?s)experts.act_fn.*mode="one_by_one"'):
-        flash(*inputs(4, 1))
+    check_by_autograd(block(learned, k=1), inputs(4, 1), squares)
 
 
 def test_mixed_lengths_are_refused() -> None:

@@ -308,7 +308,7 @@ def why_without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
             return "it uses its parameters itself, and rows are not samples there"
         if kinds == {"unused"} or (kinds <= {"own", "unused"} and kind_of(tap) == "own"):
             return None
-        if tap.path in tap.session.batch_axes.reads:
+        if tap.path in tap.session.known.reads:
             return "its own parameters meet what has no row for each sample"
         return UNPROVEN
     if tap.wiring is None:
@@ -319,7 +319,7 @@ def why_without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
         return "its settings are not supported there"
     if kinds == {"same for all"}:
         return None
-    if tap.path not in tap.session.batch_axes.proven:
+    if tap.path not in tap.session.known.proven:
         return UNPROVEN
     if None in kinds:
         return "it was called with something else than one tensor that has a batch axis"

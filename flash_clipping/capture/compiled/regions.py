@@ -274,7 +274,7 @@ class Region:
         return calls
 
     def _layout(self, key: Hashable, known: Calls) -> Layout:
-        proven = self.session.batch_axes.proven
+        proven = self.session.known.proven
         trainables = [tap.trainable() for tap in self.taps]
         states = [
             (

@@ -271,18 +271,18 @@ Calls: TypeAlias = list[list["Seen | None"]]
 def kind_of(tap: Any) -> Kind | None:
     """What was shown of what a layer reads; None where it was not, or where it has
     nothing to train."""
-    session, batch_axes = tap.session, tap.session.batch_axes
+    session, shown = tap.session, tap.session.known
     if not tap.trainable()[1]:
         return None
     if tap.rule is None:
         if tap.by_function or tap.loops or tap.borrows or tap.folded or session.batch_axis:
             return None
-        if tap.path in batch_axes.proven:
+        if tap.path in shown.proven:
             return "own"
-        return "unused" if batch_axes.proven and tap.path not in batch_axes.reads else None
-    if tap.path in batch_axes.proven:
+        return "unused" if shown.proven and tap.path not in shown.reads else None
+    if tap.path in shown.proven:
         return "samples"
-    if tap.path in batch_axes.constants and not (tap.folded or session.batch_axis):
+    if tap.path in shown.constants and not (tap.folded or session.batch_axis):
         return "same for all"
     return None
 

@@ -163,8 +163,8 @@ def check_reached(
     Raises:
         FlashClippingError: some rows are booked to other samples.
     """
-    batch_axes, count = subject.session.batch_axes, subject.samples().count
-    reads = [read for read in call.guesses if batch_axes.known(read, any_call=False) is None]
+    shown, count = subject.session.known, subject.samples().count
+    reads = [read for read in call.guesses if shown.is_samples(read, any_call=False) is None]
     if not reads or count < 2:
         return
     norms = Runs(subject).norms_of(call, output, fit, count)
@@ -185,7 +185,7 @@ def check_reached(
             )
     for read in sorted(reads):
         path, of_call, place = read
-        calls = batch_axes.reads.setdefault(path, [])
+        calls = shown.reads.setdefault(path, [])
         calls += [[] for _ in range(of_call + 1 - len(calls))]
         if place == len(calls[of_call]):
             calls[of_call].append(call.guesses[read])

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.forward_call import BatchAxes
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import EXTREMES, Samples
+from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.reads import Note, Read, Reads
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.tap import Tap
@@ -48,7 +48,7 @@ class Finding:
 def observe(
     subject: Subject, runs: Runs, seed: int
 ) -> tuple[Subject, list[Finding], frozenset[str]]:
-    """Leave in ``session.batch_axes`` which reads are samples.
+    """Leave in ``session.known`` which reads are samples.
 
     Returns:
         The call, with what is known of its samples now; the reads that are not one row for each;
@@ -58,14 +58,14 @@ def observe(
         FlashClippingError: by a tapped layer, whatever is taken for samples; or a read is samples
             and the same for all of them by turns.
     """
-    batch_axes, corrected = subject.session.batch_axes, set[Read]()
+    shown, corrected = subject.session.known, set[Read]()
     loops = {tap: tap.loops for tap in taps_of(subject.root)}
     while True:  # until no answer that was taken from sizes is wrong: each is corrected once
         try:
             whole, other = _look(subject, runs, seed)
         except (ModelsOwnError, torch.OutOfMemoryError):
             return subject, [], frozenset()  # its own forward will raise it
-        wrong = _conclude(batch_axes, whole, other)
+        wrong = _conclude(shown, whole, other)
         if not wrong:
             break
         if again := wrong & corrected:
@@ -80,9 +80,9 @@ def observe(
         for tap in loops:
             tap.loops = loops[tap]  # what did not serve may have been given a wrong answer
         # Layers behind them have read something else.
-        batch_axes.forget({*batch_axes.reads} - {path for path, *_ in corrected})
+        shown.forget({*shown.reads} - {path for path, *_ in corrected})
     if other is not None:
-        _sum_up(batch_axes, whole, other)
+        _sum_up(shown, whole, other)
     for look in (whole, other):
         if look is not None and look.refused is not None:
             raise look.refused
@@ -171,7 +171,7 @@ def _answer(a: Note, whole: Reads, b: Note | None, other: Reads | None) -> bool:
     return a.rows != b.rows or not a.is_alike(b)
 
 
-def _conclude(batch_axes: BatchAxes, whole: Reads, other: Reads | None) -> set[Read]:
+def _conclude(shown: Knowledge, whole: Reads, other: Reads | None) -> set[Read]:
     """Note what two runs have shown, read by read; returns the first read of each layer that was
     given a wrong answer, of which nothing is known behind that."""
     answers: dict[str, list[list[bool]]] = {}
@@ -188,21 +188,21 @@ def _conclude(batch_axes: BatchAxes, whole: Reads, other: Reads | None) -> set[R
         calls += [[] for _ in range(call + 1 - len(calls))]
         if place == len(calls[call]):  # what comes after a gap is not known
             calls[call].append(answer)
-    batch_axes.forget(answers)
-    batch_axes.reads.update(answers)
+    shown.forget(answers)
+    shown.reads.update(answers)
     return {*wrong.values()}
 
 
-def _sum_up(batch_axes: BatchAxes, whole: Reads, other: Reads) -> None:
+def _sum_up(shown: Knowledge, whole: Reads, other: Reads) -> None:
     """Note the layers all of whose reads are samples, and those that read constants alone."""
     uncertain = {read[0] for read in whole.keys() ^ other.keys()}
-    for path, calls in batch_axes.reads.items():
+    for path, calls in shown.reads.items():
         if path in uncertain:
             continue
         if all(map(all, calls)):
-            batch_axes.proven.add(path)
+            shown.proven.add(path)
         elif all(answers == [place > 0 for place in range(len(answers))] for answers in calls):
-            batch_axes.constants.add(path)
+            shown.constants.add(path)
 
 
 def _findings(whole: Reads, other: Reads | None) -> list[Finding]:

@@ -14,16 +14,15 @@ afterwards what they were, bit for bit.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Collection, Sequence, Set as AbstractSet
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.no_trace import ModelsOwnError
+from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.observe import Finding, observe, refusal, tap_of, taps_of
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.probe import CONSTANT, UNREACHED, Probed, SampleLayout, probe
@@ -65,30 +64,24 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
             for path, *_ in call.ambiguous:
                 raise FlashClippingError(_refusal_of_guess(path))
             return subject
-    before = _saved(session)
-    # What was found before is to be found again; what was declared is looked at again.
-    session.folded = session.folded - session.found
-    session.found, session.layouts, session.layouts_after, session.laid_out = set(), {}, {}, set()
-    session.unreached = set()
-    session.doubted = set()
-    session.batch_axes.forget([*session.batch_axes.reads])
+    before, session.doubted = session.known, set()
+    session.known = before.to_look()
     try:
         runs = Runs(subject)
         seed = sum(session.looked_for.values())
         subject, findings, parts = observe(subject, runs, seed)
         if parts and not session.has_oracle:  # their values have to tell
-            _note_parts(session, parts)
+            session.known.note_parts(parts)
             subject, findings, _ = observe(subject, runs, seed)
-        declared = (session.folded - session.folded_by_rule) & session.batch_axes.reads.keys()
+        declared = session.known.declared & session.known.reads.keys()
         if findings or declared:
             _settle_findings(subject, findings, declared)
-        _merge(session, before)
+        session.known = before.merged_with(session.known)
     except BaseException:
-        _restore(session, before)
-        session.batch_axes.forget([*session.batch_axes.reads])
+        session.known = before.without_reads()
         session.proven_with = -1  # the next forward looks again
         raise
-    session.coverage.note(subject.root, subject.args, subject.kwargs)
+    session.known.coverage.note(subject.root, subject.args, subject.kwargs)
     if call is not None:
         _check_guesses(session, call)
     return subject
@@ -109,13 +102,14 @@ def _settle_findings(
         if findings:
             raise FlashClippingError(words)
         return
-    saved = _saved(session)
+    saved = session.known
     taps = taps_of(subject.root)
     unruled = [t for t in taps if t.path in paths and t.rule is None and not t.loops]
     whys: dict[str, None] = {}
     for loops in (False, True) if unruled else (False,):
         for tap in unruled:
             tap.loops = loops
+        session.known = saved.copied()
         try:
             probed = probe(subject)
             settle(subject.root, session, probed, paths)
@@ -134,7 +128,7 @@ def _settle_findings(
             whys = {**whys, **dict.fromkeys(found)}
         except (ModelsOwnError, FlashClippingError, torch.OutOfMemoryError):
             pass
-        _restore(session, saved)
+        session.known = saved
     for tap in unruled:
         tap.loops = False
     if not findings:
@@ -160,9 +154,9 @@ def _not_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) ->
         if path.startswith(whole):
             continue
         is_layer = tap is not None and (tap.rule is not None or tap.loops)
-        is_called = is_layer and not subject.session.batch_axes.is_constant(name)
+        is_called = is_layer and not subject.session.known.is_constant(name)
         is_shown = ((path, call) if is_called else finding.read) in probed.reached
-        if not is_shown and name not in subject.session.unreached:
+        if not is_shown and name not in subject.session.known.unreached:
             lost[name] = None
     return [*lost]
 
@@ -171,7 +165,7 @@ def settle(
     root: nn.Module, session: ClippingSession, probed: Probed, paths: Collection[str]
 ) -> None:
     """Tell these layers' taps where the samples are."""
-    batch_axes, usual = session.batch_axes, Layout(session.batch_axis)
+    known, usual = session.known, Layout(session.batch_axis)
     for module_path, calls in probed.layouts.items():
         tap = tap_of(root.get_submodule(module_path))
         if tap is None or not module_path:
@@ -180,33 +174,33 @@ def settle(
         if not _can_lie_otherwise(tap, calls):
             continue
         name = tap.path
-        if name not in paths or batch_axes.is_constant(name):
+        if name not in paths or known.is_constant(name):
             continue
         if tap.rule is None and not tap.loops:
             continue  # operations tell of it
-        batch_axes.forget([name])
-        batch_axes.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
+        known.forget([name])
+        known.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
         if {*calls} == {CONSTANT}:
-            batch_axes.constants.add(name)
+            known.constants.add(name)
             continue
         if {*calls} == {UNREACHED}:
-            _note_unreached(session, name)
+            known.note_unreached(name)
             continue
         plain = _layouts(calls) <= {usual, TOGETHER}
         if plain and all(layout.layout is not None for layout in calls):
-            batch_axes.proven.add(name)
-        _note_layouts(session, name, name, calls, plain)
+            known.proven.add(name)
+        _note_layouts(known, name, name, calls, plain)
     for use, (name, before, after) in probed.operations.items():
         if name in paths:
             if {*before, *after} == {UNREACHED}:
-                _note_unreached(session, name)
+                known.note_unreached(name)
                 continue
             # Indices have no gradient: the rows that they choose are theirs.
             read = before or after
             plain = _layouts(read) <= {TOGETHER}
-            _note_layouts(session, name, use, read, plain)
+            _note_layouts(known, name, use, read, plain)
             if not plain and len(layouts := _layouts(after)) == 1:
-                session.layouts_after = {**session.layouts_after, use: layouts.pop()}
+                known.layouts_after[use] = layouts.pop()
 
 
 def _layouts(calls: Collection[SampleLayout]) -> set[Layout]:
@@ -214,29 +208,13 @@ def _layouts(calls: Collection[SampleLayout]) -> set[Layout]:
 
 
 def _note_layouts(
-    session: ClippingSession, name: str, key: str, calls: Collection[SampleLayout], plain: bool
+    known: Knowledge, name: str, key: str, calls: Collection[SampleLayout], plain: bool
 ) -> None:
     layouts = _layouts(calls)
     if layouts == {TOGETHER} and any(call.parts > 1 for call in calls):
-        _note_parts(session, {name})
+        known.note_parts({name})
     if not plain:
-        session.laid_out = session.laid_out | {name}
-        session.batch_axes.proven.discard(name)
-        if len(layouts) == 1:
-            session.layouts = {**session.layouts, key: layouts.pop()}
-
-
-def _note_unreached(session: ClippingSession, name: str) -> None:
-    """No gradient has reached this layer: whatever its rows are, that is right while none does."""
-    if name not in session.folded:
-        session.unreached = session.unreached | {name}
-        _note_parts(session, {name})
-
-
-def _note_parts(session: ClippingSession, names: AbstractSet[str]) -> None:
-    """The rows of these layers are parts of samples that lie together."""
-    session.found = session.found | (names - session.folded)
-    session.folded = session.folded | names
+        known.note_laid_out(name, key, layouts)
 
 
 def _own_axis(tap: Tap) -> int | None:
@@ -262,61 +240,19 @@ def _from_own_axis(tap: Tap, calls: Sequence[SampleLayout]) -> list[SampleLayout
 
 def _can_lie_otherwise(tap: Tap, calls: Collection[SampleLayout]) -> bool:
     """Whether a layer's rows can be told to be laid out so: some rules know where samples are."""
-    if tap.path in tap.session.folded_by_rule:
+    if tap.path in tap.session.known.folded_by_rule:
         return False
     return _own_axis(tap) is None or _layouts(calls) <= {TOGETHER}
-
-
-# -- what was shown before -------------------------------------------------------------------------
-
-#: What a proof changes of a session.
-_SHOWN = ("batch_axes", "folded", "found", "unreached", "layouts", "layouts_after", "laid_out")
-
-
-def _saved(session: ClippingSession) -> dict[str, Any]:
-    return copy.deepcopy({name: getattr(session, name) for name in _SHOWN})
-
-
-def _restore(session: ClippingSession, saved: Mapping[str, Any]) -> None:
-    vars(session).update(copy.deepcopy(dict(saved)))
-
-
-def _merge(session: ClippingSession, before: Mapping[str, Any]) -> None:
-    """Keep what was shown of other calls before.
-
-    Raises:
-        FlashClippingError: samples lay otherwise there: later calls could be of either kind.
-    """
-    read = session.batch_axes.reads.keys()
-    was_plain, is_plain = session.plain, read - session.layouts.keys()
-    for name in ("layouts", "layouts_after"):
-        old, new = before[name], getattr(session, name)
-        for key in sorted(old.keys() | new.keys()):
-            a, b = old.get(key), new.get(key)
-            if a != b and (a or key in was_plain) and (b or key in read):
-                raise FlashClippingError(
-                    f"{key}: samples lie along another axis of what it reads than they did before: "
-                    f"found {b}, expected {a} (None: along the batch axis). Keep one axis, in "
-                    "training and evaluation and for batches of all sizes, or freeze the "
-                    f"parameters of this layer.{to_freeze(key)}"
-                )
-        setattr(session, name, {**old, **new})
-    session.plain = was_plain | is_plain
-    shown = (before["found"] - before["unreached"]) | (session.found - session.unreached)
-    session.unreached = (before["unreached"] | session.unreached) - shown
-    for name in ("found", "folded", "laid_out"):
-        setattr(session, name, before[name] | getattr(session, name))
-    session.batch_axes.proven -= session.laid_out
 
 
 def _check_guesses(session: ClippingSession, call: ForwardCall) -> None:
     """Refuse a forward in which something was taken for what it is not."""
     for read, answer in call.guesses.items():
-        known = session.batch_axes.known(read, any_call=False)
+        known = session.known.is_samples(read, any_call=False)
         if known is None and read in call.ambiguous:
             raise FlashClippingError(_refusal_of_guess(read[0]))
         wrong = known is not None and known is not answer
-        if wrong or read[0] in session.laid_out:
+        if wrong or read[0] in session.known.laid_out:
             kinds = ("samples", "the same for all samples")
             found = kinds[not known] if wrong else "samples that lie otherwise"
             raise FlashClippingError(

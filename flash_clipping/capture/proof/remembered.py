@@ -21,15 +21,12 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, nn
 from torch.utils.hooks import RemovableHandle
 
 from flash_clipping.capture.proof.gate import Gate
+from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 
 #: How many kinds of models are remembered, and how many bytes of each.
 KINDS, LARGEST = 16, 2**20
-
-#: What a proof leaves in the session.
-_SHOWN = ["batch_axes", "folded", "found", "unreached", "layouts", "layouts_after", "laid_out"]
-_SHOWN += ["plain", "coverage"]
 
 #: Attributes of every module that hold hooks, and where what wraps a model is.
 _HOOKS = {name for name, kept in vars(nn.Module()).items() if "_hooks" in name and kept is not None}
@@ -37,7 +34,7 @@ _OURS = "flash_clipping.capture.", "flash_clipping.engine."
 
 #: How many models were made in a way, and what was shown of one.
 _models: Counter[Hashable] = Counter()
-_known: dict[Hashable, tuple[list[Any], dict[str, Any], Gate]] = {}
+_known: dict[Hashable, tuple[list[Any], Knowledge, Gate]] = {}
 
 
 class _Pickler(pickle.Pickler):
@@ -100,15 +97,15 @@ def recall(key: Hashable, session: ClippingSession) -> Gate | None:
     _models[key] += 1
     if not _models[key] & (_models[key] - 1):
         _known.pop(key, None)
-    _, shown, gate = _known.get(key, (None, {}, None))
-    vars(session).update(copy.deepcopy(shown))
-    return copy.deepcopy(gate)
+    if (found := _known.get(key)) is None:
+        return None
+    session.known, gate = copy.deepcopy(found[1:])
+    return gate
 
 
 def remember(key: Hashable, held: list[Any], session: ClippingSession, gate: Gate) -> None:
     """Keep what was shown for a model."""
-    shown = {name: getattr(session, name) for name in _SHOWN}
-    _known[key] = held, *copy.deepcopy((shown, gate))
+    _known[key] = held, *copy.deepcopy((session.known, gate))
 
 
 def forget() -> None:

@@ -432,7 +432,7 @@ def _laid_out(
     call = session.current_forward
     if len(tensors) != 1 or session.batch_axis or session.positions is not None:
         return None, "", 0
-    if not session.layouts and session.probing is None:
+    if not session.known.layouts and session.probing is None:
         return None, "", 0
     wanted = {id(param) for bare in bares for param in bare.leaves.values()}
     # Of a parameter that is tied, under one name: the outermost module's.
@@ -444,7 +444,7 @@ def _laid_out(
     # Of what a module has returned, the module's.
     use = f"{', '.join(sorted(names.values())) or tap.path} in {name}"
     count = (session.samples() if call is None else call.batch_size) or 0
-    layout = session.layouts.get(use)
+    layout = session.known.layouts.get(use)
     if layout is None or not count or tap.reads_constants or tensors[0].dim() == 0:
         return None, use, count
     layout.check(f"{tap.path}: {use}", tensors[0], count)

@@ -83,7 +83,7 @@ def mixed(
         count=count,
     )
     if before is not None:
-        operation.after = tap.session.layouts_after.get(use, before if count == 1 else None)
+        operation.after = tap.session.known.layouts_after.get(use, before if count == 1 else None)
         if operation.after is None:
             raise UnsupportedUse(tap, f"{name} moves the batch axis")
     elif (call := tap.session.current_forward) is not None and call.reads is not None:
@@ -316,7 +316,7 @@ def _known(func: Any, bare: ParameterProxy, x: Tensor, reads: int = 1) -> Forwar
         or call.reads is not None
         or session.probing is not None
         or tap.served.get(func) != (session.epoch, x.dtype, x.dim())
-        or session.layouts
+        or session.known.layouts
         or tap.entered not in (None, circumstances())
         or not torch.is_grad_enabled()
         or transforms_are_active()

@@ -44,5 +44,5 @@ def every_state(flash: Any) -> dict[str, Any]:
         found[f"{name} hooks"] = {key: [*(vars(module)[key] or ())] for key in hooks}
     known = ("enabled", "bypassed", "comparing", "plans", "backward_pass_class", "backward_pass")
     found["session"] = {name: getattr(session, name) for name in known}
-    found["folded"] = set(session.folded), dict(session.layouts)
+    found["folded"] = set(session.known.folded), dict(session.known.layouts)
     return found

@@ -305,11 +305,11 @@ def test_what_is_learnt_later_is_of_one_model_alone() -> None:
     """The next model gets what was shown before the first step."""
     for _ in range(3):
         first = wrapped()
-    first._session.batch_axes.proven.clear()
+    first._session.known.proven.clear()
     first._watch.gate._why.clear()
     again = wrapped()
-    assert again._session.batch_axes is not first._session.batch_axes
+    assert again._session.known is not first._session.known
     del first
     last = wrapped()
-    assert last._session.batch_axes.proven == {"first (Linear)", "last (Linear)"}
+    assert last._session.known.proven == {"first (Linear)", "last (Linear)"}
     assert last._watch.gate._why

@@ -1,0 +1,150 @@
+"""What proofs have shown of one model: where samples lie in what its layers read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Set as AbstractSet
+from dataclasses import dataclass, field, replace
+
+from flash_clipping.capture.forward_call import Read
+from flash_clipping.capture.proof.coverage import Coverage
+from flash_clipping.capture.row_layouts import Layout
+from flash_clipping.errors import FlashClippingError, to_freeze
+
+
+@dataclass
+class Knowledge:
+    """A look at a model writes into a copy (:meth:`to_look`), which replaces this as a whole.
+
+    Attributes:
+        coverage: calls for which it was shown.
+        proven: layers all of whose reads are samples.
+        constants: layers that read what is the same for all samples, and whose outputs meet samples
+            only.
+        reads: for the others, read by read, in every call of the layer, whether it is samples.
+        folded: layers whose rows are parts of samples: declared, found, or by their rules.
+        found, folded_by_rule: those of them that a look found, and that are so by their rules.
+        unreached: those of which it was not shown, as no gradient reached them: it must stay 0.
+        layouts: where samples lie in what layers, and parameters that are used by themselves, read,
+            if not along the first axis; ``layouts_after``: in what comes of such a use.
+        plain: layers in which samples were seen to lie along the usual axis.
+        laid_out: layers in which samples lie otherwise than as rows, or parts that lie together.
+    """
+
+    coverage: Coverage
+    proven: set[str] = field(default_factory=set)
+    constants: set[str] = field(default_factory=set)
+    reads: dict[str, list[list[bool]]] = field(default_factory=dict)
+    folded: set[str] = field(default_factory=set)
+    found: set[str] = field(default_factory=set)
+    folded_by_rule: set[str] = field(default_factory=set)
+    unreached: set[str] = field(default_factory=set)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    layouts_after: dict[str, Layout] = field(default_factory=dict)
+    plain: set[str] = field(default_factory=set)
+    laid_out: set[str] = field(default_factory=set)
+
+    @property
+    def declared(self) -> set[str]:
+        """Layers whose rows are parts of samples, as users have it."""
+        return self.folded - self.found - self.folded_by_rule
+
+    @property
+    def depends_on_sizes(self) -> bool:
+        """Whether some layer reads rows that are not the samples."""
+        return bool(self.layouts) or not self.folded <= self.folded_by_rule
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Drop what was shown of these layers' reads."""
+        for path in [*paths]:
+            self.proven.discard(path)
+            self.constants.discard(path)
+            self.reads.pop(path, None)
+
+    def is_constant(self, path: str) -> bool:
+        """Whether a layer was called with what is the same for all samples, in all of its calls."""
+        calls = self.reads.get(path, ())
+        return bool(calls) and all(answers[:1] == [False] for answers in calls)
+
+    def is_samples(self, read: Read, any_call: bool) -> bool | None:
+        """Whether this read is samples; ``None`` where that is not known.
+
+        ``any_call``: calls come in another order than in forward, as they are recomputed.
+        """
+        path, call, place = read
+        if path in self.proven:
+            return True
+        calls = self.reads.get(path, ())
+        if not any_call and call < len(calls) and place < len(calls[call]):
+            return calls[call][place]
+        answers = {of_call[place] for of_call in calls if place < len(of_call)}
+        return answers.pop() if len(answers) == 1 else None
+
+    # -- a look -----------------------------------------------------------------------------------
+
+    def to_look(self) -> Knowledge:
+        """What a look begins with: what is declared, and nothing that was found before."""
+        folded, plain = self.folded - self.found, self.plain
+        return Knowledge(
+            self.coverage, folded=folded, folded_by_rule=self.folded_by_rule, plain=plain
+        )
+
+    def copied(self) -> Knowledge:
+        """A copy of what looks write into."""
+        return replace(copy.deepcopy(self), coverage=self.coverage)
+
+    def note_parts(self, names: AbstractSet[str]) -> None:
+        """The rows of these layers are parts of samples that lie together."""
+        self.found |= names - self.folded
+        self.folded |= names
+
+    def note_unreached(self, name: str) -> None:
+        """No gradient has reached this layer: whatever its rows are, that is right while none
+        does."""
+        if name not in self.folded:
+            self.unreached.add(name)
+            self.note_parts({name})
+
+    def note_laid_out(self, name: str, key: str, layouts: Collection[Layout]) -> None:
+        """Samples lie so in this layer, or in this use of its parameters (``key``)."""
+        self.laid_out.add(name)
+        self.proven.discard(name)
+        if len(layouts) == 1:
+            (self.layouts[key],) = layouts
+
+    def merged_with(self, new: Knowledge) -> Knowledge:
+        """What is known after a look: ``new``, and what was shown of other calls before.
+
+        Raises:
+            FlashClippingError: samples lay otherwise there: later calls could be of either kind.
+        """
+        is_plain = new.reads.keys() - new.layouts.keys()
+        merged = []
+        for old, now in ((self.layouts, new.layouts), (self.layouts_after, new.layouts_after)):
+            for key in sorted(old.keys() | now.keys()):
+                a, b = old.get(key), now.get(key)
+                if a != b and (a or key in self.plain) and (b or key in new.reads):
+                    raise FlashClippingError(
+                        f"{key}: samples lie along another axis of what it reads than they did "
+                        f"before: found {b}, expected {a} (None: along the batch axis). Keep one "
+                        "axis, in training and evaluation and for batches of all sizes, or freeze "
+                        f"the parameters of this layer.{to_freeze(key)}"
+                    )
+            merged.append({**old, **now})
+        laid_out = self.laid_out | new.laid_out
+        shown = (self.found - self.unreached) | (new.found - new.unreached)
+        return replace(
+            new,
+            proven=new.proven - laid_out,
+            folded=self.folded | new.folded,
+            found=self.found | new.found,
+            unreached=(self.unreached | new.unreached) - shown,
+            layouts=merged[0],
+            layouts_after=merged[1],
+            plain=self.plain | is_plain,
+            laid_out=laid_out,
+        )
+
+    def without_reads(self) -> Knowledge:
+        """After a look that failed: nothing is shown of any read."""
+        return replace(self, proven=set(), constants=set(), reads={})
