@@ -170,11 +170,9 @@ def test_with_the_line_it_says_the_model_trains(name: str) -> None:
         assert norms.shape == (4,) and norms.isfinite().all()
 
 
-def test_an_unsupported_use_freezes_the_module() -> None:
-    model = Around(Scales(torch.mul))
+def test_an_unsupported_use_offers_the_exact_mode() -> None:
     tap: Any = SimpleNamespace(path="middle (Scales)")
-    exec(code_in(str(UnsupportedUse(tap, "by hand")))[0], {"model": model})
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["middle.gain"]
+    assert code_in(str(UnsupportedUse(tap, "by hand"))) == ['mode="one_by_one"']
 
 
 def test_of_the_model_itself_its_own_parameters_are_frozen() -> None:
