@@ -92,8 +92,9 @@ _declared: ContextVar[DeclaredRows | None] = ContextVar("declared_rows", default
 declared_rows = _declared.get
 
 
-class _PickedRows(TorchFunctionMode):
-    """Sees which rows of ``tokens`` are picked by an index: layers read these until others are."""
+class PickedRows(TorchFunctionMode):
+    """Sees which rows of ``tokens [M, d]``, where those of a sample lie together, are picked by an
+    index: layers read these until others are."""
 
     def __init__(self, tokens: Tensor, count: int):
         super().__init__()
@@ -123,15 +124,6 @@ def declared(rows: DeclaredRows | None) -> Iterator[None]:
         yield
     finally:
         _declared.reset(before)
-
-
-@contextmanager
-def picked_rows(tokens: Tensor, count: int) -> Iterator[None]:
-    """Layers that are called inside read rows ``tokens[index]`` of ``[M, d]``, in which those of a
-    sample lie together: as if each was called in ``samples(index // (M // count), count=count)``.
-    """
-    with declared(None), _PickedRows(tokens, count):
-        yield
 
 
 @contextmanager

@@ -93,7 +93,10 @@ class Tap(FactorSource):
     Attributes:
         computed: whether the layer computed with other tensors than its parameters, when these were
             last looked up.
+        picks_rows: whether layers inside read rows that are picked from its first argument.
     """
+
+    picks_rows = False
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ A buffer is refused because forward changes it, not because it is there:
 
 * Writing in place is refused whatever is written. Every forward compares PyTorch's counters of
   changes, which waits for no device. Writing through ``x.data`` is not counted: for that, the first
-  look at the model compares values.
+  forward in these modes (training or not) compares values.
 * A buffer that is assigned anew may be a constant that is made when it is needed: a mask, a table
   of angles that grows with the sequence. It passes if it has the same bits as before; or if the
   model, run again from the state in which the forward began, makes the same bits of other samples,
@@ -15,7 +15,7 @@ A buffer is refused because forward changes it, not because it is there:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, NoReturn
@@ -40,9 +40,11 @@ from flash_clipping.errors import NotServed, module_at
 #: A module and the name of one of its buffers.
 _Place = tuple[nn.Module, str]
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 _NONE: dict[str, Tensor | None] = {}
 
-_BUFFERS = operator.attrgetter("_buffers")
+_BUFFERS, _MODE = operator.attrgetter("_buffers"), operator.attrgetter("training")
 
 _IN_PLACE = "writes into it in place"
 
@@ -55,6 +57,7 @@ class _Before:
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
     versions: dict[str, int] | None  # None: what is written is of weights alone
+    copies: dict[str, Tensor]  # where values are compared
 
 
 class BufferWatch:
@@ -64,43 +67,27 @@ class BufferWatch:
         self.root, self.session = root, session
         #: While a forward runs: every module that has buffers.
         self._before: list[_Before] | None = None
-        #: Found before the first step: a buffer that forward writes in place.
-        self._written: _Place | None = None
+        #: Modes of modules in which values were compared, and those in which they are.
+        self._compared: set[tuple[bool, ...] | None] = set()
+        self._modes: tuple[bool, ...] | None = None
 
     def before_forward(self, modules: Sequence[nn.Module]) -> None:
         """Note what is there."""
-        self._written = None
-        self._before = []
         of_all = [*map(_BUFFERS, modules)]  # most have none
-        for module, buffers in compress(zip(modules, of_all, strict=True), of_all):
+        held = [*compress(zip(modules, of_all, strict=True), of_all)]
+        modes = (*map(_MODE, compress(modules, of_all)),)
+        is_new = modes not in self._compared and self.session.captured is None
+        self._modes = modes if is_new else None
+        self._before = []
+        for module, buffers in held:
             versions = None if type(module) is SPECTRAL_NORM else _versions(buffers)
-            self._before.append(_Before(module, vars(module).copy(), buffers.copy(), versions))
-
-    def rehearsed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``, which runs on copies of buffers and notes one that it writes in place."""
-        places = [
-            (before.module, name, buffer)
-            for before in self._before or ()
-            if before.versions is not None
-            for name, buffer in before.buffers.items()
-            if buffer is not None and buffer.layout == torch.strided
-        ]
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            copies = [module._buffers[name] for module, name, _ in places]
-            output = forward(*args, **kwargs)
-            for copy, (module, name, original) in zip(copies, places, strict=True):
-                if self._written is None and not _same_bits(copy, original):
-                    self._written = module, name
-            places.clear()  # one run shows it
-            return output
-
-        return run
-
-    def refuse_rehearsed(self) -> None:
-        """Refuse a buffer that was seen to be written in place before the first step."""
-        if self._written is not None:
-            self._refuse(*self._written, _IN_PLACE)
+            copies = {
+                name: x.detach().clone()
+                for name, x in (buffers.items() if is_new and versions is not None else ())
+                if x is not None and x.layout == torch.strided
+            }
+            attributes = vars(module).copy()
+            self._before.append(_Before(module, attributes, buffers.copy(), versions, copies))
 
     def after_forward(
         self, modules: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -117,6 +104,10 @@ class BufferWatch:
             if versions is not None and (now := _versions(before.buffers)) != versions:
                 changed = [name for name in now if now[name] != versions[name]]
                 self._refuse(before.module, changed[0], _IN_PLACE)
+            for name, copy in before.copies.items():
+                if not _same_bits(copy, before.buffers[name]):
+                    self._refuse(before.module, name, _IN_PLACE)
+        self._compared.add(self._modes)
         doubtful: list[_Place] = []
         of_all = [*map(_BUFFERS, modules)]
         news = dict(compress(zip(modules, of_all, strict=True), of_all))
@@ -130,30 +121,26 @@ class BufferWatch:
                 if not _same_bits(new.get(name), old.get(name)):
                     doubtful.append((module, name))
         if doubtful:
-            self._refuse_of_samples(doubtful, found, args, kwargs)
+            self._refuse_of_samples(doubtful, found, (args, kwargs))
 
     # -- assigned anew: a constant, or of samples? ----------------------------------------------
 
     def _refuse_of_samples(
-        self,
-        places: list[_Place],
-        found: list[_Before],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, places: list[_Place], found: list[_Before], given: _Arguments
     ) -> None:
         """Run the model again on other samples: it must make the same buffers."""
-        samples = Samples(args, kwargs, self.session.batch_axis)
+        samples = Samples(*given, self.session.batch_axis)
         if not samples.count:
             return  # no samples in it
         made = [module._buffers.get(name) for module, name in places]
         told = False
         for inputs in _others(samples):
-            before, after = batched_inputs(args, kwargs), batched_inputs(*inputs)
+            before, after = batched_inputs(*given), batched_inputs(*inputs)
             if all(_same_bits(x, y) for x, y in zip(before, after, strict=True)):
                 continue
             told = True
             try:
-                again = self._run_again(places, found, *inputs)
+                again = self._run_again(places, found, inputs)
             except ModelsOwnError as error:
                 words = f"could not be run on other samples ({error})"
                 self._refuse(*places[0], f"assigns it anew, and {words}")
@@ -164,11 +151,7 @@ class BufferWatch:
             self._refuse(*places[0], "assigns it anew, and its inputs hold no rows to be changed")
 
     def _run_again(
-        self,
-        places: list[_Place],
-        found: list[_Before],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, places: list[_Place], found: list[_Before], given: _Arguments
     ) -> list[Tensor | None]:
         """The buffers that the forward makes in these places where it begins as it did, with other
         inputs."""
@@ -188,7 +171,7 @@ class BufferWatch:
                 }
                 put_back(before.module, before.attributes, copies)
             with own_errors():
-                self.root.forward(*args, **kwargs)
+                self.root.forward(*given[0], **given[1])
             return [module._buffers.get(name) for module, name in places]
 
     def _refuse(self, module: nn.Module, name: str, what: str) -> NoReturn:
@@ -225,7 +208,7 @@ def _same_bits(x: Tensor | None, y: Tensor | None) -> bool:
     return torch.equal(*[each.reshape(-1).view(torch.uint8) for each in plain])
 
 
-def _others(samples: Samples) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _others(samples: Samples) -> Iterator[_Arguments]:
     """Arguments with other samples: nothing but the first, nothing but the last, and samples that
     are not in the batch."""
     for b in dict.fromkeys((0, samples.count - 1)):

@@ -7,18 +7,17 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from flash_clipping.capture.around import FINDERS
 from flash_clipping.capture.borrowed import Borrowed
 from flash_clipping.capture.compiled.regions import Regions
 from flash_clipping.capture.factor_source import PARAMETER_CONTAINERS, owned_parameters
 from flash_clipping.capture.no_samples import EmptyBatchForward
-from flash_clipping.capture.scoped_forward import scoped_forwards
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.capture.two_pass import TwoPassForward
 from flash_clipping.errors import InvalidValue
 from flash_clipping.rules import find_rule
 from flash_clipping.rules.normalization import forget_trials
-from flash_clipping.rules.registry import picks_rows
 
 
 class InstalledTaps:
@@ -111,21 +110,21 @@ def plan_taps(
         folded |= {p for name in named for p in paths if p == name or p.startswith(f"{name}.")}
     forget_trials()
     rules = {path: find_rule(module) for path, module in modules.items()}
-    lists = [path for path, module in modules.items() if picks_rows(module)]
+    around = {tap.layer: tap for find in FINDERS for tap in find(root, session)}
+    lists = [path for path, x in modules.items() if x in around and around[x].picks_rows]
     for path, rule in rules.items():
         if path in lists or (rule is not None and rule.folds and not rule.takes_samples):
             # What stands beside experts (a router, shared experts) reads tokens as they do.
             beside = path.rpartition(".")[0]
             folded |= {p for p in paths if not beside or p.startswith(f"{beside}.")}
     folded -= {p for path in lists for p in paths if p.startswith(f"{path}.")}
-    scoped = scoped_forwards(root, session)
     parts: set[nn.Module] = set()  # of layers above them
     for path, module in modules.items():
         if isinstance(module, PARAMETER_CONTAINERS) or module in parts:
             continue
-        if module in scoped:
+        if module in around:
             # Before parameters: Opacus' recurrent layers own aliases of their cells'.
-            yield scoped[module]
+            yield around[module]
             continue
         rule = None if by_function else rules[path]
         if rule is not None:

@@ -354,7 +354,6 @@ class ModelWatch:
 
         Raises:
             FlashClippingError: what layers read is no samples, or it cannot be seen.
-            NotImplementedError: the forward writes into a buffer.
         """
         with device_checks.at_once():
             if self.sharded is not None:
@@ -395,20 +394,14 @@ class ModelWatch:
     def _run(
         self, subject: Subject, call: ForwardCall | None = None, positions: Units | None = None
     ) -> Subject:
-        forward = subject.forward
-        if self._buffers is not None:
-            forward = self._buffers.rehearsed(forward)
         if self.sharded is not None:
-            forward = self.sharded.together.one_run(forward)
-        subject = replace(subject, forward=forward)
+            subject = replace(subject, forward=self.sharded.together.one_run(subject.forward))
         with self.taps.regions.as_compiled():
             if positions is None:
                 subject = prove(subject, call)
                 self._has_bags |= bool(subject.offsets or subject.bags)
             else:
                 prove_positions(subject, positions, self.guards.count)
-        if self._buffers is not None:
-            self._buffers.refuse_rehearsed()
         return subject
 
     def _audit(self, subject: Subject, audit: int = 0) -> None:

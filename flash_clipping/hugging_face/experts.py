@@ -18,8 +18,7 @@ Some have a forward of their own, and none of the implementations of ``transform
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
@@ -27,8 +26,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import gate_of_experts
+from flash_clipping.capture.around import around
+from flash_clipping.capture.declared_rows import PickedRows, declared
+from flash_clipping.capture.tap import RefusedByRule, Tap
 from flash_clipping.factors import PerSampleGrad, RearrangedGrad
 from flash_clipping.layers.exchange import are_parts
 from flash_clipping.layers.factors import factors_of
@@ -50,9 +53,7 @@ from flash_clipping.rules.registry import (
     UnsupportedLayer,
     autocast_operands,
     register_family,
-    register_row_picker,
     register_rule,
-    register_scope,
 )
 
 #: Relative difference between what a block computes and what its rule does at which it is refused,
@@ -307,10 +308,12 @@ def _swapped(rows_Nd: Tensor, outer: int, inner: int) -> Tensor:
 _sorted_rows: ContextVar[tuple[Tensor, list[int]] | None] = ContextVar("sorted_rows", default=None)
 
 
-@register_scope(f"{_JETMOE}TopKGating")
-@contextmanager
-def _notes_its_output(router: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    yield lambda output: _sorted_rows.set((output[0], output[3]))
+@around(f"{_JETMOE}TopKGating")
+class _NotesItsOutput(Tap):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.original(*args, **kwargs)
+        _sorted_rows.set((output[0], output[3]))
+        return output
 
 
 @register_rule(f"{_JETMOE}ParallelExperts")
@@ -358,22 +361,36 @@ class JetMoeExpertsRule(Rule):
         return (grad, None), factors_of(found)
 
 
-register_row_picker(f"{_SWITCH}Experts", f"{_NLLB}Experts")
+@around(f"{_SWITCH}Experts", f"{_NLLB}Experts")
+class _PicksRows(Tap):
+    """Calls ordinary layers on rows that it picks from its tokens."""
+
+    picks_rows = True
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        session, call = self.session, self.session.current_forward
+        count = session.samples() if call is None else call.batch_size
+        is_recorded = session.enabled and not session.bypassed and not is_dynamo_compiling()
+        if not is_recorded or not count:
+            return self.original(hidden_states, *args, **kwargs)
+        with declared(None), PickedRows(hidden_states, count):
+            return self.original(hidden_states, *args, **kwargs)
 
 
-@register_scope(f"{_SWITCH}Top1Router", f"{_NLLB}Top2Router")
-@contextmanager
-def _no_token_is_dropped(
-    router: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
-) -> Iterator[None]:
+@around(f"{_SWITCH}Top1Router", f"{_NLLB}Top2Router")
+class _DropsNoToken(Tap):
     """A full expert drops tokens of a sample because of other samples' tokens, which no clipping
     bounds: no expert may be able to be full."""
-    tokens, capacity = hidden_states.shape[:-1].numel(), router.expert_capacity
-    if torch.is_grad_enabled() and (capacity is None or capacity < tokens):
-        raise UnsupportedLayer(
-            f"found an expert capacity of {capacity} for {tokens} tokens: where an expert is full, "
-            "tokens of one sample are dropped because of another's, which no clipping bounds. "
-            "Expected room for every token",
-            "{layer}.expert_capacity = 2**31",
-        )
-    yield
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tokens = hidden_states.shape[:-1].numel()
+        capacity: Any = self.layer.expert_capacity
+        if torch.is_grad_enabled() and (capacity is None or capacity < tokens):
+            error = UnsupportedLayer(
+                f"found an expert capacity of {capacity} for {tokens} tokens: where an expert is "
+                "full, tokens of one sample are dropped because of another's, which no clipping "
+                "bounds. Expected room for every token",
+                "{layer}.expert_capacity = 2**31",
+            )
+            raise RefusedByRule(self.path, error)
+        return self.original(hidden_states, *args, **kwargs)

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
+from flash_clipping.capture.around import FINDERS
 from flash_clipping.capture.declared_rows import (
     DeclaredRows,
     check_on_device,
@@ -28,7 +29,8 @@ from flash_clipping.capture.declared_rows import (
     register_parts,
 )
 from flash_clipping.capture.factor_source import owned_parameters
-from flash_clipping.rules.registry import Scope, register_scope_finder
+from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.tap import Tap
 
 #: Arguments with patches ``[N, d]`` and with grids ``[I, 3]``, and the token's configuration.
 _INPUTS = (
@@ -47,10 +49,6 @@ class Patches:
     sample_N: Tensor
     sample_M: Tensor
     sample_I: Tensor
-
-
-#: Those of the model that runs.
-_running: ContextVar[tuple[Patches, ...]] = ContextVar("patches", default=())
 
 
 def _takes(module: nn.Module, *names: str) -> bool:
@@ -76,34 +74,40 @@ def _tower_of(module: nn.Module) -> nn.Module | None:
     return towers[0]
 
 
-def scopes_of_patches(root: nn.Module) -> dict[nn.Module, Scope]:
-    """What such modules and their towers run in."""
-    found: dict[nn.Module, Scope] = {}
-    for module in root.modules():
-        if (tower := _tower_of(module)) is not None:
-            found |= {module: partial(_of_model, tower), tower: _of_tower}
-    return found
+class _Tower(Tap):
+    patches: tuple[Patches, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
+        rows = None
+        for found in () if is_dynamo_compiling() else self.patches:
+            if found.grids is grids:
+                merged = DeclaredRows(found.sample_M, found.count)
+                rows = DeclaredRows(found.sample_N, found.count, merged)
+        with nullcontext() if rows is None else declared(rows):
+            return self.original(*args, **kwargs)
 
 
-@contextmanager
-def _of_model(tower: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
-    before = _running.set(_patches(module, tower, kwargs) if torch.is_grad_enabled() else ())
-    try:
-        yield
-    finally:
-        _running.reset(before)
+class _Model(Tap):
+    tower: _Tower
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_dynamo_compiling() and torch.is_grad_enabled():
+            self.tower.patches = _patches(self.layer, self.tower.layer, kwargs)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.tower.patches = ()
 
 
-@contextmanager
-def _of_tower(_: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
-    grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
-    rows = None
-    for found in _running.get():
-        if found.grids is grids:
-            merged = DeclaredRows(found.sample_M, found.count)
-            rows = DeclaredRows(found.sample_N, found.count, merged)
-    with nullcontext() if rows is None else declared(rows):
-        yield
+def taps_of_patches(root: nn.Module, session: ClippingSession) -> Iterator[Tap]:
+    """Around such modules and their towers."""
+    paths = {module: path for path, module in root.named_modules()}
+    for module, path in paths.items():
+        if (layer := _tower_of(module)) is not None:
+            tap = _Model(module, path, None, session)
+            tap.tower = _Tower(layer, paths[layer], None, session)
+            yield from (tap, tap.tower)
 
 
 def parts_of_samples(root: nn.Module, kwargs: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -154,5 +158,5 @@ def _patches(module: Any, tower: Any, given: Mapping[str, Any]) -> tuple[Patches
     return tuple(found)
 
 
-register_scope_finder(scopes_of_patches)
+FINDERS.append(taps_of_patches)
 register_parts(parts_of_samples)

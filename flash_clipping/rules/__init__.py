@@ -8,6 +8,6 @@ from flash_clipping.rules import (  # noqa: F401
     normalization,
     opacus_layers,
 )
-from flash_clipping.rules.registry import GradRequest, Rule, find_rule, find_scope, register_rule
+from flash_clipping.rules.registry import GradRequest, Rule, find_rule, register_rule
 
-__all__ = ["GradRequest", "Rule", "find_rule", "find_scope", "register_rule"]
+__all__ = ["GradRequest", "Rule", "find_rule", "register_rule"]

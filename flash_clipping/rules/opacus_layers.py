@@ -16,22 +16,21 @@ from typing import Any
 
 import torch
 from opacus.layers.dp_multihead_attention import SequenceBias
-from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, RNNLinear
-from torch import Tensor, nn
+from opacus.layers.dp_rnn import RNNLinear
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad
 from flash_clipping.rules.linear import LinearRule
-from flash_clipping.rules.registry import GradRequest, Grads, Rule, register_rule, register_scope
+from flash_clipping.rules.registry import GradRequest, Grads, Rule, register_rule
 
 #: (samples in the batch, where sorted row i belongs, the packed rows) while a packed sequence is
 #: processed.
 _PACKED: ContextVar[tuple[int, Tensor | None, Tensor] | None] = ContextVar("_PACKED", default=None)
 
 
-@register_scope(DPRNN, DPGRU, DPLSTM)
 @contextmanager
-def packed_rows(layer: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+def packed_rows(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Tell the layers inside a recurrent network which samples their rows belong to."""
     sequence = args[0] if args else kwargs.get("input")
     if not isinstance(sequence, PackedSequence):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
@@ -224,63 +223,6 @@ def find_rule(layer: nn.Module) -> Rule | None:
             served = same and not computes and (rule.allows_children or not children)
             return rule if served else None
     return next((rule for belongs, rule in _FAMILIES if belongs(layer)), None)
-
-
-#: Module type, or its full name -> what to enter while a module of that type runs its forward.
-Scope = Callable[..., AbstractContextManager[Any]]
-_SCOPES: dict[type[nn.Module] | str, Scope] = {}
-_S = TypeVar("_S", bound=Scope)
-
-
-def register_scope(*module_types: type[nn.Module] | str) -> Callable[[_S], _S]:
-    """Decorator: enter ``scope(module, *args, **kwargs)`` around the forward of such modules.
-
-    For modules without parameters of their own that know something their children's rules need.
-    What is entered may be a function; it is told the output.
-    """
-
-    def decorate(scope: _S) -> _S:
-        for module_type in module_types:
-            _SCOPES[module_type] = scope
-        return scope
-
-    return decorate
-
-
-#: What finds scopes in a whole model: modules, and what each of them runs in.
-_SCOPE_FINDERS: list[Callable[[nn.Module], dict[nn.Module, Scope]]] = []
-
-
-def register_scope_finder(find: Callable[[nn.Module], dict[nn.Module, Scope]]) -> None:
-    """Ask ``find(root)``, when a model is wrapped, which of its modules declare rows, and what to
-    enter around their forwards."""
-    _SCOPE_FINDERS.append(find)
-
-
-def declaring_scopes(root: nn.Module) -> dict[nn.Module, Scope]:
-    """Modules below ``root`` that declare rows, and what to enter around their forwards."""
-    return {module: scope for find in _SCOPE_FINDERS for module, scope in find(root).items()}
-
-
-_ROW_PICKERS: set[str] = set()
-
-
-def register_row_picker(*module_types: str) -> None:
-    """Modules of these types (full names) call ordinary layers on rows that they pick, by an index,
-    from their first argument: tokens ``[M, d]``."""
-    _ROW_PICKERS.update(module_types)
-
-
-def picks_rows(module: nn.Module) -> bool:
-    """Whether :func:`register_row_picker` named this module's type."""
-    return full_name(type(module)) in _ROW_PICKERS
-
-
-def find_scope(module: nn.Module) -> Scope | None:
-    """The scope registered for this module's type, if any."""
-    kinds = type(module).__mro__
-    keys = [key for kind in kinds for key in (kind, full_name(kind))]
-    return next((_SCOPES[key] for key in keys if key in _SCOPES), None)
 
 
 def full_name(kind: type) -> str:
