@@ -171,7 +171,7 @@ class EmptyBatchForward(RootForward):
         self.watched = False  # whether a forward was: functions that write into weights are refused
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._without_samples if self._is_empty() else self.original
+        forward = self.without_samples if self._is_empty() else self.original
         if self.watched or not self.session.recording or is_dynamo_compiling():
             return forward(*args, **kwargs)
         with NoRenormalisation():
@@ -189,7 +189,7 @@ class EmptyBatchForward(RootForward):
             return True
         return call.batch_sizes[:1] == (0,) and not (self.has_bags and any(call.batch_sizes))
 
-    def _without_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def without_samples(self, *args: Any, **kwargs: Any) -> Any:
         session = self.session
         anchor = torch.empty(0, requires_grad=True)
         params = session.trainable()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,6 +24,12 @@ from flash_clipping.errors import FlashClippingError
 
 #: What is left of an argument for some rows.
 _Cut = Callable[[Sequence[int]], Any]
+
+#: What a forward may write into, and is looked into.
+HOLDERS = (dict, OrderedDict, defaultdict, list)
+
+#: Such an argument, that of some rows, and what that held.
+Made: TypeAlias = tuple[Any, Any, Any]
 
 
 class Batch:
@@ -39,6 +46,7 @@ class Batch:
         count: B.
         tensors: those among the arguments; before them, if lists say who is a sample, one on the
             meta device that has as many rows.
+        made: of the last rows that were asked for.
 
     Raises:
         FlashClippingError: an argument is neither samples' nor the same for all, or may be both.
@@ -61,9 +69,11 @@ class Batch:
             self.tensors.insert(0, torch.empty((self.count,) * (axis + 1), device="meta"))
         self._cuts = {name: self._cut(name, value) for name, value in named.items()}
         self._positional = len(args)
+        self.made: list[Made] = []
 
     def of(self, rows: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these rows alone."""
+        self.made = []
         found = {name: cut(rows) for name, cut in self._cuts.items()}
         args = tuple([found.pop(f"argument {n}") for n in range(self._positional)])
         return args, found
@@ -125,9 +135,18 @@ class Batch:
             return lambda rows: kind.from_data_list([leaf.get_example(b) for b in rows])
         parts = _parts(name, leaf) if depth else {}
         if not any([*_leaves(path, part, depth - 1)] for path, part in parts.values()):
-            return lambda rows: leaf
+            before = leaf.copy() if type(leaf) in HOLDERS else None
+            return lambda rows: leaf if before is None else self._noted(leaf, fill(leaf, before))
         cuts = {key: self._cut(*part, depth - 1) for key, part in parts.items()}
-        return lambda rows: _rebuilt(leaf, {key: cut(rows) for key, cut in cuts.items()})
+        return lambda rows: self._noted(
+            leaf, _rebuilt(leaf, {key: cut(rows) for key, cut in cuts.items()})
+        )
+
+    def _noted(self, leaf: Any, made: Any) -> Any:
+        """``made`` of ``leaf``, noted if a forward may write into it."""
+        if type(made) in HOLDERS:
+            self.made.append((leaf, made, made.copy()))
+        return made
 
     def _cut_list(self, name: str, leaf: Any) -> _Cut:
         rows, is_cut, kind = self._rows_in(leaf), len(leaf) == self.count, type(leaf)
@@ -160,7 +179,7 @@ class Batch:
         if is_cut:
             return lambda rows: kind([map_tensors(Tensor.clone, leaf[b]) for b in rows])
         cuts = [self._cut(f"{name}[{n}]", part) for n, part in enumerate(leaf)]
-        return lambda rows: kind([cut(rows) for cut in cuts])
+        return lambda rows: self._noted(leaf, kind([cut(rows) for cut in cuts]))
 
     def _cut_tensor(self, name: str, x: Any) -> _Cut:
         axis = self._axis_of(x)
@@ -193,6 +212,13 @@ class Batch:
         if x.ndim > self.axis and x.shape[self.axis] == self.count:
             return self.axis
         return 0 if x.ndim == 1 and len(x) == self.count else None  # labels beside [T, B]
+
+
+def fill(holder: Any, content: Any) -> Any:
+    """The same dict or list, which holds this now."""
+    holder.clear()
+    holder.extend(content) if isinstance(holder, list) else holder.update(content)
+    return holder
 
 
 def _taken(x: Any, axis: int, rows: Sequence[int]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class LossLook:
         of_model = {id(param) for param in self.root.parameters()}
         found = [
             leaf
-            for node, _ in _walk(nodes, self._mark)
+            for node, _ in walk(nodes, self._mark)
             if isinstance(leaf := getattr(node, "variable", None), nn.Parameter)
             and id(leaf) not in of_model
         ]
@@ -124,10 +124,12 @@ class LossLook:
             )
 
 
-def _walk(nodes: list[Any], mark: object) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:
-    """Every node from these on, each once and with its edges, but for those that are marked and
-    what is below them."""
-    seen = {*nodes}
+def walk(
+    nodes: list[Any], mark: object, ends: Iterable[Any] = ()
+) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:
+    """Every node from these on, each once and with its edges, but for those that are marked, or at
+    which it ends, and what is below them."""
+    seen = {*nodes, *ends}
     waiting = [*nodes]
     while waiting:
         node = waiting.pop()
@@ -144,7 +146,7 @@ def _walk(nodes: list[Any], mark: object) -> Iterator[tuple[Any, list[tuple[Any,
 def _crossed(nodes: list[Any], mark: object, samples: int) -> tuple[list[int], list[int]] | None:
     """Shapes before and after an operation between the model's outputs and the loss that makes a
     second axis of the batch's size; ``None`` if there is none."""
-    for node, edges in _walk(nodes, mark):
+    for node, edges in walk(nodes, mark):
         if node.name() not in _BROADCASTING:
             continue
         after = shape_of_result(node, 0)

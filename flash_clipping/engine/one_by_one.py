@@ -7,41 +7,57 @@ have arrived, which is the whole gradient of that sample, second derivatives inc
 taken, and it is added clipped to the sums: memory is one gradient more. Forks of earlier samples
 come later in backward, as autograd goes by the order in which nodes were made.
 
+Some functions of autograd run layers again in a backward of their own (adjoint ODEs, reversible
+blocks). They find the sample's aliases there, as hooks and recomputations find the attributes that
+its forward left (:class:`_Run`). What a backward inside of backward brings is added to that
+sample's gradient.
+
 Shape suffixes: ``B`` samples, ``P`` parameters.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import BackwardCFunction
 
 from flash_clipping._compat import (
     SPECTRAL_NORM,
     call_of,
-    checkpoints_replaced,
+    graph_task,
     memory_id,
     parametrizations_cached_anew,
+    roots_of_backward,
     will_run,
 )
 from flash_clipping.capture.batch_size_checks import check_against_loader
 from flash_clipping.capture.draws import EVERY_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import map_tensors, tensors_in
-from flash_clipping.capture.no_samples import DID_NOT_RUN, NoSamples, made_up
-from flash_clipping.capture.no_trace import put_back, random_state, untouched
-from flash_clipping.capture.one_sample import OF_NOBODY, Batch, Joined, Way, of_no_rows, way_of
+from flash_clipping.capture.no_samples import DID_NOT_RUN, EmptyBatchForward, NoSamples
+from flash_clipping.capture.no_trace import random_state, untouched
+from flash_clipping.capture.one_sample import (
+    HOLDERS,
+    OF_NOBODY,
+    Batch,
+    Joined,
+    Made,
+    Way,
+    fill,
+    of_no_rows,
+    way_of,
+)
 from flash_clipping.capture.units import Units
 from flash_clipping.engine.buffers import BufferWatch
+from flash_clipping.engine.loss_graph import walk
 from flash_clipping.engine.model_watch import ParameterGuards, Structure
 from flash_clipping.engine.unsupported import PIPELINES, refuse_around, refuse_in_pipeline
 from flash_clipping.errors import FlashClippingError, NotServed
@@ -69,8 +85,20 @@ _OF_ANOTHER_RUN = (
     "it in each forward, or keep it in an attribute, a list or a dict of its module."
 )
 
-#: Attributes of every module.
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_ANOTHER_WAY = (
+    "the loss: in mode='one_by_one' it reads what forward has left elsewhere than in the model's "
+    "outputs and in attributes of its modules: in a global, a closure or an object. That is of one "
+    "sample alone. Return it from forward, and read it there:\n    return output, value"
+)
+
+_TOO_LATE = (
+    "the model: in mode='one_by_one' a backward of its own ran layers again after the gradient of "
+    "their sample was clipped. Keep activations instead, by a way that autograd follows."
+)
+
+#: In the metadata of autograd's nodes that put samples' outputs together: their runs, which must
+#: live as long.
+_JOINED = "flash_clipping.samples"
 
 
 def refuse_replay(what: str) -> NoReturn:
@@ -169,35 +197,59 @@ class OneByOne:
         found = _Found(self._structure.modules)
         outputs: list[Any] = []
         kept: list[dict[Any, Any]] = []
-        nodes_before = {x.grad_fn for x in batch.tensors}
+        runs: list[_Run] = []
+        inputs = {None, *[x.grad_fn for x in batch.tensors]}
         for number, rows in enumerate(groups):
             if not rows:
                 continue
             if outputs:  # no sample finds what another has left
                 found.put_back()
             own_args, own_kwargs = batch.of(rows)
-            with self._on(samples.aliases(number)), _as_samples_run():
-                outputs.append(call(*own_args, **own_kwargs))
-            kept.append(found.kept())
-            last = number, outputs[-1], nodes_before
-        if outputs:
-            samples.refuse_others(*last)
+            aliases = samples.aliases(number)
+            try:
+                _swap(found.on(aliases))
+                with _as_samples_run():
+                    outputs.append(call(*own_args, **own_kwargs))
+            except BaseException:
+                found.put_back()
+                raise
+            params = {id(aliases[id(param)]): param for param in samples.params}
+            left, of_one = found.left(params, batch.made)
+            kept.append(of_one)
+            results = [x for x in tensors_in((outputs[-1], of_one)) if x.grad_fn not in inputs]
+            runs.append(_Run(self, left, results, forward))
+            if functions := samples.functions_in(number, results, inputs):
+                runs[-1].surround(functions, left + found.on(aliases))
         if self._buffers is not None:
             self._buffers.after_forward(self._structure.modules, args, kwargs)
         self._structure.check()
         if not outputs:
-            return self._of_none(call, args, kwargs)
+            return self._of_none(args, kwargs)
         groups = [rows for rows in groups if rows]
         join = Joined(groups, session.batch_axis, session.loss_reduction == "mean")
         join.ways = self._ways_to_join(call, batch, groups, outputs)
-        output = join(outputs)
+        own = {id(x) for x in tensors_in((outputs, kept))}
+
+        def joined(values: list[Any]) -> Any:
+            # A graph from here on is told from that of the run.
+            return map_tensors(lambda x: x.clone() if id(x) in own else x, join(values))
+
+        output = joined(outputs)
         if self._none is None:
             self._none = (of_no_rows(output, batch.count, session.batch_axis),)
         places = [place for place in kept[0] if all(place in of_one for of_one in kept)]
-        also = [join([of_one[place] for of_one in kept]) for place in places]
+        also = [joined([of_one[place] for of_one in kept]) for place in places]
+        targets = [*found.holders, *[target for target, _, _ in batch.made]]
         for (holder, key), value in zip(places, also, strict=True):
-            found.holders[holder][0][key] = value
-        self._watch_outputs(forward, (output, also))
+            if isinstance(targets[holder], list):  # it may be the next
+                targets[holder][key : key + 1] = [value]
+            else:
+                targets[holder][key] = value
+        leaves = tensors_in((output, also))
+        self.model.running_step.note_results(forward, leaves)
+        for leaf in leaves:
+            if leaf.grad_fn is not None:
+                leaf.grad_fn.metadata[_JOINED] = runs  # type: ignore[index]
         return output
 
     def _ways_to_join(
@@ -209,7 +261,8 @@ class OneByOne:
         odd = any(x.dim() <= batch.axis or x.shape[batch.axis] != len(groups[0]) for x in first)
         if not odd and len(first) == 1:
             return {}
-        if self._grow is None or len(self._grow) != len(first):
+        ways = self._grow
+        if ways is None or len(ways) != len(first):
             if len(groups) < 2:
                 return {}
             second, both = tensors_in(outputs[1]), self._run(call, *batch.of(groups[0] + groups[1]))
@@ -231,16 +284,15 @@ class OneByOne:
                         ways[n] = OF_NOBODY
                     elif not open_yet[n] or memory_id(x.untyped_storage()) in of_parameters:
                         raise FlashClippingError(_OF_PARAMETERS)
-            if any(open_yet):
-                return _by_id(first, ways)
-            self._grow = ways
-        return _by_id(first, self._grow)
+            if not any(open_yet):
+                self._grow = ways
+        return {id(x): way for x, way in zip(first, ways, strict=True) if way is not None}
 
     def _run(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that another run of the model returns; none if it does not run."""
         devices = [*{x.device for x in self.session.state() if x.is_cuda}]
         with (
-            contextlib.suppress(*DID_NOT_RUN),
+            suppress(*DID_NOT_RUN),
             untouched(self.root),
             random_state(devices, seed=0),
             torch.no_grad(),
@@ -248,12 +300,12 @@ class OneByOne:
             return tensors_in(call(*args, **kwargs))
         return []
 
-    def _of_none(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns for a batch without samples: as for others, without their rows.
         Its backward leaves empty norms and sums of 0."""
         session, params = self.session, self.session.trainable()
         if self._none is None:
-            self._none = (self._of_made_up(call, args, kwargs),)
+            return EmptyBatchForward(self.root, session).without_samples(*args, **kwargs)
 
         def anew(x: Tensor) -> Tensor:
             if not x.requires_grad:
@@ -261,26 +313,6 @@ class OneByOne:
             return NoSamples.apply(session, params, x.detach(), [*x.shape], session.anchor, *params)
 
         return map_tensors(anew, self._none[0])
-
-    def _of_made_up(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same of a sample of zeros, or of ones."""
-        axis, failure = self.session.batch_axis, None
-        devices = [*{x.device for x in self.session.state() if x.is_cuda}]
-        for fill in (0, 1):
-            own_args, own_kwargs = made_up(args, kwargs, axis, 1, fill)
-            try:
-                with untouched(self.root), random_state(devices, seed=0), torch.enable_grad():
-                    return of_no_rows(call(*own_args, **own_kwargs), 1, axis)
-            except torch.OutOfMemoryError:
-                raise
-            except DID_NOT_RUN as error:
-                failure = failure or error
-        raise FlashClippingError(
-            "the model: called with a batch without samples, which Poisson sampling draws now and "
-            "then, before any other. To learn what it returns it was run on a sample made of "
-            "zeros, and did not run. Expected a forward that runs on it, or a first batch with "
-            f"samples. The error was {type(failure).__name__}: {failure}"
-        ) from failure
 
     def _look_before(self, kwargs: dict[str, Any]) -> None:
         """Watch new parameters, and refuse what cannot be clipped."""
@@ -326,62 +358,24 @@ class OneByOne:
             groups[unit].append(row)
         return groups
 
-    @contextmanager
-    def _on(self, aliases: dict[int, Tensor]) -> Iterator[None]:
-        """Let the model run on these in the place of its parameters, by ``id``."""
-        held: list[tuple[Any, Any, Any]] = []
-        for module in self._structure.modules:
-            places: list[Any] = [(vars(module), item) for item in vars(module).items()]
-            for value in vars(module).values():
-                if type(value) in (list, dict):
-                    items = enumerate(value) if type(value) is list else value.items()
-                    places += [(value, item) for item in items]
-            held += [(where, key, p) for where, (key, p) in places if id(p) in aliases]
-        try:
-            for where, key, param in held:
-                where[key] = aliases[id(param)]
-            yield
-        finally:
-            for where, key, param in held:
-                where[key] = param
 
-    def _watch_outputs(self, forward: ForwardCall, output: Any) -> None:
-        """Begin a backward pass where one reaches an output of this call."""
-        session, leaves = self.session, tensors_in(output)
-        self.model.running_step.note_results(forward, leaves)
-
-        def start_backward(grad: Tensor) -> None:
-            if session.enabled:
-                session.begin_backward(forward)
-
-        for leaf in leaves:
-            if leaf.requires_grad:
-                leaf.register_hook(start_backward)
-
-
-def _by_id(tensors: Sequence[Tensor], ways: Sequence[Way | None]) -> dict[int, Way]:
-    return {id(x): way for x, way in zip(tensors, ways, strict=True) if way is not None}
+#: Dicts and lists, keys (``slice(None)`` of a list), and what stands there.
+_Items: TypeAlias = list[tuple[Any, Any, Any]]
 
 
 class _Found:
     """A model as a batch finds it, and every sample of it."""
 
     def __init__(self, modules: Sequence[nn.Module]):
-        self._modules = [(module, {**vars(module)}, {**module._buffers}) for module in modules]
-        self._held = [
-            (value, value.copy())
-            for _, attributes, _ in self._modules
-            for name, value in attributes.items()
-            if type(value) in (dict, OrderedDict, list) and name not in _OF_MODULES
-        ]
-        #: Attributes of modules, dicts and lists among them, with what they held, by ``id``.
-        self.holders: dict[int, tuple[Any, dict[Any, Any]]] = {
-            id(holder): (holder, dict(_items(content)))
-            for holder, content in (
-                *((vars(module), attributes) for module, attributes, _ in self._modules),
-                *self._held,
-            )
-        }
+        #: Attributes of modules, and the dicts and lists among them.
+        self.holders: list[Any] = []
+        for module in modules:
+            attributes = vars(module)
+            self.holders += [attributes, *(x for x in attributes.values() if type(x) in HOLDERS)]
+        self._known = [dict(_items(holder)) for holder in self.holders]
+        pairs = [*zip(self.holders, self._known, strict=True)]
+        of_all = [(holder, key, x) for holder, known in pairs for key, x in known.items()]
+        self._params = [item for item in of_all if isinstance(item[2], nn.Parameter)]
         # Its power iteration is of the weight alone, and one step further with every run.
         vectors = [m._buffers for m in modules if type(m) is SPECTRAL_NORM]
         self._vectors = [
@@ -390,49 +384,99 @@ class _Found:
 
     def put_back(self) -> None:
         """Let the model be as it was."""
-        for module, attributes, buffers in self._modules:
-            put_back(module, attributes, buffers)
-        for value, content in self._held:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
+        for holder, known in zip(self.holders, self._known, strict=True):
+            fill(holder, known.values() if isinstance(holder, list) else known)
         for x, before in self._vectors:
             x.copy_(before)
 
-    def kept(self) -> dict[tuple[int, Any], Any]:
-        """What was left on modules and requires grad (losses of layers, say), by holder and key."""
-        return {
-            (number, key): value
-            for number, (holder, before) in self.holders.items()
-            for key, value in _items(holder)
-            if value is not before.get(key) and any(x.requires_grad for x in tensors_in(value))
-        }
+    def on(self, aliases: dict[int, Tensor]) -> _Items:
+        """These in the places of parameters, by whose ``id`` they are given."""
+        return [(*place, aliases[id(x)]) for *place, x in self._params if id(x) in aliases]
+
+    def left(
+        self, params: dict[int, nn.Parameter], made: list[Made]
+    ) -> tuple[_Items, dict[tuple[int, Any], Any]]:
+        """What a run has left on modules and in arguments, where aliases are put back, by whose
+        ``id`` parameters are given; and what of it requires grad (losses of layers, say), by the
+        place of its holder and the key."""
+        pairs = [*zip(self.holders, self._known, strict=True)]
+        pairs += [(own, dict(_items(before))) for _, own, before in made]
+        left: _Items = []
+        kept = {}
+        for number, (holder, known) in enumerate(pairs):
+            new = []
+            for key, value in _items(holder):
+                if value is known.get(key, self):
+                    continue
+                if id(value) in params:
+                    holder[key] = params[id(value)]
+                    continue
+                new.append((holder, key, value))
+                if any(x.requires_grad for x in tensors_in(value)):
+                    kept[number, key] = value
+            is_list = isinstance(holder, list)
+            left += [(holder, slice(None), [*holder])] if new and is_list else new
+        return left, kept
 
 
 def _items(holder: Any) -> list[tuple[Any, Any]]:
     return [*enumerate(holder)] if isinstance(holder, list) else [*holder.items()]
 
 
+def _swap(items: _Items) -> _Items:
+    """Let these stand there; what stood there."""
+    before = []
+    for holder, key, value in items:
+        if isinstance(holder, list) or key in holder:
+            before.append((holder, key, holder[key]))
+        holder[key] = value
+    return before[::-1]
+
+
+class _Run:
+    """What one sample's run has left on the model, for what runs in its backward. Nodes of its
+    graph know it weakly: it may hold the graph itself."""
+
+    def __init__(self, owner: OneByOne, left: _Items, results: list[Tensor], forward: ForwardCall):
+        self._owner, self.left = owner, left
+        self._inside: _Items = []
+        session, of_run = owner.session, weakref.ref(self)
+
+        def enter(grad: Tensor) -> None:
+            if session.enabled:
+                session.begin_backward(forward).enter(of_run())
+
+        for x in results:
+            x.register_hook(enter)
+
+    def surround(self, functions: list[Any], items: _Items) -> None:
+        """Let these stand there in the backwards of these functions of autograd."""
+        self._inside = items
+
+        def applied(of_run: Any, of_node: Any, apply: Any, *grads: Any) -> Any:
+            if (run := of_run()) is None:
+                raise FlashClippingError(_ANOTHER_WAY)
+            before, runs = _swap(run._inside), run._owner._runs
+            try:
+                run._owner._runs = True
+                with _as_samples_run():
+                    return apply(of_node(), *grads)
+            finally:
+                _swap(before)
+                run._owner._runs = runs
+
+        for node in functions:
+            of_node, apply = weakref.ref(node), type(node).apply
+            node.apply = partial(applied, weakref.ref(self), of_node, apply)
+
+
 @contextmanager
 def _as_samples_run() -> Iterator[None]:
-    """Re-entrant checkpoints run as the others do: a backward inside of backward would bring a
-    sample's gradient in parts. What is compiled runs as it is, which can be derived twice."""
-    with ExitStack() as stack:
-        stack.enter_context(checkpoints_replaced(_NotReentrant))
-        stack.enter_context(parametrizations_cached_anew())
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    """What is compiled runs as it is, which can be derived twice."""
+    is_loaded = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+    with parametrizations_cached_anew(), eager:
         yield
-
-
-class _NotReentrant:
-    @staticmethod
-    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            with torch.no_grad():  # as there, which warns of it
-                return function(*args)
-        return checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
-        )
 
 
 # -- backward --------------------------------------------------------------------------------------
@@ -452,8 +496,8 @@ class Samples:
         self.params: list[nn.Parameter] = session.trainable()
         #: Autograd's node of each sample.
         self._forks: dict[int, weakref.ref[Any]] = {}
-        #: Whether a backward has gone through them.
-        self.are_over = False
+        #: Whether a backward has gone through them; and whether it may be derived.
+        self.are_over = self.are_derived = False
 
     def aliases(self, number: int) -> dict[int, Tensor]:
         """What stands for each parameter, by its ``id``, in the run of this sample."""
@@ -463,20 +507,21 @@ class Samples:
         self._forks[number] = weakref.ref(made[0].grad_fn)
         return dict(zip(map(id, self.params), made, strict=True))
 
-    def refuse_others(self, number: int, output: Any, before: set[Any]) -> None:
-        """Refuse a run of this sample, the last one, that used parameters of another run, past the
-        nodes that were there before."""
-        seen = before | {None}
-        nodes: list[Any] = [x.grad_fn for x in tensors_in(output)]
-        while nodes:
-            node = nodes.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            is_fork = isinstance(getattr(node, "samples", None), Samples)
-            if is_fork and node is not self._forks[number]():
-                raise FlashClippingError(_OF_ANOTHER_RUN)
-            nodes += [other for other, _ in node.next_functions]
+    def functions_in(self, number: int, results: list[Tensor], inputs: set[Any]) -> list[Any]:
+        """Functions of autograd that are written in Python, in the graph of this sample's run down
+        to those of its inputs.
+
+        Raises:
+            FlashClippingError: it used parameters of another run.
+        """
+        found = []
+        for node, _ in walk([x.grad_fn for x in results], None, inputs):
+            if isinstance(getattr(node, "samples", None), Samples):
+                if node is not self._forks[number]():
+                    raise FlashClippingError(_OF_ANOTHER_RUN)
+            elif isinstance(node, BackwardCFunction):
+                found.append(node)
+        return found
 
     def will_come(self, number: int) -> bool:
         """Whether the running backward comes to this sample."""
@@ -520,24 +565,54 @@ class SamplesPass(BackwardPass):
         self.norms_P: dict[int, Tensor] = {}
         self.sums: dict[int, Tensor] = {}
         self.scale = 1.0
+        #: The run whose attributes modules have, and what they had.
+        self._run: _Run | None = None
+        self._before: _Items = []
+        self._task = graph_task()
+        if not any(samples.are_derived for samples in self.others):
+            self._refuse_other_ways()
+        for samples in self.others if torch.is_grad_enabled() else ():
+            samples.are_derived = True
+
+    def _refuse_other_ways(self) -> None:
+        """Refuse a loss that comes to samples' runs past the outputs of the model. Once it was
+        derived, its gradients' graph reads what is inside of them."""
+        threads = {samples.forward.thread for samples in self.others}
+        roots = [x for thread in threads for x in roots_of_backward(thread)]
+        nodes = [x.grad_fn if isinstance(x, Tensor) else x.node for x in roots]
+        for node, _ in walk([node for node in nodes if node is not None], _JOINED):
+            if isinstance(getattr(node, "samples", None), Samples):
+                raise FlashClippingError(_ANOTHER_WAY)
+
+    def enter(self, run: _Run | None) -> None:
+        """Let modules have what this run has left on them; or what they had."""
+        if run is not self._run:
+            _swap(self._before)
+            self._run, self._before = run, _swap(run.left if run is not None else [])
 
     def take(self, samples: Samples, number: int, grads: Sequence[Tensor | None]) -> None:
         """Take the whole gradient of a sample in one call of the model; all uses in several calls
         are one gradient."""
         if id(samples) not in self.arrived:
             self._begin(samples)
-        self.arrived[id(samples)][1].add(number)
+        if number in self.norms_P:
+            raise FlashClippingError(_TOO_LATE)
         if number in self.held:
             pairs = zip(self.held.pop(number), grads, strict=True)
             grads = [
                 own if also is None else also if own is None else own + also for own, also in pairs
             ]
+        if graph_task() != self._task:  # of a backward inside of this one: more comes
+            self.is_checkpointed = True
+            self.held[number] = grads
+            return
+        self.arrived[id(samples)][1].add(number)
         for other in self.others:
             _, numbers = self.arrived.get(id(other), (other, ()))
             if number not in numbers and other.will_come(number):
                 self.held[number] = grads
                 return
-        self._add_sample(samples, number, grads)
+        self._add_sample(samples.params, number, grads)
 
     def _begin(self, samples: Samples) -> None:
         """A call of the model that is reached first."""
@@ -560,12 +635,14 @@ class SamplesPass(BackwardPass):
             units = self.units
             self.scale = units.scale_of_mean() if units is not None else float(samples.count)
 
-    def _add_sample(self, samples: Samples, number: int, grads: Sequence[Tensor | None]) -> None:
+    def _add_sample(
+        self, params: Sequence[nn.Parameter], number: int, grads: Sequence[Tensor | None]
+    ) -> None:
         """Take the norm of a sample's gradient, and add it clipped."""
-        norms_P = self._norms_of(samples.params, grads)
+        norms_P = self._norms_of(params, grads)
         coef = self._coefficients(number, norms_P)
         self.norms_P[number] = norms_P
-        for place, (param, grad) in enumerate(zip(samples.params, grads, strict=True)):
+        for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is None:
                 continue
             if id(param) not in self.sums:
@@ -581,12 +658,11 @@ class SamplesPass(BackwardPass):
         """``[P]``, fp32; fp64 for parameters in float64."""
         device = params[0].device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        found = [
-            torch.zeros((), dtype=wide, device=device)
-            if grad is None
-            else torch.linalg.vector_norm(_values(grad), dtype=wide).to(device)
-            for grad in grads
-        ]
+        found = [torch.zeros((), dtype=wide, device=device)] * len(grads)
+        for place, grad in enumerate(grads):
+            if grad is not None:
+                values = grad.coalesce().values() if grad.is_sparse else grad
+                found[place] = torch.linalg.vector_norm(values, dtype=wide).to(device)
         is_wide = any(param.dtype == torch.float64 for param in params)
         return (torch.stack(found) * self.scale).to(wide if is_wide else torch.float32)
 
@@ -607,6 +683,7 @@ class SamplesPass(BackwardPass):
         norms_taken = False
         with torch.no_grad():
             try:
+                self.enter(None)
                 if self._is_for_parameters():
                     norms_taken = True
                     self._leave()
@@ -618,6 +695,8 @@ class SamplesPass(BackwardPass):
         reached = [samples for samples, _ in self.arrived.values()]
         params = reached[0].params if reached else [*self.without_samples]
         norms_PB = torch.zeros((len(params), 0), device=params[0].device)
+        for number, grads in self.held.items():  # of backwards inside of this one alone
+            self._add_sample(params, number, grads)
         for samples in reached:
             samples.are_over = True
         if reached:
@@ -640,8 +719,3 @@ class SamplesPass(BackwardPass):
         super().forget()
         for held in (self.sums, self.norms_P, self.held):
             held.clear()
-
-
-def _values(grad: Tensor) -> Tensor:
-    """The numbers that a gradient is made of."""
-    return grad.coalesce().values() if grad.is_sparse else grad
