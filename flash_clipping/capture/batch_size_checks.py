@@ -19,7 +19,7 @@ def check_against_loader(
     if (
         drawn is None
         or not forward.recorded
-        or (forward.made_up and not drawn)
+        or (forward.of_nobody and not drawn and 1 in forward.batch_sizes)
         or drawn in forward.batch_sizes
     ):
         return
@@ -39,9 +39,7 @@ def check_against_loader(
 def check_losses(session: ClippingSession, losses: Tensor) -> None:
     """Refuse per-sample losses that are not as many as the samples of the last forward."""
     call = session.current_forward
-    samples = None if call is None else call.batch_size
-    if call is not None and call.made_up:
-        samples = 0
+    samples = None if call is None or call.of_nobody else call.batch_size
     if not session.enabled or samples is None or not losses.dim():
         return
     counts = losses.shape[:1] if session.batch_first else losses.shape[:2]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ _AT_ONCE = 1 << 22
 _ONE_DRAW = """ A step is accounted for as one draw. Call optimizer.step() for each batch; for \
 larger steps use a larger batch size:
     DataLoader(dataset, batch_size=..., shuffle=True)"""
+
+_MAY_BE_NOBODYS = """the model: the row of this call may be that of a batch without samples, which \
+adds nothing. Call the model with the batch of each step, before the next one is taken from the \
+loader."""
 
 _OTHER_ROWS = """the rows of this call are not those of the loader's batch. Give the model the \
 tensors of the batch themselves (change them in the dataset or inside of the model), or say which \
@@ -76,6 +80,11 @@ class DrawnBatch:
 
     def __post_init__(self) -> None:
         self._versions = [x._version for x in self.tensors]
+
+    def with_a_row(self) -> DrawnBatch:
+        """The same of a batch without samples, as a loader gives it: with one row, nobody's."""
+        nobody = None if self.unit_R is None else torch.tensor([-1])
+        return replace(self, rows=1, unit_R=nobody)
 
     def in_order(self, of_rows_R: Tensor) -> Tensor:
         """What holds for rows of the batch, for those of the model's input."""
@@ -173,12 +182,13 @@ class Draws:
         cleared: the last batch whose clipped sums were cleared, until another is given.
         paused: whether forwards are of parts that somebody else counts.
         ahead: whether batches were given before those in front of them were used.
+        have_nobody: whether any batch had one row, and no sample.
     """
 
     def __init__(self, strict: bool = False):
         self.strict = strict
         self.waiting: list[DrawnBatch] = []
-        self.paused = self.ahead = False
+        self.paused = self.ahead = self.have_nobody = False
         self._was_seen = False
         self.cleared: DrawnBatch | None = None
         #: By loop: the place of the first batch that was stepped on, and how many were.
@@ -200,6 +210,7 @@ class Draws:
         self.waiting = [other for other in self.waiting if not other.used]
         self.ahead = self.ahead or any(other.rows and not other.left for other in self.waiting)
         self.waiting.append(draw)
+        self.have_nobody |= not draw.samples and draw.rows == 1
 
     def begin_epoch(self) -> None:
         """The loader starts anew: what was given before it is not used any more, but the last."""
@@ -261,7 +272,17 @@ class Draws:
 
     def next(self) -> DrawnBatch | None:
         """The batch of a step whose rows are not looked at."""
-        return self._use(next(iter(self._in_turn()), None))
+        return self._first(self._in_turn())
+
+    def _first(self, fitting: Sequence[DrawnBatch]) -> DrawnBatch | None:
+        """The first of batches that fit a call; refused where that may be another's, and one of
+        them has no sample: its row must not be taken for a sample."""
+        fitting = [draw for draw in fitting if not draw.taken] or fitting
+        if self.have_nobody and fitting:
+            is_over = fitting[0].stepped and fitting[0].rows == 1
+            if is_over or len({bool(draw.samples) for draw in fitting}) > 1:
+                raise FlashClippingError(_MAY_BE_NOBODYS)
+        return self._use(fitting[0]) if fitting else None
 
     def of_part(self) -> DrawnBatch | None:
         """The batch of a forward whose rows somebody else counts: until its step, the last one."""
@@ -295,9 +316,13 @@ class Draws:
         if self.strict:
             return self._use(self._with_rows(inputs, sizes, axis))
         in_turn = self._in_turn()
-        for place, draw in enumerate(in_turn):
-            if draw.rows in sizes and (not draw.left or not place):
-                return self._use(draw)
+        fitting = [
+            draw
+            for place, draw in enumerate(in_turn)
+            if draw.rows in sizes and (not draw.left or not place)
+        ]
+        if fitting:
+            return self._first(fitting)
         unused = [draw for draw in self.waiting if not draw.used]
         for first in range(len(unused)):
             total = unused[first].rows
@@ -312,6 +337,8 @@ class Draws:
         if in_turn and not self.ahead and not in_turn[-1].left:
             return self._use(in_turn[-1])  # the only one: it is said what was expected
         self.waiting = [draw for draw in self.waiting if not draw.left]
+        if self.have_nobody and 1 in sizes:
+            raise FlashClippingError(_MAY_BE_NOBODYS)
         return None
 
     def of_replay(self, inputs: Sequence[Tensor], axis: int) -> DrawnBatch | None:
@@ -320,9 +347,10 @@ class Draws:
         Raises:
             FlashClippingError: with ``strict``, they are no batch's rows.
         """
-        if not self.strict:
-            return self.next()
         sizes = [x.shape[axis] for x in inputs if x.dim() > axis]
+        if not self.strict:
+            in_turn = self._in_turn()
+            return self._first([draw for draw in in_turn if draw.rows in sizes] or in_turn)
         return self._use(self._with_rows(inputs, sizes, axis))
 
     def expect_rows(self, order: Tensor | None) -> None:

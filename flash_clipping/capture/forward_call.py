@@ -52,8 +52,8 @@ class ForwardCall:
     spent: bool = False
     #: Whether gradients were cleared since: it counts only where a backward reaches it.
     forgotten: bool = False
-    #: Whether its samples were made up, because there are none.
-    made_up: bool = False
+    #: Whether its rows are no sample's: the loader has drawn none.
+    of_nobody: bool = False
     #: Which privacy unit each row belongs to; ``None``: rows are samples.
     units: Units | None = None
     #: Which of its rows count, and which are padding (:mod:`flash_clipping.capture.draws`).

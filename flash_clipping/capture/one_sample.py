@@ -382,21 +382,6 @@ class Joined:
         return torch.stack([*values]) if len({x.shape for x in values}) == 1 else [*values]
 
 
-def of_no_rows(output: Any, count: int, axis: int) -> Any:
-    """An output of so many samples as there would be one of none, without a graph: tensors of no
-    rows, and 0 for numbers; they require grad where it did."""
-
-    def none(x: Tensor) -> Tensor:
-        shape = [*x.shape]
-        if len(shape) > axis and shape[axis] == count:
-            shape[axis] = 0
-        return x.detach().new_zeros(shape).requires_grad_(x.requires_grad)
-
-    if isinstance(output, list) and len(output) == count:
-        return []
-    return map_tensors(none, output)
-
-
 def _rebuilt(like: Any, content: Mapping[str, Any]) -> Any:
     """An object of the same type that holds these in the place of its own."""
     if hasattr(like, "_fields"):

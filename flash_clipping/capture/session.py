@@ -154,6 +154,8 @@ class ClippingSession:
         self.looked_for: dict[frozenset[str], int] = {}
         #: Whether the oracle can be asked about calls.
         self.has_oracle = True
+        #: Whether processes share the model's parameters: all run forward and backward alike.
+        self.is_sharded = False
         #: How many samples the loader drew for the next forward, where that is known.
         self.drawn: int | None = None
         #: Parameters that have a stand-in now: (module, name, parameter).
@@ -236,15 +238,15 @@ class ClippingSession:
         if self._running.get("forward", call.thread) != call.thread:
             refuse_threads("backward", "forward")
 
-    def draw_of(self, tensors: list[Tensor], made_up: bool = False) -> DrawnBatch | None:
+    def draw_of(self, tensors: list[Tensor]) -> DrawnBatch | None:
         """The loader's batch that the root is called with; a call that is recorded and is of
-        several, or of other rows, is refused. ``made_up``: there are no samples but these."""
+        several, or of other rows, is refused."""
         draws = self.draws
-        if not (draws.waiting or draws.strict) or in_backward() or self.captured is not None:
+        known = draws.waiting or draws.strict or draws.have_nobody
+        if not known or in_backward() or self.captured is not None:
             return None
         axis = self.batch_axis
         sizes = list(dict.fromkeys(x.shape[axis] for x in tensors if x.dim() > axis))
-        sizes = [0] if made_up else sizes
         if not torch.is_grad_enabled():
             draws.look(sizes)
             return None
@@ -256,21 +258,28 @@ class ClippingSession:
             return draws.of_part()  # somebody else counts; or rows are no samples
         return draws.of_forward(tensors, sizes, axis)
 
+    def are_nobody(self, draw: DrawnBatch | None) -> bool:
+        """Whether the rows of a call that is recorded, of this draw, are no sample's: what the
+        loader gives where it has drawn none."""
+        if self.padding.rows is not None or not torch.is_grad_enabled() or in_backward():
+            return False  # a mask says which rows count
+        return self.drawn == 0 or (draw is not None and not draw.samples)
+
     def units_of(
         self,
         given: Any,
         tensors: list[Tensor],
         draw: DrawnBatch | None = None,
-        made_up: bool = False,
+        nobody: bool = False,
     ) -> Units | None:
         """The units, where these are no rows, of a call of the root with these tensors; ``given``
-        is the map, if it got one, ``draw`` the loader's batch; ``made_up``: nobody's rows. A call
+        is the map, if it got one, ``draw`` the loader's batch; ``nobody``: rows of none. A call
         that is recorded must have a map that fits."""
         if not torch.is_grad_enabled() or in_backward():
             return None
-        if made_up:
-            nobody = torch.empty(0, dtype=torch.int64)
-            return Units(nobody, 0, nobody)
+        if nobody:
+            none = torch.empty(0, dtype=torch.int64)
+            return Units(none, 0, none)
         drawn = self.drawn
         if drawn is None and draw is not None and not self.draws.ahead:
             drawn = draw.samples
@@ -487,10 +496,10 @@ class ClippingSession:
             forward.forgotten = True
             self._some_are_forgotten |= not forward.spent
 
-    def made_up(self) -> bool:
-        """Whether the samples of all calls whose norms have not been taken were made up, or of
-        none: others are refused."""
-        found = {forward.made_up for forward in self._unspent()}
+    def are_of_nobody(self) -> bool:
+        """Whether all calls whose norms have not been taken are of nobody's rows, or none: others
+        are refused."""
+        found = {forward.of_nobody for forward in self._unspent()}
         if len(found) > 1:
             raise FlashClippingError(
                 "backward() goes through calls of the model with samples and without. Call "

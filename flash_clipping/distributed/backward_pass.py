@@ -43,9 +43,9 @@ class ShardedBackwardPass(BackwardPass):
             )
 
     @cached_property
-    def _is_made_up(self) -> bool:
-        """Whether this process's batch is empty, and what it runs on was made up."""
-        return self._session.made_up()
+    def _is_of_nobody(self) -> bool:
+        """Whether this process has drawn no sample: its row runs as the others' do."""
+        return self._session.are_of_nobody()
 
     def record(
         self,
@@ -54,7 +54,7 @@ class ShardedBackwardPass(BackwardPass):
         factors: Sequence[PerSampleGrad],
         readers: Readers | None = None,
     ) -> None:
-        if self._is_made_up:
+        if self._is_of_nobody:
             self.without_samples = [*self.without_samples, *params]
         else:
             super().record(path, params, factors, readers)

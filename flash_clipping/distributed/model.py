@@ -10,14 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist, nn
-from torch.compiler import is_dynamo_compiling
 from torch.distributed.fsdp import FSDPModule
 
 from flash_clipping.capture.borrowed import UsesOthers
 from flash_clipping.capture.factor_source import Guard
-from flash_clipping.capture.forward_call import in_backward
-from flash_clipping.capture.inputs import batched_inputs, map_tensors
-from flash_clipping.capture.no_samples import made_up
 from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
@@ -30,85 +26,8 @@ from flash_clipping.distributed.transformers_plan import lay_out_by_hooks
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
 
-#: How many samples are made up.
-_COUNT = 2
-
 #: What a process says before a run, from the least to the most urgent.
 _SETTLED, _UNSETTLED, _RUNS, _FAILED = range(4)
-
-
-class EmptyBatches:
-    """Hooks of a sharded model's root, around all others: a process without samples runs the model
-    as the others do, on samples that are made up."""
-
-    def __init__(self, root: nn.Module, session: ClippingSession):
-        self.session = session
-        self.running = False
-        #: Along which the model was given samples: positions of one row, where units are parts.
-        self._axis = session.batch_axis
-        self._has_bags = any(isinstance(module, nn.EmbeddingBag) for module in root.modules())
-
-    def surround_tables(self, root: nn.Module) -> list[Any]:
-        """Hooks, in which tables that cannot read ones read zeros: where bags begin, and rows of a
-        table with a single row."""
-        return [
-            module.register_forward_pre_hook(self._first_rows, with_kwargs=True)
-            for module in root.modules()
-            if isinstance(module, nn.EmbeddingBag)
-            or (isinstance(module, nn.Embedding) and module.num_embeddings == 1)
-        ]
-
-    def _first_rows(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.running:
-            # Under activation checkpointing a table may read once more, in backward.
-            if is_dynamo_compiling() or not in_backward():
-                return None
-            call = self.session.current_forward
-            if call is None or not call.made_up:
-                return None
-        return map_tensors(
-            lambda x: x if x.is_floating_point() else torch.zeros_like(x), (args, kwargs)
-        )
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments with samples, where there are none."""
-        session = self.session
-        self.running = False
-        if not session.recording:
-            return None
-        axis = session.batch_axis
-        inputs = [x for x in batched_inputs(args, kwargs) if x.dim() > axis]
-        sizes = [x.shape[axis] for x in inputs]
-        is_empty = sizes[:1] == [0] and not (self._has_bags and any(sizes))
-        self._axis = axis
-        if not is_empty and session.units_of_calls.sample_of is not None and inputs:
-            is_empty = not inputs[0].numel()  # a row without positions, [1, 0]
-            self._axis = inputs[0].shape.index(0) if is_empty else axis
-        if not is_empty:
-            return None
-        self.running = True
-        # Of ones: lengths, masks of what is to be seen, and words that are no padding are not 0.
-        return made_up(args, kwargs, axis, _COUNT, fill=1)
-
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """What the model returned, without rows."""
-        if not self.running:
-            return None
-        self.running = False
-        return map_tensors(self._without_rows, output, packed=True)
-
-    def _without_rows(self, x: Tensor) -> Tensor:
-        """Zeros without rows, whose backward goes on with gradients of 0."""
-        axis = self._axis
-        if x.dim() <= axis:
-            return x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0)
-        if x.shape[axis] % _COUNT:
-            raise FlashClippingError(
-                f"the model: called with an empty batch, it was run on {_COUNT} samples, and "
-                f"returned a tensor of shape {tuple(x.shape)}. Expected samples along axis "
-                f"{axis} of all that it returns."
-            )
-        return x.narrow(axis, 0, 0)
 
 
 class SynchronizedProbe:
@@ -248,7 +167,8 @@ class ShardedModel:
         self.processes = ProcessGroups([*root.parameters()], isinstance(root, FSDPModule))
         self.reducer = Reducer(self.slots, bool(self.processes.data))
         self.together = SynchronizedProbe(root, session, self.slots, self.processes)
-        self._empty = EmptyBatches(root, session)
+        #: Whether the call of the model that runs is of nobody's row.
+        self.is_empty = False
         session.trainable = self.slots.recorded
         session.state = lambda: chain(self.slots.tensors(), root.buffers())
         session.clip = partial(self._clip, session.clip)
@@ -267,7 +187,6 @@ class ShardedModel:
 
     def add_first_hooks(self, handles: list[Any]) -> None:
         """Hooks that come before all others of the wrapped model."""
-        handles.append(self.root.register_forward_pre_hook(self._empty.before, with_kwargs=True))
         if self.layers is not None:
             handles.append(
                 self.root.register_forward_pre_hook(self.layers.before, with_kwargs=True)
@@ -279,21 +198,14 @@ class ShardedModel:
         self.together.taps = [tap for tap in taps if type(tap) is Tap]
         if self.layers is not None:
             self.layers.surround(self.together.taps, handles)
-        handles += self._empty.surround_tables(self.root)
-        handles.append(self.root.register_forward_hook(self._empty.after, with_kwargs=True))
         for module in self.slots.gathering:
             # After the module's own, which gathers parameters.
             handles.append(module.register_forward_pre_hook(self._look))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the call of the model that runs is one without samples."""
-        return self._empty.running
-
     def rehearse(
         self, wanted: bool, watched: int, rehearse: Callable[[], None], forward: Callable[[], Any]
     ) -> bool:
-        """As :meth:`SynchronizedProbe.rehearse`; samples that were made up show nothing."""
+        """As :meth:`SynchronizedProbe.rehearse`; a row of nobody shows nothing."""
         return self.together.rehearse(wanted and not self.is_empty, watched, rehearse, forward)
 
     def _look(self, module: nn.Module, _: Any) -> None:

@@ -268,7 +268,7 @@ class FlashLoss(DPLossFastGradientClipping):
         if call is None or not call.recorded or not session.enabled or not session.batch_first:
             return
         samples = call.batch_size
-        if samples is None or samples < 4 or call.units is not None or call.made_up:
+        if samples is None or samples < 4 or call.units is not None:
             return
         self._is_separable = True
         whole: Any = self.criterion if isinstance(self.criterion, nn.Module) else nn.Module()

@@ -27,6 +27,7 @@ from flash_clipping.capture.compiled.regions import compiler_of
 from flash_clipping.capture.draws import EVERY_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.no_samples import refuse_no_rows
 from flash_clipping.capture.proof.positions import are_apart
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Offsets
@@ -190,6 +191,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         )
         #: What a model has besides that ``fully_shard`` was applied to.
         self._sharded = sharded_model(m, self._session)
+        self._session.is_sharded = self._sharded is not None
         self._session.has_oracle = self._sharded is None
         #: Of backward passes that nobody watches.
         self._usual_pass = self._session.backward_pass_class
@@ -315,20 +317,24 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         session.enter_forward()
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)
-        made_up = self._sharded is not None and self._sharded.is_empty
-        if session.draws.waiting or session.draws.strict:
-            draw = session.draw_of(tensors, made_up)
+        if session.draws.waiting or session.draws.strict or session.draws.have_nobody:
+            draw = session.draw_of(tensors)
+        nobody = (draw is not None or session.drawn is not None) and session.are_nobody(draw)
         if units_of_calls.from_loader or units_of_calls.sample_of is not None:
-            units = session.units_of(given, tensors, draw, made_up)
+            units = session.units_of(given, tensors, draw, nobody)
+        if tensors and not tensors[0].numel() and torch.is_grad_enabled():
+            refuse_no_rows(module, session, tensors)
+        if self._sharded is not None:
+            self._sharded.is_empty = nobody
         if units is not None and units.by_position:
             if session.may_prove():
                 unknown = not are_apart(session, units, self._guards.count, args, kwargs)
                 subject = self._watch.subject(module, args, kwargs)
                 self._watch.prove_if(unknown, subject, positions=units)
-        else:
+        elif not nobody or self._sharded is not None:
             self._watch.look_at(module, tensors, args, kwargs)
         call = session.begin_forward(tensors, units=units)
-        call.made_up, call.draw = made_up, draw
+        call.of_nobody, call.draw = nobody, draw
         call.counted_rows = EVERY_ROW
         if session.padding.rows is not None:
             call.counted_rows = session.padding.of_call(draw, session.captured is not None)

@@ -11,7 +11,7 @@ from flash_clipping.capture.around import FINDERS
 from flash_clipping.capture.borrowed import Borrowed
 from flash_clipping.capture.compiled.regions import Regions
 from flash_clipping.capture.factor_source import PARAMETER_CONTAINERS, owned_parameters
-from flash_clipping.capture.no_samples import EmptyBatchForward
+from flash_clipping.capture.no_samples import WatchedForward
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.capture.two_pass import TwoPassForward
@@ -47,7 +47,7 @@ class InstalledTaps:
         for tap in self.all:
             tap.install()
         self.regions = Regions(root, session, self.all)
-        self.of_root = EmptyBatchForward(root, session)
+        self.of_root = WatchedForward(root, session)
         self.of_root.install()
         self.all.append(self.of_root)
         self.regions.find(self.of_root)

@@ -42,7 +42,7 @@ from flash_clipping.capture.batch_size_checks import check_against_loader
 from flash_clipping.capture.draws import EVERY_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import map_tensors, tensors_in
-from flash_clipping.capture.no_samples import DID_NOT_RUN, EmptyBatchForward, NoSamples
+from flash_clipping.capture.no_samples import of_nobody, refuse_no_rows
 from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.one_sample import (
     HOLDERS,
@@ -52,7 +52,6 @@ from flash_clipping.capture.one_sample import (
     Made,
     Way,
     fill,
-    of_no_rows,
     way_of,
 )
 from flash_clipping.capture.units import Units
@@ -96,6 +95,12 @@ _TOO_LATE = (
     "their sample was clipped. Keep activations instead, by a way that autograd follows."
 )
 
+#: What a model may raise where it is run once more.
+_DID_NOT_RUN = (
+    *(RuntimeError, ValueError, TypeError, AssertionError),
+    *(LookupError, AttributeError, ArithmeticError),
+)
+
 #: In the metadata of autograd's nodes that put samples' outputs together: their runs, which must
 #: live as long.
 _JOINED = "flash_clipping.samples"
@@ -133,8 +138,6 @@ class OneByOne:
         self._calls: weakref.WeakSet[Samples] = weakref.WeakSet()
         #: How each tensor that the model returns grows with samples, once it was looked at.
         self._grow: list[Way | None] | None = None
-        #: What the model returns for no samples, once it is known.
-        self._none: tuple[Any] | None = None
         self._runs = False
         self._compiled = self.root._compiled_call_impl
         self.install()
@@ -191,6 +194,8 @@ class OneByOne:
         self._look_before(kwargs)
         batch = Batch(args, kwargs, session.batch_axis, session.drawn, self._are_samples)
         forward = self._begin(batch, given)
+        if forward.of_nobody:
+            return of_nobody(self.root, session, call, args, kwargs)
         groups = self._groups(batch, forward)
         samples = Samples(forward, session, len(groups))
         self._calls.add(samples)
@@ -223,8 +228,6 @@ class OneByOne:
         if self._buffers is not None:
             self._buffers.after_forward(self._structure.modules, args, kwargs)
         self._structure.check()
-        if not outputs:
-            return self._of_none(args, kwargs)
         groups = [rows for rows in groups if rows]
         join = Joined(groups, session.batch_axis, session.loss_reduction == "mean")
         join.ways = self._ways_to_join(call, batch, groups, outputs)
@@ -235,8 +238,6 @@ class OneByOne:
             return map_tensors(lambda x: x.clone() if id(x) in own else x, join(values))
 
         output = joined(outputs)
-        if self._none is None:
-            self._none = (of_no_rows(output, batch.count, session.batch_axis),)
         places = [place for place in kept[0] if all(place in of_one for of_one in kept)]
         also = [joined([of_one[place] for of_one in kept]) for place in places]
         targets = [*found.holders, *[target for target, _, _ in batch.made]]
@@ -292,27 +293,13 @@ class OneByOne:
         """The tensors that another run of the model returns; none if it does not run."""
         devices = [*{x.device for x in self.session.state() if x.is_cuda}]
         with (
-            suppress(*DID_NOT_RUN),
+            suppress(*_DID_NOT_RUN),
             untouched(self.root),
             random_state(devices, seed=0),
             torch.no_grad(),
         ):
             return tensors_in(call(*args, **kwargs))
         return []
-
-    def _of_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns for a batch without samples: as for others, without their rows.
-        Its backward leaves empty norms and sums of 0."""
-        session, params = self.session, self.session.trainable()
-        if self._none is None:
-            return EmptyBatchForward(self.root, session).without_samples(*args, **kwargs)
-
-        def anew(x: Tensor) -> Tensor:
-            if not x.requires_grad:
-                return x.clone()
-            return NoSamples.apply(session, params, x.detach(), [*x.shape], session.anchor, *params)
-
-        return map_tensors(anew, self._none[0])
 
     def _look_before(self, kwargs: dict[str, Any]) -> None:
         """Watch new parameters, and refuse what cannot be clipped."""
@@ -331,12 +318,15 @@ class OneByOne:
 
     def _begin(self, batch: Batch, given: Any) -> ForwardCall:
         session, tensors = self.session, batch.tensors
+        if tensors and not tensors[0].numel():
+            refuse_no_rows(self.root, session, tensors)
         draw = session.draw_of(tensors)
+        nobody = session.are_nobody(draw)
         units: Units | None = None
         if session.units_of_calls.are_known:
-            units = session.units_of(given, tensors, draw)
+            units = session.units_of(given, tensors, draw, nobody)
         forward = session.begin_forward(tensors, units=units)
-        forward.draw, forward.counted_rows = draw, EVERY_ROW
+        forward.of_nobody, forward.draw, forward.counted_rows = nobody, draw, EVERY_ROW
         if session.padding.rows is not None:
             forward.counted_rows = session.padding.of_call(draw, captured=False)
         check_against_loader(session, forward, advice="")

@@ -290,7 +290,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             Every step draws every sample (unit) independently with probability
             ``1 / len(data_loader)``, the rate that is accounted; in several processes each sample
             is drawn by one of them (all draw the same batch, and take parts of it, where it is cut
-            or in an order). A step whose batch is empty runs no model and adds noise only.
+            or in an order). Where no sample is drawn the batch has one row, and
+            the step adds noise only.
             Gradients are divided by the expected batch size, ``len(dataset) / len(data_loader)``
             rounded down and at least 1, or the number of units: a public constant
             (:meth:`get_epsilon`).

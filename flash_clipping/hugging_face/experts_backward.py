@@ -79,7 +79,7 @@ class ExpertsBackwardPass(ShardedBackwardPass):
                 "for each batch by itself."
             )
         self._samples = samples
-        if not self._is_made_up and samples.own != self.batch_size:
+        if not self._is_of_nobody and samples.own != self.batch_size:
             self._check_batch_size(path, samples.own)
 
     def _measure(self, key: int, factor: PerSampleGrad) -> None:

@@ -65,22 +65,25 @@ class Round:
     count: int
     capacity: int
 
-    def of(self, values: Any, axis: int, fill: int) -> Any:
+    @property
+    def rows(self) -> int:
+        """As many rows were given; one, of nobody, where there are no samples."""
+        return max(1, self.count)
+
+    def of(self, values: Any, axis: int) -> Any:
         """``values`` with this round's samples in every tensor: ``capacity`` along ``axis``.
 
         Samples are made up of those that are there, in turn, so that they are as valid as these;
-        ``fill`` is all that they hold where there are none.
+        where there are none, of the row that stands for them.
         """
-        return pytree.tree_map_only(Tensor, lambda x: self._of_tensor(x, axis, fill), values)
+        return pytree.tree_map_only(Tensor, lambda x: self._of_tensor(x, axis), values)
 
-    def _of_tensor(self, x: Tensor, axis: int, fill: int) -> Tensor:
-        part = x.narrow(axis, self.start, self.count)
-        missing = self.capacity - self.count
+    def _of_tensor(self, x: Tensor, axis: int) -> Tensor:
+        part = x.narrow(axis, self.start, self.rows)
+        missing = self.capacity - part.shape[axis]
         if not missing:
             return part
-        if not self.count:
-            return x.new_full((*x.shape[:axis], missing, *x.shape[axis + 1 :]), fill)
-        again = torch.arange(missing, device=x.device) % self.count
+        again = torch.arange(missing, device=x.device) % part.shape[axis]
         return torch.cat([part, part.index_select(axis, again)], axis)
 
 
@@ -217,7 +220,7 @@ class PrivateSchedule:
         Every process calls it with the same batch; the first stage reads ``args``, the last one
         ``target``, and every stage ``kwargs``. A batch is filled up to whole micro-batches with
         samples that are made up, and are in no norm and no sum. A batch with more samples than
-        micro-batches hold is run in several rounds; one without is run on what is made up alone.
+        micro-batches hold is run in several rounds. Of one without samples a row is given.
 
         Args:
             *args: of the first stage: tensors with samples along the batch axis.
@@ -244,8 +247,8 @@ class PrivateSchedule:
         with self._step():
             for one in of_rounds:
                 of_losses: list[Any] = []
-                given, named = one.of((args, kwargs), axis, fill=1)
-                labels = one.of(target, 0, fill=0)
+                given, named = one.of((args, kwargs), axis)
+                labels = one.of(target, 0)
                 output = self.schedule.step(
                     *(given if self._stage.is_first else ()),
                     target=labels if self._stage.is_last else None,
@@ -322,8 +325,9 @@ class PrivateSchedule:
         found = [(x, axis) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         found += [(x, 0) for x in pytree.tree_leaves(target) if isinstance(x, Tensor)]
         counts = {x.shape[at] if x.dim() > at else None for x, at in found}
+        is_empty = drawn == 0 and counts <= {1}
         if drawn is not None:
-            counts.add(drawn)
+            counts = {0} if is_empty else counts | {drawn}
         if not counts:
             raise FlashClippingError(
                 "PrivateSchedule.step: found neither arguments nor a target, and no loader of "
@@ -435,7 +439,7 @@ def _joined(outputs: list[Any], of_rounds: list[Round], axis: int) -> Any:
         if not isinstance(parts[0], Tensor) or parts[0].dim() <= axis:
             return parts[0]
         kept = [
-            x.narrow(axis, 0, one.count) if x.shape[axis] == one.capacity else x
+            x.narrow(axis, 0, one.rows) if x.shape[axis] == one.capacity else x
             for x, one in zip(parts, of_rounds, strict=True)
         ]
         return torch.cat(kept, axis) if len(kept) > 1 else kept[0]

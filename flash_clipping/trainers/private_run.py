@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from flash_clipping._compat import pin_memory
-from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.distributed import processes_of
 from flash_clipping.engine.accounting import least_noise
 from flash_clipping.engine.micro_batches import Parts, StepInParts, bounds_of
@@ -281,8 +280,8 @@ class PrivateRun:
 
 @dataclass
 class LogicalBatch(Parts):
-    """All samples of one step, in parts that were collated each by itself; an empty batch has one
-    part, without samples.
+    """All samples of one step, in parts that were collated each by itself. A part without samples
+    has one row, the first of the data, and the size 0.
 
     Attributes:
         items: the samples themselves, where parts may have to be collated anew.
@@ -305,7 +304,6 @@ class CollateParts:
     """Collates a logical batch in equal parts.
 
     Attributes:
-        part: collates one part.
         part_size: samples of a part.
         usual, most: no more parts than ``usual`` are made where they have ``most`` samples at most.
         keeps_items: whether a batch without larger parts also holds its samples, to be cut again.
@@ -314,10 +312,14 @@ class CollateParts:
     def __init__(
         self, collate: Any, dataset: Any, part_size: int, usual: int | None, keeps_items: bool
     ):
-        self.part = CollateWithEmpty(collate, dataset)
+        self.collate, self.dataset = collate, dataset
         self.part_size, self.keeps_items, self.usual = part_size, keeps_items, usual or 1
         # Poisson draws of a mean of b samples are hardly ever larger.
         self.most = part_size if usual is None else part_size + math.ceil(5 * math.sqrt(part_size))
+
+    def part(self, samples: list[Any]) -> Any:
+        """One part."""
+        return self.collate(samples or [self.dataset[0]])
 
     def __call__(self, samples: list[Any]) -> LogicalBatch:
         least, count = (-(-len(samples) // size) for size in (self.most, self.part_size))
@@ -333,6 +335,8 @@ class LogicalLoader(PoissonLoader):
     """Poisson batches in parts of ``part_size`` samples at most; or, with ``usual``, of a few more
     than that where these are no more parts than that. ``keeps_items``: they can be cut again."""
 
+    announces = False
+
     def __init__(
         self,
         dataset: Any,
@@ -344,14 +348,13 @@ class LogicalLoader(PoissonLoader):
         **kwargs: Any,
     ):
         super().__init__(dataset, collate_fn=collate_fn, **kwargs)
-        # In the place of one that announces batches to the model, which sees parts only.
         collate = collate_fn or default_collate
         self.collate_fn = CollateParts(collate, dataset, part_size, usual, keeps_items)
         self._processes: ProcessGroups | None = None
 
     def share(self, processes: ProcessGroups) -> None:
         """Draw this process's samples, in as many parts as the other processes have, some of them
-        empty: all run the model equally often."""
+        without: all run the model equally often."""
         super().share(processes)
         self._processes, self.batch_sampler.part_size = processes, self.collate_fn.part_size
 

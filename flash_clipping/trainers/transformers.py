@@ -273,19 +273,19 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
         def backward(part: Any, size: int) -> Tensor:
             hooks.expect_samples(size)
-            self._samples = size
+            rows = self._samples = max(1, size)  # one of nobody stands for none
             with self.compute_loss_context_manager():
                 losses = self.compute_sample_losses(model, self._prepare_inputs(part))
-            if losses.shape != (size,):
+            if losses.shape != (rows,):
                 raise InvalidValue(
-                    f"compute_sample_losses: found losses of shape {[*losses.shape]} for {size} "
+                    f"compute_sample_losses: found losses of shape {[*losses.shape]} for {rows} "
                     "samples; expected one loss for each sample, [B], not reduced."
                 )
             # A sum's gradients are each sample's own, however many samples a part has.
             with hooks.summed_loss():
                 losses.sum().backward()
             self.run.statistics.note_backward()
-            losses = losses.detach().float()
+            losses = losses.detach().float()[:size]
             return torch.where(losses.isfinite(), losses, 0.0).sum()
 
         try:

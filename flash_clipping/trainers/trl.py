@@ -168,14 +168,6 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         return self._loss_of_margin(margin_B, self.beta)
 
     def _of_reference(self, inputs: dict[str, Any], mask_RT: Tensor) -> tuple[Tensor, Tensor]:
-        if not len(mask_RT):
-            # Of a pair that is made up: a model that is not private need not run on no samples, and
-            # one whose parameters are shards runs in all processes together.
-            inputs = {name: x.new_zeros(2, *x.shape[1:]) for name, x in inputs.items()}
-            inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
-            mask_RT = mask_RT.new_zeros(2, mask_RT.shape[1])
-            chosen, rejected = self._of_reference(inputs, mask_RT)
-            return chosen[:0], rejected[:0]
         if self.ref_model is not None:
             plain = {name: x for name, x in inputs.items() if name != "pair"}
             return self._gains(self.ref_model, plain, mask_RT)

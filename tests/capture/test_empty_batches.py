@@ -1,4 +1,4 @@
-"""A Poisson batch without samples: no forward, zero sums, noise only; for any model and loop."""
+"""A Poisson batch without samples: one row that moves nothing; for any model and loop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from flash_clipping import (
     FlashPrivacyEngine,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
+    MicroBatches,
     per_sample_loss,
 )
-from flash_clipping.capture.no_samples import CollateWithEmpty
+from flash_clipping.capture.draws import DrawnBatch, Draws
+from flash_clipping.trainers.dashboard import ClippingStatistics
+from tests.support.draws import drawn
 from tests.support.empty import CLASSES, ReshapingAttention, T
 from tests.support.sums import note_sums
 
@@ -95,9 +98,10 @@ def check_nothing_but_zeros(hooks: Any, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("wrap", [True, False])
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass", "one_by_one"])
 @pytest.mark.parametrize("name", MODELS)
 def test_any_model_any_mode(name: str, mode: Any, wrap: bool) -> None:
+    """Also where the row, and its gradient, are not finite."""
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make()
@@ -107,9 +111,13 @@ def test_any_model_any_mode(name: str, mode: Any, wrap: bool) -> None:
     called = hooks if wrap else model
     for size in (0, 3, 0):
         hooks.zero_grad(set_to_none=True) if wrap else model.zero_grad(set_to_none=True)
-        output = called(torch.rand(size, *shape) + 0.1)
-        assert output.shape == (size, CLASSES)
-        F.cross_entropy(output, torch.zeros(size, dtype=torch.long)).backward()
+        hooks.expect_samples(size)
+        x = torch.rand(max(1, size), *shape) + 0.1
+        if size == 0 and name != "packed":
+            x = x * torch.tensor(float("nan"))
+        output = called(x)
+        assert output.shape == (len(x), CLASSES)
+        F.cross_entropy(output, torch.zeros(len(x), dtype=torch.long)).backward()
         if size == 0:
             check_nothing_but_zeros(hooks, model)
         else:
@@ -173,10 +181,10 @@ def test_a_model_that_returns_its_own_loss(name: str, mode: Any) -> None:
     hooks = GradSampleHooksFlashClipping(model.train(), max_grad_norm=C, mode=mode)
     for size in (0, 2, 0):
         model.zero_grad()
-        state = torch.random.get_rng_state()
-        inputs = batch(size)
+        hooks.expect_samples(size)
+        inputs = batch(max(1, size))
         outputs = model(**inputs)
-        assert outputs.logits.shape[0] == size
+        assert outputs.logits.shape[0] == max(1, size)
         loss = outputs.loss
         if name == "t5" and size:  # a mean over the labels of all samples
             with pytest.raises(FlashClippingError, match="per_sample_loss"):
@@ -184,8 +192,7 @@ def test_a_model_that_returns_its_own_loss(name: str, mode: Any) -> None:
             loss = per_sample_loss(outputs, inputs["labels"]).mean()
         loss.backward()
         if size == 0:
-            assert outputs.loss.item() == 0.0
-            assert torch.equal(torch.random.get_rng_state(), state)
+            assert math.isfinite(outputs.loss.item())  # the row's own, where loops log it
             check_nothing_but_zeros(hooks, model)
         else:
             assert hooks.get_norm_sample().shape == (2,) and hooks.get_norm_sample().all()
@@ -218,72 +225,63 @@ class Counting(nn.Module):
         return {"parts": (hidden, [hidden[:, :1]]), "n": len(x), "rows": hidden.repeat(3, 1)}
 
 
-def test_made_up_samples_leave_no_trace() -> None:
+def test_the_row_leaves_no_trace() -> None:
     model = GradSampleModuleFlashClipping(Counting(), max_grad_norm=C)
-    state = torch.random.get_rng_state()
-    output = model(torch.zeros(0, 4))
-    assert torch.equal(torch.random.get_rng_state(), state)
+    model.expect_samples(0)
+    output = model(torch.zeros(1, 4))
     assert model._module.calls == 0
-    assert output["n"] == 0 and output["rows"].shape == (0, 2)
-    assert output["parts"][0].shape == (0, 2) and output["parts"][1][0].shape == (0, 1)
-    with torch.no_grad():
-        assert model(torch.zeros(0, 4))["n"] == 0  # as the model itself has it
-    assert model._module.calls == 1
+    assert output["n"] == 1 and output["rows"].shape == (3, 2)
+    (output["parts"][0].sum() + output["parts"][1][0].sum()).backward()
+    check_nothing_but_zeros(model, model._module)
 
 
-class RunsOnNothing(nn.Module):
+class Writing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() == 0 or bool((x == x.flatten()[0]).all()):
-            raise ValueError("constant input")
+        self.mean.copy_(x.mean(0))
         return self.linear(x)
 
 
-def test_a_model_that_runs_on_nothing_made_up_is_refused_by_name() -> None:
-    model = GradSampleModuleFlashClipping(nn.Sequential(RunsOnNothing()), max_grad_norm=C)
-    with pytest.raises(FlashClippingError, match="without samples.*constant input"):
+def test_no_buffer_keeps_the_row() -> None:
+    model = GradSampleModuleFlashClipping(Writing(), max_grad_norm=C)
+    model.expect_samples(0)
+    model(torch.ones(1, 4)).sum().backward()
+    assert not model._module.mean.any()
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass", "one_by_one"])
+def test_a_batch_without_rows_is_refused_by_name(mode: Any) -> None:
+    model = GradSampleModuleFlashClipping(nn.Linear(4, 2), max_grad_norm=C, mode=mode)
+    with pytest.raises(FlashClippingError, match=r"without rows(?s:.*)\n    if len\(x\):"):
         model(torch.zeros(0, 4))
+    with torch.no_grad():
+        assert model(torch.zeros(0, 4)).shape == (0, 2)  # as the model itself has it
     model(torch.randn(3, 4)).sum().backward()
     assert model.get_norm_sample().shape == (3,)
-
-
-class RunsOnNone(RunsOnNothing):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if len(x) else self.linear(x)
-
-
-@pytest.mark.parametrize("generic", [False, True])
-def test_a_model_that_runs_on_no_samples_only(generic: bool) -> None:
-    options: dict[str, Any] = {"max_grad_norm": C, "force_functorch": generic}
-    model = GradSampleModuleFlashClipping(nn.Sequential(RunsOnNone()), **options)
-    for size in (3, 0):
-        model.zero_grad()
-        output = model(torch.randn(size, 4))
-        assert output.shape == (size, 2)
-        output.sum().backward()
-        assert model.get_norm_sample().shape == (size,)
-    check_nothing_but_zeros(model, model._module)
 
 
 def test_bags_that_are_all_empty_are_samples() -> None:
     model = GradSampleModuleFlashClipping(nn.EmbeddingBag(5, 2, mode="sum"), max_grad_norm=C)
     none = torch.zeros(0, dtype=torch.long)
     assert model(none, torch.zeros(3, dtype=torch.long)).shape == (3, 2)
-    assert model(none, none).shape == (0, 2)
+    with pytest.raises(FlashClippingError, match="without rows"):
+        model(none, none)
 
 
 # -- through the engine ---------------------------------------------------------------------------
 
 
 def private(
-    model: nn.Module, shape: tuple[int, ...], **options: Any
+    model: nn.Module, shape: tuple[int, ...], workers: int = 0, **options: Any
 ) -> tuple[nn.Module, Any, Any, Any, FlashPrivacyEngine]:
-    """Training in which most batches are empty."""
+    """Training in which most draws are empty; the row that is given then is not finite."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, *shape, generator=generator)
+    x[0] = torch.inf
     data = TensorDataset(x, torch.randint(0, CLASSES, (12,), generator=generator))
     engine = FlashPrivacyEngine(accountant="rdp")
     options = {"noise_multiplier": 1.0, "max_grad_norm": C} | options
@@ -291,10 +289,15 @@ def private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(data, batch_size=1),
+        data_loader=DataLoader(data, batch_size=1, num_workers=workers),
         **options,
     )
     return module, optimizer, criterion, loader, engine
+
+
+def is_empty(module: Any) -> bool:
+    """Whether the batch that was given last has no samples."""
+    return not drawn(module)
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
@@ -310,12 +313,13 @@ def test_noise_only(mode: str, clipping: str) -> None:
     for x, y in loader:
         optimizer.zero_grad()
         criterion(module(x), y).backward()
-        sizes.append(len(x))
+        sizes.append(0 if is_empty(module) else len(x))
+        assert len(x) == max(1, sizes[-1])
         optimizer.step()
         sums = torch.cat([summed.flatten() for summed in noted[-1]])
-        assert bool(sums.any()) == (len(x) > 0)
+        assert bool(sums.any()) == bool(sizes[-1] and x.isfinite().flatten(1).all(1).any())
         noisy = torch.cat([p.grad.flatten() for p in optimizer.params])
-        if not len(x):
+        if not sizes[-1]:
             std = C * (len(optimizer.params) ** 0.5 if clipping == "per_layer" else 1)
             assert 0.8 * std < noisy.std() < 1.2 * std
     assert sizes.count(0) >= 2 and any(sizes)
@@ -332,10 +336,28 @@ def test_virtual_steps_and_an_empty_logical_batch() -> None:
         for x, y in batches:
             optimizer.zero_grad()
             criterion(module(x), y).backward()
+            empty += is_empty(module)
+            assert len(x) == 1
             optimizer.step()
-            empty += not len(x)
     assert empty >= 1
     assert engine.accountant.history == [(1.0, pytest.approx(1 / 12), 12)]
+
+
+def test_micro_batches() -> None:
+    module, optimizer, criterion, loader, engine = private(ReshapingAttention(), (T, 8))
+    parts, noted, empty = (
+        MicroBatches(optimizer, max_physical_batch_size=1),
+        note_sums(optimizer),
+        0,
+    )
+    for x, y in loader:
+        parts(lambda x, y: criterion(module(x), y).backward(), x, y)
+        samples = drawn(module)
+        optimizer.step()
+        if not samples:
+            assert not any(bool(summed.any()) for summed in noted[-1])
+            empty += 1
+    assert empty and engine.accountant.history == [(1.0, pytest.approx(1 / 12), 12)]
 
 
 def test_accumulated_backwards_one_of_them_empty() -> None:
@@ -347,8 +369,9 @@ def test_accumulated_backwards_one_of_them_empty() -> None:
         optimizer.zero_grad()
         for size in sizes:
             generator = torch.Generator().manual_seed(5)
-            x = torch.randn(size, T, 8, generator=generator)
-            criterion(module(x), torch.zeros(size, dtype=torch.long)).backward()
+            x = torch.randn(max(1, size), T, 8, generator=generator)
+            module.expect_samples(size)
+            criterion(module(x), torch.zeros(len(x), dtype=torch.long)).backward()
         return torch.cat([p.grad.flatten() for p in optimizer.params])
 
     torch.testing.assert_close(sums([3, 0]), sums([3]))
@@ -363,9 +386,13 @@ def test_two_calls_in_one_backward(mode: Any) -> None:
     x = torch.randn(3, T, 8)
     model(x).sum().backward()
     norms, expected = model.get_norm_sample(), [p.grad.clone() for p in model.parameters()]
-    for first, second in ((x, x[:0]), (x[:0], x)):
+    for sizes in ((3, 0), (0, 3)):
         model.zero_grad()
-        (model(first).sum() + model(second).sum()).backward()
+        loss = torch.zeros(())
+        for size in sizes:
+            model.expect_samples(size)
+            loss = loss + model(x[: max(1, size)]).sum()
+        loss.backward()
         torch.testing.assert_close(model.get_norm_sample(), norms)
         for param, grad in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(param.grad, grad)
@@ -389,8 +416,9 @@ def test_adaptive_clipping_is_moved_by_noise_alone() -> None:
         before = optimizer.max_grad_norm
         optimizer.zero_grad()
         criterion(module(x), y).backward()
+        was_empty = is_empty(module)
         optimizer.step()
-        if not len(x):
+        if was_empty:
             # As if half of the expected batch were within: the count's noise is 1/20 of that batch.
             moved = abs(math.log(optimizer.max_grad_norm / before))
             assert 0 < moved < 0.3 * 6 / 20
@@ -400,7 +428,64 @@ def test_adaptive_clipping_is_moved_by_noise_alone() -> None:
     assert empty >= 2
 
 
-# -- collate functions ----------------------------------------------------------------------------
+def test_no_statistic_counts_the_row() -> None:
+    module, optimizer, criterion, loader, _ = private(ReshapingAttention(), (T, 8))
+    seen, samples, empty = ClippingStatistics(module), 0, 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        samples += drawn(module)
+        empty += is_empty(module)
+        seen.note_backward()
+        optimizer.step()
+    assert seen.read().samples == samples and empty
+
+
+# -- loops that could take the row for a sample ----------------------------------------------------
+
+
+def draws_given(*samples: int) -> Draws:
+    draws = Draws()
+    for number, count in enumerate(samples):
+        draws.give(DrawnBatch(number, count, max(1, count)))
+    return draws
+
+
+@pytest.mark.parametrize("samples", [(1, 0), (0, 1), (5, 1, 0), (1, 0, 1)])
+def test_a_row_that_may_be_a_sample_or_nobodys_is_refused(samples: tuple[int, ...]) -> None:
+    """Batches left out, or taken ahead."""
+    draws = draws_given(*samples)
+    x = torch.zeros(1, 4)
+    with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
+        draws.of_forward([x], [1], 0)
+    with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
+        draws.of_replay([x], 0)
+    with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
+        draws.next()
+
+
+def test_a_row_of_a_batch_that_is_over_is_refused() -> None:
+    """Batches were kept in a list, and come a second time."""
+    draws = draws_given(0, 1)
+    for draw in draws.waiting:
+        draw.used = draw.taken = draw.stepped = True
+    with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
+        draws.of_forward([torch.zeros(1, 4)], [1], 0)
+    draws.waiting = []
+    with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
+        draws.of_forward([torch.zeros(1, 4)], [1], 0)
+    assert draws.of_forward([torch.zeros(3, 4)], [3], 0) is None
+
+
+def test_batches_ahead_whose_rows_tell_are_served() -> None:
+    draws = draws_given(4, 0, 7)
+    for size, number in ((4, 0), (1, 1), (7, 2)):
+        found = draws.of_forward([torch.zeros(size, 4)], [size], 0)
+        assert found is not None and found.number == number
+        found.taken = True
+
+
+# -- loaders ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -433,19 +518,59 @@ class Texts(Dataset):  # type: ignore[type-arg]
         return {"ids": torch.arange(4 + index), "label": index}
 
 
-def test_a_batch_of_no_samples_has_the_structure_of_the_others() -> None:
-    """The first batch too."""
-    batch = CollateWithEmpty(padded, Texts())([])
-    assert batch["ids"].shape == (0, 4) and batch["ids"].dtype == torch.int64
-    assert batch["steps"].shape == (4, 0)
-    assert batch["label"].shape == (0,) and batch["count"] == 0 and batch["kind"] == "text"
-    assert batch["item"].x.shape == (0, 4) and batch["item"].names == []
-    assert batch["numpy"].shape == (0, 4)
+class Fetching(Texts):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        assert indices
+        return [self[index] for index in indices]
 
 
-def test_a_structure_that_holds_samples_nobody_knows_where_is_refused() -> None:
-    def collate(samples: list[Any]) -> Any:
-        return {"set": {(i, len(samples)) for i in range(len(samples))}}
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
 
-    with pytest.raises(TypeError, match="without samples.*collate.*set"):
-        CollateWithEmpty(collate, Texts())([])
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids).mean(1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Texts, Fetching])
+def test_any_collate_function(dataset: Any, workers: int) -> None:
+    """One that fails on no samples, and takes its samples apart."""
+    torch.manual_seed(0)
+    model = Words()
+    module, optimizer, _, loader = FlashPrivacyEngine(accountant="rdp").make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(
+            dataset(), batch_size=1, collate_fn=padded, num_workers=workers, shuffle=True
+        ),
+        noise_multiplier=0.0,
+        max_grad_norm=C,
+    )
+    empty = steps = 0
+    for _ in range(6):
+        for batch in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(module(batch["ids"]), batch["label"]).backward()
+            is_zero = not any(bool(p.grad.any()) for p in model.parameters())  # type: ignore[union-attr]
+            assert is_zero == is_empty(module)
+            assert batch["count"] == len(batch["label"])
+            empty += is_zero
+            steps += 1
+            optimizer.step()
+    assert 0 < empty < steps == 18
+
+
+def test_workers_of_another_loader_are_refused_a_draw_without_samples() -> None:
+    """Nobody would tell the model that their row is nobody's."""
+    module, optimizer, criterion, loader, _ = private(ReshapingAttention(), (T, 8), workers=2)
+    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer)
+    with (
+        manager as batches,
+        pytest.raises(FlashClippingError, match=r"draw without samples(?s:.*)num_workers=0"),
+    ):
+        for x, y in batches:
+            optimizer.zero_grad()
+            criterion(module(x), y).backward()
+            optimizer.step()

@@ -46,7 +46,8 @@ def test_declared_windows_in_an_empty_batch(mode: str) -> None:
     model, _ = make_case(CASE, torch.float64)
     model.bias.requires_grad_(False)
     module = GradSampleModuleFlashClipping(model, folded_modules=FOLDED, mode=mode)
-    module(torch.zeros(0, 12, 3, dtype=torch.float64)).sum().backward()
+    module.expect_samples(0)
+    module(torch.full((1, 12, 3), torch.inf, dtype=torch.float64)).sum().backward()
     assert module.get_norm_sample().shape == (0,)
     assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
 

@@ -211,6 +211,9 @@ def test_copies_between_steps() -> None:
 def test_no_documents() -> None:
     flash = GradSampleModuleFlashClipping(Reader(), sample_of="document", loss_reduction="sum")
     empty = torch.zeros(1, 0, dtype=torch.long)
-    losses(flash(empty, empty, empty)).sum().backward()
+    with pytest.raises(FlashClippingError, match="without rows"):
+        flash(empty, empty, empty)
+    flash.expect_samples(0)
+    losses(flash(*one_row())).sum().backward()
     assert flash.get_norm_sample().shape == (0,)
     assert all(not p.grad.any() for p in flash.parameters())

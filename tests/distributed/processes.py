@@ -173,6 +173,14 @@ def local(rank: int, cuts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return ids[cuts[rank] : cuts[rank + 1]], y[cuts[rank] : cuts[rank + 1]]
 
 
+def with_a_row(flash: Any, *given: Tensor) -> Any:
+    """These rows of a process's batch; where there are none, one of nobody, as loaders give it."""
+    flash.expect_samples(None if len(given[0]) else 0)
+    if len(given[0]):
+        return given
+    return [x.new_ones(1, *x.shape[1:]) for x in given]
+
+
 def freeze(model: Any, names: tuple[str, ...]) -> Any:
     """The same model, of which these parts are not trained."""
     for name, param in model.named_parameters():
@@ -220,7 +228,8 @@ def clipped_step(
         flash.zero_grad(set_to_none=True)
         for part in range(micro):
             some = slice(part, None, micro)
-            F.cross_entropy(flash(ids[some]), y[some]).backward()
+            rows, labels = with_a_row(flash, ids[some], y[some])
+            F.cross_entropy(flash(rows), labels).backward()
         mine = range(cuts[rank], cuts[rank + 1])[micro - 1 :: micro]
         errors.append(error(flash.get_norm_sample(), whole.norms[mine]))
         clipped = expected_sums(whole, options)

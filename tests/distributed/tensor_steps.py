@@ -17,8 +17,9 @@ from flash_clipping.distributed.tensor_parallel import TensorParallelBackwardPas
 from flash_clipping.factors import LinearGrad
 from tests.distributed import decoders, processes, steps
 from tests.distributed.decoders import around_loss, batch, cut, loss_of
-from tests.distributed.processes import C, all_of, device, error, expected_sums, freeze
+from tests.distributed.processes import C, all_of, device, error, expected_sums, freeze, with_a_row
 from tests.support import packed
+from tests.support.draws import drawn as drawn_by
 from tests.support.oracle import Truth, per_sample_truth
 from tests.support.sums import norm_of
 
@@ -133,8 +134,10 @@ def clipped_step(
         for part in range(micro):
             some = slice(mine.start + part, mine.stop, micro)
             units = {"unit": torch.tensor(of_row[some]).unique(return_inverse=True)[1]}
+            rows, labels = with_a_row(flash, ids[some], y[some])
+            units["unit"] = units["unit"] if len(ids[some]) else torch.zeros(1, dtype=torch.long)
             with around_loss(kind):
-                loss_of(flash(ids[some], **units if of_row else {}), y[some]).backward()
+                loss_of(flash(rows, **units if of_row else {}), labels).backward()
         expected = truth.norms[mine.start + micro - 1 : mine.stop : micro]
         if of_row:
             expected = truth.norms[sorted({*of_row[mine]})]
@@ -352,7 +355,7 @@ def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
         optimizer.zero_grad()
         loss_of(wrapped(ids.to(device())), y.to(device())).backward()
         optimizer.step()
-        drawn.append(row[: wrapped._session.draws.waiting[-1].samples].tolist())
+        drawn.append(row[: drawn_by(wrapped)].tolist())
         all_rows.append(row.tolist())
         bounds.append(optimizer.max_grad_norm)
     counted = wrapped._sharded.processes.reduce(torch.ones((), device=device()), samples=True)

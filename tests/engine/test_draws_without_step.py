@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flash_clipping import FlashPrivacyEngine, MicroBatches, NoStepWarning
 from tests.engine.test_draws import LOOPS, private, some_left_out, step
+from tests.support.draws import drawn
 from tests.support.private import data
 
 
@@ -230,16 +231,16 @@ def test_a_step_on_no_samples_is_noise_and_accounted(mode: str, clipping: str, l
         for images, targets in loader:
             optimizer.zero_grad()
             before = model.weight.detach().clone()
-            if images:
-                x = torch.stack(images)
+            x, samples = torch.stack(images), drawn(module)
+            if samples:
                 y = torch.stack([target["label"] for target in targets])
                 nn.functional.cross_entropy(module(x), y).backward()
             elif looked == "without grad":
                 with torch.no_grad():
-                    module(torch.zeros(0, 6))
+                    module(x)
             elif looked == "forward alone":
-                module(torch.zeros(0, 6))
-            empty += not images
+                module(x)
+            empty += not samples
             optimizer.step()
             assert not torch.equal(before, model.weight)
 

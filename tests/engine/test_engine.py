@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from tests.support.draws import drawn
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
 from tests.support.sums import note_norms, note_sums
 from tests.support.wrapping import MODES
@@ -138,13 +139,14 @@ def test_poisson_sampling_with_empty_batches(mode: str) -> None:
     sizes, read = [], note_norms(training.wrapper, training.optimizer)
     for x, y in training.loader:
         before = training.state()
+        sizes.append(drawn(training.wrapper))
         training.step(x, y)
-        sizes.append(len(x))
-        assert read[-1][0].shape == (len(x),)
+        assert len(x) == max(1, sizes[-1])
+        assert read[-1][0].shape == (sizes[-1],)
         unchanged = all(
             torch.equal(before[name], value) for name, value in training.state().items()
         )
-        assert unchanged == (len(x) == 0)
+        assert unchanged == (sizes[-1] == 0)
     assert 0 in sizes and max(sizes) > 1
     # Every batch counts for the budget, empty ones too.
     assert sum(steps for *_, steps in training.engine.accountant.history) == len(sizes) == 40
@@ -153,7 +155,8 @@ def test_poisson_sampling_with_empty_batches(mode: str) -> None:
 def test_empty_batch_gets_noise() -> None:
     training = EngineTraining(FlashPrivacyEngine(), noise_multiplier=1.0)
     before = training.state()
-    training.step(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.long))
+    training.wrapper.expect_samples(0)
+    training.step(torch.full((1, 1, 8, 8), torch.inf), torch.zeros(1, dtype=torch.long))
     for name, value in training.state().items():
         assert torch.isfinite(value).all()
         assert not torch.equal(value, before[name])

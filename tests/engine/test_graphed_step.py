@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleHooksFlashClipping, GradSampleModuleFlashClipping, GraphedStep
+from flash_clipping import (
+    FlashClippingError,
+    GradSampleHooksFlashClipping,
+    GradSampleModuleFlashClipping,
+    GraphedStep,
+)
 from flash_clipping._compat import has_lasting_node
 from tests.support.graphs import (
     GraphedTraining,
@@ -55,7 +60,7 @@ def test_norms_of_a_replay_are_the_oracles() -> None:
 
 def test_other_layouts_run_as_they_are() -> None:
     graphed, eager = warmed()
-    for x in (*batches(2, size=3), *batches(2, size=0), batches(1)[0].transpose(0, 1)):
+    for x in (*batches(2, size=3), batches(1)[0].transpose(0, 1)):
         assert_same_tensors(graphed.results(x), eager.results(x))
     x = batches(1)[0].transpose(0, 1).contiguous().transpose(0, 1)  # other strides
     assert_same_tensors(graphed.results(x), eager.results(x))
@@ -63,6 +68,24 @@ def test_other_layouts_run_as_they_are() -> None:
     assert graphed.step.replays == 1
     assert_same_tensors(graphed.results(batches(1)[0]), eager.results(batches(1)[0]))
     assert graphed.step.replays == 2
+
+
+def test_a_row_of_nobody_is_not_replayed() -> None:
+    graphed, eager = warmed()
+    for x in batches(6, size=1):
+        assert_same_tensors(graphed.results(x), eager.results(x))
+    replays = graphed.step.replays
+    assert replays > 1
+    for training in (graphed, eager):
+        training.model.expect_samples(0)
+    (x,) = batches(1, size=1)
+    assert_same_tensors(graphed.results(x), eager.results(x))
+    assert graphed.step.replays == replays
+    assert not any(param.grad.any() for param in graphed.model.parameters())
+    graphed.model.expect_samples(None)
+    graphed.model._session.draws.have_nobody = True  # a loader has given such a row
+    with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
+        graphed.results(x)
 
 
 def another_bound(training: GraphedTraining) -> None:

@@ -20,6 +20,7 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
+from tests.support.draws import drawn as drawn_by
 from tests.support.empty import ReshapingAttention
 from tests.support.oracle import per_sample_truth
 from tests.support.starting import found_by_gloo
@@ -63,10 +64,11 @@ def train() -> dict[str, Any]:
     )
     drawn = []
     for x, y, index in loader:
+        samples = drawn_by(model)
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()
-        drawn.append(index.tolist())
+        drawn.append(index.tolist() if samples else [])
     return {"start": start, "drawn": drawn, "end": plain.state_dict()}
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine.sampling.samplers import PoissonSampler, UnitsOfRows
+from tests.support.draws import drawn
 from tests.support.oracle import assert_close
 from tests.support.private import Released, TwoLayers
 from tests.support.units import truth_by_unit
@@ -35,7 +36,7 @@ def test_a_batch_is_all_rows_of_the_users_that_were_drawn(workers: int) -> None:
     of_user = Counter(IDS.tolist())
     assert len(loader) == 6
     for x, rows in loader:
-        users = drawn_users(rows)
+        users = drawn_users(rows[: len(rows) * bool(drawn(module))])
         assert users == {user: of_user[user] for user in users}
         assert torch.equal(x, data().tensors[0][rows])
         assert step(module, optimizer, criterion, x, rows).shape == (len(users),)
@@ -54,6 +55,10 @@ def test_norms_are_those_of_users(wrap_model: bool, mode: str) -> None:
         criterion(called(x), rows % 3).backward()
         found, coef = module.get_norm_sample(), module.get_clipping_coef()
         sums = {name: p.grad.clone() for name, p in model.named_parameters()}
+        if not drawn(module):
+            assert not len(found) and not any(map(torch.count_nonzero, sums.values()))
+            optimizer.step()
+            continue
         users = list(drawn_users(rows))
         index = torch.tensor([users.index(user) for user in IDS[rows].tolist()], dtype=torch.long)
         plain = TwoLayers().double()
@@ -157,12 +162,13 @@ def test_nobody_is_drawn(workers: int) -> None:
     )
     sizes = []
     for x, rows in loader:
+        count = drawn(module)
         sizes.append(len(step(module, optimizer, criterion, x, rows)))
-        assert (len(x) == 0) == (sizes[-1] == 0)
+        assert sizes[-1] == count and len(x)
     assert 0 in sizes
 
 
-def test_a_batch_without_rows_may_be_left_out() -> None:
+def test_a_batch_without_units_may_be_left_out() -> None:
     module, optimizer, criterion, loader = private(
         units=torch.zeros(ROWS, dtype=torch.long), loader=DataLoader(data(), batch_size=4)
     )
@@ -170,7 +176,7 @@ def test_a_batch_without_rows_may_be_left_out() -> None:
     left_out = 0
     for _ in range(3):
         for x, rows in loader:
-            if not len(x):
+            if not drawn(module):
                 left_out += 1
                 continue
             step(module, optimizer, criterion, x, rows)
@@ -255,7 +261,7 @@ def test_ways_to_clip(clipping: str) -> None:
     for x, rows in loader:
         optimizer.zero_grad()
         criterion(module(x), rows % 3).backward()
-        units = len(drawn_users(rows))
+        units = drawn(module)
         assert module.get_clipping_coef().shape[-1] == units
         if clipping == "adaptive":
             step_record = module.running_step.record

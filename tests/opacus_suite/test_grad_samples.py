@@ -10,6 +10,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from opacus.utils.per_sample_gradients_utils import (
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.testing import assert_close
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.opacus_suite.substitutes import EXAMPLES, opacus_tests
 
 #: Reduction and mode that each of Opacus' inputs goes through: each of both once. Every rule takes
@@ -77,6 +78,10 @@ def _compare(
         max_grad_norm=bound,
         mode=mode,
     )
+    if empty and not x.shape[0 if batch_first else 1]:
+        with pytest.raises(FlashClippingError, match="without rows"):
+            flash(x)
+        return
     torch.manual_seed(0)  # as the microbatches did
     ModelWithLoss(flash, loss_reduction)(x).backward()
 

@@ -46,7 +46,7 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError, to_freeze
 
 if TYPE_CHECKING:
-    from flash_clipping.capture.no_samples import EmptyBatchForward
+    from flash_clipping.capture.no_samples import WatchedForward
     from flash_clipping.capture.tap import Tap
 
 
@@ -323,7 +323,7 @@ class Regions:
         #: Modules and attributes, with what they were before and are now.
         self._of_blocks: list[tuple[nn.Module, str, Any, Any]] = []
         #: The stand-in for the root's forward that runs the region, and what it ran before.
-        self._of_root: tuple[EmptyBatchForward, Any] | None = None
+        self._of_root: tuple[WatchedForward, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -340,7 +340,7 @@ class Regions:
         """Whether anything of the model is compiled."""
         return self._of_root is not None or bool(self._of_blocks)
 
-    def find(self, forward: EmptyBatchForward) -> None:
+    def find(self, forward: WatchedForward) -> None:
         """Take over what was compiled before, or since: the root and blocks of it.
 
         ``forward`` stands in for the root's forward.
@@ -383,7 +383,7 @@ class Regions:
         self._of_blocks.append((module, name, vars(module).get(name), instead))
         setattr(module, name, instead)
 
-    def compile(self, forward: EmptyBatchForward, context: Any) -> None:
+    def compile(self, forward: WatchedForward, context: Any) -> None:
         """Compile the root's forward."""
         if self._of_root is None:
             self._of_root = forward, forward.instance_forward

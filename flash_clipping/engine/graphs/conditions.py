@@ -152,12 +152,21 @@ def check_arguments(leaves: Sequence[Any]) -> None:
 
 def are_odd(leaves: Sequence[Any]) -> bool:
     """Whether there are tensors that no copy can stand in for: gradients flow back to them, or
-    they are no plain memory; or hold nothing: a batch without samples does not reach the model."""
+    they are no plain memory; or hold nothing."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return any(
         x.requires_grad or type(x) is not Tensor or x.layout != torch.strided or not x.numel()
         for x in tensors
     )
+
+
+def may_be_nobody(leaves: Sequence[Any], models: Iterable[GradSampleHooksFlashClipping]) -> bool:
+    """Whether these may be of a batch without samples, whose row is no sample of the capture's."""
+    sessions = [wrapped._session for wrapped in models]
+    if any(session.drawn == 0 for session in sessions):
+        return True
+    has_one = any(isinstance(x, Tensor) and 1 in x.shape[:2] for x in leaves)
+    return has_one and any(session.draws.have_nobody for session in sessions)
 
 
 def detached(output: Any) -> Any:

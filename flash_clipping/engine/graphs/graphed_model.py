@@ -29,7 +29,7 @@ from flash_clipping.capture.batch_size_checks import check_against_loader
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
-from flash_clipping.engine.graphs.conditions import PLAIN, are_odd, key, rehearse
+from flash_clipping.engine.graphs.conditions import PLAIN, are_odd, key, may_be_nobody, rehearse
 from flash_clipping.engine.graphs.graphed_step import (
     Graph,
     GraphedStep,
@@ -111,7 +111,7 @@ class GraphedModel(GraphedStep):
         plain = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
         modules = list(self._module().modules())
         device = self._device(modules, leaves) if plain and not are_odd(leaves) else None
-        if device is None:
+        if device is None or may_be_nobody(leaves, [self.model]):
             return self.step(*args, **kwargs)
         if (reason := self._reason(modules)) is not None:
             return self._give_up(reason, args, kwargs)
@@ -260,7 +260,7 @@ class GraphedModel(GraphedStep):
         session = self.model._session
         self.model._watch.gate.calls += 1
         tensors = batched_inputs(args, kwargs)
-        draw = session.draw_of(tensors, False)
+        draw = session.draw_of(tensors)
         call = session.begin_forward(tensors)
         call.draw = draw
         call.counted_rows = session.padding.of_call(draw, False)

@@ -29,6 +29,7 @@ from flash_clipping.engine.graphs.conditions import (
     check_arguments,
     detached,
     key,
+    may_be_nobody,
     refuse,
     rehearse,
 )
@@ -224,6 +225,8 @@ class GraphedStep:
         if any(wrapped.mode == "one_by_one" for wrapped in models):
             refuse_replay("GraphedStep")
         if any(wrapped._watch.gate.is_next for wrapped in models):  # replays prove nothing
+            return self._run(args, kwargs)
+        if may_be_nobody(leaves, models):
             return self._run(args, kwargs)
         if any(m._session.units_of_calls.are_known for m in models):
             refuse(

@@ -7,7 +7,9 @@ import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,6 @@ from torch.utils.data import (
 
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.inputs import tensors_in
-from flash_clipping.capture.no_samples import CollateWithEmpty
 from flash_clipping.distributed.process_groups import ProcessGroups, shared_stream
 from flash_clipping.engine.accounting import MechanismSpec
 from flash_clipping.engine.sampling.samplers import (
@@ -106,7 +107,8 @@ class NotPoissonWarning(UserWarning):
 class PoissonLoader(DPDataLoader):
     """Opacus' ``DPDataLoader`` with the samplers of this module.
 
-    Batches may be empty. ``from_data_loader`` takes all but the sampling from another loader.
+    A draw without samples is given as one row, the first of the data, which a private model knows
+    to be nobody's. ``from_data_loader`` takes all but the sampling from another loader.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``.
@@ -132,6 +134,9 @@ class PoissonLoader(DPDataLoader):
         ValueError: ``rand_on_empty``; ``sample_rate`` not in ``(0, 1]``; processes whose loaders
             differ, or that draw units.
     """
+
+    #: Whether the model is told of batches; if not, of parts by whoever runs it on them.
+    announces = True
 
     def __init__(
         self,
@@ -238,25 +243,25 @@ class PoissonLoader(DPDataLoader):
         sampler.share(processes.data_rank, processes.data_size, stream)
 
     def __iter__(self) -> Any:
-        batches = super().__iter__()
-        announce = self.batch_sampler.announce
-        if not (announce.strict or self.num_workers) and getattr(self.collate_fn, "counts", True):
-            return batches  # the collate function announces them
+        sampler = self.batch_sampler
+        by_collate = not (sampler.announce.strict or self.num_workers)
+        if not self.announces or (by_collate and self.collate_fn.counts):
+            return super().__iter__()
+        with _giving_a_row(sampler):
+            batches = super().__iter__()
         # With workers, those of this epoch: its first batches are drawn by now. Without, a batch is
         # given as soon as it is drawn, also where other iterators are in between.
-        pending = self.batch_sampler.pending if self.num_workers else None
-        return _announced(batches, announce, pending)
+        return _announced(batches, sampler, sampler.pending if self.num_workers else None)
 
 
-class _AnnouncingCollate(CollateWithEmpty):
+class _AnnouncingCollate:
     """Announces what it collates in the process of the model: whoever called it takes it next. It
     goes with the loader into what others make of it, as ``BatchMemoryManager`` does."""
 
     def __init__(
         self, collate: Callable[[list[Any]], Any], dataset: Any, announce: BatchSizeNotifier
     ):
-        super().__init__(collate, dataset)
-        self.announce = announce
+        self.wrapped_collator_fn, self.dataset, self.announce = collate, dataset, announce
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
         fetches_batches = callable(getattr(dataset, "__getitems__", None))  # of any kind
@@ -264,24 +269,47 @@ class _AnnouncingCollate(CollateWithEmpty):
         #: compared, are announced by the loader.
         self.counts = not (fetches_batches or announce.strict)
 
-    def __call__(self, samples: list[Any]) -> Any:
-        batch = super().__call__(samples)
-        if get_worker_info() is not None:
-            return batch
-        if self.counts:
-            count = len(samples)
-            self.announce(replace(self.announce.last, samples=count, rows=count))
-        elif self.announce.strict and self.announce.in_parts:  # of a loader that announces nothing
-            self.announce(replace(self.announce.last, tensors=tensors_in(batch)))
+    def __call__(self, samples: Any) -> Any:
+        announce, draw = self.announce, self.announce.last
+        is_announced = get_worker_info() is None and (self.counts or announce.in_parts)
+        if isinstance(samples, list) and not samples:
+            if not is_announced:  # a row would be taken for a sample
+                raise FlashClippingError(
+                    "BatchMemoryManager, or another loader around that of make_private: found a "
+                    "draw without samples, whose row nobody tells the model of. Let the process of "
+                    "the model collate:\n"
+                    "    DataLoader(..., num_workers=0)\n"
+                    "or take batches of the loader itself, in parts that fit:\n"
+                    "    flash_clipping.MicroBatches(optimizer)"
+                )
+            samples, draw = [self.dataset[0]], draw.with_a_row()
+        elif self.counts:
+            draw = replace(draw, samples=len(samples), rows=len(samples))
+        batch = self.wrapped_collator_fn(samples)
+        if is_announced:
+            announce(draw if self.counts else replace(draw, tensors=tensors_in(batch)))
         return batch
 
 
+@contextmanager
+def _giving_a_row(sampler: PoissonSampler) -> Iterator[None]:
+    """An epoch that begins in here has a row in every batch (``PoissonSampler.gives_a_row``)."""
+    sampler.gives_a_row = True
+    try:
+        yield
+    finally:
+        sampler.gives_a_row = False
+
+
 def _announced(
-    batches: Any, announce: BatchSizeNotifier, pending: deque[DrawnBatch] | None
+    batches: Any, sampler: PoissonSampler, pending: deque[DrawnBatch] | None
 ) -> Iterator[Any]:
     """Batches that are not announced when they are collated (``_AnnouncingCollate``)."""
+    announce = sampler.announce
     try:
-        for batch in batches:
+        with _giving_a_row(sampler):
+            first = [*islice(batches, 1)]
+        for batch in chain(first, batches):
             draw = announce.last if pending is None else pending.popleft()
             if announce.strict:
                 draw = replace(draw, tensors=tensors_in(batch))

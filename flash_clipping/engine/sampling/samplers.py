@@ -181,6 +181,10 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
+        #: Whether the loader that begins an epoch now announces what it gives: it is given the
+        #: first row of the data where no sample was drawn. For others their collate function does
+        #: that, which announces it.
+        self.gives_a_row = False
         self.announce = BatchSizeNotifier(self.is_strict or units is not None)
         self.parts: deque[int] = deque()
 
@@ -208,6 +212,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     def __iter__(self) -> Iterator[list[int]]:
         limit = self._limit_for(sys._getframe(1))
         self.announce.in_parts, self.is_last_part = limit is not None, True
+        gives_a_row = self.gives_a_row
         self.announce.draws.begin_epoch()
         self.pending = pending = deque[DrawnBatch]()
         self.parts = deque()
@@ -227,6 +232,8 @@ class PoissonSampler(UniformWithReplacementSampler):
                     if parts > 1:  # those that count are the first of the batch
                         counted = len(range(number, draw.samples, parts))
                         part = replace(draw, samples=counted, rows=len(own))
+                    if not own and gives_a_row:
+                        own, part = [0], part.with_a_row()
                     self.announce.last = part
                     pending.append(part)
                     yield own
