@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flash_clipping._compat import is_alias_of, memory_id, never_compiled
 from flash_clipping.capture.draws import DrawnBatch, of_one_draw
 from flash_clipping.capture.forward_call import ForwardCall
+from flash_clipping.engine.unsupported import refuse_lacking
 from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
 from flash_clipping.ops.runtime.checks import check_on_device
 
@@ -329,8 +330,15 @@ class GradLedger:
         earlier, self._written = self._written, None
         if self._follower is not None:
             self._written = len(params), versions
-            if earlier is not None and earlier != self._written and earlier[0] == len(params):
-                self._refuse_written(params)
+            same = earlier is None or earlier == self._written or earlier[0] != len(params)
+            if not same and not hasattr(params[0], "placements"):
+                raise FlashClippingError(
+                    "backward(): found parameters that were written since the last backward(), "
+                    "without an optimizer.step(). An ascent step (SAM) writes what follows from "
+                    "sums without noise, and samples count twice. Use an optimizer of one gradient "
+                    "a step. Where weights were only loaded, begin the step anew before this:\n"
+                    "    optimizer.discard_step()"
+                )
         running = self.record
         # A backward pass that failed has counted nothing; sums that are gone were taken by hand.
         if running is not None and (not running.backwards or len(foreign) == held):
@@ -350,19 +358,6 @@ class GradLedger:
         # Nothing is known of p.grad until the sums are in: a failure here leaves it so.
         self.record = running or StepRecord(bound, clipping, backwards=0)
         self._left, self._foreign = {}, foreign
-
-    def _refuse_written(self, params: Sequence[nn.Parameter]) -> None:
-        """Raise ``FlashClippingError`` if parameters were written since the last backward pass, and
-        no noise was added: by what its sums say, maybe."""
-        if not hasattr(params[0], "placements"):
-            raise FlashClippingError(
-                "backward(): found parameters that were written since the last backward(), and no "
-                "optimizer.step() in between. An ascent step (SAM) writes what follows from sums "
-                "without noise, for which nobody accounts, and samples count twice. Use an "
-                "optimizer of one gradient a step. Where weights were only loaded, begin the step "
-                "anew before this backward():\n"
-                "    optimizer.discard_step()"
-            )
 
     def count_backward(self, total_B: Tensor, draw: DrawnBatch | None = None) -> None:
         """Add a backward pass, whose samples have these norms and are of this draw, to the record;
@@ -455,6 +450,8 @@ class GradLedger:
         for param in params:
             if param.grad is None or not self._is_left(param, param.grad):
                 self._refuse_grad(param)
+        if len(self._left) > len(params):  # some were unfrozen since
+            refuse_lacking(self.model, self.follower)
         if self._elements is not None:  # versions do not count what is written past autograd
             some, n, left = self._elements
             found = _bits_of(some, n)

@@ -537,8 +537,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self.original_optimizer.zero_grad(set_to_none)
         if not self._is_last_step_skipped:
             self._let_go()
-        if self._module is not None:
-            self._module.running_step.note_cleared(self._all_params())
+        self._ledger.note_cleared(self._all_params())
 
     # -- adaptive clipping ----------------------------------------------------------------------
 

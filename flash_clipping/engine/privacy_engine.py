@@ -161,6 +161,14 @@ class FlashPrivacyEngine(PrivacyEngine):
         self.secure_mode = secure_mode
         self.stream = SecretStream(seed=seed)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "accountant" and self._samples is not None:
+            raise InvalidValue(
+                "engine.accountant: found another after make_private, where epsilon of it would be "
+                '0. Name it before:\n    engine = FlashPrivacyEngine(accountant="rdp")'
+            )
+        super().__setattr__(name, value)
+
     @overload
     def make_private(
         self,

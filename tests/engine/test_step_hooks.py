@@ -83,6 +83,15 @@ def test_one_accountant_counts_a_step_once() -> None:
     assert counted(run) == 3 and sum(steps for *_, steps in other.history) == 3
 
 
+def test_the_accountant_is_not_replaced_once_steps_are_counted() -> None:
+    run = training()
+    run.steps(2)
+    with pytest.raises(ValueError, match="epsilon of it would be 0"):
+        run.engine.accountant = RDPAccountant()
+    assert counted(run) == 2
+    FlashPrivacyEngine().accountant = RDPAccountant()
+
+
 def test_an_optimizer_without_an_engine() -> None:
     layer, accountant = nn.Linear(3, 2), RDPAccountant()
     optimizer = FlashDPOptimizer(

@@ -134,6 +134,27 @@ def test_an_optimizer_that_lacks_parameters_is_refused(wrap_model: bool) -> None
     assert not any(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_parameters_unfrozen_later_are_the_optimizer_s_too(wrap_model: bool) -> None:
+    model = TwoLayers()
+    model.body.requires_grad_(False)
+    of_head = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    private = Private(model, optimizer=of_head, wrap_model=wrap_model)
+    private.step()
+    model.body.requires_grad_(True)
+    private.optimizer.zero_grad()
+    private.backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"without 2 of .*body\.0\.weight") as error:
+        private.optimizer.step()
+    with pytest.raises(FlashClippingError, match="found a step of AdamW itself"):
+        torch.optim.AdamW(model.body.parameters()).step()
+    lines = [line for line in str(error.value).split("\n") if line.startswith("    ")]
+    exec(lines[0].strip(), {"model": private.model, "optimizer": private.optimizer})
+    private.step()
+    assert not any(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 def test_sparse_adam_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
     with pytest.raises(ValueError, match="found SparseAdam.*Use Adam"):

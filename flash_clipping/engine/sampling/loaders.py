@@ -361,7 +361,7 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
     dataset, batches = loader.dataset, loader.batch_sampler
     if isinstance(dataset, IterableDataset) and poisson_sampling:
         _refuse(
-            f"its dataset is a {_name(dataset)}, an IterableDataset"
+            f"its dataset is a {type(dataset).__name__}, an IterableDataset"
             + ("" if isinstance(dataset, Sized) else " without __len__"),
             "Samples are drawn by their number, of a known number of them. Use a dataset with "
             "__len__ and __getitem__; or, where reading the stream again in every step is "
@@ -372,7 +372,7 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
         )
     if not hasattr(dataset, "__len__"):
         _refuse(
-            f"its dataset ({_name(dataset)}) has no __len__",
+            f"its dataset ({type(dataset).__name__}) has no __len__",
             "The sample rate and the expected batch size need the number of samples",
         )
     if batches is None and (poisson_sampling or not isinstance(dataset, IterableDataset)):
@@ -380,7 +380,7 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
     size = len(dataset)
     if isinstance(batches, FixedShapeSampler | OrderedSampler) and not poisson_sampling:
         _refuse(
-            f"batch_sampler={_name(batches)}, of another engine, with poisson_sampling=False",
+            f"batch_sampler={type(batches).__name__} of an engine, with poisson_sampling=False",
             "Its batches are accounted for by that engine alone. Leave poisson_sampling out",
         )
     rate = getattr(batches, "sample_rate", 0.0)
@@ -395,7 +395,7 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
     if type(batches) is not BatchSampler:
         if poisson_sampling:
             _refuse(
-                f"batch_sampler={_name(batches)}",
+                f"batch_sampler={type(batches).__name__}",
                 "Poisson sampling would replace it. Use DataLoader(dataset, batch_size=..., "
                 "shuffle=True), as it was before anything prepared it",
             )
@@ -413,7 +413,7 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
     is_odd = isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler) or replaces
     is_odd |= isinstance(sampler, RandomSampler) and len(sampler) != size
     if is_odd or (poisson_sampling and not is_plain):
-        found = f"sampler={_name(sampler)}, with {len(sampler)} of {size} samples"
+        found = f"sampler={type(sampler).__name__}, with {len(sampler)} of {size} samples"
         _refuse(
             found + ", replaced when drawn" * replaces,
             "Epsilon is for batches that draw all of the dataset alike, with one probability. Use "
@@ -440,7 +440,7 @@ def refuse_repeats(dataset: Any) -> None:
     if isinstance(dataset, Subset) and sources[0][0] is dataset.dataset and again:
         line = "units=data_loader.dataset.indices)"
     _refuse(
-        f"a {_name(dataset)} that has a sample more than once",
+        f"a {type(dataset).__name__} that has a sample more than once",
         "It would count once for each of its places. Declare whose each is:\n"
         f"    make_private(..., {line}\n"
         "or leave repetitions out, and train for more epochs",
@@ -483,10 +483,6 @@ def _objects(source: Any, index_R: Any) -> list[Any]:
 
 def _refuse(found: str, advice: str) -> None:
     raise InvalidValue(f"data_loader: found {found}. {advice}.")
-
-
-def _name(thing: Any) -> str:
-    return type(thing).__name__
 
 
 def refuse_units(given: dict[str, Any]) -> None:
