@@ -225,7 +225,7 @@ def _equal_samples(
                         "reduction": reduction,
                         "samples": size,
                         "change": worst,
-                        "allowed": search.allowed(setting, size),
+                        "allowed": search.allowed(setting),
                     }
                 )
     return found

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from benchmarks.options import UsageError
 from benchmarks.records import KernelRecord, Record, Row, Summary, read_any, size, summaries
+from flash_clipping.ops.error_bounds import ETA
 
 START = "<!-- performance:start -->"
 END = "<!-- performance:end -->"
@@ -212,8 +213,7 @@ def render_sensitivity(records: Sequence[dict[str, Any]], folder: str) -> str:
         if sizes:
             parts.append("One of `k` equal samples removed, by the loss:\n")
             lines = [[", ".join(kind), *(_signed(of[(*kind, k)]) for k in sizes)] for kind in kinds]
-            lines.append(["promised of sums, `1e-4 + k 2⁻²²`"])
-            lines[-1] += [_signed(1e-4 + k * 2**-22) for k in sizes]
+            lines.append(["promised of sums", *[_signed(ETA)] * len(sizes)])
             parts.append(table(["", *(f"k = {k}" for k in sizes)], lines))
         others = [row["other"] for row in record["search"]]
         worst = {

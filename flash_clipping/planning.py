@@ -43,8 +43,8 @@ class Plan:
         samples: in the dataset.
         batch_size: expected; a step draws every sample with ``sample_rate``.
         steps: of the optimizer.
-        noise_multiplier: σ: noise has the standard deviation ``σ C`` in every coordinate of the
-            summed gradient, with the clipping bound ``C``.
+        noise_multiplier: σ: noise has the standard deviation ``1.01 σ C`` in every coordinate of
+            the summed gradient, with the clipping bound ``C``.
         epsilon, delta: of the whole run, to add or remove one sample.
         accountant: ``"prv"``, ``"rdp"``, ``"gdp"`` or ``"pld"``.
     """

@@ -26,6 +26,7 @@ from flash_clipping.capture.draws import DrawnBatch, of_one_draw
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.engine.unsupported import refuse_lacking
 from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
+from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.ops.runtime.checks import check_on_device
 
 #: One bound, or one for each trainable parameter (per-layer clipping).
@@ -38,6 +39,7 @@ class StepRecord:
 
     Attributes:
         bound: what the samples were clipped by; a tuple with one for each parameter when per layer.
+            Noise is drawn for :func:`sensitivity_of` it.
         clipping: how they were clipped.
         backwards: backward passes that the sums add up.
         params: ``id`` of every parameter that has a sum.
@@ -52,11 +54,6 @@ class StepRecord:
     params: frozenset[int] = frozenset()
     unclipped: Tensor | None = None
     draw: DrawnBatch | None = None
-
-    @property
-    def sensitivity(self) -> float:
-        """How far one sample can move all sums together."""
-        return total_bound(self.bound)
 
     def check_same_bound(self, bound: float | tuple[float, ...], clipping: str) -> None:
         """Raise ``FlashClippingError`` unless a further backward pass of this step clips alike."""
@@ -109,8 +106,14 @@ def checked_bound(value: Any) -> Bound:
 
 
 def total_bound(bound: float | Sequence[float]) -> float:
-    """The sensitivity of the sum: the bound, or the norm of the bounds of all parameters."""
+    """The bound ``C``, or the norm of the bounds of all parameters."""
     return math.hypot(*bound) if isinstance(bound, Sequence) else bound
+
+
+def sensitivity_of(bound: float | Sequence[float]) -> float:
+    """How far one sample can move the sum of samples that are clipped by this bound. All noise is
+    drawn for it."""
+    return total_bound(bound) * (1 + ETA)
 
 
 def rescaled(bound: Bound, value: Any) -> Bound:
@@ -368,7 +371,9 @@ class GradLedger:
         assert record is not None
         backwards, unclipped = record.backwards + 1, record.unclipped
         if self.counts_unclipped:
-            within = (total_B <= record.sensitivity).sum(dtype=torch.float64) - total_B.numel() / 2
+            within = (total_B <= total_bound(record.bound)).sum(
+                dtype=torch.float64
+            ) - total_B.numel() / 2
             unclipped = added(unclipped, within)
         if record.draw is not draw:
             draw = of_one_draw((record.draw, draw))

@@ -134,8 +134,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     Guarantees:
         For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
-        ``max_grad_norm`` (1 + 1e-4), besides fp32's own rounding of the sum; with
-        ``sum_dtype="parameter"``, besides that of the parameter's dtype.
+        1.01 ``max_grad_norm``, in batches of up to 16,384 samples; noise is drawn for that. With
+        ``sum_dtype="parameter"`` the parameter's dtype may round the sum by more.
         A sample whose gradient is not finite adds nothing. Results are bitwise equal from
         run to run. No step waits for the device.
 

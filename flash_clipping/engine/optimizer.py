@@ -22,7 +22,14 @@ from flash_clipping._compat import check_optimizer
 from flash_clipping.capture.no_samples import step_without_samples
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
 from flash_clipping.engine.correlated_noise import CorrelatedNoise
-from flash_clipping.engine.grad_ledger import Bound, GradLedger, StepRecord, rescaled, total_bound
+from flash_clipping.engine.grad_ledger import (
+    Bound,
+    GradLedger,
+    StepRecord,
+    rescaled,
+    sensitivity_of,
+    total_bound,
+)
 from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed, checked_number
 from flash_clipping.ops.noise import NoiseGrid, discrete_noisy_means, gated, noisy_means
@@ -40,16 +47,17 @@ _SCALER = (
 class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     """``DPOptimizerFastGradientClipping``, step for step, with fewer passes over memory.
 
-    ``p.grad`` becomes ``(sum + N(0, (noise_multiplier * C)^2)) / expected_batch_size``, of the sums
-    of clipped gradients that were in it, in this step and in skipped ones before. The noise is made
-    of words of :attr:`stream` that are used once. ``C`` is the bound that the step's sums were
-    clipped by: see :meth:`follow`.
+    ``p.grad`` becomes ``(sum + N(0, (noise_multiplier * 1.01 C)^2)) / expected_batch_size``, of the
+    sums of clipped gradients that were in it, in this step and in skipped ones before. The noise is
+    made of words of :attr:`stream` that are used once. ``C`` is the bound that the step's sums were
+    clipped by: see :meth:`follow`. A sample moves a sum by at most 1.01 C
+    (:mod:`flash_clipping.ops.error_bounds`).
 
     Args:
-        noise_multiplier: standard deviation of the noise on a sum, in ``C``; 0 or more.
+        noise_multiplier: standard deviation of the noise on a sum, in 1.01 ``C``; 0 or more.
         expected_batch_size: what noisy sums are divided by with ``loss_reduction="mean"``.
         max_grad_norm: clipping bound; a list with one bound per parameter for per-layer clipping,
-            where the sensitivity is the norm of the list.
+            where ``C`` is the norm of the list.
         stream: what noise is made of; by default with a key of its own, which nobody knows.
         noise_grid: round noisy sums to a grid that does not depend on data
             (:func:`flash_clipping.ops.noise.grid_of`); ``"exact"``: round sums, and add discrete
@@ -177,7 +185,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @property
     def max_grad_norm(self) -> float:
-        """Sensitivity of the sum: the bound, or the norm of all parameters' bounds.
+        """The clipping bound ``C``, or the norm of all parameters' bounds. Noise is drawn for
+        ``C (1 + ETA)`` (:func:`~flash_clipping.engine.grad_ledger.sensitivity_of`).
 
         Setting it sets the model's; in per-layer clipping all bounds keep their proportions. It
         applies from the next step on.
@@ -385,12 +394,13 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def _noise_std(self) -> float:
         record = self.step_record
-        bound = self.max_grad_norm if record is None else record.sensitivity
-        std = self._multiplier() * bound
+        bound = self._bound_now() if record is None else record.bound
+        std = self._multiplier() * sensitivity_of(bound)
         if not math.isfinite(std) or std < 0:
             raise InvalidValue(
                 f"The noise would have standard deviation {std}: found noise_multiplier="
-                f"{self.noise_multiplier} and max_grad_norm={bound}; expected finite numbers."
+                f"{self.noise_multiplier} and max_grad_norm={total_bound(bound)}; expected finite "
+                "numbers."
             )
         return std
 

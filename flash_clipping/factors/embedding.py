@@ -7,14 +7,13 @@ Shape suffixes: ``B`` samples, ``T`` positions, ``N`` ids of all bags, ``V`` row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flash_clipping._compat import sums_of_bags
 from flash_clipping.factors.base import MeasuredOnce, PerSampleGrad, accumulation_dtype
 from flash_clipping.factors.linear import LinearGrad
 from flash_clipping.ops import error_bounds
@@ -23,10 +22,11 @@ from flash_clipping.ops.embedding import (
     adds_up_runs,
     embedding_clipped_sum,
     embedding_sqnorms,
+    sums_of_weighted_rows,
     tied_cross_term,
 )
 from flash_clipping.ops.embedding.reference import sums_by_index
-from flash_clipping.ops.linear import linear_sqnorm_blocks, lost_of_sum
+from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.rows import row_scale
 from flash_clipping.ops.runtime.backend import runs_kernels
 
@@ -34,24 +34,28 @@ from flash_clipping.ops.runtime.backend import runs_kernels
 BLOCK = 1 << 22
 
 
+#: :func:`~flash_clipping.ops.error_bounds.doubt_of_sums` or ``doubt_of_term``.
+Bound: TypeAlias = Callable[[Tensor, Tensor, int, torch.dtype | None], Tensor]
+
+
 def _doubt(
     sq_B: Tensor,
-    ids_BT: Tensor,
-    norms_BT: Tensor,
-    rows: Tensor,
+    spread_B: Tensor,
+    T: int,
+    G: Tensor,
     num_embeddings: int,
     padding_idx: int | None,
     backend: str,
-    is_shared: bool = False,
+    of: Bound = error_bounds.doubt_of_sums,
+    among: int = 0,
 ) -> Tensor:
-    """The error bound of squared norms of sums of rows ``[..., d]`` of these ids and norms."""
-    T, d = ids_BT.shape[1], rows.shape[-1]
-    if T <= UNSORTED:  # so few rows lose less than this, and Gram matrices may lose more than sums
-        return error_bounds.error_bound(norms_BT.sum(1), d)
-    by_runs = adds_up_runs(T, d, num_embeddings, padding_idx)
-    by_runs = by_runs or not runs_kernels(backend, rows, "embedding_sqnorms")
-    shared = (d,) if is_shared else None
-    return error_bounds.runs_doubt(sq_B, ids_BT, norms_BT, not by_runs, shared)
+    """The error bound of squared norms of sums of T rows ``[..., d]`` for each sample, as kernels
+    or PyTorch measure them; ``among`` rows of the batch they are added up."""
+    d, kernels = G.shape[-1], runs_kernels(backend, G, "embedding_sqnorms")
+    if kernels and T <= UNSORTED:  # Gram matrices
+        return error_bounds.error_bound(spread_B, d)
+    one_hot = kernels and not adds_up_runs(T, d, num_embeddings, padding_idx)
+    return of(sq_B, spread_B, max(T, among), G.dtype if one_hot else None)
 
 
 @dataclass(eq=False)
@@ -69,15 +73,16 @@ class EmbeddingGrad(MeasuredOnce):
 
     def measure(self, backend: str) -> tuple[Tensor, Tensor | None]:
         parts_Bn = self.square_parts(backend)
-        T, d = self.G_BTd.shape[1:]
-        if T == 1:
+        if self.G_BTd.shape[1] == 1:
             return parts_Bn, None
-        return parts_Bn, self.doubt_beside(parts_Bn.sum(1), backend)
+        return parts_Bn, self.doubt(parts_Bn.sum(1), self.spread(), backend)
 
-    def doubt_beside(self, sq_B: Tensor, backend: str) -> Tensor:
-        """The error bound of squared norms, ``sq_B`` or less, of sums with these rows in them."""
-        table = self.num_embeddings, self.padding_idx
-        return _doubt(sq_B, self.ids_BT, self._row_norms(), self.G_BTd, *table, backend)
+    def doubt(
+        self, sq_B: Tensor, spread_B: Tensor, backend: str, of: Bound = error_bounds.doubt_of_sums
+    ) -> Tensor:
+        """The error bound of these squared norms; ``of`` sums, or of terms of others."""
+        T, table = self.ids_BT.shape[1], (self.num_embeddings, self.padding_idx)
+        return _doubt(sq_B, spread_B, T, self.G_BTd, *table, backend, of)
 
     def square_parts(self, backend: str) -> Tensor:
         """Squared norms in parts ``[B, n]`` that are still to be added up."""
@@ -90,13 +95,13 @@ class EmbeddingGrad(MeasuredOnce):
             backend=backend,
         )
 
-    def _row_norms(self) -> Tensor:
-        """``‖G_t‖``, ``[B, T]``; 0 of ids that receive no gradient."""
+    def spread(self) -> Tensor:
+        """``Σ_t ‖G_t‖``, ``[B]``, over ids that receive a gradient."""
         dtype = accumulation_dtype(self.G_BTd.dtype)
         norms_BT = torch.linalg.vector_norm(self.G_BTd, dim=2, dtype=dtype)
         if self.padding_idx is not None:
             norms_BT = norms_BT.masked_fill(self.ids_BT == self.padding_idx, 0)
-        return norms_BT
+        return norms_BT.sum(1)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:
@@ -145,11 +150,10 @@ class Scattered(NamedTuple):
     units: int
     table: int
 
-    def sqnorms(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``Σ_id ‖Σ_n G_n‖²`` of every unit, ``Σ_n ‖G_n‖``, and what runs may lose
-        (:func:`~flash_clipping.ops.error_bounds.lost_of_runs`); ``[U]`` all.
+    def sqnorms(self) -> tuple[Tensor, Tensor]:
+        """``Σ_id ‖Σ_n G_n‖²`` of every unit, and ``Σ_n ‖G_n‖``; ``[U]`` both.
 
-        Runs of one unit and one id are added up in a fixed order, as many features at a time as
+        Runs of one unit and one id are added up in float64, as many features at a time as
         :data:`BLOCK` allows.
         """
         dtype = accumulation_dtype(self.G_Nd.dtype)
@@ -159,23 +163,17 @@ class Scattered(NamedTuple):
         new_N[1:] = keys_N[1:] != keys_N[:-1]
         run_N = new_N.cumsum(0) - 1
         unit_of_run_N = torch.zeros_like(keys_N).index_put((run_N,), self.unit_N[order_N])
-        sq_N = self.G_Nd.new_zeros(N, dtype=dtype)
+        sq_N = self.G_Nd.new_zeros(N, dtype=torch.float64)
         for columns_Nf in self.G_Nd.split(max(1, BLOCK // max(1, N)), dim=1):
-            rows_Nf = columns_Nf[order_N].to(dtype)
+            rows_Nf = columns_Nf[order_N].double()
             sq_N += sums_by_index(rows_Nf, run_N, N).square_().sum(1)
         norm_N = torch.linalg.vector_norm(self.G_Nd, dim=1, dtype=dtype)
-        rows_N = torch.zeros_like(keys_N).index_add_(0, run_N, torch.ones_like(run_N))
-        lost_N = error_bounds.lost_of_runs(rows_N[run_N], norm_N[order_N])
-        return (
-            self._by_unit(sq_N, unit_of_run_N),
-            self._by_unit(norm_N, self.unit_N),
-            self._by_unit(lost_N, self.unit_N[order_N]),
-        )
+        sq_U, spread_U = self._by_unit(sq_N, unit_of_run_N), self._by_unit(norm_N, self.unit_N)
+        return sq_U.to(dtype), spread_U.to(dtype)
 
     def _by_unit(self, X_N: Tensor, unit_N: Tensor) -> Tensor:
         # In float64: as many as a unit has ids are added up in turn.
-        sums_U = sums_by_index(X_N.double().unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
-        return sums_U.to(X_N.dtype)
+        return sums_by_index(X_N.double().unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
 
 
 @dataclass(eq=False)
@@ -200,12 +198,11 @@ class EmbeddingBagGrad(MeasuredOnce):
     def measure(self, backend: str) -> tuple[Tensor, Tensor]:
         weights_N1, B = self.weights_N.unsqueeze(1), self.batch_size
         scattered = Scattered(self.ids_N, weights_N1, self.bags_N, B, self.num_embeddings)
-        sq_weight_B, spread_B, lost_B = scattered.sqnorms()
+        sq_weight_B, spread_B = scattered.sqnorms()
         # In float64: the square of one may be lost in fp32, and the other make up for it.
         sq_G_B = torch.linalg.vector_norm(self.G_Bd, dim=1, dtype=torch.float64).square_()
         dtype = sq_weight_B.dtype
-        shared_B = error_bounds.error_bound(spread_B)
-        doubt_B = error_bounds.doubt_of_runs(sq_weight_B, lost_B, shared_B=shared_B)
+        doubt_B = error_bounds.doubt_of_sums(sq_weight_B, spread_B, len(self.ids_N))
         return (sq_G_B * sq_weight_B).to(dtype).unsqueeze(1), sq_G_B.mul_(doubt_B).to(dtype)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
@@ -215,7 +212,7 @@ class EmbeddingBagGrad(MeasuredOnce):
             # A dropped sample's weights may not be finite, and 0 * inf is NaN.
             weights_N = torch.where(coef_B[self.bags_N] == 0, 0, weights_N)
         dtype = accumulation_dtype(G_Bd.dtype)
-        total = sums_of_bags(
+        total = sums_of_weighted_rows(
             self.ids_N, self.bags_N, weights_N.to(dtype), G_Bd.to(dtype), self.num_embeddings
         )
         return total.to(G_Bd.dtype)
@@ -248,24 +245,24 @@ class TiedEmbeddingGrad(MeasuredOnce):
             backend=backend,
         )
         (block,) = linear_sqnorm_blocks([(A_BTd, [G_BTp])], backend=backend)
-        (head_sq_1B, head_doubt_1B, spread_sq_1B) = block[1:]
-        by_gram_B = None if spread_sq_1B is None or head_doubt_1B is None else head_doubt_1B[0]
-        if spread_sq_1B is None:
-            spread_sq_1B = error_bounds.spread(A_BTd, G_BTp).square_().unsqueeze(0)
-        head_sq_B, lookup_sq_B = head_sq_1B[0], lookup.square_parts(backend).sum(1)
+        (_, (head_sq_B,), head_doubt_1B, spread_sq_1B) = block
+        lookup_sq_B, spread_B = lookup.square_parts(backend).sum(1), lookup.spread()
         # The three rounded terms of a sum that cancels may come out below zero. Each is in doubt by
         # its own size, and by what its sums lost.
         sq_B = cross_B.mul(2).add_(head_sq_B).add_(lookup_sq_B)
         u = torch.finfo(sq_B.dtype).eps / 2
         doubt_B = off_B.mul(2).add_(head_sq_B.abs().add(lookup_sq_B), alpha=64 * u)
-        if head_doubt_1B is not None:
-            doubt_B.add_(head_doubt_1B[0])
-        # What is released of the two uses is off by δ and δ', and ``2 δ δ' <= δ² + δ'²``: of the
-        # lookup, the bound has room for that, as it counts what was measured as well.
-        delta_B = lost_of_sum(spread_sq_1B[0].sqrt(), by_gram_B, A_BTd, G_BTp, backend)
-        whole_sq_B = torch.maximum(sq_B + doubt_B, lookup_sq_B)
-        doubt_B.add_(error_bounds.doubt_by_norm(whole_sq_B, delta_B)).add_(delta_B.square())
-        doubt_B.add_(lookup.doubt_beside(whole_sq_B, backend))
+        of_term = error_bounds.doubt_of_term
+        doubt_B += lookup.doubt(lookup_sq_B, spread_B, backend, of_term)
+        S, cores = A_BTd.shape[1], error_bounds.cores_of(A_BTd, G_BTp)
+        if spread_sq_1B is not None and head_doubt_1B is not None:
+            head_spread_B = spread_sq_1B[0].sqrt()
+            doubt_B += head_doubt_1B[0]
+        else:
+            head_spread_B = error_bounds.spread(A_BTd, G_BTp)
+            doubt_B += of_term(head_sq_B, head_spread_B, S, cores)
+        spread_B, positions = spread_B + head_spread_B, max(S, lookup.ids_BT.shape[1])
+        doubt_B += error_bounds.doubt_of_sums(sq_B + doubt_B, spread_B, positions, cores)
         return sq_B.unsqueeze(1), doubt_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
@@ -338,9 +335,10 @@ class ScaledEmbeddingGrad(MeasuredOnce):
             # Features of a row are summed apart, and squares add up.
             sq_B[samples] += rows.square_parts(backend).sum(1)
         norm_BT1 = error_bounds.squared_rows(X_BTd, X_BTd.dtype).sqrt_().unsqueeze(2)
-        ids_BN, norms_BN = self.ids_BTL.flatten(1), (scale_BTL.abs() * norm_BT1).flatten(1)
-        table = self.num_embeddings, None
-        doubt_B = _doubt(sq_B, ids_BN, norms_BN, X_BTd, *table, backend, is_shared=True)
+        spread_B = (scale_BTL.abs() * norm_BT1).flatten(1).sum(1)
+        positions, table = self.ids_BTL.shape[1:].numel(), (self.num_embeddings, None)
+        among = self.ids_BTL.numel()  # rows of a sample meet those of others
+        doubt_B = _doubt(sq_B, spread_B, positions, X_BTd, *table, backend, among=among)
         return sq_B.unsqueeze(1), doubt_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
@@ -353,7 +351,7 @@ class ScaledEmbeddingGrad(MeasuredOnce):
         ids_N = self.ids_BTL.clamp(min=0).flatten()
         bags_N = torch.arange(X_BTd.shape[:2].numel(), device=ids_N.device)
         bags_N = bags_N.repeat_interleave(scale_BTL.shape[2])
-        total_Ed = sums_of_bags(
+        total_Ed = sums_of_weighted_rows(
             ids_N, bags_N, scale_BTL.flatten(), X_BTd.flatten(0, 1), self.num_embeddings
         )
         return total_Ed.to(self.X_BTd.dtype) if coef_B is None else total_Ed

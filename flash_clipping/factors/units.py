@@ -118,9 +118,9 @@ def by_units(factor: PerSampleGrad, units: UnitMap) -> PerSampleGrad:
         return RearrangedGrad(by_units(factor.inner, units), factor.arrange)
     if isinstance(factor, UnitGrad):
         return UnitGrad(factor.rows, factor.units.then(units))
-    if isinstance(factor, DenseGrad | SumGrad):
-        return DenseGrad(_unit_sums(factor, units))
-    return UnitGrad(factor, units)
+    if isinstance(factor, _LAZY):
+        return UnitGrad(factor, units)
+    return DenseGrad(_unit_sums(factor, units))
 
 
 @dataclass(eq=False)
@@ -216,8 +216,16 @@ _OPERANDS: dict[type, tuple[str, str]] = {
 }
 
 
-TINY = 1e-38
-"""Less than any norm that counts."""
+#: Gradients of which those of units are not formed.
+_LAZY = (
+    LinearGrad,
+    SegmentedLinearGrad,
+    EmbeddingGrad,
+    EmbeddingBagGrad,
+    ScaledEmbeddingGrad,
+    TiedEmbeddingGrad,
+    ConvolutionGrad,
+)
 
 
 def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
@@ -227,43 +235,19 @@ def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor,
     if isinstance(rows, SegmentedLinearGrad):
         return _segmented_sqnorms(rows, units, backend)
     if isinstance(rows, EmbeddingGrad | EmbeddingBagGrad | ScaledEmbeddingGrad):
-        sq_U, spread_U, lost_U = _scattered(rows, units).sqnorms()
-        shared_U = error_bounds.error_bound(spread_U)
-        return sq_U, error_bounds.doubt_of_runs(sq_U, lost_U, shared_B=shared_U)
+        scattered = _scattered(rows, units)
+        sq_U, spread_U = scattered.sqnorms()
+        return sq_U, error_bounds.doubt_of_sums(sq_U, spread_U, len(scattered.ids_N))
     if isinstance(rows, TiedEmbeddingGrad):
         return _tied_sqnorms(rows, units, backend)
-    if isinstance(rows, ConvolutionGrad):
-        return _convolution_sqnorms(rows, units, backend)
-    sq_U = DenseGrad(_unit_sums(rows, units)).sqnorms(backend)
-    if (found := rows.error_bound(backend)) is None:
-        return sq_U, _doubt_of_sums(sq_U, rows.sqnorms(backend), units)
-    # What rounding may hide grows with the square of the spread, and spreads add up. Where n² +
-    # doubt is (n + δ)² for the δ by which a row is off, its unit is off by as much, and may have a
-    # norm far above that of the row.
-    sq_M = rows.sqnorms(backend).clamp(min=0)
-    off_M = found / (sq_M + found).sqrt().add_(sq_M.sqrt()).clamp_(min=TINY)
-    hidden_U, off_U = units.sums(torch.stack([found.sqrt(), off_M], 1)).to(sq_U.dtype).unbind(1)
-    return sq_U, hidden_U.square() + 2 * sq_U.sqrt() * off_U
-
-
-def _doubt_of_sums(sq_U: Tensor, sq_M: Tensor, units: UnitMap) -> Tensor:
-    """The error bound of squared norms of units, where each row is measured as it is released. All
-    rows of a unit may be added up in turn."""
-    norm_M = sq_M.sqrt()
-    spread_U, rows_U = units.sums(torch.stack([norm_M, torch.ones_like(norm_M)], 1)).unbind(1)
-    return error_bounds.additions_doubt(sq_U, spread_U, 2 * rows_U)
-
-
-def _convolution_sqnorms(
-    rows: ConvolutionGrad, units: UnitMap, backend: str
-) -> tuple[Tensor, Tensor]:
-    """On a CPU sums are added up from the gradients that are measured; on a GPU they are other
-    products."""
+    assert isinstance(rows, ConvolutionGrad)
     sums_U, sq_M = _convolution_sums(rows, units)
     sq_U = DenseGrad(sums_U).sqnorms(backend)
-    if sq_M.is_cpu:
-        return sq_U, _doubt_of_sums(sq_U, sq_M, units)
-    return sq_U, error_bounds.error_bound(units.sums(rows.spread().unsqueeze(1))[:, 0])
+    if not sq_M.is_cpu:  # other products are released than were measured
+        return sq_U, error_bounds.error_bound(units.sums(rows.spread().unsqueeze(1))[:, 0])
+    # Rows are added up in turn.
+    spread_U = units.sums(sq_M.sqrt().unsqueeze(1))[:, 0]
+    return sq_U, error_bounds.doubt_of_sums(sq_U, spread_U, 128 * len(units))
 
 
 def _convolution_sums(rows: ConvolutionGrad, units: UnitMap) -> tuple[Tensor, Tensor]:
@@ -319,7 +303,7 @@ def _tied_sqnorms(rows: TiedEmbeddingGrad, units: UnitMap, backend: str) -> tupl
     """
     head = rows.head
     scattered = _scattered(rows.lookup, units)
-    lookup_sq_U, spread_U, lost_U = scattered.sqnorms()
+    lookup_sq_U, spread_U = scattered.sqnorms()
     head_sq_U, head_doubt_U = _measure(head, units, backend)
     dtype = torch.float64  # as in gram/reference.py
     A_Pd, G_PV = head.A_BTd.flatten(0, 1), head.G_BTp.flatten(0, 1)
@@ -337,17 +321,15 @@ def _tied_sqnorms(rows: TiedEmbeddingGrad, units: UnitMap, backend: str) -> tupl
                 one_unit = unit_P[here, None] == unit_N[there]
                 cross_P[here] += torch.where(one_unit, products * weights, 0).sum(1)
     cross_U = sums_by_index(cross_P.unsqueeze(1), unit_P, units.count + 1)[:-1, 0]
-    # Spreads add up before they are squared.
-    doubt_U = (head_doubt_U.sqrt() + error_bounds.error_bound(spread_U).sqrt()).square_()
     sq_U = lookup_sq_U + head_sq_U + 2 * cross_U.to(lookup_sq_U.dtype)
-    if A_Pd.is_cpu:  # the head is released of a unit whose own norm may be above the head's
-        rows_P = error_bounds.row_norms(A_Pd.unsqueeze(0), G_PV.unsqueeze(0))[0]
-        head_spread_U = sums_by_index(rows_P.double().unsqueeze(1), unit_P, units.count + 1)
-        head_spread_U = head_spread_U[:-1, 0].to(rows_P.dtype)
-        met = error_bounds.additions_among(len(A_Pd), len(A_Pd))
-        doubt_U += error_bounds.additions_doubt(sq_U + doubt_U, head_spread_U, met)
-    doubt_U += error_bounds.doubt_of_runs(torch.maximum(sq_U, lookup_sq_U), lost_U)
-    return sq_U, doubt_U
+    rows_P1 = error_bounds.spread(A_Pd.unsqueeze(1), G_PV.unsqueeze(1)).double().unsqueeze(1)
+    head_spread_U = sums_by_index(rows_P1, unit_P, units.count + 1)[:-1, 0].to(sq_U.dtype)
+    cores, among = error_bounds.cores_of(A_Pd, G_PV), max(len(A_Pd), len(ids_N))
+    # The head may be larger than what is left of it, and is measured by itself.
+    head_doubt_U += error_bounds.doubt_of_term(head_sq_U, head_spread_U, among, cores)
+    spread_U = spread_U + head_spread_U
+    doubt_U = error_bounds.doubt_of_sums(sq_U + head_doubt_U, spread_U, among, cores)
+    return sq_U, doubt_U.add_(head_doubt_U)
 
 
 def _scattered(

@@ -5,25 +5,15 @@ B samples, T positions, d input features, p output features, L layers that read 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.error_bounds import (
-    APART,
-    additions,
-    additions_doubt,
-    error_bound,
-    gram_slack,
-    lost_of,
-    product_doubt,
-    row_norms,
-)
+from flash_clipping.ops.error_bounds import cores_of, doubt_of_sums, spread
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.outer import outer_sqnorms, sum_parts
-from flash_clipping.ops.runtime import backend as backends, cost, shapes
+from flash_clipping.ops.runtime import cost, shapes
 from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock
 
 HUGE = 2.0**63
@@ -77,10 +67,10 @@ def linear_sqnorm_blocks(
         pairs = [(ready[group][0], ready[group][1][layer]) for group, layer in outer]
         parts = [outer_sqnorms(A, G, in_parts=True, backend=backend)[0] for A, G in pairs]
         for members, sq_LB in sum_parts(parts):
-            doubts = [
-                outer_doubt(sq_B, *pairs[i], backend)
-                for i, sq_B in zip(members, sq_LB, strict=True)
-            ]
+            doubts: list[Tensor] = []
+            for i, sq_B in zip(members, sq_LB, strict=True):
+                spread_B, T = spread(*pairs[i]), pairs[i][0].shape[1]
+                doubts += (doubt_of_sums(sq_B, spread_B, T, cores_of(*pairs[i])),)
             doubt_LB = torch.stack(doubts)
             blocks.append(SqnormBlock([outer[i] for i in members], sq_LB, doubt_LB))
     # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
@@ -96,49 +86,6 @@ def linear_sqnorm_blocks(
         order = [(group, left[group][layer]) for group, layer in block.order]
         blocks.append(block._replace(order=order))
     return blocks
-
-
-def lost_of_sum(
-    spread_B: Tensor, doubt_B: Tensor | None, A_BTd: Tensor, G_BTp: Tensor, backend: str
-) -> Tensor:
-    """By how much the norm of a clipped sum's product may be off, ``[B]``: δ of
-    :mod:`flash_clipping.ops.error_bounds`, for a coefficient of 1.
-
-    Args:
-        spread_B: ``Σ_t ‖a_t‖ ‖g_t‖``.
-        doubt_B: the error bound of squared norms, where Gram matrices gave these.
-    """
-    T, decides = A_BTd.shape[1], max(A_BTd, G_BTp, key=Tensor.element_size)
-    u = torch.finfo(spread_B.dtype).eps / 2
-    if not backends.runs_kernels(backend, decides, "clipped_sums_many"):
-        return spread_B * ((additions(T) + 8) * u)
-    from flash_clipping.ops.clipped_sum import triton as sums
-
-    alone = sums.promoted(decides.dtype)
-    in_fp32_B = spread_B * ((math.ceil(T / alone) + 8) * u)
-    on_tensor_cores_B = spread_B * (min(T, alone) * lost_of(decides.dtype))
-    if doubt_B is not None:
-        by_gram_B = doubt_B.mul(gram_slack(T, decides.dtype)).sqrt_()
-        on_tensor_cores_B = torch.minimum(on_tensor_cores_B, by_gram_B)
-    return on_tensor_cores_B.add_(in_fp32_B)
-
-
-def outer_doubt(sq_B: Tensor, A_BTd: Tensor, G_BTp: Tensor, backend: str) -> Tensor:
-    """The error bound of squared norms by :func:`outer_sqnorms`: of two, the smaller."""
-    rows_BT = row_norms(A_BTd, G_BTp)
-    T = A_BTd.shape[1]
-    names, dtype = ("outer_sqnorms", "clipped_sums_many"), A_BTd.dtype
-    if not backends.runs_kernels(backend, max(A_BTd, G_BTp, key=Tensor.element_size), *names):
-        return additions_doubt(sq_B, rows_BT.sum(1), 2 * additions(T), apart=T > APART)
-    doubt_B = error_bound(rows_BT.sum(1))
-    if G_BTp.is_cuda and G_BTp.dtype == dtype:
-        from flash_clipping.ops.clipped_sum import triton as sums
-        from flash_clipping.ops.outer import triton as norms
-
-        alone = dict(measured=norms.promoted(dtype, T), released=sums.promoted(dtype))
-        of_product_B = product_doubt(sq_B, rows_BT, dtype=dtype, **alone)
-        doubt_B = torch.minimum(doubt_B, of_product_B)
-    return doubt_B
 
 
 def _algorithms(ready: Sequence[Group]) -> dict[str, list[tuple[int, int]]]:

@@ -24,7 +24,7 @@ class PrivacyArguments:
             ``1 / len(dataset)``.
         target_epsilon: the ε that the whole run may spend. The noise multiplier is computed from
             it, from the sample rate and from the number of steps.
-        noise_multiplier: standard deviation of the noise, as a multiple of ``max_grad_norm``.
+        noise_multiplier: standard deviation of the noise, as a multiple of 1.01 ``max_grad_norm``.
         max_grad_norm: the clipping bound ``C`` of every sample's gradient. ``None``: the trainer's
             own, where it has one (``TrainingArguments.max_grad_norm``).
         accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus.

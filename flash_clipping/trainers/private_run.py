@@ -63,7 +63,7 @@ class ReportsPrivacy:
             "Promise": engine.summary(run.arguments.target_delta, optimizer=run.optimizer),
             "Unit": engine._unit,
             "Clipping bound C": run.optimizer.max_grad_norm,
-            "Noise": f"standard deviation {run.noise_multiplier:.4g} C on the sum of a step",
+            "Noise": f"standard deviation {run.noise_multiplier:.4g} · 1.01 C on the sum of a step",
             "Batches": f"{run.optimizer.expected_batch_size} expected; each unit is drawn with "
             f"probability {run.sample_rate:.4g}",
             "Steps": run.steps,

@@ -17,7 +17,8 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.ops.error_bounds import LOST_OF_HALVES, LOST_OF_SINGLES, cancellation
+from flash_clipping.finish.clipping import NORM_EPSILON
+from flash_clipping.ops.error_bounds import ETA, LOST_OF_HALVES, LOST_OF_SINGLES, cancellation
 from tests.certificate.attacks import LONG, NON_FINITE, SHORT, Attack, attacks, draw
 from tests.certificate.search import (
     DTYPES,
@@ -97,7 +98,7 @@ def test_products_too_small_to_count(algorithm: str, every: int) -> None:
     with forced(algorithm):
         (flash(x) * sign).sum().backward()
     assert model.weight.grad is not None
-    assert 0.5e-3 < model.weight.grad.double().norm() <= 1e-3 * (1 + 1e-4)
+    assert 0.5e-3 < model.weight.grad.double().norm() <= 1e-3 * (1 + ETA)
 
 
 # -- the search -----------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def test_a_pair_and_what_is_left(T: int, log_a: float, log_bound: float) -> None
         with forced("gram"):
             release = Release(SUBJECTS["Linear"], attack, Setting())
             change = release([((A,), (G,))]).norm().item() / C
-        assert change <= allowed(Setting(), 1), f"{change:.6g} C at |a| = 1e{log_a:g}, C = {C}"
+        assert change <= allowed(Setting()), f"{change:.6g} C at |a| = 1e{log_a:g}, C = {C}"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -285,7 +286,7 @@ def test_what_is_not_finite_adds_nothing(name: str, algorithm: str) -> None:
 def test_one_of_many_equal_samples(
     name: str, algorithm: str, precision: str, reduction: str
 ) -> None:
-    """A sum of k equal parts may be off by ``k 2^-22 C`` where one of them is gone."""
+    """A sum of k equal parts is rounded otherwise where one of them is gone."""
     dtype = "fp32" if precision == "autocast" else precision
     setting = Setting(dtype, algorithm, autocast=precision == "autocast", reduction=reduction)
     for size, log_product in ((64, 2.0), (512, -0.5), (2048, 2.0)):
@@ -295,14 +296,14 @@ def test_one_of_many_equal_samples(
         with forced(algorithm):
             release = Release(SUBJECTS[name], attack, setting)
             change = (release([sample] * size) - release([sample] * (size - 1))).norm().item()
-        assert change <= allowed(setting, size), f"{size} samples: {change:.7g} C"
+        assert change <= allowed(setting), f"{size} samples: {change:.7g} C"
 
 
 # -- ordinary data: the bound costs nothing -------------------------------------------------------
 
 
-def ordinary(name: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Norms and coefficients of a batch of a model, and its norms by the oracle; ``C`` is 1.
+def ordinary(name: str, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Norms and coefficients of a batch of a model, and both by the oracle.
 
     The oracle runs the model in fp32, as the library does: what its forward rounds is not in
     question.
@@ -314,20 +315,18 @@ def ordinary(name: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     C = truth.median().item()
     module = GradSampleModuleFlashClipping(model, max_grad_norm=C, strict=False)
     case.loss(module, batch).mean().backward()
-    return module.get_norm_sample().double() / C, module.get_clipping_coef().double(), truth / C
+    found = module.get_norm_sample().double(), module.get_clipping_coef().double()
+    return *found, truth, (C / (truth + NORM_EPSILON)).clamp(max=1)
 
 
 def test_norms_and_coefficients_of_ordinary_samples() -> None:
-    """Norms within 1e-5 of the oracle; coefficients below ``C / norm`` for one in a hundred."""
-    doubtful = samples = 0
+    """Both within 1e-5 of the oracle's: nobody is clipped further than by the norm."""
     for name in CASES:
         for seed in range(2):
-            norms, coefs, truth = ordinary(name, seed)
-            error = ((norms - truth).abs() / truth).max().item()
-            assert error <= 1e-5, f"{name}: norms are off by {error:.2e}"
-            doubtful += int((coefs < truth.reciprocal().clamp(max=1) * (1 - 1e-3)).sum())
-            samples += len(truth)
-    assert doubtful <= 0.01 * samples, f"{doubtful} of {samples} samples"
+            norms, coefs, truth, wanted = ordinary(name, seed)
+            for what, x, y in (("norms", norms, truth), ("coefficients", coefs, wanted)):
+                error = ((x - y).abs() / y).max().item()
+                assert error <= 1e-5, f"{name}: {what} are off by {error:.2e}"
 
 
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
@@ -339,7 +338,7 @@ def test_ordinary_samples_are_not_shortened(name: str, algorithm: str) -> None:
         attack = fitting(name, replace(draw(rng), log_bound=0.0, seed=seed), rng)
         attack = replace(attack.neighbour(seed), log_product=3.0)
         own = measure(name, attack, Setting("fp32", algorithm)).own
-        shortened.append(own < 1 - 1e-3)
+        shortened.append(own < 1 - 1e-5)
     assert not any(shortened), shortened
 
 
@@ -382,19 +381,19 @@ def test_long_samples_on_the_gpu(dtype: str) -> None:
 
 
 def test_the_search_can_fail() -> None:
-    """A bound that is a thousandth too small is noticed."""
+    """A bound that is two hundredths too small is noticed."""
     finding = measure("Linear", Attack("ordinary", 4, 3, 2, 0.0, 3.0, None, 0.0, 0), Setting())
     assert math.isclose(finding.own, 1, rel_tol=1e-3)
     with pytest.raises(AssertionError):
-        holds(replace(finding, own=1.001))
+        holds(replace(finding, own=1 + 2 * ETA))
 
 
 @pytest.mark.parametrize("alone, lost", [(64, LOST_OF_SINGLES), (128, LOST_OF_HALVES)])
 @pytest.mark.parametrize("features", [64, 768, 14_336])
 def test_products_of_rows_on_a_gpu(alone: int, lost: float, features: int) -> None:
     """What tensor cores may lose of one is in the bound, beside what sums are granted."""
-    granted = cancellation("cuda", torch.float32)
-    share = cancellation("cuda", torch.float32, features) - granted
+    granted = cancellation(True, torch.float32)
+    share = cancellation(True, torch.float32, features) - granted
     assert share >= alone * lost + features / alone * 2**-24
-    both = cancellation("cuda", torch.float32, features, features) - granted
+    both = cancellation(True, torch.float32, features, features) - granted
     assert both == pytest.approx(2 * share)

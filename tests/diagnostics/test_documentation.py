@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flash_clipping
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, Rule
 from flash_clipping.diagnostics import check
+from flash_clipping.ops.error_bounds import ETA
 from tests.support.models import Wrapped
 from tests.support.pages import ROOT, block
 from tests.support.uses import Scaling
@@ -117,8 +118,9 @@ def test_pages_promise_epsilon_and_delta_and_no_more() -> None:
 def test_the_bound_of_the_front_page_is_the_one_that_is_defined() -> None:
     defined = (ROOT / "docs" / "guarantees.md").read_text()
     readme = " ".join((ROOT / "README.md").read_text().split())
-    for part in ("1e-4", "k 2⁻²²", "k L 2⁻²⁴", "3 C", "c_b = min(1, C / (n_b + 1e-6))"):
+    for part in ("up to 16,384 samples", "3 C", "c_b = min(1, C / (n_b + 1e-6))"):
         assert part in defined and part in readme, part
+    assert f"η = {ETA}" in defined and f"{1 + ETA} C" in readme
     assert "the returned criterion, or a *sum*" in readme
 
 

@@ -19,6 +19,7 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
     PrivateSchedule,
 )
+from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.randomness.mechanisms import OneStepNoise
 from tests.distributed import processes, steps
 from tests.distributed.processes import (
@@ -250,7 +251,10 @@ def noisy(rank: int) -> list[Tensor]:
         params = [p for p in part.parameters() if p.grad is not None]
         sums = [p.grad.clone() for p in params if p.grad is not None]
         optimizer.step()
-        noise = [(p.grad * SAMPLES - s) / (5 * C) for p, s in zip(params, sums, strict=True)]
+        noise = [
+            (p.grad * SAMPLES - s) / (5 * sensitivity_of(C))
+            for p, s in zip(params, sums, strict=True)
+        ]
         found.append(torch.cat([n.flatten() for n in noise]))
     return found
 

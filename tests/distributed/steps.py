@@ -27,6 +27,7 @@ from flash_clipping import (
 )
 from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.reducer import Reduction
+from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.engine.private_state import PrivateState
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
@@ -139,7 +140,7 @@ def noisy(rank: int, shards: dict[str, Any], net: dict[str, Any] | None = None) 
         with counted_blocks() as drawn:
             optimizer.step()
         own = [
-            (p.grad.to_local() * SAMPLES - s).flatten() / (5 * C)
+            (p.grad.to_local() * SAMPLES - s).flatten() / (5 * sensitivity_of(C))
             for p, s in zip(model.parameters(), sums, strict=True)
         ]
         steps.append(torch.cat(own))
@@ -314,7 +315,7 @@ def correlated(
         noise = {}
         for (name, p), summed in zip(named.items(), sums[-1], strict=True):
             own = local_of(p.grad) * optimizer.expected_batch_size - summed
-            noise[name] = (own / (5 * C)).cpu()
+            noise[name] = (own / (5 * sensitivity_of(C))).cpu()
         added.append(noise)
         drawn.append(rows)
         rows = []

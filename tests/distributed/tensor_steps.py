@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.tensor_parallel import TensorParallelBackwardPass
+from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.factors import LinearGrad
 from tests.distributed import decoders, processes, steps
 from tests.distributed.decoders import around_loss, batch, cut, loss_of
@@ -312,7 +313,10 @@ def noisy(tensor: Any, data: Any = None) -> dict[str, Any]:
     sums = {name: local_of(p.grad).clone() for name, p in named.items()}
     with steps.counted_blocks() as drawn:
         optimizer.step()
-    noise = {name: (local_of(p.grad) * SAMPLES - sums[name]) / (5 * C) for name, p in named.items()}
+    noise = {
+        name: (local_of(p.grad) * SAMPLES - sums[name]) / (5 * sensitivity_of(C))
+        for name, p in named.items()
+    }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {name: x.cpu() for name, x in noise.items()})
     places = [

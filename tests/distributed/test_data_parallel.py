@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flash_clipping.engine.grad_ledger import sensitivity_of
 from tests.distributed import data_parallel, processes
 from tests.distributed.data_parallel import FITTED, KINDS, RATE, SIZE, STEPS, momentum_of
 from tests.distributed.processes import C, Found
@@ -82,7 +83,7 @@ def test_noise_is_added_once(found: list[dict[str, Any]], kind: str) -> None:
     for name, value in first.items():
         assert all(torch.equal(value, other[name]) for other in others), name
     moved = torch.cat([(first[name] - start[name]).flatten() for name in start])
-    expected = (1 + (1 + momentum_of(kind)) ** 2) ** 0.5 * RATE * C / (SIZE / STEPS)
+    expected = (1 + (1 + momentum_of(kind)) ** 2) ** 0.5 * RATE * sensitivity_of(C) / (SIZE / STEPS)
     assert abs(moved.std() / expected - 1) < 5 / (2 * len(moved)) ** 0.5 + 0.05
 
 

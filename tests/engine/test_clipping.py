@@ -22,6 +22,7 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
     clipping_coefficients,
 )
+from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.randomness import Draw, Purpose
 from tests.support.cases import make_case, step_case
 from tests.support.models import CASES
@@ -207,7 +208,7 @@ def test_noise_has_the_variance_it_should(capsys: pytest.CaptureFixture[str]) ->
             optimizer.step()
             draws.append(param.grad * 10 - 1.0)
         noise = torch.cat(draws).double()
-        std = 1.5 * 2.0
+        std = 1.5 * 2.0 * (1 + ETA)
         n = noise.numel()
         z = (noise.square().sum() / std**2 - n) / math.sqrt(2 * n)
         assert abs(z) < 5

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine.correlated_noise import CorrelatedNoise
+from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.engine.sampling.samplers import (
     AllocationSampler,
     CyclicPoissonSampler,
@@ -178,7 +179,7 @@ def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
     sums = [p.grad.clone() for p in module.parameters()]
     optimizer.step()
     for p, s, z in zip(module.parameters(), sums, drawn[0], strict=True):
-        assert torch.allclose(p.grad, s + 4.0 * 0.5 * z, atol=1e-6)
+        assert torch.allclose(p.grad, s + 4.0 * sensitivity_of(0.5) * z, atol=1e-6)
 
 
 def test_groups_take_turns() -> None:

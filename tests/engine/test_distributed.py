@@ -27,6 +27,7 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
     MicroBatches,
 )
+from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.mechanisms import OneStepNoise
@@ -236,10 +237,10 @@ def test_adaptive_bound_is_one_for_all(processes: list[dict[str, Any]]) -> None:
 
 
 def test_noise_is_added_once(processes: list[dict[str, Any]]) -> None:
-    """std sigma C over the sum of all processes: not once by each of them."""
+    """std sigma C (1 + ETA) over the sum of all processes: not once by each of them."""
     stats = pytest.importorskip("scipy.stats")
     clipped = sum(found["noise"]["clipped"] for found in processes)
-    noise = (processes[0]["noise"]["noisy"] * BATCH - clipped) / 0.1
+    noise = (processes[0]["noise"]["noisy"] * BATCH - clipped) / sensitivity_of(0.1)
     tail = stats.chi2.cdf(noise.square().sum().item(), len(noise))
     assert 1e-4 < tail < 1 - 1e-4, noise.std()
 
@@ -248,7 +249,8 @@ def test_correlated_noise_is_that_of_the_first_process(processes: list[dict[str,
     """It draws for all, whose parts of a batch are in a fixed order, in parts of their own."""
     first, second = (found["correlated"] for found in processes)
     assert first["sizes"] == second["sizes"] == [3, 3, 2] * 6  # a half of 16, step by step
-    noise = (first["noisy"] * BATCH - first["clipped"] - second["clipped"]) / 0.1
+    noise = first["noisy"] * BATCH - first["clipped"] - second["clipped"]
+    noise /= sensitivity_of(0.1)
     nothing = [torch.zeros_like(param) for param in Net().double().parameters()]
     drawn = []
     for number in (4, 5):  # the last two of six steps

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine.sampling.samplers import PoissonSampler, UnitsOfRows
+from flash_clipping.ops.error_bounds import ETA
 from tests.support.draws import drawn
 from tests.support.oracle import assert_close
 from tests.support.private import Released, TwoLayers
@@ -240,7 +241,7 @@ def test_a_user_moves_the_sum_by_the_bound(monkeypatch: pytest.MonkeyPatch) -> N
             step(module, optimizer, criterion, x, rows)
     first, second = (torch.cat([s.flatten() for s in sums]).double() for sums in released.sums)
     change = (first - second).norm().item()
-    assert 0.05 < change <= 0.1 * (1 + 1e-4)
+    assert 0.05 < change <= 0.1 * (1 + ETA)
     assert all(std == pytest.approx(0.1) for _, std in released.releases)
 
 

@@ -29,3 +29,14 @@ def test_norms_of_a_vocabulary_are_exact() -> None:
         outer_sqnorms(torch.ones(1, 1, d), grads[..., :1].mT, store=True, backend="torch")[0],
     ):
         assert abs(found.sqrt().item() / expected - 1) <= 1e-5
+
+
+def test_sums_over_samples_are_formed_in_two_levels() -> None:
+    """In turn, each of the last samples would be lost beside the first."""
+    n = 2**14
+    grads = torch.full((n, 3), 2.0**-24)
+    grads[0] = 1
+    for coef in (torch.ones(n), torch.cat([torch.ones(n - 1), torch.zeros(1)])):
+        total = DenseGrad(grads).clipped_sum(coef, "torch").double()
+        exact = (grads.double() * coef.double()[:, None]).sum(0)
+        assert ((total - exact).abs() <= 300 * 2.0**-24).all()

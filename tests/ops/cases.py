@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.error_bounds import cancellation, gram_doubt
+from flash_clipping.ops.error_bounds import SLACK, additions, cancellation, gram_doubt
 from flash_clipping.ops.runtime.backend import is_interpreting
+
+#: How far a sample's own sums may move what it is clipped to; the rest of ETA is for others'.
+OWN = (1 + SLACK) ** 2
 
 
 @dataclass(frozen=True)
@@ -122,14 +125,12 @@ def worst_relative_error(result: Tensor, oracle: Tensor) -> float:
 def doubt_of(backend: str, A: Tensor, G: Tensor, widest: int = 1) -> Tensor:
     """The oracle of what rounding may hide of Gram norms, [B]; ``widest``: of a launch's layers."""
     dtype, T = torch.promote_types(A.dtype, G.dtype), A.shape[1]
-    accumulator = torch.promote_types(dtype, torch.float32)
     device_type = A.device.type
     A, G = A.cpu().double(), G.cpu().double()
     spread_B = (A.norm(dim=2) * G.norm(dim=2)).sum(1)
     if backend == "torch":
         sq_B = ((A @ A.mT) * (G @ G.mT)).sum((1, 2))
-        met = min(T, 256) + -(-T // 256)  # as it is released; measured in float64
-        return doubt_of_additions(device_type, accumulator, sq_B, spread_B, met)
+        return doubt_of_reference(device_type, dtype, sq_B, spread_B, T)
     promoted = 64 if dtype == torch.float32 else 256
     AA, GG = A @ A.mT, G @ G.mT
     return gram_doubt(
@@ -139,17 +140,16 @@ def doubt_of(backend: str, A: Tensor, G: Tensor, widest: int = 1) -> Tensor:
     )  # fmt: skip
 
 
-def doubt_of_additions(
-    device_type: str, accumulator: torch.dtype, sq: Tensor, spread: Tensor, met: int
+def doubt_of_reference(
+    device_type: str, dtype: torch.dtype, sq: Tensor, spread: Tensor, positions: int
 ) -> Tensor:
-    """The oracle of what references may lose by so many additions, in float64."""
-    general = cancellation(device_type, accumulator) * spread.square()
-    of_spread = (met + 8) * 2.0**-24
-    if accumulator == torch.float64 or of_spread**2 * 1e4 <= cancellation(device_type, accumulator):
-        return general
-    return torch.minimum(
-        (sq.sqrt() + of_spread * spread) ** 2 - sq, of_spread**2 * 1e4 * spread.square()
-    )
+    """The oracle of what PyTorch's sums of so many positions may lose, in float64."""
+    on_gpu, accumulator = device_type == "cuda", torch.promote_types(dtype, torch.float32)
+    least = cancellation(on_gpu, accumulator) * spread.square()
+    if accumulator == torch.float64:
+        return least
+    delta = additions(positions, dtype if on_gpu else None) * 2.0**-24 * spread
+    return torch.maximum(((sq.sqrt() + delta) / (1 + SLACK)) ** 2, least).sub(sq).clamp(min=0)
 
 
 def cut(x: Tensor, bits: int, of: Tensor) -> Tensor:

@@ -238,6 +238,16 @@ def test_rows_that_are_not_finite_stay_with_their_sample_and_run(
     assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
 
 
+@every_case_interpreted_once
+def test_a_long_run_is_added_up_in_parts(case: Case) -> None:
+    """In one sum each further row would be lost beside the first."""
+    G = torch.full((1, 1100, 12), 2.0**-24, dtype=torch.float64)
+    G[:, 0] = 1
+    ids = torch.full((1, 1100), 4, device=case.device)
+    sq = embedding_sqnorms(ids, G.to(case.device, case.dtype), backend=case.backend)
+    assert worst_relative_error(sq, G.sum(1).square().sum(1)) <= 1e-5
+
+
 @every_case
 def test_half_of_the_positions_hold_one_id(case: Case) -> None:
     """As where texts are filled up with an id that is not the table's ``padding_idx``."""

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import torch
 
-from flash_clipping.ops.error_bounds import cancellation, product_doubt, row_norms
+from flash_clipping.ops.error_bounds import spread
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.runtime import cost
 from tests.ops.cases import (
     Case,
     doubt_of,
+    doubt_of_reference,
     every_case,
     per_sample_gradients,
     worst_relative_error,
@@ -83,16 +84,10 @@ def test_layers_of_one_group_by_different_algorithms(case: Case) -> None:
     ((sq_LB, doubt_LB),) = linear_sqnorms([(A, Gs)], backend=case.backend)
     oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
     assert worst_relative_error(sq_LB, oracle) <= case.tolerance
-    share = cancellation(case.device, torch.promote_types(case.dtype, torch.float32))
-    for doubt_B, G, algorithm in zip(doubt_LB, Gs, chosen, strict=True):
+    for doubt_B, G, algorithm, sq_B in zip(doubt_LB, Gs, chosen, oracle, strict=True):
         if algorithm == "gram":
             expected_B = doubt_of(case.backend, A, G, 96)
         else:
-            rows_BT = row_norms(A.cpu().double(), G.cpu().double())
-            expected_B = share * rows_BT.sum(1).square()
-            if device == "cuda" and case.backend != "torch":
-                sq_B = per_sample_gradients(A, G).square().sum((1, 2))
-                alone = dict(measured=16, released=64 if case.dtype == torch.float32 else 1024)
-                of_product_B = product_doubt(sq_B, rows_BT, dtype=case.dtype, **alone)
-                expected_B = torch.minimum(expected_B, of_product_B)
+            spread_B = spread(A.cpu().double(), G.cpu().double())
+            expected_B = doubt_of_reference(device, case.dtype, sq_B, spread_B, 16)
         assert worst_relative_error(doubt_B, expected_B) <= 2 * case.tolerance

@@ -14,7 +14,6 @@ from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.factors import ScaledEmbeddingGrad, embedding
 from flash_clipping.layers import ProductKeyExperts, ProductKeyRouter, rules as rule
 from flash_clipping.layers.product_key_experts import ExpertTables
-from flash_clipping.ops import error_bounds
 from flash_clipping.ops.runtime.backend import is_interpreting
 from tests.support.autograd import check_by_autograd, check_not_finite, check_removed, squares
 from tests.support.models import squared_loss
@@ -282,9 +281,7 @@ def test_a_factor_of_anything() -> None:
     assert_close(factor.clipped_sum(None, "auto"), dense.sum(0), 1e-6)
     error_bound = factor.error_bound("auto")
     assert error_bound is not None
-    terms = scale.abs().masked_fill(ids < 0, 0).sum(2) * X.nan_to_num(0.0).norm(dim=2)
-    share = error_bounds.cancellation("cpu", X.dtype, 8)
-    assert_close(error_bound, terms.sum(1).square() * share, 1e-5)
+    assert not error_bound.any()  # ordinary samples are clipped by their norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_clipping.engine import optimizer
 from flash_clipping.engine.sampling import samplers
+from flash_clipping.ops.error_bounds import ETA
 
 
 def _places(self: samplers.PoissonSampler, draw: Any) -> Tensor:
@@ -20,7 +21,8 @@ def _places(self: samplers.PoissonSampler, draw: Any) -> Tensor:
 def _noisy_means(
     sums: Sequence[Tensor], std: float, divisor: float, *, dtypes: Any, **options: Any
 ) -> list[Tensor]:
-    noises = [torch.normal(0.0, std, x.shape) if std else torch.zeros_like(x) for x in sums]
+    of_opacus = std / (1 + ETA)  # Opacus draws for C, the library for C (1 + ETA)
+    noises = [torch.normal(0.0, of_opacus, x.shape) if std else torch.zeros_like(x) for x in sums]
     noisy = [(x + noise) / divisor for x, noise in zip(sums, noises, strict=True)]
     return [x.to(dtype) for x, dtype in zip(noisy, dtypes, strict=True)]
 

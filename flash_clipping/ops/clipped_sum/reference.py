@@ -79,7 +79,7 @@ def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tenso
 
 def _sum_of_samples(G_BTp: Tensor, A_BTd: Tensor) -> Tensor:
     """``Σ_b G_bᵀ A_b``. What rounding makes of a long sample may not depend on who else is there:
-    each is added up by itself (:func:`flash_clipping.ops.error_bounds.additions_doubt`)."""
+    each is added up by itself (:func:`flash_clipping.ops.error_bounds.additions`)."""
     p, d = G_BTp.shape[2], A_BTd.shape[2]
     total = A_BTd.new_zeros(p, d)
     at_once = max(1, FORMED // max(1, p * d))
@@ -91,7 +91,7 @@ def _sum_of_samples(G_BTp: Tensor, A_BTd: Tensor) -> Tensor:
 def product_of_rows(G: Tensor, A: Tensor) -> Tensor:
     """``Gᵀ A`` of rows ``[..., N, p]`` and ``[..., N, d]`` of one dtype, :data:`TOGETHER` of them
     at a time: libraries add up hundreds in turn, those of narrow matrices all of them, and what
-    sums may lose grows with it (:func:`flash_clipping.ops.error_bounds.additions_doubt`)."""
+    sums may lose grows with it (:func:`flash_clipping.ops.error_bounds.additions`)."""
     N, elements = A.shape[-2], A.shape[:-2].numel() * A.shape[-1] * G.shape[-1]
     if N <= TOGETHER:
         return G.mT @ A

@@ -145,12 +145,6 @@ def constants_for(dtype: torch.dtype, tma: bool) -> dict[str, Any]:
     return dict(usual, BLOCK_T=64, PROMOTE=16, num_stages=4 if tma else 3)
 
 
-def promoted(dtype: torch.dtype) -> int:
-    """Positions of a sample that tensor cores add up by themselves."""
-    constants = constants_for(dtype, True)  # as many as without TMA, and in the kernel for Hopper
-    return constants["PROMOTE"] * constants["BLOCK_T"]
-
-
 def clipped_sums_many(
     pairs: Sequence[Pair], coef_B: Tensor, memo: LaunchCache | None = None
 ) -> list[Tensor]:

@@ -61,15 +61,15 @@ def convolution_sqnorms(
         ((sq_1N, _),) = linear_sqnorms([(A_NTd, [G_NTp])], backend="torch")
         found.append(sq_1N[0])
     sq_B = torch.cat(found).view(len(G), geometry.groups).sum(1)
-    # oneDNN may add all positions up in turn.
-    met = 2 * G.shape[2:].numel()
-    return sq_B.unsqueeze(1), error_bounds.additions_doubt(sq_B, spread(x, G, geometry), met)
+    positions, cores = G.shape[2:].numel(), error_bounds.cores_of(x, G)
+    doubt_B = error_bounds.doubt_of_sums(sq_B, spread(x, G, geometry), positions, cores)
+    return sq_B.unsqueeze(1), doubt_B
 
 
 def _adds_up_samples(G: Tensor) -> bool:
     """Whether sums are added up from the gradients of samples, as these were measured: on a CPU,
-    where positions are so many that a product over all samples may lose too much."""
-    return G.is_cpu and G.shape[2:].numel() > error_bounds.TOGETHER
+    which may add up all positions of all samples in turn."""
+    return G.is_cpu and G.shape[2:].numel() > error_bounds.APART
 
 
 def spread(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_clipping._compat import sums_of_bags
 from flash_clipping.errors import InvalidValue
 from flash_clipping.ops.embedding import reference
+from flash_clipping.ops.error_bounds import APART, TOGETHER
 from flash_clipping.ops.rows import row_scale
 from flash_clipping.ops.runtime import backend as backends
 from flash_clipping.ops.runtime.shapes import as_rows, check_coefficients
@@ -83,15 +85,25 @@ def embedding_clipped_sum(
     """``Σ_b coef_b g_b`` of an embedding table, ``[V, d]`` in fp32 (float64 for float64).
 
     The table's gradient is what the non-private step computes anyway, and PyTorch's kernel for it
-    adds in a fixed order. Of samples that are longer than :data:`UNSORTED` rows of one id are added
-    up before they meet those of others: what rounding makes of them may not depend on these.
+    adds in a fixed order. More than a few positions are added up in two levels
+    (:func:`flash_clipping.ops.error_bounds.additions`). Blocks of the first have positions of one
+    sample if it is long: what rounding makes of them does not depend on others.
     """
     ids_BT, G_BTd = _as_positions(ids, G)
     check_coefficients(coef_B, G_BTd, "G")
     rows = row_scale(G_BTd, coef_B, backend=backend)
-    places = num_embeddings
-    if ids_BT.shape[1] > UNSORTED and len(ids_BT) > 1:
-        rows, ids_BT = _sums_of_runs(rows.flatten(0, 1), ids_BT, num_embeddings)
+    (B, T), places = ids_BT.shape, num_embeddings
+    if B * T > 2 * TOGETHER:
+        here_BT = torch.arange(B * T, device=ids_BT.device).view(B, T)
+        if T > APART:
+            here_BT = here_BT // T * (-(-T // TOGETHER) * TOGETHER) + here_BT % T
+        keys_N = (here_BT // TOGETHER * num_embeddings + ids_BT).flatten()
+        sorted_N, order_N = keys_N.sort(stable=True)
+        block_N, keys_N = _blocks(order_N == order_N[0], sorted_N, B * T)
+        block_N = torch.empty_like(block_N).index_copy_(0, order_N, block_N)
+        rows = reference.sums_by_index(rows.flatten(0, 1), block_N, B * T)
+        # Zeros of one id more, which is no id. (PyTorch's kernel for a GPU has room for as many.)
+        ids_BT = torch.where(keys_N < 0, num_embeddings, keys_N % num_embeddings)
         places += 1
     table: Tensor = torch.ops.aten.embedding_dense_backward(
         rows, ids_BT, places, -1 if padding_idx is None else padding_idx, False
@@ -99,18 +111,29 @@ def embedding_clipped_sum(
     return table[:num_embeddings]
 
 
-def _sums_of_runs(rows_Nd: Tensor, ids_BT: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
-    """Rows of one sample and one id added up, ``[N, d]``, and the ids of these sums, ``[N]``; as
-    many as there are fewer than N are zeros of the id ``num_embeddings``. (PyTorch's kernel for a
-    GPU has room for as many ids as a table has rows: one more, to be skipped, is no id.)"""
-    samples_B1 = torch.arange(len(ids_BT), device=ids_BT.device).unsqueeze(1)
-    keys_N, order_N = (ids_BT + samples_B1 * num_embeddings).flatten().sort(stable=True)
-    run_N = torch.zeros_like(keys_N)
-    run_N[1:] = (keys_N[1:] != keys_N[:-1]).cumsum(0)
-    run_of_row_N = torch.empty_like(run_N).index_copy_(0, order_N, run_N)
-    ids_N = torch.full_like(keys_N, num_embeddings)
-    ids_N.index_copy_(0, run_N, keys_N.remainder_(num_embeddings))  # one and the same in a run
-    return reference.sums_by_index(rows_Nd, run_of_row_N, len(run_N)), ids_N
+def sums_of_weighted_rows(
+    ids_N: Tensor, bags_N: Tensor, weights_N: Tensor, X_Md: Tensor, table: int
+) -> Tensor:
+    """``[table, d]``: ``Σ weights_n X_bag(n)`` over the n of each id, of fp32 or float64, in two
+    levels."""
+    N = len(ids_N)
+    if N <= 2 * TOGETHER:
+        return sums_of_bags(ids_N, bags_N, weights_N, X_Md, table)
+    sorted_N, order_N = ids_N.sort(stable=True)
+    blocks = min(N, table + -(-N // TOGETHER))
+    starts_N = torch.arange(N, device=ids_N.device) % TOGETHER == 0
+    block_N, ids_S = _blocks(starts_N, sorted_N, blocks)
+    sums_Sd = sums_of_bags(block_N, bags_N[order_N], weights_N[order_N], X_Md, blocks)
+    return reference.sums_by_index(sums_Sd, ids_S.masked_fill(ids_S < 0, table), table + 1)[:table]
+
+
+def _blocks(starts_N: Tensor, keys_N: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The block of every key, of sorted ones, and the keys of blocks, ``[count]``: -1 for none.
+    Blocks begin where ``starts_N`` is 1, and where keys change."""
+    starts_N[1:] |= keys_N[1:] != keys_N[:-1]
+    block_N = starts_N.cumsum(0) - 1
+    # One and the same key in a block.
+    return block_N, keys_N.new_full((count,), -1).index_copy_(0, block_N, keys_N)
 
 
 def tied_cross_term(

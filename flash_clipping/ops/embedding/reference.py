@@ -10,16 +10,19 @@ from flash_clipping.ops.runtime.shapes import accumulator
 TILE = 256
 
 BUFFER = 2**16
-"""About how many elements a temporary holds (one sample at least)."""
+"""About how many elements a temporary holds (some features of one sample at least)."""
+
+WIDEST = 2**22
+"""Elements of such features."""
 
 
 def embedding_sqnorms(
     ids_BT: Tensor, G_BTd: Tensor, padding_idx: int | None, num_embeddings: int | None
 ) -> Tensor:
-    """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`: one part, ``[B, 1]``."""
+    """See :func:`flash_clipping.ops.embedding.embedding_sqnorms`: one part, ``[B, 1]``. In float64:
+    all rows of one id are added up in turn."""
     B, T, d = G_BTd.shape
-    dtype = accumulator(G_BTd)
-    sq_B = G_BTd.new_zeros(B, dtype=dtype)
+    sq_B = G_BTd.new_zeros(B, dtype=torch.float64)
     sorted_BT, order_BT = ids_BT.sort(dim=1, stable=True)
     starts_BT = torch.ones_like(sorted_BT)
     starts_BT[:, 1:] = sorted_BT[:, 1:] != sorted_BT[:, :-1]
@@ -27,15 +30,15 @@ def embedding_sqnorms(
     samples = max(1, BUFFER // max(1, T * d))
     for b in range(0, B, samples):
         chunk = slice(b, b + samples)
-        G_nTd = G_BTd[chunk].to(dtype)
-        n = len(G_nTd)
+        n = len(G_BTd[chunk])
         n1 = torch.arange(n, device=G_BTd.device).unsqueeze(1)
-        rows_nTd = G_nTd[n1, order_BT[chunk]]
-        if padding_idx is not None:
-            rows_nTd = rows_nTd.masked_fill((sorted_BT[chunk] == padding_idx).unsqueeze(-1), 0)
-        runs_nTd = sums_by_index(rows_nTd, run_BT[chunk] + n1 * T, n * T).view(n, T, d)
-        sq_B[chunk] = runs_nTd.square_().sum((1, 2))
-    return sq_B.unsqueeze(1)
+        for G_nTf in G_BTd[chunk].split(max(1, WIDEST // max(1, n * T)), dim=2):
+            rows_nTf = G_nTf[n1, order_BT[chunk]].double()
+            if padding_idx is not None:
+                rows_nTf.masked_fill_((sorted_BT[chunk] == padding_idx).unsqueeze(-1), 0)
+            runs = sums_by_index(rows_nTf, run_BT[chunk] + n1 * T, n * T)
+            sq_B[chunk] += runs.square_().view(n, -1).sum(1)
+    return sq_B.to(accumulator(G_BTd)).unsqueeze(1)
 
 
 def sums_by_index(rows: Tensor, index: Tensor, count: int) -> Tensor:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_clipping.ops.embedding import UNSORTED, adds_up_runs
-from flash_clipping.ops.error_bounds import FLOOR, lost_of
+from flash_clipping.ops.error_bounds import FLOOR, TOGETHER, lost_of
 from flash_clipping.ops.outer import triton as outer_triton
 from flash_clipping.ops.runtime import tiles
 from flash_clipping.ops.runtime.launches import launch
@@ -85,9 +85,10 @@ def _runs_kernel(
     G_ptr, entries_ptr, parts_ptr,
     length, d, chunks, slices, G_stride_b, G_stride_t, padding_idx,
     HAS_PADDING: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, UNROLL: tl.constexpr,
-    FOLLOW: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+    FOLLOW: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Squared norms of a chunk's runs. ``length`` entries a sample, a multiple of ``CHUNK``."""
+    """Squared norms of a chunk's runs. ``length`` entries a sample, a multiple of ``CHUNK``. Where
+    a run is followed, so many ``PARTS`` are added up before they meet it."""
     pid = tl.program_id(0)
     columns = pid % slices * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < d
@@ -121,6 +122,7 @@ def _runs_kernel(
         goes_on = goes_on & (current != padding_idx)
     if goes_on:
         start = first + CHUNK
+        part = tl.zeros((BLOCK_D,), tl.float32)
         s = tl.arange(0, FOLLOW)
         following = tl.load(entries_ptr + start, mask=start < length, other=-1)
         entry = tl.load(entries_ptr + start + s, mask=start + s < length, other=-1)
@@ -131,7 +133,11 @@ def _runs_kernel(
             start += FOLLOW
             following = tl.load(entries_ptr + start, mask=start < length, other=-1)
             entry = tl.load(entries_ptr + start + s, mask=start + s < length, other=-1)
-            run += tl.sum(G.to(tl.float32), 0)
+            part += tl.sum(G.to(tl.float32), 0)
+            is_full = (start - first - CHUNK) % (FOLLOW * PARTS) == 0
+            run = tl.where(is_full, run + part, run)
+            part = tl.where(is_full, 0.0, part)
+        run += part
     tl.store(parts_ptr + pid, tl.sum(squares + run * run, 0))
 
 
@@ -198,7 +204,7 @@ def embedding_sqnorms(
         _runs_kernel, parts.numel(),
         G_BTd, entries, parts, length, d, chunks, slices, *G_BTd.stride()[:2], padding_idx or 0,
         **padding, WHOLE=d % (warps * of_warp) == 0, CHUNK=CHUNK, UNROLL=UNROLL, FOLLOW=FOLLOW,
-        BLOCK_D=warps * of_warp, **_start(G_BTd.device),
+        PARTS=TOGETHER // FOLLOW, BLOCK_D=warps * of_warp, **_start(G_BTd.device),
         num_warps=warps,
     )  # fmt: skip
     return parts

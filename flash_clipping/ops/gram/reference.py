@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.error_bounds import APART, FLOOR, additions, additions_doubt
+from flash_clipping.ops.error_bounds import FLOOR, cores_of, doubt_of_sums
 from flash_clipping.ops.runtime.shapes import Group, LaunchCache, SqnormBlock, accumulator
 
 TILE, TILE_ON_GPU = 256, 1024
@@ -47,7 +47,7 @@ def gram_sqnorms(A_BTd: Tensor, Gs: Sequence[Tensor]) -> tuple[Tensor, Tensor, T
                         spread_LB[layer, chunk] += G_sq_bt.mul_(A_sq_bt).sqrt_().sum(1)
                     sq_LB[layer, chunk].add_(GG.mul_(AA).sum((1, 2)), alpha=twice)
     sq_LB, spread_LB = sq_LB.to(wanted), spread_LB.to(wanted)
-    doubt_LB = additions_doubt(sq_LB, spread_LB, additions(T), apart=T > APART)
+    doubt_LB = doubt_of_sums(sq_LB, spread_LB, T, cores_of(A_BTd, *Gs))
     return sq_LB, doubt_LB, spread_LB.square_()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops.clipped_sum.reference import product_of_rows
-from flash_clipping.ops.error_bounds import squared_norms
+from flash_clipping.ops.error_bounds import TOGETHER, squared_norms
 from flash_clipping.ops.runtime.shapes import accumulator
 
 BUFFER, BUFFER_ON_GPU = 2**18, 2**24
@@ -54,6 +54,10 @@ def weighted_sums_many(grads: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
 
 
 def _weighted_sum(grads: Tensor, coef_B: Tensor, all_count: bool) -> Tensor:
+    if len(grads) > TOGETHER:  # in two levels
+        parts = zip(grads.split(TOGETHER), coef_B.split(TOGETHER), strict=True)
+        first, *others = (_weighted_sum(*part, all_count) for part in parts)
+        return sum(others, first)
     dtype = torch.promote_types(grads.dtype, torch.float32)
     if all_count and grads.dtype == coef_B.dtype == dtype:
         flat_BN = grads.reshape(grads.shape[0], grads.shape[1:].numel())

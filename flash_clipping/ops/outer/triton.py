@@ -95,13 +95,6 @@ def config_for(
     return 2, dict(alone, FLATTEN=True, num_warps=4)
 
 
-def promoted(dtype: torch.dtype, T: int) -> int:
-    """Positions that tensor cores add up by themselves for norms of products that are not kept;
-    without TMA they may be fewer."""
-    constants = config_for(dtype, T, 128, 128, False, True)[1]
-    return constants["PROMOTE"] * constants["BLOCK_T"] or max(1, T)
-
-
 def fills_ring(A_BTd: Tensor, G_BTp: Tensor) -> bool:
     """Whether the kernel for Hopper serves: its tiles, of 128 x 256, cover no more than others."""
     d, p = A_BTd.shape[2], G_BTp.shape[2]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.ops.clipped_sum.reference import product_of_rows
-from flash_clipping.ops.error_bounds import additions, additions_among, additions_doubt, spread
+from flash_clipping.ops.error_bounds import cores_of, doubt_of_sums, spread
 from flash_clipping.ops.gram.reference import gram_sqnorms
 from flash_clipping.ops.outer.reference import outer_sqnorms
 from flash_clipping.ops.runtime.shapes import accumulator
@@ -46,15 +46,14 @@ def segment_sqnorms(A: Rows, G: Rows, lists: Lists) -> tuple[Tensor, Tensor]:
         if outside_bL1 is not None:
             a, g = a.masked_fill_(outside_bL1, 0), g.masked_fill_(outside_bL1, 0)
         rows = rows_bL.shape[1]
-        # Those of one segment need not be neighbours where their sums are formed: rows of units.
-        met = additions_among(rows, A.size)
         if rows * (d + p) <= 2 * d * p:
             sq_1b, _, spread_sq_1b = gram_sqnorms(a, [g])
             sq_b, spread_b = sq_1b[0], spread_sq_1b[0].sqrt_()
         else:
             sq_b, spread_b = outer_sqnorms(a, g, False)[0].sum(1), spread(a, g)
-            met += additions(rows)
-        sq_S[which], doubt_S[which] = sq_b, additions_doubt(sq_b, spread_b, met)
+        # Those of one segment need not be neighbours where their sums are formed: rows of units.
+        doubt_b = doubt_of_sums(sq_b, spread_b, A.size, cores_of(a, g))
+        sq_S[which], doubt_S[which] = sq_b, doubt_b
     return sq_S, doubt_S
 
 
