@@ -38,6 +38,11 @@ def mixup(items: Items) -> tuple[Tensor, Tensor]:
     return share * x + (1 - share) * x.roll(1, 0), share * y + (1 - share) * y.roll(1, 0)
 
 
+def mixed_with_a_permutation(items: Items) -> tuple[Tensor, Tensor]:
+    x, y = default_collate(items)
+    return x.lerp(x[torch.randperm(len(x))], 0.3), y
+
+
 def standardised(items: Items) -> tuple[Tensor, Tensor]:
     x, y = default_collate(items)
     return (x - x.mean(0)) / x.std(0), y
@@ -72,6 +77,7 @@ def augmented_by_its_own(items: Items) -> tuple[Tensor, Tensor]:
 
 MIXING: dict[str, tuple[Any, Callable[..., Any]]] = {
     "mixup": (Images, mixup),
+    "permuted": (Images, mixed_with_a_permutation),
     "standardised": (Images, standardised),
 }
 ALONE: dict[str, tuple[Any, Callable[..., Any] | None]] = {

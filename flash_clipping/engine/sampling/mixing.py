@@ -19,8 +19,7 @@ def warn_of_mixing(loader: Any) -> None:
     row in common. Both are made of the same items, by the same random numbers.
 
     Warns:
-        UserWarning: so it is, for some tensor of the batches. Nothing is said where it cannot be
-            told: of random rows that are padded to other lengths, say.
+        UserWarning: so it is for some tensor. Not of random rows that are padded differently.
     """
     dataset, collate = loader.dataset, loader.collate_fn
     if collate in (None, default_collate) or not hasattr(dataset, "__getitem__"):
@@ -35,14 +34,15 @@ def warn_of_mixing(loader: Any) -> None:
     try:
         with random_state([], seed=0):
             first, second, third = (dataset[index] for index in range(3))
-        one, other = rows(first, second), rows(first, third)
-        again, anew = rows(first, second), rows(first, second, seed=1)
-        if not all(map(torch.equal, one, again)):
+        # A permutation of two may leave them as they are.
+        draws = [[rows(first, x, seed=seed) for x in (second, third)] for seed in range(6)]
+        one, pairs = draws[0][0], [pair for each in draws for pair in zip(*each, strict=True)]
+        if not all(map(torch.equal, one, rows(first, second))):
             return  # it draws by a generator of its own
-        is_random = not all(map(torch.equal, one, anew))
-        if is_random and any(a.shape != b.shape for a, b in zip(one, other, strict=True)):
+        is_random = not all(all(map(torch.equal, one, anew)) for anew, _ in draws)
+        if is_random and any(x.shape != y.shape for x, y in pairs):
             return
-        if all(_share_a_row(a, b) for a, b in zip(one, other, strict=True)):
+        if all(_share_a_row(x, y) for x, y in pairs):
             return
     except Exception:  # noqa: BLE001  (it needs other items, or more of them)
         return
