@@ -68,6 +68,13 @@ def inplace_rebinding(m: Uses, x: Tensor) -> Tensor:
     return x
 
 
+def in_place_of_rows(m: Uses, x: Tensor) -> Tensor:
+    """Positions as axial embeddings make them: nothing tells that their rows are all the same."""
+    x = x * 1.0
+    x += m.token[None].expand(len(x), 1, T, D).reshape(len(x), T, D)
+    return x
+
+
 def attention_pool(m: Uses, x: Tensor) -> Tensor:
     query = m.token.expand(x.shape[0], -1, -1) @ m.matrix
     weights = torch.softmax(query @ x.mT / m.temperature.exp(), -1)
@@ -103,6 +110,7 @@ USES: dict[str, Forward] = {
     ),
     "numbers_added": lambda m, x: x * (m.temperature.exp() + m.temperature + 1.0),
     "rebinding": inplace_rebinding,
+    "in_place_of_rows": in_place_of_rows,
     "attention_pool": attention_pool,
 }
 

@@ -250,8 +250,8 @@ class _MixedFunction(torch.autograd.Function):
         n_plain = len(operation.batched)
         saved = list(ctx.saved_tensors)
         plain, values = saved[:n_plain], saved[n_plain:]
-        if operation.name in IN_PLACE:  # an addition needs no more than shapes
-            plain = [G.new_empty(()).expand(ctx.shape)]
+        if operation.name in IN_PLACE:  # an addition needs shapes; here it writes nothing
+            operation.func, plain = torch.add, [G.new_empty(()).expand(ctx.shape)]
             values = [bare.value.detach() for bare in operation.bares]
         needs = ctx.needs_input_grad[2 : 2 + n_plain]
         grads, factors = gradients(operation, plain, values, needs, G)
