@@ -38,26 +38,6 @@ BLOCK = 1 << 22
 Bound: TypeAlias = Callable[[Tensor, Tensor, int, torch.dtype | None], Tensor]
 
 
-def _doubt(
-    sq_B: Tensor,
-    spread_B: Tensor,
-    T: int,
-    G: Tensor,
-    num_embeddings: int,
-    padding_idx: int | None,
-    backend: str,
-    of: Bound = error_bounds.doubt_of_sums,
-    among: int = 0,
-) -> Tensor:
-    """The error bound of squared norms of sums of T rows ``[..., d]`` for each sample, as kernels
-    or PyTorch measure them; ``among`` rows of the batch they are added up."""
-    d, kernels = G.shape[-1], runs_kernels(backend, G, "embedding_sqnorms")
-    if kernels and T <= UNSORTED:  # Gram matrices
-        return error_bounds.error_bound(spread_B, d)
-    one_hot = kernels and not adds_up_runs(T, d, num_embeddings, padding_idx)
-    return of(sq_B, spread_B, max(T, among), G.dtype if one_hot else None)
-
-
 @dataclass(eq=False)
 class EmbeddingGrad(MeasuredOnce):
     """An embedding: row ``id_t`` of the gradient receives ``G_t``."""
@@ -78,11 +58,21 @@ class EmbeddingGrad(MeasuredOnce):
         return parts_Bn, self.doubt(parts_Bn.sum(1), self.spread(), backend)
 
     def doubt(
-        self, sq_B: Tensor, spread_B: Tensor, backend: str, of: Bound = error_bounds.doubt_of_sums
+        self,
+        sq_B: Tensor,
+        spread_B: Tensor,
+        backend: str,
+        of: Bound = error_bounds.doubt_of_sums,
+        among: int = 0,
     ) -> Tensor:
-        """The error bound of these squared norms; ``of`` sums, or of terms of others."""
-        T, table = self.ids_BT.shape[1], (self.num_embeddings, self.padding_idx)
-        return _doubt(sq_B, spread_B, T, self.G_BTd, *table, backend, of)
+        """The error bound of these squared norms, of sums or of terms of others; ``among`` rows of
+        the batch they are added up."""
+        T, d = self.G_BTd.shape[1:]
+        kernels = runs_kernels(backend, self.G_BTd, "embedding_sqnorms")
+        if kernels and T <= UNSORTED:  # Gram matrices
+            return error_bounds.error_bound(spread_B, d)
+        one_hot = kernels and not adds_up_runs(T, d, self.num_embeddings, self.padding_idx)
+        return of(sq_B, spread_B, max(T, among), self.G_BTd.dtype if one_hot else None)
 
     def square_parts(self, backend: str) -> Tensor:
         """Squared norms in parts ``[B, n]`` that are still to be added up."""
@@ -336,10 +326,9 @@ class ScaledEmbeddingGrad(MeasuredOnce):
             sq_B[samples] += rows.square_parts(backend).sum(1)
         norm_BT1 = error_bounds.squared_rows(X_BTd, X_BTd.dtype).sqrt_().unsqueeze(2)
         spread_B = (scale_BTL.abs() * norm_BT1).flatten(1).sum(1)
-        positions, table = self.ids_BTL.shape[1:].numel(), (self.num_embeddings, None)
-        among = self.ids_BTL.numel()  # rows of a sample meet those of others
-        doubt_B = _doubt(sq_B, spread_B, positions, X_BTd, *table, backend, among=among)
-        return sq_B.unsqueeze(1), doubt_B
+        if X_BTd.numel():  # rows of a sample meet those of others
+            spread_B = rows.doubt(sq_B, spread_B, backend, among=self.ids_BTL.numel())
+        return sq_B.unsqueeze(1), spread_B
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         scale_BTL, X_BTd = self._finite()

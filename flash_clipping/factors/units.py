@@ -118,7 +118,7 @@ def by_units(factor: PerSampleGrad, units: UnitMap) -> PerSampleGrad:
         return RearrangedGrad(by_units(factor.inner, units), factor.arrange)
     if isinstance(factor, UnitGrad):
         return UnitGrad(factor.rows, factor.units.then(units))
-    if isinstance(factor, _LAZY):
+    if isinstance(factor, MeasuredOnce):
         return UnitGrad(factor, units)
     return DenseGrad(_unit_sums(factor, units))
 
@@ -214,18 +214,6 @@ _OPERANDS: dict[type, tuple[str, str]] = {
     LinearGrad: ("A_BTd", "G_BTp"),
     EmbeddingGrad: ("ids_BT", "G_BTd"),
 }
-
-
-#: Gradients of which those of units are not formed.
-_LAZY = (
-    LinearGrad,
-    SegmentedLinearGrad,
-    EmbeddingGrad,
-    EmbeddingBagGrad,
-    ScaledEmbeddingGrad,
-    TiedEmbeddingGrad,
-    ConvolutionGrad,
-)
 
 
 def _measure(rows: PerSampleGrad, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
@@ -325,8 +313,9 @@ def _tied_sqnorms(rows: TiedEmbeddingGrad, units: UnitMap, backend: str) -> tupl
     rows_P1 = error_bounds.spread(A_Pd.unsqueeze(1), G_PV.unsqueeze(1)).double().unsqueeze(1)
     head_spread_U = sums_by_index(rows_P1, unit_P, units.count + 1)[:-1, 0].to(sq_U.dtype)
     cores, among = error_bounds.cores_of(A_Pd, G_PV), max(len(A_Pd), len(ids_N))
-    # The head may be larger than what is left of it, and is measured by itself.
-    head_doubt_U += error_bounds.doubt_of_term(head_sq_U, head_spread_U, among, cores)
+    # The head is measured by Gram matrices or products. It may be larger than what is left of it.
+    of_products_U = error_bounds.doubt_of_term(head_sq_U, head_spread_U, among, cores)
+    head_doubt_U = torch.maximum(head_doubt_U, of_products_U)
     spread_U = spread_U + head_spread_U
     doubt_U = error_bounds.doubt_of_sums(sq_U + head_doubt_U, spread_U, among, cores)
     return sq_U, doubt_U.add_(head_doubt_U)

@@ -20,7 +20,7 @@ meets when it is measured and when it is released. Long sums are formed in two l
 of several parameters add up, with ``x = 0`` where ``δ`` is small: those are clipped by their norm.
 :func:`doubt_of_sums` is x with ``1 + s = (1 + SLACK)²``, and :func:`upper_bound` divides the root
 of ``n² + Σ x`` by ``1 + SLACK``. Ordinary samples are so clipped by their norm until ``δ`` is 0.6 %
-of it: on random operands up to 16,384 positions on a CPU and 4,096 on a GPU.
+of it: on random operands up to 16,384 positions on a CPU and 3,500 on a GPU.
 
 *What is all rounding.* Where positions cancel, r may be rounding, and what it is may depend on who
 else is in the batch. So U is at least ``√CANCELLATION · spread``: of ``C`` then at most
@@ -161,10 +161,10 @@ APART = 128
 def additions(positions: int, cores: torch.dtype | None = None) -> float:
     """D: unit roundoffs of the spread that two sums of so many positions may lose together.
 
-    References add up :data:`TOGETHER` positions, and then their results; rows of a unit among
-    others are up to three results for as many positions. Tensor cores lose ``lost_of(cores)`` for
-    a product that they add up by themselves: of fp32 64, else 1024, for norms of up to 2048
-    positions all.
+    References, and all sums of rows of a table, add up :data:`TOGETHER` positions, and then their
+    results. Rows of a unit among others are up to three results for as many positions. Tensor
+    cores lose ``lost_of(cores)`` for each product that they add up by themselves: of fp32 64, else
+    1024; for norms of up to 2048 positions all.
 
     Args:
         cores: the dtype of the operands where tensor cores add up, else None.
@@ -173,7 +173,9 @@ def additions(positions: int, cores: torch.dtype | None = None) -> float:
         return 2 * TOGETHER + 8 + positions / 64
     if cores == torch.float32:
         return 600 + positions / 32
-    return 1.5 * positions + 10 if positions <= 2048 else 1600 + positions / 200
+    if positions > 2048:
+        return 1580 + positions / 200
+    return 0.75 * (positions + min(positions, 1024)) + 80
 
 
 def doubt_of_sums(
@@ -206,7 +208,6 @@ def doubt_of_term(
 
 
 def gram_doubt(
-    sq_B: Tensor,
     spread_sq_B: Tensor,
     AA_sq_B: Tensor,
     GG_sq_B: Tensor,
@@ -219,7 +220,6 @@ def gram_doubt(
     """The error bound of squared norms from Gram matrices by tensor cores, whatever a sample holds.
 
     Args:
-        sq_B: the squared norms.
         spread_sq_B: the squared spread, ``(Σ_t ‖a_t‖ ‖g_t‖)²``.
         AA_sq_B, GG_sq_B: squared Frobenius norms of ``A Aᵀ`` and ``G Gᵀ``.
         T: positions.

@@ -134,7 +134,7 @@ def doubt_of(backend: str, A: Tensor, G: Tensor, widest: int = 1) -> Tensor:
     promoted = 64 if dtype == torch.float32 else 256
     AA, GG = A @ A.mT, G @ G.mT
     return gram_doubt(
-        (AA * GG).sum((1, 2)), spread_B.square(), AA.square().sum((1, 2)), GG.square().sum((1, 2)),
+        spread_B.square(), AA.square().sum((1, 2)), GG.square().sum((1, 2)),
         T=T, promoted=promoted, sums=-(-max(widest, A.shape[2], G.shape[2]) // promoted),
         dtype=dtype,
     )  # fmt: skip

@@ -118,7 +118,7 @@ def test_what_tensor_cores_lose_is_in_doubt() -> None:
         sq = (AA * GG).sum()
         spread = (AA.diagonal() * GG.diagonal()).sqrt().sum()
         bound = gram_doubt(
-            sq, spread.square(), AA.square().sum(), GG.square().sum(),
+            spread.square(), AA.square().sum(), GG.square().sum(),
             T=A.shape[1], promoted=256, sums=-(-features // 256), dtype=torch.bfloat16,
         )  # fmt: skip
         exact = (G[0].mT @ A[0]).square().sum()

@@ -332,7 +332,7 @@ def launch_gram(work: Launch, config: Config | None = None) -> tuple[Tensor, Ten
     spread_sq_RB = spread_RB.square_()
     promoted = config.promote * config.block_f
     doubt_RB = gram_doubt(
-        sq_RB, spread_sq_RB, AA_sq_RB, GG_sq_RB,
+        spread_sq_RB, AA_sq_RB, GG_sq_RB,
         T=T, promoted=promoted, sums=tiles.cdiv(work.widest, promoted),
         dtype=wider,
     )  # fmt: skip
