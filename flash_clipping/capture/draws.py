@@ -1,11 +1,12 @@
 """What a loader drew, and what the model is called with: one draw for every step, by number.
 
 A loader gives its batches with their numbers. A forward that records gradients is of one of those
-that were given and not used yet: of the one with as many rows; and where it matters which row is
-which (privacy units, padding, batches in an order), of the one with the same rows, in the same
-order. Where labels alone tell, several may fit: the one that more inputs are of, or it is refused.
-Rows are compared by content: by a hash of their bytes, which is exact and the same on every device.
-On a GPU the comparison waits for nothing.
+that were given and not used yet, the first with as many rows. Where it matters which row is which
+(privacy units, padding, batches in an order), it is of the batch that was given last, or whose very
+tensors it gets, and has the same rows in the same order: the loop calls the model with the batch of
+each step before it takes the next one, or says which rows they are. Rows are compared by content:
+by a hash of their bytes, which is the same on every device. On a GPU the comparison waits for
+nothing.
 
 Batches may be of one size, filled up with padding: a row that runs through the model like any other
 and gets norm 0 and clipping coefficient 0, with which it adds exactly nothing, whatever its values
@@ -40,9 +41,10 @@ _MAY_BE_NOBODYS = """the model: the row of this call may be that of a batch with
 adds nothing. Call the model with the batch of each step, before the next one is taken from the \
 loader."""
 
-_OTHER_ROWS = """the rows of this call are not those of the loader's batch. Give the model the \
-tensors of the batch themselves (change them in the dataset or inside of the model), or say which \
-row of the batch each row is, once for each batch:
+_OTHER_ROWS = """the model: the rows of this call are not those of the loader's last batch. Call \
+the model with the batch of each step, before the next one is taken, and with its own tensors \
+(change them in the dataset or inside of the model). Or say which row of the batch each row is, \
+once for each batch:
     model.expect_rows(torch.arange(rows))"""
 
 
@@ -90,19 +92,12 @@ class DrawnBatch:
         """What holds for rows of the batch, for those of the model's input."""
         return of_rows_R if self.order_R is None else of_rows_R[self.order_R]
 
-    def means_the_same(self, other: DrawnBatch) -> bool:
-        """Whether it does not matter which of the two a row is of."""
-        mine, its = self.unit_R, other.unit_R
-        alike = mine is its or (mine is not None and its is not None and torch.equal(mine, its))
-        return alike and self.samples == other.samples
-
-    def fits(self, inputs: Sequence[Tensor], axis: int) -> int | Tensor:
-        """Whether the inputs are rows of this batch, in its order: 0 if not; the more, the more of
-        them are; above ``len(inputs)`` if all are. ``[]``, int64, on their device; a number where
-        nothing had to be compared.
+    def fits(self, inputs: Sequence[Tensor], axis: int, all_of_them: bool = False) -> bool | Tensor:
+        """Whether the inputs are rows of this batch, in its order. ``[]``, bool, on their device; a
+        plain one where nothing had to be compared.
 
         One input with rows that differ must have the batch's rows in their order, or all inputs
-        must; and none may have them in another order.
+        must; and none may have them in another order. ``all_of_them``: all inputs must.
         """
         own = [
             x
@@ -112,12 +107,11 @@ class DrawnBatch:
         some: Any = False  # these become tensors on the inputs' device
         every: Any = True
         in_order: Any = True
-        count: Any = 1
         for given in inputs:
             if given.is_meta or given.dim() <= axis or given.shape[axis] != self.rows:
                 continue
             if any(given is x for x in own):
-                some, count = True, count + 1
+                some = True
                 continue
             alike = [x for x in own if x.numel() == given.numel()]
             if given.layout != torch.strided or not alike:
@@ -132,8 +126,7 @@ class DrawnBatch:
             some = some | (same & (mine != mine[0]).any() if self.rows > 1 else same)
             every = every & same
             in_order = in_order & (same | ~moved)
-            count = count + same.long()
-        found: int | Tensor = (in_order & (some | every)) * (count + every * len(inputs))
+        found: bool | Tensor = in_order & (every if all_of_them else some | every)
         return found
 
 
@@ -189,7 +182,6 @@ class Draws:
         self.strict = strict
         self.waiting: list[DrawnBatch] = []
         self.paused = self.ahead = self.have_nobody = False
-        self._was_seen = False
         self.cleared: DrawnBatch | None = None
         #: By loop: the place of the first batch that was stepped on, and how many were.
         self._steps: dict[int, tuple[int, int]] = {}
@@ -272,7 +264,7 @@ class Draws:
 
     def next(self) -> DrawnBatch | None:
         """The batch of a step whose rows are not looked at."""
-        return self._first(self._in_turn())
+        return self._first(self.waiting[-1:] if self.strict else self._in_turn())
 
     def _first(self, fitting: Sequence[DrawnBatch]) -> DrawnBatch | None:
         """The first of batches that fit a call; refused where that may be another's, and one of
@@ -391,59 +383,34 @@ class Draws:
         return [*found, current] if current.taken else [current, *found]
 
     def _with_rows(self, inputs: Sequence[Tensor], sizes: Sequence[int], axis: int) -> DrawnBatch:
-        in_turn = self._in_turn()
-        if not in_turn:
+        """The batch that was given last, or whose tensors these are, if these are its rows."""
+        if not self.waiting:
             raise FlashClippingError(
                 "the model: make_private was called with units=..., max_batch_size=... or batches "
                 "in an order, and no batch of the loader that it returned was given for this "
                 "forward. Take batches from that loader (through BatchMemoryManager with "
                 "num_workers=0 alone); run other data under torch.no_grad()."
             )
-        rows = [len(draw.order_R) if draw.order_R is not None else draw.rows for draw in in_turn]
-        fitting = [draw for draw, count in zip(in_turn, rows, strict=True) if count in sizes]
-        if not sizes or not fitting:
+        given = {id(x) for x in inputs}
+        # Batches may be taken ahead of their steps: then their very tensors tell.
+        draw = max(self.waiting[::-1], key=lambda draw: sum(id(x) in given for x in draw.tensors))
+        rows = draw.rows if draw.order_R is None else len(draw.order_R)
+        if rows not in sizes:
             found = " or ".join(map(str, sizes)) or "unknown size"
             raise FlashClippingError(
-                f"the model: called with a batch of {found} rows; expected the {rows[-1]} rows of "
-                "the loader's batch, all at once."
+                f"the model: called with a batch of {found} rows; expected the {rows} rows of "
+                "the loader's last batch, all at once."
             )
-        scores: dict[DrawnBatch, Tensor] = {}
-        for draw in fitting:
-            if draw.order_R is not None or not draw.rows:
-                if not scores:
-                    return draw
-                break
-            score = draw.fits(inputs, axis)
-            if isinstance(score, Tensor):
-                scores[draw] = score
-            elif score:  # its very tensors
-                self._was_seen = True
-                return draw
-        first, all_fit = next(iter(scores), None), len(inputs)
-        if first is not None and scores[first].is_cuda and self._was_seen:
-            mine = scores.pop(first)
-            verdict = mine > 0
-            for draw, other in scores.items():
-                is_told = draw.means_the_same(first) | (mine > all_fit)
-                verdict &= (mine > other) | ((mine == other) & is_told)
-            check_on_device(verdict, f"the model: {_OTHER_ROWS}")
-            return first
-        counts = {draw: int(score) for draw, score in scores.items()}
-        best = max(counts.values(), default=0)
-        if not best:
-            raise FlashClippingError(f"the model: {_OTHER_ROWS}")
-        first, *others = (draw for draw, count in counts.items() if count == best)
-        for draw in others if best <= all_fit else ():
-            if not draw.means_the_same(first):
-                raise FlashClippingError(
-                    f"the model: the rows of this call may be those of batches {first.number} and "
-                    f"{draw.number} of the loader: what tells them apart was changed. Give the "
-                    "model the tensors of the batch themselves, or say which row of the batch that "
-                    "was given last each row is:\n"
-                    "    model.expect_rows(torch.arange(rows))"
-                )
-        self._was_seen = True
-        return first
+        if draw.order_R is None:
+            # Where others were left out, or taken ahead, what is equal in some inputs alone
+            # (labels) may be another's.
+            are_several = any(not other.taken for other in self.waiting if other is not draw)
+            fits = draw.fits(inputs, axis, all_of_them=are_several)
+            if isinstance(fits, Tensor):
+                check_on_device(fits, _OTHER_ROWS)
+            elif not fits:
+                raise FlashClippingError(_OTHER_ROWS)
+        return draw
 
 
 def of_one_draw(draws: Iterable[DrawnBatch | None]) -> DrawnBatch | None:

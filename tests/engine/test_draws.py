@@ -470,41 +470,68 @@ def test_batches_without_tensors_are_refused_or_declared() -> None:
         made[0](x)
 
 
-# -- a batch that the loop left out ----------------------------------------------------------------
+# -- batches that were left out, or taken ahead ----------------------------------------------------
 
 
-def left_out(labels_alike: bool = True, units: tuple[int, ...] = (5, 5)) -> tuple[Draws, Any]:
-    """Two batches of which the first is left out; what the model is called with, of the second."""
+def several(labels_alike: bool = True) -> tuple[Draws, list[Tensor]]:
+    """Two batches that were given, of which none was used, and the tensors of the last one."""
     draws = Draws(strict=True)
     x, y = torch.arange(8.0).view(2, 4), torch.tensor([0, 1])
     other = y.clone() if labels_alike else y.flip(0)
     draws.give(DrawnBatch(0, 2, 2, torch.tensor([0, 1]), (x, other)))
-    draws.give(DrawnBatch(1, 1, 2, torch.tensor(units), (x + 9, y)))
-    return draws, (x + 9, y.clone())
+    draws.give(DrawnBatch(1, 1, 2, torch.tensor([5, 5]), (x + 9, y)))
+    return draws, [x + 9, y]
 
 
-@pytest.mark.parametrize("made_by_the_loop", [(), (torch.randn(2, 3),)], ids=["", "and a mask"])
-def test_equal_labels_do_not_make_it_the_batch_that_was_left_out(
-    made_by_the_loop: tuple[Tensor, ...],
+def test_the_last_batch_is_used_where_all_inputs_are_its_own() -> None:
+    """The one before was left out."""
+    for again in (Tensor.clone, Tensor.detach):
+        draws, given = several()
+        found = draws.of_forward([*map(again, given)], [2, 2], 0)
+        assert found is not None and found.number == 1
+
+
+@pytest.mark.parametrize("inputs", ["changed", "with a mask"])
+@pytest.mark.parametrize("labels_alike", [True, False])
+def test_equal_labels_do_not_tell_which_of_several_batches_it_is(
+    labels_alike: bool, inputs: str
 ) -> None:
     """Its rows would be clipped as those of other users: two rows of one user, each by itself."""
-    draws, (x, y) = left_out()
-    inputs = [x.clone(), y, *made_by_the_loop]
-    found = draws.of_forward(inputs, [2] * len(inputs), 0)
+    draws, (x, y) = several(labels_alike)
+    called = [x / 7, y] if inputs == "changed" else [x.clone(), y, torch.randn(2, 3)]
+    with pytest.raises(FlashClippingError, match=r"(?s)last batch.*the next.*expect_rows"):
+        draws.of_forward(called, [2] * len(called), 0)
+    draws.expect_rows(torch.arange(2))
+    found = draws.of_forward(called, [2] * len(called), 0)
     assert found is not None and found.number == 1
 
 
-def test_what_only_labels_tell_must_tell_one_batch() -> None:
-    draws, (x, y) = left_out()
-    with pytest.raises(FlashClippingError, match=r"(?s)batches 0 and 1 of the loader.*expect_rows"):
-        draws.of_forward([x / 7, y], [2, 2], 0)
-    draws, (x, y) = left_out(labels_alike=False)
-    found = draws.of_forward([x / 7, y], [2, 2], 0)
+def test_a_batch_before_the_last_is_refused() -> None:
+    """The next one was taken before the model was called."""
+    draws = several()[0]
+    x, y = draws.waiting[0].tensors
+    for inputs in ([x.clone(), y.clone()], [x / 7, y.clone()], [x / 7, y], [x.flip(0), y]):
+        with pytest.raises(FlashClippingError, match=r"(?s)last batch.*the next"):
+            draws.of_forward(inputs, [2, 2], 0)
+    for _ in range(2):  # its very tensor tells
+        found = draws.of_forward([x, y.clone()], [2, 2], 0)
+        assert found is not None and found.number == 0
+
+
+def test_a_tensor_of_all_batches_tells_none_of_them() -> None:
+    draws, (x, y) = several()
+    constant = torch.arange(2.0)
+    for draw in draws.waiting:
+        draw.tensors = (*draw.tensors, constant)
+        draw.__post_init__()
+    found = draws.of_forward([x.clone(), y.clone(), constant], [2] * 3, 0)
     assert found is not None and found.number == 1
+    with pytest.raises(FlashClippingError, match="last batch"):
+        draws.of_forward([x / 7, y.clone(), constant], [2] * 3, 0)
 
 
-def test_batches_that_mean_the_same_are_used_in_turn() -> None:
-    draws, (x, y) = left_out()
-    draws.waiting[1].samples, draws.waiting[1].unit_R = 2, torch.tensor([0, 1])
-    found = draws.of_forward([x / 7, y], [2, 2], 0)
-    assert found is not None and found.number == 0
+def test_labels_alone_tell_where_no_other_batch_waits() -> None:
+    draws, (x, y) = several()
+    draws.waiting[0].used = draws.waiting[0].taken = True
+    found = draws.of_forward([x / 7, y.clone()], [2, 2], 0)
+    assert found is not None and found.number == 1
