@@ -48,34 +48,38 @@ class FlashTensor(DPTensorFastGradientClipping):
     """A loss per sample that reduces itself and runs one ordinary backward; or the user's scalar,
     whose backward is its own."""
 
-    def backward(self) -> None:
+    def backward(self, *args: Any, **kwargs: Any) -> None:
         """Leave norms, coefficients and clipped sums, as ``loss.backward()`` on a scalar does.
 
-        Losses are added up, not averaged: divided by the size of the batch, a 16-bit gradient would
-        be rounded in a way that depends on how many other samples there are. They are averaged
-        where the model's input requires a gradient, which is somebody else's (a generator's).
+        Losses are added up: a 16-bit gradient over the batch's size would be rounded by the number
+        of others. They are averaged where the model's input requires a gradient (a generator's).
         """
+        losses, step = self.loss_per_sample, self.module.running_step
         try:
-            self._backward()
+            if not losses.dim():
+                losses.backward(*args, **kwargs)
+            elif step.inputs_want_gradients and self.loss_reduction == "mean" and len(losses):
+                step.inputs_want_gradients = False
+                losses.mean().backward(*args, **kwargs)
+            else:
+                with self.module.summed_loss() as summed:
+                    reduce = torch.sum if summed or self.loss_reduction == "sum" else torch.mean
+                    reduce(losses).backward(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             error.add_note(HALVE_PARTS)
             raise
 
-    def _backward(self) -> None:
-        losses, step = self.loss_per_sample, self.module.running_step
-        if not losses.dim():
-            losses.backward()
-            return
-        if step.inputs_want_gradients and self.loss_reduction == "mean" and len(losses):
-            step.inputs_want_gradients = False
-            losses.mean().backward()
-            return
-        with self.module.summed_loss() as summed:
-            reduce = torch.sum if summed or self.loss_reduction == "sum" else torch.mean
-            reduce(losses).backward()
-
     def __float__(self) -> float:
         return float(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"loss.{name}: found a loss of each sample, which has backward() and arithmetic. For "
+            "its number and tensor:\n    number, losses = loss.item(), loss.loss_per_sample"
+        )
 
 
 def _keeps_type(name: str) -> Any:
@@ -87,8 +91,8 @@ def _keeps_type(name: str) -> Any:
             if mine != theirs:
                 raise InvalidValue(
                     f"loss.{name}: found losses of shape {mine} and {theirs}. A scalar would "
-                    "count once for every sample. Make both with criteria that give a loss for "
-                    "each sample (a torch.nn loss, or a function with reduction=)."
+                    "count once for every sample: give both one for each sample (a torch.nn loss, "
+                    "a function with reduction=). Of batches, add numbers:\n    loss.item()"
                 )
         loss = getattr(super(FlashTensor, self), name)(*args)
         found = FlashTensor(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
@@ -232,10 +236,9 @@ class FlashLoss(DPLossFastGradientClipping):
 
     def _warn_of_parameters(self, criterion: Any, module: Any) -> None:
         """Warn of trainable parameters of the criterion that are not the model's."""
-        if not isinstance(criterion, nn.Module):
-            return
         of_model = {*getattr(module, "_module", module).parameters()}
-        own = [n for n, p in criterion.named_parameters() if p.requires_grad and p not in of_model]
+        named = criterion.named_parameters() if isinstance(criterion, nn.Module) else ()
+        own = [n for n, p in named if p.requires_grad and p not in of_model]
         if own:
             warnings.warn(
                 f"criterion ({self._name}): its parameter {own[0]!r} is trainable, and not the "
@@ -325,9 +328,8 @@ class FlashLoss(DPLossFastGradientClipping):
     def _refuse_broadcast(self, args: tuple[Any, ...], losses: Tensor) -> None:
         """``ValueError`` for more losses than outputs, by a target whose axis 0 is not theirs: a
         sample's losses would be of the targets of all others."""
-        if not args or not isinstance(output := args[0], Tensor):
-            return
-        if losses.numel() <= output.numel():
+        output = args[0] if args else None
+        if not isinstance(output, Tensor) or losses.numel() <= output.numel():
             return
         for target in args[1:]:
             if not isinstance(target, Tensor) or target.numel() < 2:
@@ -351,15 +353,13 @@ class FlashLoss(DPLossFastGradientClipping):
 
     def _ignored(self, args: tuple[Any, ...], kwargs: dict[str, Any], losses: Tensor) -> Any:
         """Where targets say that a loss does not count; ``None`` if nothing does."""
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            return None
         index = kwargs.get("ignore_index", getattr(self.criterion, "ignore_index", None))
         if index is None and "ignore_index" in self._takes:
             index = self._takes["ignore_index"].default
-        target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        if not isinstance(index, int) or not isinstance(target, Tensor):
-            return None
-        if target.is_floating_point() or target.shape != losses.shape:
-            return None
-        return target == index
+        return target == index if isinstance(index, int) and target.shape == losses.shape else None
 
     def _compare(self, own: Tensor, reduced: Tensor) -> None:
         """Refuse a criterion whose ``own`` scalar is another number than its ``reduced`` losses."""

@@ -205,6 +205,23 @@ def test_losses_of_different_shapes_are_not_added() -> None:
     left_by(wrapped, 2 * returned(output, target) + returned(output, target) / 3)
 
 
+def test_what_a_loss_is_looked_at_by() -> None:
+    x, target = batch("values")
+    wrapped, _, returned = private(nn.MSELoss())
+    loss = returned(wrapped(x), target)
+    assert f"{loss:.4f}" == f"{loss.item():.4f}"
+    with pytest.raises(AttributeError, match=r"loss\.mean: found a loss of each sample") as error:
+        loss.mean().backward()
+    line, found = str(error.value).splitlines()[-1].strip(), {"loss": loss}
+    exec(line, found)
+    torch.testing.assert_close(found["number"], found["losses"].mean().item())
+    _, expected = left_by(wrapped, loss)
+    wrapped.zero_grad()
+    returned(wrapped(x), target).backward(retain_graph=True)
+    sums = torch.cat([p.grad.flatten() for p in wrapped.parameters()])
+    torch.testing.assert_close(sums, expected)
+
+
 def huber(output: Tensor, target: Tensor, *, reduction: str = "mean") -> Tensor:
     losses = (output - target).abs().clamp(max=1)
     return losses if reduction == "none" else losses.mean()
