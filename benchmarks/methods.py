@@ -290,7 +290,6 @@ class Flash(_Opacus):
     ours = True
     grad_sample_mode = "flash"
     mode = "one_pass"
-    sum_dtype = "float32"
     cuda_graphs = "off"
     fp32_precision = "ieee"
 
@@ -303,7 +302,6 @@ class Flash(_Opacus):
         self.module, self.optimizer, *_ = self._make_private(
             model,
             mode=self.mode,
-            sum_dtype=self.sum_dtype,
             cuda_graphs=self.cuda_graphs,
             fp32_precision=self.fp32_precision,
         )
@@ -322,12 +320,6 @@ class FlashTwoPass(Flash):
     """Flash clipping, nothing kept between two backward passes."""
 
     mode = "two_pass"
-
-
-class FlashRoundedSums(Flash):
-    """Flash clipping that rounds sums to the parameters' dtype before noise is added."""
-
-    sum_dtype = "parameter"
 
 
 class FlashTF32(Flash):
@@ -420,7 +412,6 @@ METHODS: dict[str, type[Method]] = {
     "flash-graph": FlashGraph,
     "flash-auto-graphs": FlashAuto,
     "flash-two-pass": FlashTwoPass,
-    "flash-rounded-sums": FlashRoundedSums,
     "flash-tf32": FlashTF32,
     "opacus-ghost": OpacusGhost,
     "opacus-randomized": OpacusRandomized,

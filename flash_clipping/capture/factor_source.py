@@ -132,8 +132,8 @@ class FactorSource:
             if recomputed:
                 raise FlashClippingError(
                     f"{self.path}: re-entrant activation checkpointing reached this layer before "
-                    "the model's own output, or reversible blocks did. Use use_reentrant=False, "
-                    f"and compute the loss from what the wrapped model returns.{ONE_BY_ONE}"
+                    "the model's own output. Compute the loss from what the wrapped model "
+                    "returns, or use checkpoint(..., use_reentrant=False)."
                 )
             if self.session.awaits_two_passes():
                 raise FlashClippingError(

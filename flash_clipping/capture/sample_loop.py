@@ -6,7 +6,6 @@ gradients. Exact, and slow.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -54,15 +53,6 @@ class _Original(nn.Module):
         return self._call(*args, **kwargs)
 
 
-def warn_of_loop(path: str, found: str) -> None:
-    """Say once that a module is slow, and why."""
-    warnings.warn(
-        f"{path}: this module's forward runs once for each sample, which is exact but slow: "
-        f"{found}. A rule of its own (flash_clipping.register_rule) makes it fast.",
-        stacklevel=2,
-    )
-
-
 def forward_by_sample(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module's own forward on batches of one sample, and the outputs of these as one batch.
 
@@ -72,18 +62,26 @@ def forward_by_sample(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         ReadsNoSamples: no argument has a row for each sample.
         FlashClippingError: an argument or a result cannot be divided into samples.
     """
-    axis, layer = tap.session.batch_axis, tap.layer
+    session, axis = tap.session, tap.session.batch_axis
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    divided = [_is_divided(tap, leaf, axis) for leaf in leaves]
+    divided = [
+        isinstance(x, Tensor)
+        and x.dim() > axis
+        and session.is_batched(
+            tap.path, x, axis, sure=x.requires_grad and not isinstance(x, nn.Parameter)
+        )
+        for x in leaves
+    ]
     sizes = [leaf.shape[axis] for leaf, yes in zip(leaves, divided, strict=True) if yes]
     if not sizes:
         raise ReadsNoSamples
-    call = tap.session.current_forward
+    call = session.current_forward
     B = (call and call.batch_size) or min(sizes)
     if not B:
         _refuse(tap, "the batch has no samples")
-    # Heads, windows or streams of each sample lie one behind the other, as the oracle has shown.
-    if any(size % B or (size != B and not _is_compared(tap, axis)) for size in sizes):
+    # Heads, windows or streams of each sample lie one behind the other, as the oracle will see.
+    is_compared = not axis and session.has_oracle
+    if any(size % B or (size != B and not is_compared) for size in sizes):
         _refuse(tap, f"its inputs have different numbers of samples: {sizes}")
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -92,7 +90,7 @@ def forward_by_sample(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                     _refuse(tap, f"it is called with a {type(leaf).__name__} that holds tensors")
     views = {
         f"module.{name}": PerSampleView.apply(tap, param, B).unbind(0)
-        for name, param in layer.named_parameters()
+        for name, param in tap.layer.named_parameters()
         if param.requires_grad
     }
     parts = [
@@ -101,7 +99,7 @@ def forward_by_sample(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     ]
     shim = _Original(tap)
     outputs = []
-    with tap.session.bypass():
+    with session.bypass():
         for b in range(B):
             one_args, one_kwargs = pytree.tree_unflatten([part[b] for part in parts], spec)
             params = {name: rows[b] for name, rows in views.items()}
@@ -109,7 +107,7 @@ def forward_by_sample(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for leaf in pytree.tree_leaves(outputs[0]):
         if isinstance(leaf, Tensor):
             rows = leaf.shape[axis] if leaf.dim() > axis else 0
-            if rows != 1 and not (rows and _is_compared(tap, axis)):
+            if rows != 1 and not (rows and is_compared):
                 _refuse(tap, f"it returns a tensor of shape {tuple(leaf.shape)} for one sample")
         elif any(True for _ in tensors_in(leaf)):
             _refuse(tap, f"it returns a {type(leaf).__name__} that holds tensors")
@@ -117,20 +115,6 @@ def forward_by_sample(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         lambda *found: torch.cat(found, axis) if isinstance(found[0], Tensor) else found[0],
         *outputs,
     )
-
-
-def _is_compared(tap: Any, axis: int) -> bool:
-    """Whether the oracle will have seen that rows lie as they are taken to."""
-    return not axis and bool(tap.session.has_oracle)
-
-
-def _is_divided(tap: Any, leaf: Any, axis: int) -> bool:
-    """Whether an argument has one row for each sample."""
-    if not isinstance(leaf, Tensor) or leaf.dim() <= axis:
-        return False
-    sure = leaf.requires_grad and not isinstance(leaf, nn.Parameter)
-    found: bool = tap.session.is_batched(tap.path, leaf, axis, sure=sure)
-    return found
 
 
 def _refuse(tap: Any, found: str) -> None:

@@ -42,7 +42,7 @@ from flash_clipping.capture.non_finite import NonFiniteWarning
 from flash_clipping.capture.proof.coverage import Coverage
 from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.reads import Reads
-from flash_clipping.capture.refused_runs import (
+from flash_clipping.capture.refused_forwards import (
     refuse_compiled_autograd,
     refuse_graph_capture,
     refuse_threads,
@@ -95,7 +95,6 @@ class ClippingSession:
         loss_reduction: str,
         batch_first: bool,
         backend: str,
-        sum_dtype: str,
         fp32_precision: str = "ieee",
         sample_of: str | Offsets | None = None,
     ):
@@ -108,7 +107,7 @@ class ClippingSession:
         self.loss_reduction, self.batch_first = loss_reduction, batch_first
         #: Axis of every tapped layer's input that holds the samples.
         self.batch_axis = 0 if batch_first else 1
-        self.backend, self.sum_dtype = backend, sum_dtype
+        self.backend = backend
         self.fp32_precision = fp32_precision
         #: Who is told which privacy units rows belong to.
         self.units_of_calls = UnitsOfCalls(sample_of, batch_first)

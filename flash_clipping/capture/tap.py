@@ -8,6 +8,7 @@ A layer with a rule runs inside one ``torch.autograd.Function``
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -43,7 +44,7 @@ from flash_clipping.capture.proxies import (
 )
 from flash_clipping.capture.proxies.parameter_proxy import is_plain
 from flash_clipping.capture.row_layouts import Layout
-from flash_clipping.capture.sample_loop import forward_by_sample, warn_of_loop
+from flash_clipping.capture.sample_loop import forward_by_sample
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import Proven, apply_proven_layer, apply_tapped_layer
 from flash_clipping.errors import FlashClippingError, InvalidValue, module_at, to_freeze
@@ -357,11 +358,13 @@ class Tap(FactorSource):
             session.count_use([*params, *params])
         if not recorded:
             return unrecorded(session, self.original, args, kwargs)
-        return (
-            self._forward_by_sample(args, kwargs)
-            if self.loops
-            else self._bare_forward(args, kwargs)
-        )
+        if not self.loops:
+            return self._bare_forward(args, kwargs)
+        self._begin_call()
+        try:
+            return forward_by_sample(self, args, kwargs)
+        except ReadsNoSamples:
+            return self._constant_forward(args, kwargs)
 
     def _begin_call(self) -> ForwardCall | None:
         """The call of the root that this call of a layer without a rule is a part of."""
@@ -450,17 +453,14 @@ class Tap(FactorSource):
             below = unsupported.tap
             if not any(module is getattr(below, "layer", None) for module in self.layer.modules()):
                 raise
-            warn_of_loop(self.path, unsupported.found)
+            warnings.warn(
+                f"{self.path}: this module's forward runs once for each sample, which is exact and "
+                f"slow: {unsupported.found}. A rule (flash_clipping.register_rule) makes it fast.",
+                stacklevel=2,
+            )
         self.loops = True  # from now on
         session.forget(self.path)  # drops what the stand-ins noted
         return self(*args, **kwargs)
-
-    def _forward_by_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._begin_call()
-        try:
-            return forward_by_sample(self, args, kwargs)
-        except ReadsNoSamples:
-            return self._constant_forward(args, kwargs)
 
     def _constant_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module on what is the same for all samples: a function of parameters alone, which

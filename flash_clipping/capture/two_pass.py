@@ -31,7 +31,7 @@ from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_samples import RootForward
 from flash_clipping.capture.no_trace import generators_put_back
 from flash_clipping.capture.proxies import ParameterProxy, repeated
-from flash_clipping.capture.refused_runs import refuse_compiled_autograd
+from flash_clipping.capture.refused_forwards import refuse_compiled_autograd
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 

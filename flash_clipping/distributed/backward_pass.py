@@ -75,8 +75,7 @@ class ShardedBackwardPass(BackwardPass):
     def _reducing(self) -> Reduction:
         if self._reduction is None:
             self.slots.check()
-            rounded = self.session.sum_dtype == "parameter"
-            self._reduction = self.reducer.begin(rounded)
+            self._reduction = self.reducer.begin()
         return self._reduction
 
     def finish(self) -> None:

@@ -178,26 +178,24 @@ class Reducer:
         self._layout: Any = None
         self._buckets: list[_Bucket] = []
 
-    def begin(self, rounded: bool) -> Reduction:
-        """Add the sums of all trainable parameters into the shards of ``p.grad``; ``rounded``: to
-        the parameter's dtype (``sum_dtype="parameter"``)."""
+    def begin(self) -> Reduction:
+        """Add the sums of all trainable parameters into the shards of ``p.grad``."""
         keys = [id(param) for param in reversed(self.slots.recorded())]
         waiting = [
-            (bucket, tuple([keys[place] for place in bucket.places]))
-            for bucket in self._planned(rounded)
+            (bucket, tuple([keys[place] for place in bucket.places])) for bucket in self._planned()
         ]
         return Reduction(self.slots, deque(waiting))
 
-    def _planned(self, rounded: bool) -> list[_Bucket]:
+    def _planned(self) -> list[_Bucket]:
         """The buckets: the model's order backwards, as factors came."""
         params: list[Any] = self.slots.trainable()[::-1]
-        layout = [(id(param), param.dtype) for param in params], rounded, self.bucket_bytes
+        layout = [(id(param), param.dtype) for param in params], self.bucket_bytes
         if layout == self._layout:
             return self._buckets
         found: list[tuple[Any, list[int], list[_Shard]]] = []
         last: dict[Any, tuple[int, int]] = {}  # bucket of each kind, and its room
         for place, param in enumerate(params):
-            dtype = param.dtype if rounded else accumulation_dtype(param.dtype)
+            dtype = accumulation_dtype(param.dtype)
             mesh: Any = getattr(param, "device_mesh", None)
             over: int | None = None
             replicas: tuple[Any, ...] = ()

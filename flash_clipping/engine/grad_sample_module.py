@@ -43,7 +43,6 @@ from flash_clipping.engine.options import (
     Fp32Precision,
     Mode,
     Reduction,
-    SumDtype,
     WrapperOptions,
     check_bounds,
     check_options,
@@ -116,11 +115,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that with
             all below them see several rows per sample along the batch axis: windows folded into the
             batch, say. All rows of one sample must lie together, and every sample have as many.
-        sum_dtype: of clipped sums in ``p.grad``. ``"float32"`` (float64 for float64 parameters)
-            rounds once, after the noise. ``"parameter"`` rounds every sum to the parameter's dtype
-            before the noise, which saves memory and weakens privacy: with bfloat16, one of ``k``
-            samples with aligned gradients changes the sum by up to ``k / 128`` times
-            ``max_grad_norm``, where the noise is for one.
         fp32_precision: how per-sample gradients of convolutions are computed of fp32 operands on a
             GPU by NVIDIA. ``"ieee"``: in fp32, by three products on tensor cores. ``"tf32"``: by
             one, of operands cut to TF32, as PyTorch's own convolutions are by default. The
@@ -134,8 +128,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     Guarantees:
         For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
-        1.01 ``max_grad_norm``, in batches of up to 16,384 samples; noise is drawn for that. With
-        ``sum_dtype="parameter"`` the parameter's dtype may round the sum by more.
+        1.01 ``max_grad_norm``, in batches of up to 16,384 samples; noise is drawn for that.
         A sample whose gradient is not finite adds nothing. Results are bitwise equal from
         run to run. No step waits for the device.
 
@@ -159,7 +152,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         mode: Mode = "one_pass",
         clipping: str = "flat",
         folded_modules: Sequence[str] = (),
-        sum_dtype: SumDtype = "float32",
         fp32_precision: Fp32Precision = "ieee",
         sample_of: str | Offsets | None = None,
     ):
@@ -169,7 +161,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         is_tapped = mode != "one_by_one"
         self._rounds_by_scale = rounds_by_scale(m) if is_tapped else ""
         self.strict, self.mode, self.backend, self.clipping = strict, mode, backend, clipping
-        self.sum_dtype, self.sample_of = sum_dtype, sample_of
+        self.sample_of = sample_of
         self.folded_modules = tuple(folded_modules)
         #: Sums and norms without noise.
         self.running_step = GradLedger(m)
@@ -185,7 +177,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             loss_reduction=loss_reduction,
             batch_first=batch_first,
             backend=backend,
-            sum_dtype=sum_dtype,
             fp32_precision=fp32_precision,
             sample_of=sample_of,
         )
@@ -253,9 +244,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._losses = ModelLosses(root, self._session, handles)  # first: it knows the losses
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._session.leave_forward, always_call=True))
-        self._guards = ParameterGuards(
-            root, self._trainable, self._session, self.sum_dtype, handles
-        )
+        self._guards = ParameterGuards(root, self._trainable, self._session, handles)
         self._installed = [self._taps, self._losses, self._guards]
         self._watch = ModelWatch(wrapper, self._taps, self._guards, self.strict)
         if self._sharded is not None:

@@ -96,12 +96,11 @@ class ParameterGuards:
         root: nn.Module,
         trainable: TrainableParameters,
         session: ClippingSession,
-        sum_dtype: str,
         handles: list[Any],
         why: str = _PAST_THE_TAP,
     ):
         self.root, self.trainable, self.session = root, trainable, session
-        self.sum_dtype, self.handles, self._why = sum_dtype, handles, why
+        self.handles, self._why = handles, why
         #: How many parameters are watched.
         self.count = 0
         self._guarded: dict[int, nn.Parameter] = {}
@@ -133,7 +132,7 @@ class ParameterGuards:
             self.handles.append(param.register_hook(guard.__getitem__))
             guarded[key] = param  # the last: what was refused is looked at again
             self.count += 1
-        for param in found if self.sum_dtype == "float32" else ():
+        for param in found:
             if param.dtype in (torch.bfloat16, torch.float16) and param.grad_dtype == param.dtype:
                 self._of_one_dtype.append(param)
                 param.grad_dtype = None  # any
@@ -321,7 +320,7 @@ class ModelWatch:
         if apart or of_rows or self.gate.next_audit != FIRST_AUDIT:  # the next call is audited
             return None
         kind = session.backward_pass_class, session.returned is None, self._buffers is None
-        options = session.loss_reduction, session.batch_first, session.backend, session.sum_dtype
+        options = session.loss_reduction, session.batch_first, session.backend
         with suppress(Exception):  # whatever a user's object raises when it is pickled
             return key_of(self.root, tensors, kind, options, sorted(session.known.folded))
         return None

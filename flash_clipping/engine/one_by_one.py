@@ -127,7 +127,7 @@ class OneByOne:
         self.model, self.root, self.session = model, model._module, model._session
         self.session.backward_pass_class = self.new_pass
         self.guards = ParameterGuards(
-            self.root, model._trainable, self.session, model.sum_dtype, handles, _PAST_THE_SAMPLES
+            self.root, model._trainable, self.session, handles, _PAST_THE_SAMPLES
         )
         self.guards.watch_new()
         self._structure = Structure(wrapper)

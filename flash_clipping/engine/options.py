@@ -31,7 +31,6 @@ Mode = Literal["one_pass", "two_pass", "one_by_one"]
 Backend = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
 #: The dtype of clipped sums: fp32, or the parameter's own.
-SumDtype = Literal["float32", "parameter"]
 #: How weights' gradients of convolutions multiply fp32 operands.
 Fp32Precision = Literal["ieee", "tf32"]
 #: Whether a wrapped model's calls are replayed as CUDA graphs wherever that is exact.
@@ -47,7 +46,6 @@ class ModelOptions(TypedDict, total=False):
     backend: Backend
     mode: Mode
     folded_modules: Sequence[str]
-    sum_dtype: SumDtype
     fp32_precision: Fp32Precision
     sample_of: str | Offsets | None
 
@@ -108,7 +106,6 @@ _VALUES: dict[str, Sequence[str]] = {
     "loss_reduction": get_args(Reduction),
     "mode": get_args(Mode),
     "backend": get_args(Backend),
-    "sum_dtype": get_args(SumDtype),
     "fp32_precision": get_args(Fp32Precision),
     "cuda_graphs": get_args(CudaGraphs),
     "clipping": get_args(Clipping),

@@ -46,7 +46,6 @@ from flash_clipping.engine.options import (
     PrivateOptions,
     Reduction,
     Sampling,
-    SumDtype,
     check_bounds,
     check_keywords,
     check_noise_grid,
@@ -82,7 +81,7 @@ wrap_model batch_first loss_reduction poisson_sampling clipping noise_generator 
 
 #: Arguments of the wrapped model.
 _OF_MODEL = """batch_first max_grad_norm loss_reduction clipping backend mode folded_modules
-sum_dtype fp32_precision strict sample_of"""
+fp32_precision strict sample_of"""
 
 #: The noise's stream in a checkpoint.
 _IN_CHECKPOINTS = "noise_stream_state_dict"
@@ -222,7 +221,6 @@ class FlashPrivacyEngine(PrivacyEngine):
         backend: Backend = "auto",
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
-        sum_dtype: SumDtype = "float32",
         fp32_precision: Fp32Precision = "ieee",
         cuda_graphs: CudaGraphs = "off",
         strict: bool = True,
@@ -257,7 +255,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 moves the bound at the end of every step
                 (:mod:`flash_clipping.engine.adaptive`) and takes the arguments of Opacus'
                 ``PrivacyEngineAdaptiveClipping``.
-            backend, mode, folded_modules, sum_dtype, fp32_precision, strict, sample_of: see
+            backend, mode, folded_modules, fp32_precision, strict, sample_of: see
                 :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only. The units that
                 ``sample_of`` names must be the items that the loader drew, each by itself.
             cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as

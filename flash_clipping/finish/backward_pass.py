@@ -83,7 +83,6 @@ class Session(Protocol):
     loss_reduction: str
     batch_first: bool
     backend: str
-    sum_dtype: str
     fp32_precision: str
     recomputed: dict[str, Callable[[], AbstractContextManager[None]]]
     plans: Plans
@@ -486,10 +485,9 @@ class BackwardPass:
 
     def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
         params, is_for_all = self.params, self.is_for_all
-        rounded = self.session.sum_dtype == "parameter"
         for key, grad in zip(keys, grads, strict=True):
             param = params[key]
-            if is_for_all and param.grad is None and not rounded and grad.shape == param.shape:
+            if is_for_all and param.grad is None and grad.shape == param.shape:
                 param.grad = grad  # nearly all
             elif is_for_all or key in self.asked:
                 self._put(param, grad)
@@ -500,8 +498,6 @@ class BackwardPass:
         Rounding a sum to 16 bits depends on all samples of the batch, so it waits until noise has
         been added (:class:`~flash_clipping.FlashDPOptimizer`).
         """
-        if self.session.sum_dtype == "parameter" and grad.dtype != param.dtype:
-            grad = grad.to(param.dtype)
         if grad.shape != param.shape:
             grad = grad.view_as(param)
         if param.grad is None:

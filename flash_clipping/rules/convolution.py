@@ -92,22 +92,20 @@ def own_padding(layer: Any) -> tuple[int, ...]:
     return sides if any(sides) else ()
 
 
-def kernel_padding(layer: Any) -> list[int]:
-    """The zeros that the kernel itself adds on both sides of each axis."""
+def kernel_of(layer: Any) -> Kernel:
+    """The kernel of such a layer, with the zeros that it adds itself on both sides of each axis."""
+    padding: Sequence[int] = [0] * len(layer.stride)
     if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
-        return [*layer.padding]  # whatever it was set to since
-    return [0] * len(layer.stride)
+        padding = layer.padding  # whatever it was set to since
+    return layer.stride, padding, layer.dilation, layer.groups
 
 
 def padded(layer: Any, x: Tensor) -> tuple[Tensor, Kernel]:
-    """The layer's input as the kernel reads it, and the kernel's settings."""
-    padding = layer.padding
-    if padding.__class__ is tuple and layer.padding_mode == "zeros":
-        return x, (layer.stride, padding, layer.dilation, layer.groups)  # the usual case
+    """The layer's input as the kernel reads it, and the kernel."""
     if sides := own_padding(layer):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x = F.pad(x, sides, mode=mode)
-    return x, (layer.stride, kernel_padding(layer), layer.dilation, layer.groups)
+    return x, kernel_of(layer)
 
 
 def _padding_backward(layer: Any, x: Tensor, grad_padded: Tensor) -> Tensor:

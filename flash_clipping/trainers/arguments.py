@@ -33,7 +33,7 @@ class PrivacyArguments:
             had not been interrupted: for tests. Anyone who knows the seed can subtract the noise.
         secure_mode: refuses a seed, and makes noise by all 20 rounds of ChaCha20 on GPUs, too.
         engine_options: more arguments of :meth:`~flash_clipping.FlashPrivacyEngine.make_private`:
-            ``clipping``, ``mode``, ``folded_modules``, ``sum_dtype``, ``backend``, ...; for
+            ``clipping``, ``mode``, ``folded_modules``, ``backend``, ...; for
             ``PrivateTrainer`` also ``sample_of``, where the data collator makes several rows of an
             item, or one row of several.
         max_physical_batch_size: the most samples that are on the device at a time; ``None``: as

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flash_clipping
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture import refused_runs
+from flash_clipping.capture import refused_forwards
 from flash_clipping.finish.backward_pass import BackwardPass
 from tests.support.faults import (
     VARIANTS,
@@ -72,7 +72,7 @@ def test_a_backward_that_is_captured_as_a_graph(mode: str, monkeypatch: pytest.M
     trainer = Trainer(mode=mode)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        patch.setattr(refused_runs, "is_current_stream_capturing", lambda: True)
+        patch.setattr(refused_forwards, "is_current_stream_capturing", lambda: True)
         with pytest.raises(flash_clipping.FlashClippingError, match="captured as a CUDA graph"):
             trainer.step(batch())
     trainer = Trainer(mode=mode)

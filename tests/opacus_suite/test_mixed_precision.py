@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import unittest
 from typing import Any
@@ -50,23 +49,41 @@ class Precision(unittest.TestCase):
     def _test_low_precision_all_modes(
         self, model_class: Any, model_kwargs: Any, dataloader: Any, low_precision_type: Any
     ) -> None:
-        """Without the criterion only: with it, Opacus asserts norms of the model's own dtype.
-
-        They are fp32 here on purpose: a norm rounded to bf16 lets a sample exceed the bound. So
-        are sums, unless sum_dtype says otherwise, as here: Opacus asserts sums of that dtype.
-        """
-        make_private = functools.partialmethod(self.engine.make_private, sum_dtype="parameter")
-        with mock.patch.object(self.engine, "make_private", make_private):
-            self._all(
-                self._train_low_precision,
-                model_class,
-                model_kwargs,
-                dataloader,
-                low_precision_type,
-                ["hooks"],
-            )
+        """Without the criterion only: with it, Opacus asserts norms of the model's own dtype."""
+        self._all(
+            self._train_low_precision,
+            model_class,
+            model_kwargs,
+            dataloader,
+            low_precision_type,
+            ["hooks"],
+        )
         for param in self.last_model.parameters():
             self.assertEqual(param._norm_sample.dtype, torch.float32)
+
+    def _train_low_precision(
+        self,
+        model: Any,
+        dataloader: Any,
+        dtype: torch.dtype,
+        grad_sample_mode: str,
+        wrap_model: bool,
+    ) -> None:
+        """Opacus' own, which asserts sums of the model's dtype. Norms and sums are fp32 here on
+        purpose: rounded to bf16, a sample exceeds the bound."""
+        model, optimizer, criterion, dataloader = self._get_training_components(
+            model, dataloader, grad_sample_mode, dtype=dtype, wrap_model=wrap_model
+        )
+        for x, y in dataloader:
+            optimizer.zero_grad()
+            outputs = model(x.to(dtype) if x.is_floating_point() else x)
+            self.assertEqual(outputs.dtype, dtype)
+            criterion(outputs, y).backward()
+            for p in model.parameters():
+                self.assertEqual(p.grad.dtype, torch.float32)
+            optimizer.step()
+            for p in model.parameters():
+                self.assertEqual(p.dtype, dtype)
 
     def _all(
         self,

@@ -26,14 +26,15 @@ from flash_clipping.rules.convolution import (
     Kernel,
     convolution,
     convolution_input_grad,
-    kernel_padding,
+    kernel_of,
     own_padding,
     padded,
 )
-from flash_clipping.rules.embedding import EmbeddingRule
+from flash_clipping.rules.embedding import EmbeddingRule, embedding_factor
 from flash_clipping.rules.linear import (
     LinearRule,
     TransposedLinearRule,
+    linear_backward,
     linear_input_grad,
 )
 from flash_clipping.rules.normalization import (
@@ -109,14 +110,6 @@ class Wiring(ABC):
     @abstractmethod
     def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         """What the gradients of the wires tell of these parameters."""
-
-    def factors_of_rule(
-        self, layer: Any, saved: tuple[Any, ...], G: Tensor, names: Sequence[str]
-    ) -> Factors:
-        """What the rule makes of what its forward would have saved, and the output gradient."""
-        needs = GradRequest((False,), frozenset(names), "auto")
-        factors: Factors = self.rule.backward(layer, saved, G, needs)[1]
-        return factors
 
 
 def _operands_of(x: Tensor, layer: Any) -> tuple[Any, ...]:
@@ -207,7 +200,8 @@ class LinearWiring(Wiring):
         x, G, vector_Bp = grads
         if x is None:
             return {"bias": DenseGrad(vector_Bp)}
-        return self.factors_of_rule(layer, (x, None), G, names)
+        needs = GradRequest((False,), frozenset(names), "auto")
+        return linear_backward(x, x, G, needs, self.rule.transposed)[1]
 
 
 class ConvolutionWiring(Wiring):
@@ -231,12 +225,11 @@ class ConvolutionWiring(Wiring):
 
     def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         x, G, vector_Bp = grads
-        found: dict[str, PerSampleGrad] = {}
+        found: dict[str, PerSampleGrad] = (
+            {} if vector_Bp is None else {"bias": DenseGrad(vector_Bp)}
+        )
         if x is not None:
-            kernel = layer.stride, kernel_padding(layer), layer.dilation, layer.groups
-            found["weight"] = ConvolutionGrad(x, G, layer.weight, *kernel)
-        if vector_Bp is not None:
-            found["bias"] = DenseGrad(vector_Bp)
+            found["weight"] = ConvolutionGrad(x, G, layer.weight, *kernel_of(layer))
         return found
 
 
@@ -268,7 +261,8 @@ class EmbeddingWiring(Wiring):
 
     def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
         ids, G = grads
-        return self.factors_of_rule(layer, (ids.to(torch.int64),), G, names)
+        rows, padding_idx = layer.num_embeddings, layer.padding_idx
+        return {"weight": embedding_factor(ids.to(torch.int64), G, rows, padding_idx)}
 
 
 class LayerNormWiring(Wiring):
