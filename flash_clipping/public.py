@@ -15,6 +15,7 @@ from flash_clipping.engine.micro_batches import MicroBatches
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning
+from flash_clipping.engine.several_optimizers import SeveralOptimizers
 from flash_clipping.engine.token_losses import per_sample_loss
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors.base import DenseGrad, PerSampleGrad
@@ -52,6 +53,7 @@ __all__ = [
     "Rule",
     "SecretStream",
     "SeededNoiseWarning",
+    "SeveralOptimizers",
     "clipping_coefficients",
     "is_triton_available",
     "per_sample_loss",

@@ -602,6 +602,8 @@ def _refuse_divided_losses() -> None:
 def _refuse_optimizer(optimizer: Any) -> None:
     """Refuse optimizers that call a closure as often as they like in one step, and those of sparse
     gradients."""
+    for each in getattr(optimizer, "optimizers", ()):
+        _refuse_optimizer(each)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise InvalidValue(
             "optimizer: found SparseAdam, which takes sparse gradients only. A noisy sum is dense, "

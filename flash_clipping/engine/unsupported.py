@@ -188,7 +188,9 @@ def refuse_lacking(module: nn.Module, optimizer: Any) -> None:
         "of a sample, and one noisy step is for all: a second optimizer would move the rest by "
         "sums without noise. Give one optimizer a group for each part, with settings of its own:\n"
         f'    optimizer.add_param_group({{"params": [model.get_parameter(name) for name in '
-        f"[{listed}]]}})\nOr freeze what is not to be trained:{to_freeze_parameters(*names)}"
+        f"[{listed}]]}})\nOr make one of both:\n"
+        "    optimizer = flash_clipping.SeveralOptimizers(optimizer, other)\n"
+        f"Or freeze what is not to be trained:{to_freeze_parameters(*names)}"
     )
 
 

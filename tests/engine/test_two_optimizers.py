@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import DataLoader
 
+import flash_clipping
 from flash_clipping import FlashClippingError, FlashDPOptimizer
 from flash_clipping.engine.grad_ledger import GradLedger
 from tests.support.private import SLACK, Private, Released, TwoLayers, data
@@ -116,7 +117,7 @@ def test_checkpoints_in_the_middle_of_training(released: Released) -> None:
 
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_an_optimizer_that_lacks_parameters_is_refused(wrap_model: bool) -> None:
-    """Both lines of the message mend it, and the model is as it was."""
+    """Each line of the message mends it, and the model is as it was."""
     model = TwoLayers()
     optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
     for _ in range(2):
@@ -124,9 +125,14 @@ def test_an_optimizer_that_lacks_parameters_is_refused(wrap_model: bool) -> None
             Private(model, optimizer=optimizer, wrap_model=wrap_model)
     lines = [line for line in str(error.value).split("\n") if line.startswith("    ")]
     frozen = copy.deepcopy(model)
-    exec(lines[1].strip(), {"model": frozen})
+    exec(lines[2].strip(), {"model": frozen})
     of_body = torch.optim.SGD(frozen.body.parameters(), lr=0.1)
     Private(frozen, optimizer=of_body, wrap_model=wrap_model).step()
+    other = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    given = {"flash_clipping": flash_clipping, "optimizer": optimizer, "other": other}
+    exec(lines[1].strip(), given)
+    held = [p for group in given["optimizer"].param_groups for p in group["params"]]
+    assert {*held} == {*model.parameters()}
     exec(lines[0].strip(), {"model": model, "optimizer": optimizer})
     private = Private(model, optimizer=optimizer, wrap_model=wrap_model)
     before = copy.deepcopy(model.state_dict())
