@@ -75,6 +75,14 @@ def in_place_of_rows(m: Uses, x: Tensor) -> Tensor:
     return x
 
 
+def made_in_place(m: Uses, x: Tensor) -> Tensor:
+    """Changed where it is: what a function returns is dropped."""
+    made = m.vector * 2.0
+    made.add_(m.gains[0])
+    made.mul_(1 - m.temperature)
+    return x + made
+
+
 def attention_pool(m: Uses, x: Tensor) -> Tensor:
     query = m.token.expand(x.shape[0], -1, -1) @ m.matrix
     weights = torch.softmax(query @ x.mT / m.temperature.exp(), -1)
@@ -111,6 +119,7 @@ USES: dict[str, Forward] = {
     "numbers_added": lambda m, x: x * (m.temperature.exp() + m.temperature + 1.0),
     "rebinding": inplace_rebinding,
     "in_place_of_rows": in_place_of_rows,
+    "made_in_place": made_in_place,
     "attention_pool": attention_pool,
 }
 
@@ -209,7 +218,13 @@ def written_into(m: Uses, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("use", [in_place_result_dropped, written_into])
+def written_through_a_view(m: Uses, x: Tensor) -> Tensor:
+    made = m.vector * 2.0
+    made[None].add_(m.gains[0])
+    return x + made
+
+
+@pytest.mark.parametrize("use", [in_place_result_dropped, written_into, written_through_a_view])
 def test_writing_in_place_runs_sample_by_sample(use: Forward) -> None:
     case = case_of(use)
     model, batch = make_case(case, torch.float64)

@@ -129,7 +129,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             use = use or f"{tap.path} in {name}"
             return _probed(tap, use, len(batched), func, leaves, spec)
         by_sample = all(batched) and not axis and layout is None
-        if by_sample and _stays_whole(name, bares, leaves, others):
+        if by_sample and is_by_element and _stays_whole(bares, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
             return called(func, leaves, spec, lambda _: expanded)
         if by_sample and short is not None:
@@ -157,6 +157,10 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         for bare in changed:
             bare.rows = rows
         made = _stand_ins(func, name, leaves, spec, result, rows, bool(kwargs), in_place)
+        if in_place and isinstance(made, ParameterProxy):  # which may be dropped
+            if made.leaves.keys() != leaves[0].leaves.keys() and made.value._is_view():
+                raise UnsupportedUse(tap, f"{name} writes it into a view in place")
+            leaves[0].leaves = made.leaves
         if is_by_element and not in_place and isinstance(made, ParameterProxy):
             of_one = _of_one_row(leaves, bares[0])
             if of_one is not None:
@@ -257,13 +261,9 @@ def _kept_of(name: str, leaves: list[Any]) -> Tensor | None:
     return chosen if name == "where" and isinstance(leaves[1], ParameterProxy) else ~chosen
 
 
-def _stays_whole(
-    name: str, bares: list[ParameterProxy], leaves: list[Any], others: list[Tensor]
-) -> bool:
-    """Whether an operation puts together, element by element, samples and one tensor that was
-    computed from parameters, of which nothing is repeated but for the samples."""
-    if not (name in ADDITION and len(leaves) == 2) and name not in _BY_ELEMENT:
-        return False
+def _stays_whole(bares: list[ParameterProxy], others: list[Tensor]) -> bool:
+    """Whether samples, and one tensor that was computed from parameters, are put together element
+    by element so that nothing of it is repeated but for the samples."""
     bare, whole = bares[0], others[0].shape
     axes = len(whole)
     shape = bare.shape[1:] if bare.shape[:1] == (1,) and bare.dim() == axes else bare.shape
