@@ -174,7 +174,7 @@ class PrivateSchedule:
 
     Guarantees:
         Norms, coefficients and sums are those of one process with the whole model. All stages
-        together release a sum that moves by at most ``max_grad_norm`` when one sample is removed.
+        together release a sum that moves by at most 1.01 ``max_grad_norm`` when one sample is gone.
         A step adds one all-reduce of three float64 numbers for each sample to what the schedule
         itself communicates; it waits for no device.
 
