@@ -285,26 +285,25 @@ class Draws:
             draw.in_parts = True
         return draw
 
-    def look(self, sizes: Sequence[int]) -> None:
+    def look(self, inputs: Sequence[Tensor], axis: int) -> None:
         """A forward without gradients: the batch is used, though not for a step."""
         unused = [draw for draw in self.waiting if not draw.used]
-        if len(unused) == 1 and unused[0].rows in sizes:
+        if len(unused) == 1 and unused[0].rows in _sizes(inputs, axis):
             self._use(unused[0])
 
-    def of_forward(
-        self, inputs: Sequence[Tensor], sizes: Sequence[int], axis: int
-    ) -> DrawnBatch | None:
-        """The batch of a forward that records gradients; ``None`` if it is of no known one.
+    def of_forward(self, inputs: Sequence[Tensor], axis: int) -> DrawnBatch | None:
+        """The batch of a forward that records gradients, or of a step that is replayed; ``None`` if
+        it is of no known one.
 
         Args:
-            inputs: the tensors that the model is called with.
-            sizes: of their batch axis.
-            axis: that axis.
+            inputs: the tensors that the model, or the step, is called with.
+            axis: the batch axis.
 
         Raises:
             FlashClippingError: it is of several batches, or of parts of one; with ``strict``, of
                 other rows than a batch's, or of these in another order.
         """
+        sizes = _sizes(inputs, axis)
         if self.strict:
             return self._use(self._with_rows(inputs, sizes, axis))
         in_turn = self._in_turn()
@@ -332,18 +331,6 @@ class Draws:
         if self.have_nobody and 1 in sizes:
             raise FlashClippingError(_MAY_BE_NOBODYS)
         return None
-
-    def of_replay(self, inputs: Sequence[Tensor], axis: int) -> DrawnBatch | None:
-        """The batch of a step that is replayed, with these arguments.
-
-        Raises:
-            FlashClippingError: with ``strict``, they are no batch's rows.
-        """
-        sizes = [x.shape[axis] for x in inputs if x.dim() > axis]
-        if not self.strict:
-            in_turn = self._in_turn()
-            return self._first([draw for draw in in_turn if draw.rows in sizes] or in_turn)
-        return self._use(self._with_rows(inputs, sizes, axis))
 
     def expect_rows(self, order: Tensor | None) -> None:
         """Which row of the batch that was given last each row of the model's input is.
@@ -411,6 +398,10 @@ class Draws:
             elif not fits:
                 raise FlashClippingError(_OTHER_ROWS)
         return draw
+
+
+def _sizes(inputs: Sequence[Tensor], axis: int) -> list[int]:
+    return list(dict.fromkeys(x.shape[axis] for x in inputs if x.dim() > axis))
 
 
 def of_one_draw(draws: Iterable[DrawnBatch | None]) -> DrawnBatch | None:

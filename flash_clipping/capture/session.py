@@ -244,10 +244,8 @@ class ClippingSession:
         known = draws.waiting or draws.strict or draws.have_nobody
         if not known or in_backward() or self.captured is not None:
             return None
-        axis = self.batch_axis
-        sizes = list(dict.fromkeys(x.shape[axis] for x in tensors if x.dim() > axis))
         if not torch.is_grad_enabled():
-            draws.look(sizes)
+            draws.look(tensors, self.batch_axis)
             return None
         if draws.paused:
             return None
@@ -255,7 +253,7 @@ class ClippingSession:
             self.drawn is not None or self.units_of_calls.sample_of is not None
         ):
             return draws.of_part()  # somebody else counts; or rows are no samples
-        return draws.of_forward(tensors, sizes, axis)
+        return draws.of_forward(tensors, self.batch_axis)
 
     def are_nobody(self, draw: DrawnBatch | None) -> bool:
         """Whether the rows of a call that is recorded, of this draw, are no sample's: what the

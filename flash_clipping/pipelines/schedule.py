@@ -319,7 +319,7 @@ class PrivateSchedule:
         axis, drawn = self._session.batch_axis, self._session.drawn
         draws, given = self._session.draws, tensors_in((args, kwargs, target))
         # What this process was called with is compared with the batch, where that matters.
-        self._draw = draws.of_replay(given, axis) if given else draws.next()
+        self._draw = draws.of_forward(given, axis) if given else draws.next()
         if drawn is None and self._draw is not None and not draws.ahead:
             drawn = self._draw.samples
         found = [(x, axis) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

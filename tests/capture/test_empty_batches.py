@@ -457,9 +457,7 @@ def test_a_row_that_may_be_a_sample_or_nobodys_is_refused(samples: tuple[int, ..
     draws = draws_given(*samples)
     x = torch.zeros(1, 4)
     with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
-        draws.of_forward([x], [1], 0)
-    with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
-        draws.of_replay([x], 0)
+        draws.of_forward([x], 0)
     with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
         draws.next()
 
@@ -470,17 +468,17 @@ def test_a_row_of_a_batch_that_is_over_is_refused() -> None:
     for draw in draws.waiting:
         draw.used = draw.taken = draw.stepped = True
     with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
-        draws.of_forward([torch.zeros(1, 4)], [1], 0)
+        draws.of_forward([torch.zeros(1, 4)], 0)
     draws.waiting = []
     with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
-        draws.of_forward([torch.zeros(1, 4)], [1], 0)
-    assert draws.of_forward([torch.zeros(3, 4)], [3], 0) is None
+        draws.of_forward([torch.zeros(1, 4)], 0)
+    assert draws.of_forward([torch.zeros(3, 4)], 0) is None
 
 
 def test_batches_ahead_whose_rows_tell_are_served() -> None:
     draws = draws_given(4, 0, 7)
     for size, number in ((4, 0), (1, 1), (7, 2)):
-        found = draws.of_forward([torch.zeros(size, 4)], [size], 0)
+        found = draws.of_forward([torch.zeros(size, 4)], 0)
         assert found is not None and found.number == number
         found.taken = True
 

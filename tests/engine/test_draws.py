@@ -487,7 +487,7 @@ def test_the_last_batch_is_used_where_all_inputs_are_its_own() -> None:
     """The one before was left out."""
     for again in (Tensor.clone, Tensor.detach):
         draws, given = several()
-        found = draws.of_forward([*map(again, given)], [2, 2], 0)
+        found = draws.of_forward([*map(again, given)], 0)
         assert found is not None and found.number == 1
 
 
@@ -500,9 +500,9 @@ def test_equal_labels_do_not_tell_which_of_several_batches_it_is(
     draws, (x, y) = several(labels_alike)
     called = [x / 7, y] if inputs == "changed" else [x.clone(), y, torch.randn(2, 3)]
     with pytest.raises(FlashClippingError, match=r"(?s)last batch.*the next.*expect_rows"):
-        draws.of_forward(called, [2] * len(called), 0)
+        draws.of_forward(called, 0)
     draws.expect_rows(torch.arange(2))
-    found = draws.of_forward(called, [2] * len(called), 0)
+    found = draws.of_forward(called, 0)
     assert found is not None and found.number == 1
 
 
@@ -512,9 +512,9 @@ def test_a_batch_before_the_last_is_refused() -> None:
     x, y = draws.waiting[0].tensors
     for inputs in ([x.clone(), y.clone()], [x / 7, y.clone()], [x / 7, y], [x.flip(0), y]):
         with pytest.raises(FlashClippingError, match=r"(?s)last batch.*the next"):
-            draws.of_forward(inputs, [2, 2], 0)
+            draws.of_forward(inputs, 0)
     for _ in range(2):  # its very tensor tells
-        found = draws.of_forward([x, y.clone()], [2, 2], 0)
+        found = draws.of_forward([x, y.clone()], 0)
         assert found is not None and found.number == 0
 
 
@@ -524,14 +524,14 @@ def test_a_tensor_of_all_batches_tells_none_of_them() -> None:
     for draw in draws.waiting:
         draw.tensors = (*draw.tensors, constant)
         draw.__post_init__()
-    found = draws.of_forward([x.clone(), y.clone(), constant], [2] * 3, 0)
+    found = draws.of_forward([x.clone(), y.clone(), constant], 0)
     assert found is not None and found.number == 1
     with pytest.raises(FlashClippingError, match="last batch"):
-        draws.of_forward([x / 7, y.clone(), constant], [2] * 3, 0)
+        draws.of_forward([x / 7, y.clone(), constant], 0)
 
 
 def test_labels_alone_tell_where_no_other_batch_waits() -> None:
     draws, (x, y) = several()
     draws.waiting[0].used = draws.waiting[0].taken = True
-    found = draws.of_forward([x / 7, y.clone()], [2, 2], 0)
+    found = draws.of_forward([x / 7, y.clone()], 0)
     assert found is not None and found.number == 1

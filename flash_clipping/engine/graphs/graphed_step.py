@@ -409,7 +409,7 @@ class GraphedStep:
             draws = []
             for wrapped, _ in graph.of_modules:
                 session = wrapped._session
-                draws.append(session.draws.of_replay(inputs, session.batch_axis))
+                draws.append(session.draws.of_forward(inputs, session.batch_axis))
                 session.padding.before_replay(draws[-1], graph.device)
             graph.replay()
             for (wrapped, captured), draw in zip(graph.of_modules, draws, strict=True):
