@@ -93,7 +93,7 @@ def embedding_clipped_sum(
     check_coefficients(coef_B, G_BTd, "G")
     rows = row_scale(G_BTd, coef_B, backend=backend)
     (B, T), places = ids_BT.shape, num_embeddings
-    if B * T > 2 * TOGETHER:
+    if T > APART or B * T > 2 * TOGETHER:
         here_BT = torch.arange(B * T, device=ids_BT.device).view(B, T)
         if T > APART:
             here_BT = here_BT // T * (-(-T // TOGETHER) * TOGETHER) + here_BT % T
