@@ -60,7 +60,9 @@ def test_steps_are_those_of_one_process(found: list[dict[str, Any]], kind: str) 
     expected = data_parallel.replayed(drawn, kind)
     of_process = 2 if kind == "whole" else 1
     for run in found:
-        assert run["most"] <= 2 and run["expected"] == SIZE / STEPS / of_process
+        # Shards run parts of the expected size; a whole model what it has drawn.
+        largest = max(map(len, run["drawn"])) if kind == "whole" else 2
+        assert run["most"] <= largest and run["expected"] == SIZE / STEPS / of_process
         assert run["history"] == [(0.0, pytest.approx(1 / STEPS), STEPS)]
         for name, value in run["end"].items():
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)

@@ -138,7 +138,7 @@ def test_secure_mode_has_more_rounds_on_a_gpu(secure_mode: bool) -> None:
     optimizer = optimizer_of([param], secure_mode=secure_mode)
     found = released(optimizer)
     of = Draw(optimizer.stream._key, Purpose.NOISE, 0, 20 if secure_mode else 12)
-    (expected,) = noisy_means([torch.zeros_like(param)], 2.0, 4.0, draw=of)
+    (expected,) = noisy_means([torch.zeros_like(param)], 2.0 * (1 + ETA), 4.0, draw=of)
     assert torch.equal(found, expected)
 
 

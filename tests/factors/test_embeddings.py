@@ -53,7 +53,7 @@ def test_tokens_of_a_long_text_are_clipped_by_their_norm(T: int, device: str) ->
     ids = torch.multinomial(often_V, T, replacement=True, generator=generator)[None]
     G = torch.randn(1, T, 64, generator=generator).bfloat16()
     bound, norm = bound_and_norm(ids.to(device), G.to(device))
-    assert bound == pytest.approx(norm.item(), rel=1e-4)
+    assert bound.item() == pytest.approx(norm.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
