@@ -337,7 +337,7 @@ def test_a_unit_with_an_infinite_row(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", ["linear_3d", "conv2d_groups", "embedding_bag_sum"])
 def test_removing_a_unit(name: str) -> None:
-    """The sum changes by at most C (1 + 1e-4), though the unit has several rows."""
+    """The sum changes by at most C, though the unit has several rows."""
     case = CASES[name]
     model, batch = make_case(case, torch.float32)
     index = index_for(len(batch[0]))
