@@ -13,7 +13,7 @@ import math
 import operator
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -151,7 +151,7 @@ class Norms:
     upper: Tensor
 
 
-_VERSION = operator.attrgetter("_version")
+_VERSION, _GRAD, _DATA = map(operator.attrgetter, ("_version", "grad", "data"))
 
 
 #: Those of models that a private optimizer has followed.
@@ -224,9 +224,9 @@ class GradLedger:
         self._foreign: set[int] = set()
         #: Some of these sums' elements: of these parameters, from this number on, their bits.
         self._elements: tuple[Sequence[nn.Parameter], int, Tensor] | None = None
-        #: How many parameters the last backward pass had, and their versions together, until noise
-        #: is added.
-        self._written: tuple[int, int] | None = None
+        #: How many parameters the last backward pass had, their versions together, its number and
+        #: some of their bits, until noise is added.
+        self._written: tuple[int, int, int, Tensor | None] | None = None
         self._follower: weakref.ref[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -332,16 +332,16 @@ class GradLedger:
                     foreign.add(id(param))
         earlier, self._written = self._written, None
         if self._follower is not None:
-            self._written = len(params), versions
-            same = earlier is None or earlier == self._written or earlier[0] != len(params)
-            if not same and not hasattr(params[0], "placements"):
-                raise FlashClippingError(
-                    "backward(): found parameters that were written since the last backward(), "
-                    "without an optimizer.step(). An ascent step (SAM) writes what follows from "
-                    "sums without noise, and samples count twice. Use an optimizer of one gradient "
-                    "a step. Where weights were only loaded, begin the step anew before this:\n"
-                    "    optimizer.discard_step()"
-                )
+            n = self.clipped_backwards  # of every 17: where a step has two, each in turn
+            bits = _bits_of(params, n, _DATA) if n % 17 == 4 else None
+            self._written = len(params), versions, n, bits
+            if earlier and earlier[0] == len(params) and not hasattr(params[0], "placements"):
+                if earlier[1] != versions:
+                    raise FlashClippingError(_WRITTEN)
+                _, _, m, left = earlier
+                same = None if left is None else _is_same(_bits_of(params, m, _DATA), left)
+                if same is not None:
+                    check_on_device(same, _WRITTEN, FlashClippingError)
         running = self.record
         # A backward pass that failed has counted nothing; sums that are gone were taken by hand.
         if running is not None and (not running.backwards or len(foreign) == held):
@@ -428,10 +428,9 @@ class GradLedger:
         left = dict(zip(grads, map(weakref.ref, grads.values()), strict=True))
         self._versions = dict(zip(grads, map(_VERSION, grads.values()), strict=True))
         n, self._elements = self.clipped_backwards, None
-        if grads and self._follower is not None and (n < 8 or n % 16 == 0):
-            some = (some * 2)[16 * n % len(some) :][: min(16, len(some))]
-            if (bits := _bits_of(some, n)) is not None:
-                self._elements = some, n, bits
+        looks = some and self._follower is not None and (n < 8 or n % 16 == 0)
+        if looks and (bits := _bits_of(some, n, _GRAD)) is not None:
+            self._elements = some, n, bits
         self._left = left  # the last: an interrupt before it leaves nothing known
 
     def _is_left(self, param: nn.Parameter, grad: Tensor) -> bool:
@@ -459,10 +458,8 @@ class GradLedger:
             refuse_lacking(self.model, self.follower)
         if self._elements is not None:  # versions do not count what is written past autograd
             some, n, left = self._elements
-            found = _bits_of(some, n)
-            if found is None or found.shape != left.shape:
+            if (same := _is_same(_bits_of(some, n, _GRAD), left)) is None:
                 self._refuse_grad(some[0])
-            same = (found == left).all()
             check_on_device(same, f"optimizer.step(): a {_NOT_THE_SUM}", InvalidValue)
         return replace(record, params=frozenset(map(id, params)))
 
@@ -498,15 +495,29 @@ _NOT_THE_SUM = (
     "optimizer.zero_grad()."
 )
 
+_WRITTEN = (
+    "backward(): found parameters that were written since the last backward(), without an "
+    "optimizer.step(). An ascent step (SAM) writes what follows from sums without noise, and "
+    "samples count twice. Use an optimizer of one gradient a step. Where weights were only loaded, "
+    "begin the step anew before this:\n    optimizer.discard_step()"
+)
+
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits_of(params: Sequence[nn.Parameter], n: int) -> Tensor | None:
-    """Bits of up to 64 elements of ``p.grad`` of each, those of one dtype on one device; without
-    waiting. ``n`` says which of them; ``None`` where there are none."""
+def _is_same(found: Tensor | None, left: Tensor) -> Tensor | None:
+    """Whether bits are as they were, on the device; ``None`` where there are others, or none."""
+    if found is None or (found.dtype, found.device) != (left.dtype, left.device):
+        return None
+    return (found == left).all() if found.shape == left.shape else None
+
+
+def _bits_of(params: Sequence[nn.Parameter], n: int, of: Callable[[Any], Any]) -> Tensor | None:
+    """Bits of up to 64 elements of 16 parameters' sums, or values, those of one dtype on one
+    device; without waiting. ``n`` says which of them; ``None`` where there are none."""
     parts: list[Tensor] = []
-    for param in params:
-        grad = param.grad
+    for param in [*params, *params][16 * n % len(params) :][: min(16, len(params))]:
+        grad = of(param)
         if type(grad) is not Tensor or not grad.numel() or not grad.is_contiguous():
             continue
         if parts and (grad.dtype != parts[0].dtype or grad.device != parts[0].device):

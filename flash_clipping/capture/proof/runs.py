@@ -299,7 +299,8 @@ class Runs:
                 with hooked(self.root, note, has_own_trainable), own_errors():
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
-                numbers = {n: x for n, x in enumerate(tensors) if _is_number(x)}
+                alone = [(n, x) for n, x in enumerate(tensors) if x.numel() == 1]
+                numbers = {n: x for n, x in alone if _may_be_of_samples(x)}
                 self.numbers = {n: abs(float(x.detach())) for n, x in numbers.items()}
                 if not any(self._axes(x, count) for x in tensors):  # its loss alone
                     tensors += _read_by([x for x in tensors if x.requires_grad], of_layers)
@@ -569,11 +570,6 @@ class _Collects(BackwardPass):
         self.each, self.scale = norms_PB, doubts.scale
         self.bounds = doubts.bound_each([id(param) for param in params], norms_PB)
         return torch.ones_like(norms_PB[0])
-
-
-def _is_number(x: Tensor) -> bool:
-    """Whether an output is one number, which a gradient may come back to."""
-    return x.numel() == 1 and _may_be_of_samples(x)
 
 
 def _may_be_of_samples(x: Tensor) -> bool:

@@ -169,7 +169,9 @@ def run(
                 finally:
                     _backward.only_compiles = before
                 return _run_reference(reference, tensor, args, kwargs)
-            if torch.is_grad_enabled() or not _is_on_current_device(tensor):
+            # Triton launches on the current device; that need not be where the tensor is.
+            elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+            if torch.is_grad_enabled() or elsewhere:
                 with torch.no_grad(), torch.cuda.device_of(tensor):
                     return kernel(*args, **kwargs)
             return kernel(*args, **kwargs)  # as in every step: context managers take a while
@@ -245,11 +247,6 @@ def _run_reference(
 ) -> R:
     with torch.no_grad(), full_precision(tensor.device):
         return reference(*args, **kwargs)
-
-
-def _is_on_current_device(tensor: Tensor) -> bool:
-    """Where Triton launches; that need not be where the tensor is."""
-    return not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
 
 
 def _warn_once(name: str, reason: str, error: Exception | None) -> None:
