@@ -83,11 +83,10 @@ def forward_by_sample(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     is_compared = not axis and session.has_oracle
     if any(size % B or (size != B and not is_compared) for size in sizes):
         _refuse(tap, f"its inputs have different numbers of samples: {sizes}")
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            for x in tensors_in(leaf):
-                if x.dim() > axis and x.shape[axis] == B > 1:
-                    _refuse(tap, f"it is called with a {type(leaf).__name__} that holds tensors")
+    for leaf in leaves if B > 1 else ():
+        held = () if isinstance(leaf, Tensor) else tensors_in(leaf)
+        if any(x.shape[axis : axis + 1] == (B,) for x in held):
+            _refuse(tap, f"it is called with a {type(leaf).__name__} that holds tensors")
     views = {
         f"module.{name}": PerSampleView.apply(tap, param, B).unbind(0)
         for name, param in tap.layer.named_parameters()

@@ -220,19 +220,20 @@ class Runs:
         given: tuple[tuple[Any, ...], dict[str, Any]],
         places: Sequence[int],
         scales: Sequence[Mapping[int, float]] = (),
+        again: bool = False,
         **options: Any,
     ) -> Run:
-        """The model on a batch; arguments as of :meth:`_run`.
-
-        Raises:
-            ModelsOwnError: the model raises.
-            FlashClippingError: taps raise where the model itself does not.
-        """
+        """The model on a batch; arguments as of :meth:`_run`, errors as of :meth:`look`."""
+        epoch = self.session.epoch
         try:
             return self._run(given, places, scales, **options)
         except ModelsOwnError as error:
             if not options.get("taps") and options.get("probing") is None:
                 raise
+            if (
+                self.session.epoch != epoch and not again
+            ):  # a module has begun to run sample by sample
+                return self.run(given, places, scales, again=True, **options)
             alone = ("seed", "calm", "losses")
             self._run(given, places, scales, **{k: v for k, v in options.items() if k in alone})
             raise _of_taps(error) from error.__cause__

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.coverage import VALUES
 from flash_clipping.capture.proof.repeatable import repeatable
+from tests.support.autograd import check_by_autograd, squares
+from tests.support.uses import Scaling
 
 B, K = 4, 6
 
@@ -245,3 +248,30 @@ def test_inputs_of_dtypes_that_have_few_operations_are_looked_at(dtype: torch.dt
     model = nn.Sequential(Counts(), nn.Softmax(0))
     with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
         GradSampleModuleFlashClipping(model)(torch.randint(0, 8, (B, K)).to(dtype)).sum().backward()
+
+
+class ScaledByFunction(nn.Module):
+    """Its parameter goes to an autograd function, where no stand-in follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.randn(K))
+
+    def forward(self, x: Tensor) -> Any:
+        return Scaling.apply(x, self.vector)
+
+
+class InCheckpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scaled, self.last = nn.Linear(K, K), ScaledByFunction(), nn.Linear(K, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.scaled, self.first(x), use_reentrant=False))
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_a_look_goes_on_where_a_module_begins_to_run_sample_by_sample(mode: str) -> None:
+    """A checkpoint, which it began in, would be run again otherwise than at first."""
+    torch.manual_seed(0)
+    check_by_autograd(InCheckpoint().double(), (torch.randn(B, K).double(),), squares, mode=mode)
