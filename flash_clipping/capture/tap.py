@@ -450,7 +450,7 @@ class Tap(FactorSource):
             if session.probing is not None:
                 return self.original(*args, **kwargs)
             session.doubt(self.path)
-            if getattr(unsupported.tap, "layer", None) not in self.layer.modules():
+            if getattr(unsupported.tap, "layer", None) not in [*self.layer.modules()]:
                 raise
             warnings.warn(
                 f"{self.path}: this module's forward runs once for each sample, which is exact and "
