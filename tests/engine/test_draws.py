@@ -253,6 +253,13 @@ def selected(indices: list[int]) -> Any:
     return whole.select([1, 0, 2, 3, 5, 4]).select(indices)
 
 
+def joined(*numbers: int, shuffled: bool = False) -> Any:
+    datasets = pytest.importorskip("datasets")
+    found = [datasets.Dataset.from_dict({"x": [0.0] * 8, "y": [0] * 8}) for _ in range(2)]
+    tables = [found[n].shuffle(seed=k) if shuffled else found[n] for k, n in enumerate(numbers)]
+    return datasets.concatenate_datasets(tables)
+
+
 HALVES, FOUR = data(), pairs(4)
 REPEATED: dict[str, Any] = {
     "parts": lambda: ConcatDataset([data()] * 2),
@@ -270,6 +277,8 @@ REPEATED: dict[str, Any] = {
     "a subset of a list": lambda: Subset(FOUR * 3, [0, 2, 4]),
     "lists": lambda: ConcatDataset([FOUR, [*reversed(FOUR)]]),
     "selected": lambda: selected([0, 3, 3]),
+    "a table joined with itself": lambda: joined(0, 0),
+    "a table that is shuffled twice": lambda: joined(0, 0, shuffled=True),
     "a subset of what was selected": lambda: Subset(selected([0, 3, 0]), [0, 1, 2]),
 }
 APART: dict[str, Any] = {
@@ -280,6 +289,7 @@ APART: dict[str, Any] = {
     "equal texts and numbers": lambda: ["a", "a", 1, 1, (1, "a"), (1, "a"), None, None],
     "one of a list": lambda: Subset(FOUR * 3, [0, 1, 6]),
     "selected": lambda: selected([3, 0]),
+    "two tables": lambda: joined(0, 1),
     "an empty part": lambda: ConcatDataset([Subset(HALVES, []), HALVES]),
 }
 

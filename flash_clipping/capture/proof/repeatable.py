@@ -80,10 +80,6 @@ def _place_of_dropout(func: Any) -> int | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags or _place_of_dropout(func) is not None
-
-
 class Repeatable(DispatchMode):
     """Makes random operators draw the same in every run, and notes what they drew; and raises what
     would end the process on a GPU.
@@ -126,7 +122,7 @@ class Repeatable(DispatchMode):
         elif (dtype := kwargs.get("dtype")) is not None:
             self.casts.add(dtype)
         refuse_assertions(func, args, kwargs)
-        if not _is_random(func):
+        if torch.Tag.nondeterministic_seeded not in func.tags and _place_of_dropout(func) is None:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if kwargs.get("generator") is not None:

@@ -182,7 +182,9 @@ def origin_of(
     if name in _TRANSPOSES:
         turned = replace(origin, transposed=not origin.transposed)
         return turned if value.dim() == 2 and origin.is_whole(before) else None
-    if name in _RESHAPES or (name == "__getitem__" and all(map(_keeps_order, leaves[1:]))):
+    # What an index of slices leaves out, the number of elements tells.
+    slices = all(x is None or x is Ellipsis or isinstance(x, slice) for x in leaves[1:])
+    if name in _RESHAPES or (name == "__getitem__" and slices):
         sizes, kept = ([n for n in x.shape if n != 1] for x in (value, before))
         return origin if value.dtype == before.dtype and sizes == kept else None
     if named or len(leaves) != 2 or value.shape != before.shape:
@@ -209,11 +211,6 @@ def _times(origin: AffineView, number: float | Tensor) -> AffineView | None:
         # A copy: a buffer may have changed when backward needs it.
         number = number.detach().clone().reshape(())
     return replace(origin, scale=number * origin.scale)
-
-
-def _keeps_order(index: Any) -> bool:
-    """Whether a part of an index does; what it leaves out, the number of elements tells."""
-    return index is None or index is Ellipsis or isinstance(index, slice)
 
 
 #: Set on the tensors that stand in for parameters, for who finds them in autograd's graph.

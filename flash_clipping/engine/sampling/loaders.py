@@ -425,14 +425,13 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
 def refuse_repeats(dataset: Any) -> None:
     """Raise ``ValueError`` for a dataset that has a sample more than once, as far as its indices,
     its parts and the objects of its lists tell."""
-    is_selected = getattr(dataset, "_indices", None) is not None
-    if not (is_selected or isinstance(dataset, Subset | ConcatDataset | list)):
+    if not (_table_of(dataset) or isinstance(dataset, Subset | ConcatDataset | list)):
         return
     found: dict[int, list[Any]] = {}
     sources = [*_sources(dataset, np.arange(len(dataset)))]
     for source, index_R in sources:
         found.setdefault(id(source), []).append(index_R)
-    again = any(np.bincount(np.concatenate(each)).max() > 1 for each in found.values())
+    again = any(len(np.unique(x)) < len(x) for x in map(np.concatenate, found.values()))
     objects = [thing for source, index_R in sources for thing in _objects(source, index_R)]
     if not again and len({*map(id, objects)}) == len(objects):
         return
@@ -442,8 +441,7 @@ def refuse_repeats(dataset: Any) -> None:
     _refuse(
         f"a {type(dataset).__name__} that has a sample more than once",
         "It would count once for each of its places. Declare whose each is:\n"
-        f"    make_private(..., {line}\n"
-        "or leave repetitions out, and train for more epochs",
+        f"    make_private(..., {line}\nor leave repetitions out, and train for more epochs",
     )
 
 
@@ -453,8 +451,6 @@ def _sources(dataset: Any, index_R: Any) -> Iterator[tuple[Any, Any]]:
     if not len(index_R):
         return
     index_R = index_R % len(dataset)  # numbers from the end
-    #: Hugging Face's table of what was selected.
-    selected = getattr(getattr(dataset, "_indices", None), "column", None)
     if isinstance(dataset, Subset):
         places = np.asarray(dataset.indices)
         if places.dtype.kind in "iu":  # not names
@@ -464,10 +460,21 @@ def _sources(dataset: Any, index_R: Any) -> Iterator[tuple[Any, Any]]:
         part_R = np.searchsorted(starts, index_R, side="right") - 1
         for place, part in enumerate(dataset.datasets):
             yield from _sources(part, index_R[part_R == place] - starts[place])
-    elif callable(selected):
-        yield dataset._data, selected(0).to_numpy().astype(np.int64)[index_R]
+    elif table := _table_of(dataset):
+        if dataset._indices is not None:  # the table of what was selected
+            index_R = dataset._indices.column(0).to_numpy().astype(np.int64)[index_R]
+        at: list[Any] = []  # in memory: the same for a table that was joined with itself
+        for chunk in table.column(0).chunks:
+            first = next((x.address for x in chunk.buffers()[1:] if x), id(chunk))
+            at.append(8 * first + chunk.offset + np.arange(len(chunk)))
+        yield None, np.concatenate(at)[index_R]
     else:
         yield dataset, index_R
+
+
+def _table_of(dataset: Any) -> Any:
+    """The table of a dataset of Hugging Face's."""
+    return getattr(dataset, "_data", None) if hasattr(dataset, "_fingerprint") else None
 
 
 def _objects(source: Any, index_R: Any) -> list[Any]:
