@@ -21,18 +21,18 @@ def check_against_loader(
         or not forward.recorded
         or (forward.of_nobody and not drawn and 1 in forward.batch_sizes)
         or drawn in forward.batch_sizes
+        or forward.units is not None  # these were drawn, and the map was compared with their number
     ):
         return
-    if forward.units is not None:
-        return  # what was drawn are units, and the map was compared with their number
+    if max(forward.batch_sizes, default=drawn) < drawn and advice:
+        advice = " Leave samples out of the dataset:\n    dataset = Subset(dataset, indices)"
     sizes = " or ".join(map(str, forward.batch_sizes)) or "unknown size"
     raise FlashClippingError(
-        f"the model: the loader drew {drawn} samples, but the model is called with a "
-        f"batch of {sizes} (the size of axis {session.batch_axis} of its inputs). Samples that "
-        "are packed end to end into one row, or flattened into their tokens, are not "
-        "recognised: give the model one row per sample, padded to one length. If samples lie "
-        f"along axis {1 - session.batch_axis}, wrap the model with "
-        f"batch_first={not session.batch_first}.{advice}"
+        f"the model: the loader drew {drawn} samples, but the model is called with a batch of "
+        f"{sizes} (the size of axis {session.batch_axis} of its inputs). Samples that are packed "
+        "end to end into one row, or flattened into their tokens, are not recognised: give the "
+        "model one row per sample, padded to one length. If samples lie along axis "
+        f"{1 - session.batch_axis}, use batch_first={not session.batch_first}.{advice}"
     )
 
 

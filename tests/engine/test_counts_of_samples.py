@@ -34,6 +34,17 @@ def test_packed_inputs_are_refused(shape: tuple[int, ...]) -> None:
     flash(ids)
 
 
+def test_a_batch_that_was_filtered_names_the_dataset() -> None:
+    """A mode of one sample at a time would not help."""
+    flash = GradSampleModuleFlashClipping(nn.Linear(6, 3))
+    flash.expect_samples(4)
+    with pytest.raises(FlashClippingError, match=r"drew 4 .*\n    dataset = Subset\(") as error:
+        flash(torch.randn(3, 6))
+    assert "one_by_one" not in str(error.value)
+    with pytest.raises(FlashClippingError, match=r"drew 4 samples(?s:.*)one_by_one"):
+        flash(torch.randn(8, 6))
+
+
 # -- the criterion and check know how many losses there are ---------------------------------------
 
 
