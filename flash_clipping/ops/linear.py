@@ -56,8 +56,7 @@ def linear_sqnorm_blocks(
     into an order of its own anyway, and has seen to shapes, ``[B, T, features]``, and devices.
     ``memo``: what was kept for operands of the same layout."""
     memo = {} if memo is None else memo
-    by_algorithm = memo.get("algorithms")
-    if by_algorithm is None:
+    if (by_algorithm := memo.get("algorithms")) is None:
         by_algorithm = memo["algorithms"] = _algorithms(ready)
     blocks: list[SqnormBlock] = []
     for group, layer in by_algorithm["rank_one"]:
@@ -67,11 +66,12 @@ def linear_sqnorm_blocks(
         pairs = [(ready[group][0], ready[group][1][layer]) for group, layer in outer]
         parts = [outer_sqnorms(A, G, in_parts=True, backend=backend)[0] for A, G in pairs]
         for members, sq_LB in sum_parts(parts):
-            doubts: list[Tensor] = []
-            for i, sq_B in zip(members, sq_LB, strict=True):
-                spread_B, T = spread(*pairs[i]), pairs[i][0].shape[1]
-                doubts += (doubt_of_sums(sq_B, spread_B, T, cores_of(*pairs[i])),)
-            doubt_LB = torch.stack(doubts)
+            spread_LB = torch.stack([spread(*pairs[i]) for i in members])
+            kinds = [(pairs[i][0].shape[1], cores_of(*pairs[i])) for i in members]
+            of_kind = {k: doubt_of_sums(sq_LB, spread_LB, *k) for k in dict.fromkeys(kinds)}
+            doubt_LB = of_kind[kinds[0]]  # mostly there is one: a few launches for all layers
+            if len(of_kind) > 1:
+                doubt_LB = torch.stack([of_kind[kind][row] for row, kind in enumerate(kinds)])
             blocks.append(SqnormBlock([outer[i] for i in members], sq_LB, doubt_LB))
     # Layers that take gram share `A Aᵀ` within a group, and one launch between groups.
     if blocks and not by_algorithm["gram"]:
