@@ -6,8 +6,7 @@ factor is reduced to norms and dropped, the second time to clipped sums. Nothing
 layers, and the loss may be anything, as both walks start from the same output gradients.
 
 What is recomputed in backward may come out otherwise in the second walk. Generators begin both
-walks alike, and norms are taken in both: nothing is released that has a larger norm than what was
-measured.
+walks alike, and norms are taken in both: nothing is released with a larger norm than was measured.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_matmul_work_of_a_step(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [5, 8, 16])
+@pytest.mark.parametrize("size", [5, 8, 13])  # beyond, a CPU sums up sample after sample
 def test_no_convolution_weight_gradient_is_computed_twice(size: int, mode: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 3, 3), nn.Flatten())

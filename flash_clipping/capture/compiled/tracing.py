@@ -94,6 +94,11 @@ def _claim(number: int) -> int:
 
 
 @constant_in_traces
+def _is_in_an_operator() -> bool:
+    """Whether the body of an operator is traced, which runs any number of times."""
+    return not is_traced_once()
+
+
 @constant_in_traces
 def _note_operator(path: str) -> bool:
     """A layer is traced there that has no wires: it cannot run by itself."""
@@ -127,8 +132,7 @@ def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     if fits:
                         return output
                     _note_misfit()
-    # In the body of an operator its path is a guard, which elsewhere would be one of every layer.
-    if not is_traced_once():
+    if _is_in_an_operator():  # its path is a guard, which elsewhere would be one of every layer
         _note_operator(tap.path)
     return by_itself(tap, args, kwargs)
 

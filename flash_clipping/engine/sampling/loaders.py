@@ -244,8 +244,7 @@ class PoissonLoader(DPDataLoader):
 
     def __iter__(self) -> Any:
         sampler = self.batch_sampler
-        by_collate = not (sampler.announce.strict or self.num_workers)
-        if not self.announces or (by_collate and self.collate_fn.counts):
+        if not self.announces:
             return super().__iter__()
         with _giving_a_row(sampler):
             batches = super().__iter__()
@@ -255,25 +254,21 @@ class PoissonLoader(DPDataLoader):
 
 
 class _AnnouncingCollate:
-    """Announces what it collates in the process of the model: whoever called it takes it next. It
-    goes with the loader into what others make of it, as ``BatchMemoryManager`` does."""
+    """Announces what it collates in the process of the model, where the loader does not: whoever
+    called it takes it next. It goes into what others make of the loader, ``BatchMemoryManager``."""
 
     def __init__(
         self, collate: Callable[[list[Any]], Any], dataset: Any, announce: BatchSizeNotifier
     ):
         self.wrapped_collator_fn, self.dataset, self.announce = collate, dataset, announce
-        while isinstance(dataset, Subset):
-            dataset = dataset.dataset
-        fetches_batches = callable(getattr(dataset, "__getitems__", None))  # of any kind
-        #: Whether what is collated is a list of samples. Other batches, and those that are
-        #: compared, are announced by the loader.
-        self.counts = not (fetches_batches or announce.strict)
 
     def __call__(self, samples: Any) -> Any:
         announce, draw = self.announce, self.announce.last
-        is_announced = get_worker_info() is None and (self.counts or announce.in_parts)
-        if isinstance(samples, list) and not samples:
-            if not is_announced:  # a row would be taken for a sample
+        tells = get_worker_info() is None and not announce.by_loader
+        tells = tells and (not announce.strict or announce.in_parts)
+        is_list = isinstance(samples, list)  # else what the dataset's __getitems__ gave
+        if not samples if is_list else tells and not draw.rows:
+            if not tells:  # a row would be taken for a sample
                 raise FlashClippingError(
                     "BatchMemoryManager, or another loader around that of make_private: found a "
                     "draw without samples, whose row nobody tells the model of. Let the process of "
@@ -282,12 +277,15 @@ class _AnnouncingCollate:
                     "or take batches of the loader itself, in parts that fit:\n"
                     "    flash_clipping.MicroBatches(optimizer)"
                 )
-            samples, draw = [self.dataset[0]], draw.with_a_row()
-        elif self.counts:
-            draw = replace(draw, samples=len(samples), rows=len(samples))
+            samples = [self.dataset[0]] if is_list else self.dataset.__getitems__([0])
+            draw = draw.with_a_row()
+        elif tells and not announce.strict:
+            own = samples if is_list else next((x for x in tensors_in(samples) if x.dim()), None)
+            rows = draw.rows if own is None else len(own)
+            draw = replace(draw, samples=rows, rows=rows)
         batch = self.wrapped_collator_fn(samples)
-        if is_announced:
-            announce(draw if self.counts else replace(draw, tensors=tensors_in(batch)))
+        if tells:
+            announce(replace(draw, tensors=tensors_in(batch)) if announce.strict else draw)
         return batch
 
 
@@ -474,7 +472,8 @@ def _sources(dataset: Any, index_R: Any) -> Iterator[tuple[Any, Any]]:
 
 def _table_of(dataset: Any) -> Any:
     """The table of a dataset of Hugging Face's."""
-    return getattr(dataset, "_data", None) if hasattr(dataset, "_fingerprint") else None
+    package = type(dataset).__module__.partition(".")[0]
+    return getattr(dataset, "_data", None) if package == "datasets" else None
 
 
 def _objects(source: Any, index_R: Any) -> list[Any]:

@@ -41,12 +41,14 @@ class BatchSizeNotifier:
         last: the batch, or part, that was drawn last, whichever iterator it is for.
         given: of how many draws the loop was given something.
         in_parts: whether that are parts, of which the sampler says how many there are.
+        by_loader: whether the loader announces ``last`` itself, and not what collates it.
     """
 
     strict: bool
     last: DrawnBatch = field(default_factory=lambda: DrawnBatch(-1, 0, 0))
     given: int = 0
     in_parts: bool = False
+    by_loader: bool = False
     _number: int | None = None
     _module: weakref.ref[Any] | None = None
 
@@ -181,9 +183,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
-        #: Whether the loader that begins an epoch now announces what it gives: it is given the
-        #: first row of the data where no sample was drawn. For others their collate function does
-        #: that, which announces it.
+        #: Whether the loader that begins an epoch now announces what it gives. Where no sample was
+        #: drawn it is given the first row of the data; for others their collate function does that.
         self.gives_a_row = False
         self.announce = BatchSizeNotifier(self.is_strict or units is not None)
         self.parts: deque[int] = deque()
@@ -234,7 +235,7 @@ class PoissonSampler(UniformWithReplacementSampler):
                         part = replace(draw, samples=counted, rows=len(own))
                     if not own and gives_a_row:
                         own, part = [0], part.with_a_row()
-                    self.announce.last = part
+                    self.announce.last, self.announce.by_loader = part, gives_a_row
                     pending.append(part)
                     yield own
         finally:  # a loop that was left early, too
