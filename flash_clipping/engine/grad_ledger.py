@@ -523,5 +523,5 @@ def _bits_of(params: Sequence[nn.Parameter], n: int, of: Callable[[Any], Any]) -
         if parts and (grad.dtype != parts[0].dtype or grad.device != parts[0].device):
             continue
         count, step = min(64, grad.numel()), max(1, grad.numel() // 64)
-        parts.append(grad.as_strided((count,), (step,), grad.storage_offset() + n % step))
+        parts.append(grad.real.as_strided((count,), (step,), grad.storage_offset() + n % step))
     return torch.cat(parts).view(_INTEGERS[parts[0].itemsize]) if parts else None

@@ -124,9 +124,9 @@ class ParameterGuards:
         new = {id(param): param for param in found if id(param) not in guarded}
         names = {id(param): name for name, param in self.root.named_parameters()} if new else {}
         for key, param in new.items():
-            refuse_complex(names[key], param)
             why = self._why
             if why is _PAST_THE_TAP:
+                refuse_complex(names[key], param)
                 why += to_freeze_parameters(names[key]) + ONE_BY_ONE
             guard = Guard(names[key], why, self.session)
             self.handles.append(param.register_hook(guard.__getitem__))

@@ -642,7 +642,7 @@ class SamplesPass(BackwardPass):
             grad = grad.to_dense() if grad.layout != torch.strided else grad
             own = own.to(sums.device, sums.dtype)
             # What is not finite has coefficient 0, and 0 times it is no number.
-            sums.addcmul_(torch.where(own > 0, grad.to(sums.dtype), 0), own)
+            sums.addcmul_(torch.where(own.real > 0, grad.to(sums.dtype), 0), own)
 
     def _norms_of(self, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> Tensor:
         """``[P]``, fp32; fp64 for parameters in float64."""
@@ -652,8 +652,9 @@ class SamplesPass(BackwardPass):
         for place, grad in enumerate(grads):
             if grad is not None:
                 values = grad.coalesce().values() if grad.is_sparse else grad
+                values = values.abs() if values.is_complex() else values
                 found[place] = torch.linalg.vector_norm(values, dtype=wide).to(device)
-        is_wide = any(param.dtype == torch.float64 for param in params)
+        is_wide = any(param.dtype.to_real() == torch.float64 for param in params)
         return (torch.stack(found) * self.scale).to(wide if is_wide else torch.float32)
 
     def _coefficients(self, number: int, norms_P: Tensor) -> Tensor:

@@ -470,11 +470,13 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self._ledger.uncleared = True
 
     def _own(self, tensor: Any) -> Any:
-        """The part of a parameter or its sum that this process has."""
-        return tensor
+        """The part of a parameter or its sum that this process has, as reals."""
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
     def _placed(self, param: Any, own: Tensor) -> Tensor:
         """A gradient as the parameter wants it, from what this process has of it."""
+        if param.is_complex():
+            return torch.view_as_complex(own.view(*param.shape, 2))
         return own.view_as(param)
 
     def _shards(self) -> list[int] | None:
@@ -483,7 +485,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
         """The dtype of noisy gradients: the parameter's, as optimizers want them."""
-        return p.dtype
+        return p.dtype.to_real()
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
         """Have ``fn(optimizer)`` called in every step, behind what was attached before: when noise

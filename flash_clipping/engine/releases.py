@@ -19,8 +19,7 @@ is added. A value that goes to two neighbours on a grid, such that its mean is k
 larger, never smaller; sums keep that order. The grid is one of ``log S``, and a mean of two values
 ``e^{ih}`` and ``e^{jh}`` is ``e^{ih}`` times something that depends on ``j - i`` only: ``t``
 summands need ``2 log2 t`` sums over all pairs of grid points. Every product is positive, so that
-small probabilities are as precise as large ones. What lies beyond the ends counts as infinite
-loss.
+small probabilities are as precise as large ones. What lies beyond the ends is an infinite loss.
 
 Shape suffixes: ``K`` points of a grid.
 """

@@ -270,10 +270,9 @@ def refuse_complex(name: str, param: nn.Parameter) -> None:
     """Raise ``FlashClippingError`` for a trainable parameter that is complex."""
     if param.requires_grad and param.is_complex():
         raise FlashClippingError(
-            f"{name}: a complex parameter ({param.dtype}), whose clipped gradients and noise are "
-            "not supported. Keep its real and imaginary parts in a real parameter, "
-            "nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in "
-            f"forward, which is exact; or freeze it.{to_freeze_parameters(name)}"
+            f"{name}: a complex parameter ({param.dtype}), which mode='one_by_one' alone serves. "
+            "Keep it as reals, nn.Parameter(torch.view_as_real(w)), and use "
+            f"torch.view_as_complex(self.w) in forward, which is exact and fast.{ONE_BY_ONE}"
         )
 
 
@@ -296,11 +295,12 @@ def refuse_hooks(name: str, param: Tensor) -> None:
 
 
 def refuse_unsupported(root: nn.Module) -> None:
-    """Refuse a model that is about to be wrapped: in which a layer mixes samples, has parameters
-    without a shape or without values, reduces gradients itself, or reads its parameters past any
-    tap; or a trainable parameter is complex."""
+    """Refuse a model in which a layer mixes samples, has parameters that are complex or without
+    shape or values, reduces gradients itself, or reads its parameters past any tap."""
     refuse_sharding(root)
     refuse_batch_norms(batch_norms_of(root))
+    for name, param in root.named_parameters():
+        refuse_complex(name, param)
     _refuse_in_any_mode(root)
     for path, module in root.named_modules():
         _refuse_hooked(path, module)
@@ -310,8 +310,7 @@ def refuse_unsupported(root: nn.Module) -> None:
 
 
 def refuse_one_by_one(root: nn.Module) -> None:
-    """Refuse a model that ``mode="one_by_one"`` does not serve: spread over processes, or with a
-    layer that keeps statistics of samples."""
+    """Refuse models that are spread over processes, or whose layers keep statistics of samples."""
     if has_shards(root) or processes_of(root) is not None:
         raise NotServed(
             'mode="one_by_one": found a model whose parameters are spread over processes '
@@ -333,7 +332,6 @@ def refuse_one_by_one(root: nn.Module) -> None:
 def _refuse_in_any_mode(root: nn.Module) -> None:
     refuse_max_norm(embeddings_of(root))
     for name, param in root.named_parameters():
-        refuse_complex(name, param)
         refuse_hooks(name, param)
     refuse_unloaded(root)
     for path, module in root.named_modules():

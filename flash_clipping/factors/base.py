@@ -25,8 +25,8 @@ from flash_clipping.ops.outer import weighted_sum
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays float64; everything narrower is accumulated in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """float64 and complex dtypes stay; everything narrower is accumulated in float32."""
+    return dtype if dtype == torch.float64 or dtype.is_complex else torch.float32
 
 
 def parts_of_sample(rows: int, samples: int) -> int:

@@ -84,7 +84,7 @@ def energy_gradient(m: Any, x: Tensor) -> Tensor:
 
 def complex_of(square: Tensor) -> Tensor:
     """``[D, D / 2]``: pairs of real numbers, as a layer of a Fourier neural operator keeps its own
-    where complex parameters are refused."""
+    where complex parameters need ``mode="one_by_one"``."""
     return torch.view_as_complex(square.unflatten(1, (-1, 2)))
 
 

@@ -140,7 +140,7 @@ def step(model: nn.Module, x: Tensor, **options: Any) -> Any:
 
 
 #: Refusals that nothing serves but a mode: the last line keeps what is trained.
-KEPT = {"frequencies", "elsewhere", "experts"}
+KEPT = {"frequencies", "elsewhere", "experts", "complex"}
 
 
 @pytest.mark.filterwarnings("ignore")
