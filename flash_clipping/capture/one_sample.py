@@ -105,12 +105,12 @@ class Batch:
             for _, leaf in leaves:  # a tuple is of inputs, where it may be
                 if type(leaf) is tuple and (rows := self._rows_in(leaf)) in ways:
                     return rows
-            names = ", ".join(name for name, leaf in leaves if isinstance(leaf, list))
-            few, many = sorted(ways)
+            lists = {name: len(leaf) for name, leaf in leaves if isinstance(leaf, list)}
+            few, many = sorted(ways, key=lambda n: n not in lists.values())  # entries come first
             raise FlashClippingError(
-                f"the model: {names}: found lists of tensors that may be {few} samples or {many}: "
-                "a list has an entry for each sample, or inputs with a row for each. Say how many "
-                f"samples there are before the call:\n    model.expect_samples({few})"
+                f"the model: {', '.join(lists)}: found lists of tensors that may be {few} samples "
+                f"or {many}: a list has an entry for each sample, or inputs with a row for each. "
+                f"Say how many samples there are before the call:\n    model.expect_samples({few})"
             )
         return ways.pop() if ways else 0
 

@@ -923,6 +923,26 @@ def test_a_sample_is_not_read_by_others_through_what_the_loader_gives() -> None:
     assert "one_by_one" not in str(error.value)
 
 
+@pytest.mark.parametrize("entries", [2, 5])
+def test_a_list_of_images_says_how_many_they_are(entries: int) -> None:
+    """Three channels, or three samples: the line to paste takes the entries of the list."""
+
+    class Sees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, images: list[Tensor]) -> Tensor:
+            return self.head(torch.stack([image.mean((1, 2)) for image in images]))
+
+    wrapped, images = wrap(Sees()), [torch.randn(3, 4, 4) for _ in range(entries)]
+    with pytest.raises(FlashClippingError, match=f"{entries} samples or 3") as error:
+        wrapped(images)
+    exec(str(error.value).splitlines()[1].strip(), {"model": wrapped})
+    wrapped(images).square().sum().backward()
+    assert wrapped.get_norm_sample().shape == (entries,)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_run_one_by_one(how: str) -> None:
     model = MeanOverBatch().double()
