@@ -211,8 +211,7 @@ class CountsSteps:
     def __init__(self) -> None:
         super().__init__()
         self._name = secrets.token_hex(8)
-        #: Steps that were loaded, by the names of the accountants that counted them. They are the
-        #: first of the history.
+        #: Loaded steps, the first of the history, by the name of the accountant that counted them.
         self._loaded: dict[str, _Steps] = {}
         self._warned_of_kept = False
 

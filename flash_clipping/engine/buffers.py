@@ -153,8 +153,7 @@ class BufferWatch:
     def _run_again(
         self, places: list[_Place], found: list[_Before], given: _Arguments
     ) -> list[Tensor | None]:
-        """The buffers that the forward makes in these places where it begins as it did, with other
-        inputs."""
+        """The buffers that the forward makes in these places of other inputs, begun as it did."""
         devices = {x.device for x in self.session.state() if x.is_cuda}
         with (
             torch.no_grad(),

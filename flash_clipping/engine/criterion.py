@@ -135,8 +135,7 @@ class FlashLoss(DPLossFastGradientClipping):
 
     Of an output of transformers it takes the logits; with logits ``[B, T, V]`` and targets
     ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed),
-    and targets are not shifted. Weights of classes weigh a sample's loss, and are not divided by
-    those of other samples.
+    and targets are not shifted. Weights of classes weigh a sample's loss; none divides another's.
 
     Raises:
         ValueError: the reductions of criterion, module and optimizer do not agree; in the first
@@ -264,8 +263,7 @@ class FlashLoss(DPLossFastGradientClipping):
                 )
 
     def _refuse_comparison(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """``FlashClippingError`` for a criterion that compares samples, by the first batch that can
-        be halved."""
+        """``FlashClippingError`` for one that compares samples, by a batch that can be halved."""
         session: Any = getattr(self.module, "_session", None)
         call = None if session is None else session.current_forward
         if call is None or not call.recorded or not session.enabled or not session.batch_first:

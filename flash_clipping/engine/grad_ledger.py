@@ -69,9 +69,8 @@ class StepRecord:
         )
 
     def plus(self, later: StepRecord) -> StepRecord:
-        """The record of these sums and of those of a later part of the same step;
-        ``FlashClippingError`` if they were clipped differently, have other parameters, or are of
-        several draws."""
+        """The record of these sums and of those of a later part of the same step; an error if they
+        were clipped differently, have other parameters, or are of several draws."""
         self.check_same_bound(later.bound, later.clipping)
         if self.params != later.params:
             raise FlashClippingError(
@@ -111,15 +110,13 @@ def total_bound(bound: float | Sequence[float]) -> float:
 
 
 def sensitivity_of(bound: float | Sequence[float]) -> float:
-    """How far one sample can move the sum of samples that are clipped by this bound. All noise is
-    drawn for it."""
+    """How far one sample can move a sum that is clipped by this bound: all noise is for that."""
     return total_bound(bound) * (1 + ETA)
 
 
 def rescaled(bound: Bound, value: Any) -> Bound:
     """What a bound becomes when it is set to ``value``. Bounds of many parameters keep their
-    proportions when one number is given, which becomes their norm: clipping schedulers of Opacus
-    know one number only."""
+    proportions when one number is given, which becomes their norm: Opacus' schedulers know one."""
     new = checked_bound(value)
     if isinstance(bound, list) and isinstance(new, float):
         factor = new / total_bound(bound)
@@ -262,8 +259,7 @@ class GradLedger:
                 _handles.append(register_optimizer_step_pre_hook(_refuse_without_noise))
 
     def refuse_step(self, plain: Any) -> None:
-        """Raise ``FlashClippingError`` if a step of this optimizer would move parameters by sums
-        without noise.
+        """Raise ``FlashClippingError`` if this optimizer would step on sums without noise.
 
         The private optimizer has taken the sums when it calls the one that it wraps. What else may
         be in ``p.grad`` is left alone: zeros, by which PyTorch makes the state that it saves; noisy

@@ -581,8 +581,7 @@ class SamplesPass(BackwardPass):
             self._run, self._before = run, _swap(run.left if run is not None else [])
 
     def take(self, samples: Samples, number: int, grads: Sequence[Tensor | None]) -> None:
-        """Take the whole gradient of a sample in one call of the model; all uses in several calls
-        are one gradient."""
+        """Take the whole gradient of a sample in one call; several calls are one gradient."""
         if id(samples) not in self.arrived:
             self._begin(samples)
         if number in self.norms_P:

@@ -224,6 +224,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 self._module.running_step.name_of(tensor, "add_param_group")
         self.original_optimizer.add_param_group(param_group)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_optimizer_") and "original_optimizer" in self.__dict__:
+            return getattr(self.original_optimizer, name)  # whose step runs the hooks of users
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     # -- a step ---------------------------------------------------------------------------------
 
     @property
@@ -509,8 +514,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @property
     def step_hook(self) -> Callable[[Any], None] | None:
-        """What Opacus calls when noise was added: all of :attr:`step_hooks`. Setting it attaches
-        one more."""
+        """What Opacus calls when noise was added: all :attr:`step_hooks`. Setting adds one."""
         return self._call_step_hooks if self.step_hooks else None
 
     @step_hook.setter
@@ -602,8 +606,7 @@ def _refuse_divided_losses() -> None:
 
 
 def _refuse_optimizer(optimizer: Any) -> None:
-    """Refuse optimizers that call a closure as often as they like in one step, and those of sparse
-    gradients."""
+    """Refuse optimizers that call closures as often as they like, and those of sparse grads."""
     for each in getattr(optimizer, "optimizers", ()):
         _refuse_optimizer(each)
     if isinstance(optimizer, torch.optim.SparseAdam):

@@ -327,6 +327,10 @@ class FlashPrivacyEngine(PrivacyEngine):
             return super().make_private(**of_opacus)
         check_keywords(kwargs, clipping)
         checked_bound(max_grad_norm)
+        for name, needed in (("module", "parameters"), ("optimizer", "param_groups")):
+            if not hasattr(given[name], needed):
+                found = f"found {given[name]!r}, which has no {needed}"
+                raise InvalidValue(f"{name}: {found}; expected one of PyTorch.")
         data_loader, set_up = inside_fabric(data_loader)
         if noise_generator and self.secure_mode:
             raise InvalidValue(
@@ -445,8 +449,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         grad_sample_mode: str = "flash",
         **options: Any,
     ) -> Any:
-        """As :meth:`opacus.PrivacyEngine.make_private_with_epsilon`, with :meth:`make_private`'s
-        additional arguments.
+        """As Opacus' ``make_private_with_epsilon``, with :meth:`make_private`'s own arguments.
 
         Args:
             target_epsilon, target_delta: what may be spent, by the end of the last epoch.

@@ -26,8 +26,7 @@ class _Unknown(Exception):
 def compares_samples(
     loss: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], samples: int
 ) -> bool:
-    """Whether this loss of model outputs depends for one sample on the others, as far as a batch
-    shows.
+    """Whether a batch shows that this loss of model outputs depends, for one sample, on others.
 
     Args:
         loss: the criterion, of any shape; it is added up.

@@ -86,7 +86,14 @@ def _form_of(module: nn.Module) -> str | None:
 
 
 def refuse_inside(path: str, module: nn.Module) -> None:
-    """Refuse a module of a model that is about to be wrapped, if it reduces or shards gradients."""
+    """Refuse a module of a model that is about to be wrapped, if it reduces or shards gradients, or
+    Python cannot follow it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NotServed(
+            f"{path or 'the model'} ({module.original_name}): found a module of torch.jit.script, "
+            "whose layers Python never runs. Give the module that it was made of, and compile it:\n"
+            "    model.compile()"
+        )
     if (form := _form_of(module)) is not None and not is_sharded(module):
         raise NotServed(
             f"{path or 'the model'}: found {form}, which reduces gradients before they are "
@@ -366,8 +373,7 @@ def batch_norms_of(root: nn.Module) -> list[tuple[str, Any]]:
 
 def refuse_batch_norms(norms: Sequence[tuple[str, Any]]) -> None:
     """Raise :class:`UnsupportedModel` for those of these batch normalizations, by path, that read
-    statistics of the batch now. In eval mode, with running statistics, the output for a sample is
-    of that sample alone."""
+    statistics of the batch now. In eval mode, with running statistics, rows are independent."""
     for path, module in norms:
         if module.training or module.running_mean is None or module.running_var is None:
             line = _FIX
@@ -490,8 +496,7 @@ def _refuse_unloaded(path: str, name: str, is_offloaded: bool) -> NoReturn:
 
 
 def _refuse_quantized(path: str, module: nn.Module) -> None:
-    """Refuse layers of other libraries that round the rows of a batch together, or lose
-    gradients."""
+    """Refuse layers of others that round rows of a batch together, or lose gradients."""
     where, names = f"{path or 'the model'} ({type(module).__name__})", kinds_of(module)
     layer: Any = module
     if _FLOAT8 in names:

@@ -23,6 +23,7 @@ from flash_clipping import (
     FlashClippingError,
     FlashDPOptimizer,
     FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
     PlanExceededWarning,
     auditing,
     planning,
@@ -378,3 +379,28 @@ def test_steps_beyond_the_plan_are_said_once(before: int) -> None:
     assert f"found step {planned + 1}; " in message and "target_epsilon=3.0" in message
     assert f"after epochs=2, which end with step {planned}." in message
     assert epoch() == []
+
+
+@pytest.mark.parametrize("call", [made, with_epsilon])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("module", None),
+        ("module", torch.relu),
+        ("optimizer", torch.optim.SGD),
+        ("data_loader", data()),
+        ("data_loader", [1, 2]),
+    ],
+)
+def test_arguments_of_another_kind_are_named(call: Any, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: found "):
+        call(**{name: value})
+
+
+def test_a_scripted_module_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), torch.jit.script(nn.Linear(6, 3)))
+    for mode in ("one_pass", "one_by_one"):
+        with pytest.raises(
+            NotImplementedError, match=r"1 \(Linear\): found a module of torch\.jit"
+        ):
+            GradSampleModuleFlashClipping(model, mode=mode)

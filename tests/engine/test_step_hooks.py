@@ -158,3 +158,15 @@ def test_the_mask_that_is_offered_for_a_hook_freezes_what_it_hides() -> None:
     run.steps(2)
     moved = (plain[1].weight.detach() != before).any(0)
     assert torch.equal(moved, mask.bool()) and counted(run) == 2
+
+
+def test_hooks_of_pytorch_run_around_the_step_that_moves_parameters() -> None:
+    run, calls = training(), []
+    hooked: Any = run.optimizer
+    hooked.register_step_pre_hook(lambda *_: calls.append("before"))
+    handle = hooked.register_step_post_hook(lambda *_: calls.append("after"))
+    run.steps(2)
+    handle.remove()
+    run.steps(1)
+    assert calls == ["before", "after", "before", "after", "before"]
+    assert counted(run) == 3

@@ -38,8 +38,7 @@ def key(
     models: Sequence[GradSampleHooksFlashClipping],
     device: torch.device,
 ) -> tuple[Hashable, Hashable]:
-    """The key of a graph: the layout of arguments, and all else that Python decides by on the way
-    through the step."""
+    """The key of a graph: the layout of arguments, and all else that Python decides a step by."""
     layout = str(structure), *map(_layout, leaves)
     bounds: list[Hashable] = []
     convolutions: Any = torch.backends.cudnn
@@ -84,8 +83,7 @@ def _layout(leaf: Any) -> Hashable:
 
 
 class _Same:
-    """A key that is equal where the object is the same one. It holds it, so that no other comes in
-    its place."""
+    """A key that is equal for the same object, which it holds: no other comes in its place."""
 
     def __init__(self, held: Any):
         self.held = held
@@ -191,8 +189,7 @@ def rehearse(
     models: Sequence[GradSampleHooksFlashClipping],
     device: torch.device,
 ) -> Any:
-    """Run a step as it is, before it is captured; ``FlashClippingError`` where a replay would be
-    something else."""
+    """Run a step that is to be captured; ``FlashClippingError`` where a replay would differ."""
     params = [p for p in module.parameters() if p.requires_grad]
     weights = [p._version for p in params]
     held = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]

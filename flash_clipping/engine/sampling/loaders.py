@@ -344,7 +344,9 @@ def inside_fabric(loader: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def refuse_no_batch(loader: Any) -> None:
-    """Raise ``ValueError`` for a loader that has no batch: no step would have a sample rate."""
+    """Raise ``ValueError`` for a loader without batches: no step would have a sample rate."""
+    if not isinstance(inside_fabric(loader)[0], DataLoader):
+        _refuse(f"a {type(loader).__name__}", "Give torch.utils.data.DataLoader(dataset, ...)")
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
     if size == 0:
         _refuse("a dataset without samples", "See what it was read from")
