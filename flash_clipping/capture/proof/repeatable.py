@@ -79,7 +79,6 @@ def _place_of_dropout(func: Any) -> int | None:
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
-@functools.lru_cache(maxsize=4096)
 class Repeatable(DispatchMode):
     """Makes random operators draw the same in every run, and notes what they drew; and raises what
     would end the process on a GPU.

@@ -230,9 +230,8 @@ class Runs:
         except ModelsOwnError as error:
             if not options.get("taps") and options.get("probing") is None:
                 raise
-            if (
-                self.session.epoch != epoch and not again
-            ):  # a module has begun to run sample by sample
+            by_sample = self.session.epoch != epoch  # one has begun to run sample by sample
+            if by_sample and not again:
                 return self.run(given, places, scales, again=True, **options)
             alone = ("seed", "calm", "losses")
             self._run(given, places, scales, **{k: v for k, v in options.items() if k in alone})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.no_trace import untouched
+from flash_clipping.capture.proof.repeatable import Repeatable
 
 
 class Frozen(OrderedDict[str, Any]):
@@ -137,3 +139,14 @@ def test_the_look_is_not_skipped_for_a_frozen_container() -> None:
     flash = GradSampleModuleFlashClipping(Mixes(Frozen(a=1), len), max_grad_norm=1.0)
     with pytest.raises(Exception, match="the outputs of a sample change with the others"):
         flash(torch.randn(4, 3)).square().sum().backward()
+
+
+def test_nothing_of_a_look_is_kept() -> None:
+    """What its runs have drawn is as large as the batch, and on its device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    flash(torch.randn(5, 3)).square().sum(1).mean().backward()
+    assert flash._watch.gate._why  # it was looked at
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x).__name__ == Repeatable.__name__]
