@@ -20,9 +20,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import FlashClippingError
 from flash_clipping.engine.one_by_one import OneByOne
-from tests.support.one_sample import Loop, assert_clipped, one_at_a_time
+from tests.support.one_sample import Loop, assert_clipped, one_at_a_time, seeded, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:mode=.one_by_one.")
 
@@ -552,19 +552,6 @@ SERVED: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "parameters by other names": (KnownElsewhere, plain_loss),
     "checkpoint of inputs": (CheckpointOfInputs, plain_loss),
 }
-
-
-def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def fresh() -> nn.Module:
-        torch.manual_seed(0)
-        return make().double()
-
-    return fresh
-
-
-def wrap(model: nn.Module, **options: Any) -> Any:
-    given = {"loss_reduction": "sum", "mode": "one_by_one"} | options
-    return GradSampleModuleFlashClipping(model, **given)
 
 
 @pytest.mark.parametrize("name", [*CASES, *SERVED])

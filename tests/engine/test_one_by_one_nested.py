@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from tests.support.one_sample import Loop, assert_clipped, one_at_a_time
+from flash_clipping import FlashClippingError
+from tests.support.one_sample import Loop, assert_clipped, one_at_a_time, seeded, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:mode=.one_by_one.")
 
@@ -342,19 +342,6 @@ GIVEN: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
         ),
     ),
 }
-
-
-def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def fresh() -> nn.Module:
-        torch.manual_seed(0)
-        return make().double()
-
-    return fresh
-
-
-def wrap(model: nn.Module, **options: Any) -> Any:
-    given = {"loss_reduction": "sum", "mode": "one_by_one"} | options
-    return GradSampleModuleFlashClipping(model, **given)
 
 
 @pytest.mark.parametrize("name", [*NESTED, *GIVEN])

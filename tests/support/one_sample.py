@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_clipping import GradSampleModuleFlashClipping
+
 #: (model, rows of the batch) -> the sum of their losses, as a training loop takes it.
 Loop = Callable[[Any, Sequence[int]], Tensor]
 
@@ -39,3 +41,19 @@ def assert_clipped(wrapped: Any, norms: Tensor, sums: dict[str, Tensor], rtol: f
     found = {name.removeprefix("_module."): p for name, p in wrapped.named_parameters()}
     for name, expected in sums.items():
         torch.testing.assert_close(found[name].grad, expected, rtol=rtol, atol=rtol, msg=name)
+
+
+def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A model in float64 that is the same each time."""
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(0)
+        return make().double()
+
+    return fresh
+
+
+def wrap(model: nn.Module, **options: Any) -> Any:
+    """The model in ``mode="one_by_one"``, with losses that are added up."""
+    given = {"loss_reduction": "sum", "mode": "one_by_one"} | options
+    return GradSampleModuleFlashClipping(model, **given)
