@@ -11,7 +11,8 @@ from opacus.accountants.utils import get_noise_multiplier
 from rich.console import Console
 
 from benchmarks.report import table
-from flash_clipping.engine.accounting import MechanismSpec, PldAccountant
+from flash_clipping.noise.accountants import PldAccountant
+from flash_clipping.noise.process import MechanismSpec
 
 #: Where noise ends, in standard deviations: ``torch.normal`` in fp32 on a CPU, and ours.
 END_OF_TORCH_NORMAL = math.sqrt(2 * 24 * math.log(2))

@@ -36,7 +36,7 @@ from training import InMemoryDataset
 
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.auditing import Audit, Canaries
-from flash_clipping.randomness.mechanisms import BandedInverseNoise, BufferedNoise, NoiseMechanism
+from flash_clipping.noise.mechanisms import BandedInverseNoise, BufferedNoise, NoiseMechanism
 
 CLASSES = 10
 # A canary's gradient must be longer than a broken bound lets through, or breaking changes nothing.

@@ -20,8 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine
-from flash_clipping.randomness import SeededNoiseWarning
-from flash_clipping.randomness.mechanisms import (
+from flash_clipping.noise.mechanisms import (
     BandedInverseNoise,
     BandedNoise,
     BufferedNoise,
@@ -29,6 +28,7 @@ from flash_clipping.randomness.mechanisms import (
     NoiseMechanism,
     OneStepNoise,
 )
+from flash_clipping.randomness import SeededNoiseWarning
 
 DELTA = 1e-4
 HELD_OUT = 400

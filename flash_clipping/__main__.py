@@ -188,7 +188,7 @@ def _env(args: argparse.Namespace) -> int:
 
 
 def _compose(args: argparse.Namespace) -> int:
-    from flash_clipping.engine.report import compose
+    from flash_clipping.noise.report import compose
 
     reports = [_json(path) for path in args.reports]
     _tell(f"composing {len(reports)} reports")

@@ -15,13 +15,16 @@ LIBRARY = Path(flash_clipping.__file__).parent
 #: Wings beside the core: they import it and are never imported by it. Only the package itself
 #: (``public.py``, which the engine imports without reading it), its command line and other wings
 #: may name them.
-WINGS = {f"flash_clipping.{name}" for name in ("hugging_face", "layers", "pipelines", "trainers")}
+WINGS = {
+    f"flash_clipping.{name}"
+    for name in ("hugging_face", "layers", "noise", "pipelines", "trainers")
+}
 
 #: From top to bottom. Folders on one floor do not import each other, but for the top.
 FLOORS = [
     {f"flash_clipping{name}" for name in ("", ".__main__", ".diagnostics", ".public")},
     {"flash_clipping.trainers", "flash_clipping.auditing", "flash_clipping.planning"},
-    {"flash_clipping.pipelines", "flash_clipping.hugging_face"},
+    {f"flash_clipping.{name}" for name in ("hugging_face", "noise", "pipelines")},
     {"flash_clipping.layers"},
     {"flash_clipping.engine"},
     {"flash_clipping.distributed"},

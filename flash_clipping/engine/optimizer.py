@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from flash_clipping._compat import check_optimizer
 from flash_clipping.capture.no_samples import step_without_samples
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
-from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.grad_ledger import (
     Bound,
     GradLedger,
@@ -81,8 +80,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     #: Moves the bound at the end of every step: adaptive clipping.
     adaptive: AdaptiveBound | None = None
 
-    #: Makes noise that steps partly take back; ``None``: the noise of every step is its own.
-    correlated: CorrelatedNoise | None = None
+    #: Makes noise that steps partly take back (:mod:`flash_clipping.noise.correlated`); ``None``:
+    #: the noise of every step is its own.
+    correlated: Any = None
 
     #: Whether parameters may be shards.
     _serves_shards = False
@@ -431,7 +431,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         shards, dtypes = self._shards(), [self._noisy_dtype(p) for p in self.params]
         rounds = self._rounds(sums)
         if self.correlated is not None:
-            return self.correlated.noisy_means(
+            found: list[Tensor] = self.correlated.noisy_means(
                 gated(sums, gate),
                 std,
                 divisor,
@@ -442,6 +442,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 shards=shards,
                 dtypes=dtypes,
             )
+            return found
         draw, grid = self.stream.draw(Purpose.NOISE, rounds), self.noise_grid
         if grid == "exact":
             multiplier = self._multiplier()

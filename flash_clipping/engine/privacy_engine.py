@@ -20,14 +20,13 @@ from flash_clipping.distributed import has_shards, is_sharded, processes_of
 from flash_clipping.distributed.process_groups import shared_stream
 from flash_clipping.engine import wings
 from flash_clipping.engine.accounting import (
+    SAMPLE,
     LargeDeltaWarning,
     PlanExceededWarning,
-    PldAccountant,
     relation_of,
     with_right_length,
     without_hints,
 )
-from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.criterion import FlashAdaptiveLoss, FlashLoss
 from flash_clipping.engine.grad_ledger import checked_bound
 from flash_clipping.engine.grad_sample_module import (
@@ -48,14 +47,11 @@ from flash_clipping.engine.options import (
     Sampling,
     check_bounds,
     check_keywords,
-    check_noise_grid,
     check_options,
     check_target,
     planned_noise,
-    requested_process,
     steps_of,
 )
-from flash_clipping.engine.report import SAMPLE, make_report
 from flash_clipping.engine.sampling.loaders import (
     PoissonLoader,
     UnitsOfRows,
@@ -67,12 +63,10 @@ from flash_clipping.engine.sampling.loaders import (
     watch_sampling,
 )
 from flash_clipping.engine.sampling.mixing import warn_of_mixing
-from flash_clipping.engine.sampling.samplers import RoundSampler
 from flash_clipping.engine.unsupported import refuse_alone, refuse_frozen, refuse_lacking, validate
 from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.ops.runtime.checks import device_checks
-from flash_clipping.randomness.mechanisms import IndependentNoise, NoiseMechanism
 from flash_clipping.randomness.stream import SecretStream, seed_notice
 
 #: Arguments that Opacus' make_private gets in any mode.
@@ -105,8 +99,8 @@ class FlashPrivacyEngine(PrivacyEngine):
 
     Args:
         accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus; ``"pld"``
-            (:class:`~flash_clipping.engine.accounting.PldAccountant`); ``"discrete_gaussian"``
-            (:class:`~flash_clipping.engine.accounting.DiscreteGaussianAccountant`).
+            (:class:`~flash_clipping.noise.accountants.PldAccountant`); ``"discrete_gaussian"``
+            (:class:`~flash_clipping.noise.accountants.DiscreteGaussianAccountant`).
         secure_mode: refuse seeds, and make noise by all 20 rounds of ChaCha20 (RFC 8439) on GPUs,
             too. Without it they are 12 there, which nobody knows an attack on (``docs/noise.md``).
             In modes other than ``"flash"`` as in Opacus: it needs ``torchcsprng``.
@@ -231,7 +225,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         sampling: Sampling = "poisson",
         max_batch_size: int | None = None,
         participations: int = 1,
-        noise: NoiseMechanism | None = None,
+        noise: Any = None,
         noise_grid: NoiseGrid = False,
         pipeline: Any = None,
         **kwargs: Any,
@@ -273,7 +267,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             max_rows_per_unit: if a unit has more rows, that many are drawn, uniformly and anew each
                 time; with ``sampling="poisson_rows"`` once.
             sampling: ``"poisson"``; others need ``accountant="pld"``, and are flash only
-                (:class:`~flash_clipping.engine.accounting.MechanismSpec`, ``docs/sampling.md``):
+                (:class:`~flash_clipping.noise.process.MechanismSpec`, ``docs/sampling.md``):
                 ``"random_allocation"``, ``"shuffled"``, ``"poisson_rows"`` with ``units``, and, for
                 correlated noise, ``"fixed_order"`` and ``"cyclic_poisson"``.
             participations: of a sample in ``participations * len(data_loader)`` steps; with
@@ -282,7 +276,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 random subset is taken; fewer are filled up by rows that add exactly nothing. The
                 sample rate is still the loader's; flash only, and ``accountant="pld"``.
             noise: how the noise of steps is correlated
-                (:mod:`flash_clipping.randomness.mechanisms`); independent if ``None``.
+                (:mod:`flash_clipping.noise.mechanisms`); independent if ``None``.
             noise_grid: round noisy sums to a grid that does not depend on data, against attacks on
                 floating-point addition; ``"exact"``: round sums to a grid and add integers with
                 the law of a discrete Gaussian, drawn exactly, on the CPU, with
@@ -315,7 +309,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
         refuse_no_batch(data_loader)
         refuse_units(given)
-        process = requested_process(self.accountant, given)
+        process = wings.requested_process(self.accountant, given)
         if grad_sample_mode != "flash":
             if sample_of is not None or noise_grid:
                 name = "noise_grid" if sample_of is None else "sample_of"
@@ -342,7 +336,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         group = wings.pipeline_group(pipeline, given)
         if group is None:
             refuse_alone(module, distributed)
-        check_noise_grid(self.accountant, given)
+        wings.check_noise_grid(self.accountant, given)
         check_options({"cuda_graphs": cuda_graphs})
         dataset: Any = data_loader.dataset
         if units is None and sample_of is None:
@@ -387,10 +381,6 @@ class FlashPrivacyEngine(PrivacyEngine):
         if of_rows is not None:
             expected = getattr(sampler, "total_size", sampler.num_samples) * of_rows.sample_rate
         private = self._optimizer(given, expected, group)
-        if not isinstance(process.noise, IndependentNoise):
-            assert isinstance(self.accountant, PldAccountant)  # see requested_process
-            correlated = CorrelatedNoise(process.noise, sampler.check_step)
-            private.correlated, self.accountant.before_run = correlated, correlated.begin_run
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate))
         if criterion is None:
             criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
@@ -403,10 +393,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             self._unit = f"{sample_of}"
         private.follow(wrapper)
         watch_sampling(self, wrapper, private, loader)
-        if isinstance(self.accountant, PldAccountant):
-            self.accountant.is_used = True
-            if isinstance(sampler, RoundSampler) and not self.accountant.before_run:
-                self.accountant.before_run = sampler.begin_run
+        wings.begin_process(process, self.accountant, private, sampler)
         return wrapper, private, loss, set_up(loader)
 
     @overload
@@ -676,13 +663,13 @@ class FlashPrivacyEngine(PrivacyEngine):
             ``None`` and ``why``; ``relation`` and ``unit`` (the neighbours), ``assumptions``,
             ``violated`` (what was warned of), ``seeds`` (empty for what may be released),
             ``parts`` (sampling, noise, steps), ``releases`` (what
-            :func:`~flash_clipping.engine.report.compose` reads) and ``versions``.
+            :func:`~flash_clipping.noise.report.compose` reads) and ``versions``.
 
         Warns:
             LargeDeltaWarning: as :meth:`get_epsilon`.
         """
         self.check_delta(delta)
-        return make_report(self, delta, optimizer)
+        return wings.make_report(self, delta, optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither data nor, by SecretStream, a key of noise.

@@ -12,3 +12,18 @@ pipeline_group: Callable[[Any, dict[str, Any]], Any]
 
 #: Of :mod:`flash_clipping.pipelines`: the class of the private optimizer of one stage.
 stage_optimizer: type[Any]
+
+#: Of :mod:`flash_clipping.noise`: how batches are drawn and noise is made; without arguments
+#: Poisson batches and independent noise.
+MechanismSpec: type[Any]
+
+#: Of :mod:`flash_clipping.noise`: from the accountant and all arguments of ``make_private`` to a
+#: ``MechanismSpec``, or an error; and whether ``noise_grid`` goes with them.
+requested_process: Callable[[Any, dict[str, Any]], Any]
+check_noise_grid: Callable[[Any, dict[str, Any]], None]
+
+#: Of :mod:`flash_clipping.noise`: tells accountant and optimizer of the process that begins.
+begin_process: Callable[[Any, Any, Any, Any], None]
+
+#: Of :mod:`flash_clipping.noise`: ``FlashPrivacyEngine.report``.
+make_report: Callable[[Any, float, Any], dict[str, Any]]

@@ -20,7 +20,7 @@ from flash_clipping import (
     PrivateSchedule,
 )
 from flash_clipping.engine.grad_ledger import sensitivity_of
-from flash_clipping.randomness.mechanisms import OneStepNoise
+from flash_clipping.noise.mechanisms import OneStepNoise
 from tests.distributed import processes, steps
 from tests.distributed.processes import (
     SAMPLES,

@@ -29,10 +29,10 @@ from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.reducer import Reduction
 from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.engine.private_state import PrivateState
+from flash_clipping.noise.mechanisms import NoiseMechanism
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.chacha import Keystream
-from flash_clipping.randomness.mechanisms import NoiseMechanism
 from tests.distributed.processes import (
     SAMPLES,
     VOCAB,

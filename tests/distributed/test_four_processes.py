@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_clipping.randomness.mechanisms import BandedNoise
+from flash_clipping.noise.mechanisms import BandedNoise
 from tests.distributed import experts, pipelines, processes, steps
 from tests.distributed.processes import Found, Parts, clipped_step, device, make, sharded
 from tests.distributed.test_two_processes import EPOCH, check_units

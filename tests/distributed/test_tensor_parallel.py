@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from flash_clipping.randomness.mechanisms import OneStepNoise
+from flash_clipping.noise.mechanisms import OneStepNoise
 from tests.distributed import decoders, processes, steps, tensor_refusals, tensor_steps, uses
 from tests.distributed.processes import Found, Parts, refusals
 

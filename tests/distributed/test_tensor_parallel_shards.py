@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_clipping.randomness.mechanisms import BandedNoise
+from flash_clipping.noise.mechanisms import BandedNoise
 from tests.distributed import decoders, processes, steps, tensor_steps
 from tests.distributed.processes import Found, Parts
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
-from flash_clipping.randomness.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
+from flash_clipping.noise.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
 from tests.distributed import cases, experts, failures, pipelines, processes, steps, uses
 from tests.distributed.processes import BACKEND, C, Found, Parts, refusals
 from tests.support.units import truth_by_unit

@@ -28,9 +28,9 @@ from flash_clipping import (
     MicroBatches,
 )
 from flash_clipping.engine.grad_ledger import sensitivity_of
+from flash_clipping.noise.mechanisms import OneStepNoise
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
-from flash_clipping.randomness.mechanisms import OneStepNoise
 from tests.support.models import Block
 from tests.support.starting import found_by_gloo
 from tests.support.sums import note_sums

@@ -13,15 +13,15 @@ from opacus import PrivacyEngine
 from torch import Tensor, nn
 
 from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine
-from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
 from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
+from flash_clipping.noise.correlated import CorrelatedNoise
+from flash_clipping.noise.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.ops.noise import discrete_grid, discrete_noisy_means, grid_of, noisy_means
 from flash_clipping.randomness import Draw, Purpose, SecretStream, SeededNoiseWarning
 from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.choices import discrete_gaussian
-from flash_clipping.randomness.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
 from tests.support.private import Private, data
 
 seeded = pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")

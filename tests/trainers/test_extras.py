@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flash_clipping.engine.releases import dp_accounting
+from flash_clipping.noise.releases import dp_accounting
 
 USERS = {
     "transformers": ("flash_clipping.trainers.transformers", ["transformers", "accelerate"]),

@@ -39,7 +39,7 @@ from torch.utils.data import (
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.distributed.process_groups import ProcessGroups, shared_stream
-from flash_clipping.engine.accounting import MechanismSpec
+from flash_clipping.engine import wings
 from flash_clipping.engine.sampling.samplers import (
     AllocationSampler,
     BatchSizeNotifier,
@@ -119,7 +119,7 @@ class PoissonLoader(DPDataLoader):
         generator: a ``torch.Generator`` that seeds the draws: for tests and debugging. PyTorch
             seeds its workers with it, too.
         stream: what to draw with; a new one with a key of its own if ``None``.
-        process: how batches are drawn (:mod:`flash_clipping.engine.accounting`).
+        process: how batches are drawn, a ``MechanismSpec`` (:mod:`flash_clipping.noise`).
         fills_up: whether batches with fewer rows than ``max_batch_size`` are filled up.
         units: draw these, and not rows: every step has all rows of each unit that was drawn.
         distributed: every process of ``torch.distributed`` draws its part of each batch: samples,
@@ -147,7 +147,7 @@ class PoissonLoader(DPDataLoader):
         drop_last: bool = False,
         generator: Any = None,
         stream: SecretStream | None = None,
-        process: MechanismSpec | None = None,
+        process: Any = None,
         fills_up: bool = True,
         units: UnitsOfRows | None = None,
         distributed: bool = False,
@@ -167,7 +167,7 @@ class PoissonLoader(DPDataLoader):
         self.sample_rate, self.distributed = sample_rate, distributed
         size, steps = len(dataset), round(1 / sample_rate)  # type: ignore[arg-type]
         stream = stream_of(None, generator) if stream is None else stream
-        process = MechanismSpec() if process is None else process
+        process = wings.MechanismSpec() if process is None else process
         options: dict[str, Any] = {"steps": steps}
         is_shared = processes is not None or not process.is_plain
         if distributed:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from flash_clipping.randomness.mechanisms import (
+from flash_clipping.noise.mechanisms import (
     BandedInverseNoise,
     BandedNoise,
     BufferedNoise,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
-from flash_clipping.engine.correlated_noise import CorrelatedNoise
 from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.engine.sampling.samplers import (
     AllocationSampler,
@@ -21,8 +20,8 @@ from flash_clipping.engine.sampling.samplers import (
     FixedOrderSampler,
     ShuffledSampler,
 )
-from flash_clipping.randomness import Purpose, SecretStream
-from flash_clipping.randomness.mechanisms import (
+from flash_clipping.noise.correlated import CorrelatedNoise
+from flash_clipping.noise.mechanisms import (
     BandedInverseNoise,
     BandedNoise,
     BufferedNoise,
@@ -30,6 +29,7 @@ from flash_clipping.randomness.mechanisms import (
     NoiseMechanism,
     OneStepNoise,
 )
+from flash_clipping.randomness import Purpose, SecretStream
 
 pytest.importorskip("dp_accounting")
 SIZE, BATCHES = 30, 5

@@ -19,15 +19,15 @@ from opacus.accountants.analysis import gdp
 
 from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
-    DiscreteGaussianAccountant,
+    SAMPLE,
     FeasiblePrvAccountant,
     process_of,
     relation_of,
-    releases_of,
     without_hints,
 )
-from flash_clipping.engine.releases import Release, epsilon_by_pld
 from flash_clipping.errors import InvalidValue, check_one_of, checked_number
+from flash_clipping.noise.accountants import DiscreteGaussianAccountant, releases_of
+from flash_clipping.noise.releases import Release, epsilon_by_pld
 from flash_clipping.randomness.stream import seeds_of
 
 #: Of the form of reports, raised when a reader of an older one would be misled.
@@ -37,9 +37,6 @@ _NEEDED = ("delta", "relation", "unit", "assumptions", "violated", "seeds", "par
 
 #: Opacus looks for ε up to 500, and takes an exponential of one over the squared noise.
 _LARGEST_MU, _LEAST_NOISE_OF_GDP = 20.0, 0.04
-
-#: The unit, if nothing else is said.
-SAMPLE = "a sample of the dataset"
 
 _PACKAGES = ("flash-clipping", "opacus", "torch", "dp-accounting", "numpy", "scipy")
 

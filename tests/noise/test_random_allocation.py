@@ -16,21 +16,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
-from flash_clipping.engine import releases
-from flash_clipping.engine.accounting import (
-    ADD_OR_REMOVE,
-    MechanismSpec,
-    PldAccountant,
-    least_noise,
-    releases_of,
-)
-from flash_clipping.engine.releases import (
+from flash_clipping.engine.accounting import ADD_OR_REMOVE, least_noise
+from flash_clipping.engine.sampling.samplers import AllocationSampler, ShuffledSampler
+from flash_clipping.noise import releases
+from flash_clipping.noise.accountants import PldAccountant, releases_of
+from flash_clipping.noise.process import MechanismSpec
+from flash_clipping.noise.releases import (
     Release,
     allocation_losses,
     epsilon_by_pld,
     grid_step,
 )
-from flash_clipping.engine.sampling.samplers import AllocationSampler, ShuffledSampler
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.choices import _below, allocations

@@ -1,4 +1,4 @@
-"""Noise that is correlated over steps (:mod:`flash_clipping.randomness.mechanisms`), for any of the
+"""Noise that is correlated over steps (:mod:`flash_clipping.noise.mechanisms`), for any of the
 optimizers: of one process, of shards, of a stage, of data parallelism.
 
 Noise is made in fp32 (float64 for float64 sums), step by step: independent noise ``z_t`` comes from
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.ops.noise import noisy_means
-from flash_clipping.randomness import ALL_ROUNDS, Draw, Purpose, SecretStream
-from flash_clipping.randomness.mechanisms import (
+from flash_clipping.noise.mechanisms import (
     BandedInverseNoise,
     BandedNoise,
     BufferedNoise,
     NoiseMechanism,
 )
+from flash_clipping.ops.noise import noisy_means
+from flash_clipping.randomness import ALL_ROUNDS, Draw, Purpose, SecretStream
 
 
 class CorrelatedNoise:

@@ -1,0 +1,12 @@
+"""Correlated noise, batches that Opacus' accountants do not know, and reports."""
+
+from flash_clipping.engine import wings
+from flash_clipping.noise.process import MechanismSpec
+from flash_clipping.noise.report import make_report
+from flash_clipping.noise.requested import begin, check_noise_grid, requested_process
+
+wings.MechanismSpec = MechanismSpec
+wings.requested_process = requested_process
+wings.check_noise_grid = check_noise_grid
+wings.begin_process = begin
+wings.make_report = make_report

@@ -1,0 +1,176 @@
+"""The cost of steps that Opacus' accountants do not know.
+
+``dp-accounting`` is an extra (``flash-clipping[accounting]``); it is imported when an accountant of
+privacy loss distributions is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from opacus.accountants import IAccountant, register_accountant
+
+from flash_clipping.engine.accounting import (
+    CountsSteps,
+    StepsOfRdpAccountant,
+    process_of,
+    without_hints,
+)
+from flash_clipping.errors import FlashClippingError, InvalidValue
+from flash_clipping.noise.process import MechanismSpec
+from flash_clipping.noise.releases import Release, dp_accounting, epsilon_by_pld
+
+
+class DiscreteGaussianAccountant(StepsOfRdpAccountant):
+    """Rényi DP of discrete Gaussian noise, ``FlashPrivacyEngine(accountant="discrete_gaussian")``.
+
+    At whole orders Opacus' formula for Poisson-sampled Gaussian noise holds as it is for noise
+    ``N`` on all integers, with the same standard deviation, and a sensitivity ``v`` in integers:
+
+    * ``E_N[(p(x - v) / p(x))^l] = exp(l (l - 1) |v|^2 / (2 S^2))``, equal to the Gaussian's, for
+      ``l v`` is a vector of integers, and sums over all integers do not change when they are moved
+      by it (Canonne, Kamath and Steinke 2020, arXiv 2004.00010, proposition 5). The moments of the
+      sampled mechanism are sums of these with binomial weights.
+    * The other direction costs no more: ``x -> v - x`` swaps the two distributions (Mironov et al.
+      2019, arXiv 1908.10530, theorem 5).
+
+    At other orders, and for the distribution of the privacy loss in many dimensions, nothing of the
+    kind is known. For Gaussian noise it holds as well, as ``"rdp"`` at whole orders.
+    """
+
+    DEFAULT_ALPHAS: ClassVar[list[int]] = [*range(2, 65), *range(72, 257, 8), 320, 512]
+
+    def get_privacy_spent(
+        self, *, delta: float, alphas: list[float | int] | None = None
+    ) -> tuple[float, float]:
+        """As in Opacus; ``ValueError`` for orders that are not whole, or below 2."""
+        if wrong := [alpha for alpha in alphas or () if alpha < 2 or alpha != int(alpha)]:
+            raise InvalidValue(
+                f"alphas: found {wrong}; expected whole orders, 2 or more: at others discrete "
+                "noise is not accounted for."
+            )
+        if any(multiplier == 0 for multiplier, _, _ in self.history):
+            return math.inf, math.nan
+        with without_hints():
+            found, order = super().get_privacy_spent(delta=delta, alphas=alphas)
+        return max(0.0, float(found)), float(order)
+
+    @classmethod
+    def mechanism(cls) -> str:
+        return "discrete_gaussian"
+
+
+class PldAccountant(CountsSteps, IAccountant):
+    """Privacy loss distributions of dp-accounting's, ``FlashPrivacyEngine(accountant="pld")``.
+
+    Needed where batches have a fixed size or noise is correlated; it serves ordinary Poisson
+    sampling as well. Values are upper bounds on ε, up to dp-accounting's numerics.
+
+    Attributes:
+        process: how batches are drawn and noise is made; set by ``make_private``.
+        history: (noise multiplier, sample rate, steps in a row).
+
+    Raises:
+        ImportError: ``dp-accounting`` is not installed.
+    """
+
+    def __init__(self) -> None:
+        dp_accounting()  # said now, not when training has ended
+        super().__init__()
+        self.process = MechanismSpec()
+        #: Whether the next step begins with noise that knows nothing of the steps before.
+        self._begins = True
+        #: Whether ``make_private`` has made a model private for this process.
+        self.is_used = False
+        #: Called where that is so after a checkpoint was loaded.
+        self.before_run: Callable[[], None] | None = None
+
+    def follow(self, process: MechanismSpec) -> None:
+        """Account for this process from now on; ``ValueError`` after steps of another one."""
+        if self.is_used and not (process.is_plain and self.process.is_plain):
+            raise InvalidValue(
+                "accountant: make_private was called on this engine before. Steps of two models, "
+                "or of two runs, cannot be told apart where batches have a fixed size or noise is "
+                "correlated. Use a new engine for each."
+            )
+        if self.history and process != self.process:
+            raise InvalidValue(
+                f"accountant: found {len(self)} steps of {self.process.state_dict()}, and now "
+                f"{process.state_dict()}. One engine accounts for one of them: use a new engine."
+            )
+        self.process, self._begins, self.before_run = process, True, None
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        *kind, steps = self.history[-1] if self.history else (None, None, 0)
+        is_new_run = self._begins and self.process.is_in_order
+        of_round = steps % self.process.round_steps
+        if of_round and not is_new_run and kind != [noise_multiplier, sample_rate]:
+            raise FlashClippingError(
+                f"optimizer.step(): found noise_multiplier={noise_multiplier} in step {of_round} "
+                f"of a round of {self.process.round_steps}, whose steps before had {kind[0]}; "
+                f"expected one for all steps of a round of sampling={self.process.sampling!r}: a "
+                "sample takes part in any of them. Nothing was released. Change it when a round "
+                "ends."
+            )
+        if kind == [noise_multiplier, sample_rate] and not is_new_run:
+            self.history.pop()
+        else:
+            steps = 0
+        self.history.append((noise_multiplier, sample_rate, steps + 1))
+        self._begins = False
+
+    def get_epsilon(self, delta: float, **_: Any) -> float:
+        """ε for this δ, for datasets that are neighbours by :attr:`MechanismSpec.relation`."""
+        if any(multiplier == 0 for multiplier, _, _ in self.history):
+            return math.inf
+        return max((epsilon_by_pld(r, delta) for r in releases_of(self)), default=0.0)
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
+        """As Opacus', for steps of one batch each, unless these are ordinary Poisson batches."""
+        account = super().get_optimizer_hook_fn(sample_rate)
+
+        def hook(optimizer: Any) -> None:
+            if optimizer.accumulated_iterations != 1 and not self.process.is_plain:
+                raise FlashClippingError(
+                    f"optimizer.step(): found a step of {optimizer.accumulated_iterations} "
+                    "batches; expected one, for which steps are accounted. Nothing was released. "
+                    "Use a larger batch size."
+                )
+            account(optimizer)
+
+        return hook
+
+    def state_dict(self, destination: Any = None) -> Any:
+        destination = super().state_dict(destination)
+        destination["process"] = self.process.state_dict()
+        return destination
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As Opacus'; noise of the steps before is not known any more, and accounted for by
+        itself. ``ValueError`` for steps of another process."""
+        now, then = self.process.state_dict(), state_dict.get("process")
+        if then is not None and (then := MechanismSpec().state_dict() | then) != now:
+            raise InvalidValue(
+                f"accountant: the checkpoint accounts for {then}; this engine for {now}. Make the "
+                "model private as it was, and load the checkpoint then."
+            )
+        super().load_state_dict(state_dict)
+        self._begins = True
+        if self.before_run is not None:
+            self.before_run()
+
+    @classmethod
+    def mechanism(cls) -> str:
+        return "pld"
+
+
+def releases_of(accountant: Any) -> list[list[Release]]:
+    """What all steps released, as it is for each of the neighbours that there are."""
+    runs = [process_of(accountant).releases(*entry) for entry in accountant.history]
+    return [[*neighbour] for neighbour in zip(*runs, strict=True)]
+
+
+for accountant in (PldAccountant, DiscreteGaussianAccountant):
+    register_accountant(accountant.mechanism(), accountant, force=True)
