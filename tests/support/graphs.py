@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flash_clipping import GradSampleModuleFlashClipping, GraphedStep
-from flash_clipping.engine.graphs.graphed_model import GraphedCall, GraphedModel
+from flash_clipping.engine.graphs.graphed_model import GraphedModel
 from flash_clipping.engine.graphs.graphed_step import Graph
 from tests.support.models import squared_loss
 from tests.support.sums import norm_of
@@ -27,18 +27,18 @@ class PlayedByHand(GraphedStep):
     def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device:
         return torch.device("cpu")
 
-    def _record(self, graph: Graph, work: Callable[[], Any], device: torch.device) -> Any:
+    def _record(self, graph: Graph, work: Callable[[], Any]) -> Any:
         def replay() -> None:
             params = list(self._module().parameters())
             before = [p.grad for p in params]
             with ExitStack() as stack, torch.enable_grad():
-                again = [stack.enter_context(m._session.captures()) for m, _ in graph.of_modules]
+                again = [stack.enter_context(m._session.captures()) for m, _ in graph.of_models]
                 for p in params:
                     p.grad = None
                 output = work()
             for _, grad in graph.grads:
                 grad.fill_(torch.nan)
-            for (_, captured), new in zip(graph.of_modules, again, strict=True):
+            for (_, captured), new in zip(graph.of_models, again, strict=True):
                 pairs = zip(captured.norms, new.norms, strict=True)
                 for held, now in pairs:  # norms and what they were clipped by
                     held.norms_PB.copy_(now.norms_PB)
@@ -54,7 +54,7 @@ class PlayedByHand(GraphedStep):
             for p, grad in zip(params, before, strict=True):
                 p.grad = grad
 
-        graph.replay = replay
+        graph.replays.append(replay)
         return work()
 
 
@@ -64,12 +64,11 @@ class CallsByHand(GraphedModel):
     def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device:
         return torch.device("cpu")
 
-    def _record(self, graph: Any, work: Callable[[], Any], device: torch.device) -> Any:
-        call: GraphedCall = graph
-        first = not getattr(call, "forward", None)
+    def _record(self, call: Any, work: Callable[[], Any]) -> Any:
+        first = not call.replays
         if first:
-            call.forward = work  # type: ignore[attr-defined]
-        work()
+            call.forward = work
+        output = work()
 
         def replay() -> None:
             session = self.model._session
@@ -80,7 +79,7 @@ class CallsByHand(GraphedModel):
             with session.captures() as again, torch.enable_grad():
                 for p in params:
                     p.grad = None
-                output = call.forward()  # type: ignore[attr-defined]
+                output = call.forward()
                 if first:
                     leaves = pytree.tree_leaves(call.output), pytree.tree_leaves(output)
                     with torch.no_grad():
@@ -91,7 +90,7 @@ class CallsByHand(GraphedModel):
             with torch.no_grad():
                 for _, grad in call.grads:
                     grad.fill_(torch.nan)
-                pairs = zip(call.of_modules[0][1].norms, again.norms, strict=not first)
+                pairs = zip(call.of_models[0][1].norms, again.norms, strict=not first)
                 for held, now in () if first else pairs:
                     held.norms_PB.copy_(now.norms_PB)
                     held.upper.copy_(now.upper)
@@ -103,8 +102,8 @@ class CallsByHand(GraphedModel):
                 forward.spent |= forward not in known
             session._current_forward = current
 
-        call.replay = replay
-        return None
+        call.replays.append(replay)
+        return output
 
 
 def replay_by_hand(model: Any) -> None:

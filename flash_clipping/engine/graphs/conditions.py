@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +24,29 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.tap import Tap
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
-from flash_clipping.errors import FlashClippingError, InvalidType
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.runtime.backend import matmul_settings
 
 #: Types of attributes that a module's forward may decide by.
 SETTINGS = (bool, int, float, str)
 
 
-def key(
+class Key(NamedTuple):
+    """What a graph is found by: the layout of arguments, and all else that Python decides by."""
+
+    layout: Hashable
+    hooks: Hashable
+    settings: Hashable
+
+
+def key_of(
     leaves: Sequence[Any],
     structure: pytree.TreeSpec,
     modules: Sequence[nn.Module],
     models: Sequence[GradSampleHooksFlashClipping],
     device: torch.device,
-) -> tuple[Hashable, Hashable]:
-    """The key of a graph: the layout of arguments, and all else that Python decides a step by."""
-    layout = str(structure), *map(_layout, leaves)
+) -> Key:
+    """The key of a call with these arguments, of private ``models`` among ``modules``."""
     bounds: list[Hashable] = []
     convolutions: Any = torch.backends.cudnn
     # The newer settings: once these are used, PyTorch refuses to tell the older.
@@ -49,22 +56,16 @@ def key(
         bound, session = wrapped.max_grad_norm, wrapped._session
         bounds += [tuple(bound) if isinstance(bound, Sequence) else bound, wrapped.clipping]
         bounds += [wrapped.loss_reduction, session.enabled, session.backend, session.padding.rows]
-    circumstances = (
+    settings = (
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         *precise,
         torch.are_deterministic_algorithms_enabled(),
         *bounds,
-        *chain.from_iterable(global_hooks()),
         *map(id, modules),
         *[_Same(kind.forward) for kind in kinds],
         *[_settings(module) for module in modules],
-        *[
-            (id(param), param.requires_grad, _place(param), *(hooks_of_parameter(param) or ()))
-            for module in modules
-            for param in module._parameters.values()
-            if param is not None
-        ],
+        *[(id(param), param.requires_grad, _place(param)) for param in _params(modules)],
         *[
             _place(buffer)
             for module in modules
@@ -72,7 +73,20 @@ def key(
             if buffer is not None
         ],
     )
-    return layout, circumstances
+    return Key((str(structure), *map(_layout, leaves)), hooks_of(modules), settings)
+
+
+def hooks_of(modules: Sequence[nn.Module]) -> Hashable:
+    """The hooks of all modules alike, of each, and of its parameters, by PyTorch's numbers."""
+    return (
+        *chain.from_iterable(global_hooks()),
+        *[tuple(chain.from_iterable(hooks_of_module(module))) for module in modules],
+        *[tuple(hooks_of_parameter(param) or ()) for param in _params(modules)],
+    )
+
+
+def _params(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
 def _layout(leaf: Any) -> Hashable:
@@ -102,12 +116,10 @@ def _place(tensor: Tensor) -> Hashable:
 
 def _settings(module: nn.Module) -> Hashable:
     """What a module's forward may decide by: its plain attributes (``training``, ``p``, ``eps``),
-    lists and dicts of such, hooks, by the numbers that PyTorch gives them; or a forward of its own.
-    """
-    hooks = tuple(chain.from_iterable(hooks_of_module(module)))
+    lists and dicts of such; or a forward of its own."""
     if isinstance(module, GradSampleHooksFlashClipping):
-        return hooks  # it counts backward passes; what it decides by is told one by one
-    found = []
+        return ()  # it counts backward passes; what it decides by is told one by one
+    found: list[Hashable] = []
     for name, value in vars(module).items():
         kind = type(value)
         if kind in SETTINGS:
@@ -119,7 +131,7 @@ def _settings(module: nn.Module) -> Hashable:
         elif kind in (list, tuple, dict) and value and name not in _EVERY_MODULE:
             inside = _plain(value.items() if kind is dict else value)  # adapters keep theirs so
             found.append((name, inside))
-    return *hooks, *found
+    return tuple(found)
 
 
 def _plain(values: Iterable[Any]) -> Hashable | None:
@@ -134,18 +146,6 @@ _EVERY_MODULE = vars(nn.Module()).keys()
 
 #: Types that arguments may hold besides tensors: these are known by their values.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
-def check_arguments(leaves: Sequence[Any]) -> None:
-    """Raise ``TypeError`` for arguments that are neither tensors nor plain values."""
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise InvalidType(
-                f"GraphedStep: found {type(leaf).__name__} in the step's arguments; expected "
-                "tensors and plain values (numbers, strings, None) in lists, tuples and dicts, as "
-                "it knows nothing else by its contents. Pass dict(batch) where a tokenizer made "
-                "the batch."
-            )
 
 
 def are_odd(leaves: Sequence[Any]) -> bool:
@@ -165,19 +165,6 @@ def may_be_nobody(leaves: Sequence[Any], models: Iterable[GradSampleHooksFlashCl
         return True
     has_one = any(isinstance(x, Tensor) and 1 in x.shape[:2] for x in leaves)
     return has_one and any(session.draws.have_nobody for session in sessions)
-
-
-def detached(output: Any) -> Any:
-    """Results without their history; ``TypeError`` unless they are tensors or ``None``, as a replay
-    renews nothing else."""
-    for leaf in pytree.tree_leaves(output):
-        if leaf is not None and not isinstance(leaf, Tensor):
-            raise InvalidType(
-                f"GraphedStep: found {type(leaf).__name__} in the step's results; expected tensors "
-                "or None, in lists, tuples and dicts: anything else would be the captured step's "
-                "in every replay. Return the loss as a tensor, or nothing."
-            )
-    return pytree.tree_map_only(Tensor, Tensor.detach, output)
 
 
 # -- a step is looked at once before it is captured: what a replay would not do is refused ---------
@@ -266,3 +253,9 @@ def refuse(what: str, cause: Exception | None = None) -> NoReturn:
     raise FlashClippingError(
         f"GraphedStep: the step {what}, or call it without GraphedStep."
     ) from cause
+
+
+def reason(refusal: FlashClippingError) -> str:
+    """What a model does that no replay would, out of such an error."""
+    said = str(refusal).splitlines()[0].removesuffix(", or call it without GraphedStep.")
+    return said.replace("GraphedStep: the step", "it", 1)

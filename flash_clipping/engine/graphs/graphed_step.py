@@ -8,8 +8,8 @@ kernels. What that Python decided is part of what a graph is found by, and what 
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,19 +25,25 @@ from flash_clipping.capture.session import GraphedResults
 from flash_clipping.engine.grad_ledger import Norms
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.graphs.conditions import (
+    PLAIN,
+    Key,
     are_odd,
-    check_arguments,
-    detached,
-    key,
+    key_of,
     may_be_nobody,
     refuse,
     rehearse,
 )
 from flash_clipping.engine.one_by_one import refuse_replay
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidType, InvalidValue
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.ops.runtime.upload import sources_kept
+
+#: Layouts of which the calls are remembered.
+REMEMBERED = 256
+
+#: Calls in a row that run as they are because of another's graph, until a warning says so.
+PATIENCE = 32
 
 
 @contextmanager
@@ -54,24 +60,6 @@ def captures(model: GradSampleHooksFlashClipping) -> Iterator[GraphedResults]:
         model.running_step.norms = norms
 
 
-def take_over(
-    model: GradSampleHooksFlashClipping, captured: GraphedResults, draw: DrawnBatch | None
-) -> None:
-    """Leave what the backward passes of a replayed CUDA graph would have left, of this batch."""
-    step = model.running_step
-    for number, found in enumerate(captured.norms):
-        if not number:
-            step.begin_backward(found.params, model.clipping, model.grad_accumulation_allowed)
-        norms_PB = found.norms_PB.clone()
-        total_B = total_norm(norms_PB)
-        step.norms = Norms(found.params, norms_PB, total_B, found.upper.clone())
-        step.count_backward(total_B, draw)
-    for holds, message, error in captured.checks:
-        device_checks.add((holds.clone(), message, error))
-    for coef in captured.coefs:
-        model._session.non_finite.note(coef)
-
-
 @contextmanager
 def without_gradients(params: Sequence[nn.Parameter]) -> Iterator[None]:
     """Nothing in ``p.grad`` at first; afterwards what was there before."""
@@ -85,45 +73,75 @@ def without_gradients(params: Sequence[nn.Parameter]) -> Iterator[None]:
             param.grad = grad
 
 
-#: Layouts of which the number of calls is remembered.
-REMEMBERED = 256
+@dataclass
+class Use:
+    """What a loop did with one call: which of its results (by number, among all leaves) got a
+    gradient, and the loss's reductions, as the criterion said in backward."""
 
-#: Steps in a row that run as they are because of another's graph, until a warning says so.
-PATIENCE = 32
+    grads: set[int] = field(default_factory=set)
+    reductions: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Call:
+    """A call that a graph may be for.
+
+    Attributes:
+        args, kwargs, leaves, structure: its arguments, as they are and flat.
+        modules, models: of the model, and those of them that are private.
+        key: what a graph for it is found by.
+        uses: of the last calls with this key, while they run as they are.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+    modules: list[nn.Module]
+    models: list[GradSampleHooksFlashClipping]
+    device: torch.device
+    key: Key
+    uses: list[Use]
+
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 @dataclass
 class Graph:
-    """One captured step: the memory it reads and writes.
+    """One captured call: the memory it reads and writes.
 
     Attributes:
-        circumstances: what it was captured under, besides the layout of its arguments.
-        inputs, output: the tensors among its arguments, and what the step returned.
-        grads: every parameter that it gives a gradient, and that gradient.
-        of_modules: what it leaves on wrapped models.
-        storages: memory of the gradients, and how many references to it are its own.
-        sources: what its copies from the host read.
         owners: the modules that it was captured with, so that nothing else gets their ids.
-        pool: of the memory that it is captured in.
+        inputs, output: the tensors among its arguments, and what it returned.
+        use: what it was captured for.
+        differentiable: which results, by number among all leaves, have a gradient.
+        output_grads: by that number, what its backward reads the gradient from.
+        grads: every parameter that it gives a gradient, and that gradient.
+        memories: memory of the gradients, and how many references to it are the graph's own.
+        of_models: what it leaves on private models.
+        sources: what its copies from the host read.
+        replays: what replays its parts, in the order that they were captured in.
     """
 
-    circumstances: Hashable
     device: torch.device
+    owners: list[nn.Module]
     inputs: list[Tensor]
+    use: Use
     output: Any = None
+    differentiable: set[int] = field(default_factory=set)
+    output_grads: dict[int, Tensor] = field(default_factory=dict)
     grads: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    of_modules: list[tuple[GradSampleHooksFlashClipping, GraphedResults]] = field(
+    memories: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+    of_models: list[tuple[GradSampleHooksFlashClipping, GraphedResults]] = field(
         default_factory=list
     )
-    storages: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
-    owners: list[nn.Module] = field(default_factory=list)
-    pool: Any = None
-    replay: Callable[[], None] = lambda: None
+    replays: list[Callable[[], None]] = field(default_factory=list)
 
     def is_held(self) -> bool:
         """Whether somebody else refers to the gradients' memory, in whatever way."""
-        return any([references_to(memory_id(memory)) > own for memory, own in self.storages])
+        return any([references_to(memory_id(memory)) > own for memory, own in self.memories])
 
 
 class GraphedStep:
@@ -180,8 +198,6 @@ class GraphedStep:
         FlashClippingError: the step cannot be captured, or a replay would be something else.
     """
 
-    _kind = Graph
-
     def __init__(
         self,
         step: Callable[..., Any],
@@ -199,9 +215,9 @@ class GraphedStep:
         self.step, self.model = step, model
         self.warmup, self.size = warmup, graphs
         self.replays = self.calls = 0
-        self._graphs: dict[Hashable, Graph] = {}
-        self._met: OrderedDict[Hashable, int] = OrderedDict()
-        #: Steps that waited for others, one after the other.
+        self._graphs: dict[Key, Graph] = {}
+        self._uses: OrderedDict[Key, list[Use]] = OrderedDict()
+        #: Calls that waited for others, one after the other.
         self._waited = 0
         #: Gradients of the last replay as they were handed out.
         self._lent: list[tuple[nn.Parameter, Tensor]] = []
@@ -215,62 +231,54 @@ class GraphedStep:
             What the step returns, tensors detached from autograd's graph, in memory of their own.
         """
         self.calls += 1
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        check_arguments(leaves)
-        modules = list(self._module().modules())  # once: walking the tree is most of a call's time
-        device = self._device(modules, leaves)
-        if device is None or not self.size or not torch.is_grad_enabled() or are_odd(leaves):
+        call = self._call(args, kwargs)
+        if call is None:
             return self._run(args, kwargs)
-        models = self._wrapped(modules)
-        if any(wrapped.mode == "one_by_one" for wrapped in models):
-            refuse_replay("GraphedStep")
-        if any(wrapped._watch.gate.is_next for wrapped in models):  # replays prove nothing
-            return self._run(args, kwargs)
-        if may_be_nobody(leaves, models):
-            return self._run(args, kwargs)
-        if any(m._session.units_of_calls.are_known for m in models):
-            refuse(
-                "clips privacy units (sample_of, or make_private(units=...)), whose number is read "
-                "on the host: every replay would have that of the capture. Give one row for each "
-                "sample"
-            )
-        if any(m._sharded is not None for m in models):
-            refuse(
-                "is of a model with shards (fully_shard, parallelize_module). Its graph would hold "
-                "collectives, which all processes must capture and replay together, and Poisson "
-                "batches have other shapes in each of them. Compile blocks (block.compile())"
-            )
-        name = key(leaves, structure, modules, models, device)
-        circumstances = name[1]
-        graph = self._graphs.get(name)
+        graph = self._graph_for(call)
         if graph is None:
-            if (met := self._met.pop(name, 0)) < self.warmup:
-                if met < self.warmup - 1 or not self._has_room(circumstances):
-                    output = self._run(args, kwargs)
-                    self._met[name] = min(met + 1, self.warmup - 1)
-                else:  # a failed capture would leave the device's allocator confused
-                    run = partial(self._run, args, kwargs)
-                    output = rehearse(run, self._module(), models, device)
-                    self._met[name] = self.warmup
-                if len(self._met) > REMEMBERED:
-                    self._met.popitem(last=False)
-                return output
-            self._met[name] = met
-            if not self._has_room(circumstances) or self._is_kept_waiting():
-                return self._run(args, kwargs)
-            call = leaves, structure, circumstances, modules, device
-            graph, copies, named = self._new_graph(*call)
-            with self._capturing(graph):
-                work = partial(self.step, *copies, **named)
-                graph.output = detached(self._record(graph, work, device))
-            self._graphs[name] = graph
-        if not self._taken_back():
-            return self._run(args, kwargs)
-        return self._replay(graph, leaves)
+            return self._warm_up(call)
+        return self._replay(graph, call) if self._taken_back() else self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Detached, so that nobody keeps nodes of autograd's graph: see _meets_others.
-        return detached(self.step(*args, **kwargs))
+        return self._results(self.step(*args, **kwargs))
+
+    # -- a call, and the graph for it --------------------------------------------------------------
+
+    def _module(self) -> nn.Module:
+        """The module with the parameters: Opacus' hooks (``wrap_model=False``) are none."""
+        model = self.model
+        return model if isinstance(model, nn.Module) else model._module
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """The call as graphs are found for it; ``None``: it runs as it is."""
+        if not self.size or not torch.is_grad_enabled():
+            return None
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *PLAIN)):
+                self._foreign(leaf)
+                return None
+        modules = list(self._module().modules())  # once: walking the tree is most of a call's time
+        device = self._device(modules, leaves)
+        if device is None or are_odd(leaves):
+            return None
+        private = [m for m in (self.model, *modules) if isinstance(m, GradSampleHooksFlashClipping)]
+        models = list({id(m): m for m in private}.values())
+        if any(wrapped._watch.gate.is_next for wrapped in models):  # replays prove nothing
+            return None
+        if may_be_nobody(leaves, models):
+            return None
+        key = key_of(leaves, structure, modules, models, device)
+        return Call(args, kwargs, leaves, structure, modules, models, device, key, [])
+
+    def _foreign(self, leaf: Any) -> None:
+        """An argument is neither a tensor nor a plain value."""
+        raise InvalidType(
+            f"GraphedStep: found {type(leaf).__name__} in the step's arguments; expected tensors "
+            "and plain values (numbers, strings, None) in lists, tuples and dicts, as it knows "
+            "nothing else by its contents. Pass dict(batch) where a tokenizer made the batch."
+        )
 
     def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device | None:
         """The GPU that everything is on, or ``None`` without one."""
@@ -292,22 +300,60 @@ class GraphedStep:
             )
         return devices.pop()
 
-    def _module(self) -> nn.Module:
-        """The module with the parameters: Opacus' hooks (``wrap_model=False``) are none."""
-        model = self.model
-        return model if isinstance(model, nn.Module) else model._module
+    def _graph_for(self, call: Call) -> Graph | None:
+        """The graph of this call, captured if it is time; ``None``: not yet."""
+        self._check(call)
+        if (graph := self._graphs.get(call.key)) is not None:
+            return graph
+        call.uses = self._uses.setdefault(call.key, call.uses)
+        self._uses.move_to_end(call.key)
+        if len(self._uses) > REMEMBERED:
+            self._uses.popitem(last=False)
+        ready = self._is_warm(call.uses) and self._has_room(call.key)
+        if not ready or self._is_kept_waiting():
+            return None
+        graph = self._graphs[call.key] = self._capture(call)
+        return graph
 
-    def _wrapped(self, modules: Sequence[nn.Module]) -> list[GradSampleHooksFlashClipping]:
-        candidates = [self.model, *modules]
-        found = [m for m in candidates if isinstance(m, GradSampleHooksFlashClipping)]
-        return list({id(m): m for m in found}.values())
+    def _check(self, call: Call) -> None:
+        """Raise ``FlashClippingError`` where no replay would be what the call is."""
+        if any(wrapped.mode == "one_by_one" for wrapped in call.models):
+            refuse_replay("GraphedStep")
+        if any(m._session.units_of_calls.are_known for m in call.models):
+            refuse(
+                "clips privacy units (sample_of, or make_private(units=...)), whose number is read "
+                "on the host: every replay would have that of the capture. Give one row for each "
+                "sample"
+            )
+        if any(m._sharded is not None for m in call.models):
+            refuse(
+                "is of a model with shards (fully_shard, parallelize_module). Its graph would hold "
+                "collectives, which all processes must capture and replay together, and Poisson "
+                "batches have other shapes in each of them. Compile blocks (block.compile())"
+            )
 
-    def _has_room(self, circumstances: Hashable) -> bool:
+    def _is_warm(self, uses: Sequence[Use]) -> bool:
+        """Whether a call may be captured after these."""
+        return len(uses) >= self.warmup
+
+    def _warm_up(self, call: Call) -> Any:
+        """Run a call as it is, and note its use."""
+        run = partial(self._run, call.args, call.kwargs)
+        left = self.warmup - len(call.uses)
+        if left == 1 and self._has_room(call.key):
+            # A failed capture would leave the device's allocator confused.
+            output = rehearse(run, self._module(), call.models, call.device)
+        else:
+            output = run()
+            if left <= 1:
+                return output
+        call.uses.append(Use())
+        return output
+
+    def _has_room(self, key: Key) -> bool:
         """Whether one more graph may be held, those that would never be found again aside."""
         if len(self._graphs) >= self.size and self._taken_back():
-            for name, graph in list(self._graphs.items()):
-                if graph.circumstances != circumstances:
-                    del self._graphs[name]
+            self._graphs = {k: graph for k, graph in self._graphs.items() if k[1:] == key[1:]}
         return len(self._graphs) < self.size
 
     def _is_kept_waiting(self) -> bool:
@@ -318,7 +364,7 @@ class GraphedStep:
                 f"GraphedStep, or cuda_graphs='auto': {PATIENCE} steps ran as they are that could "
                 "have been replayed, because something still holds autograd's graph of an earlier "
                 "one: a loss or an output in a list, say. Keep loss.detach().",
-                stacklevel=5,
+                stacklevel=6,
             )
         return self._waited > 0
 
@@ -329,62 +375,60 @@ class GraphedStep:
         params = self._module().parameters()
         return any([has_lasting_node(param) for param in params if param.requires_grad])
 
-    def _new_graph(
-        self,
-        leaves: Sequence[Any],
-        structure: pytree.TreeSpec,
-        circumstances: Hashable,
-        modules: list[nn.Module],
-        device: torch.device,
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """A graph that nothing is recorded in, and copies of the arguments to record it with."""
-        fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        inputs = [x for x in fixed if isinstance(x, Tensor)]
-        args, kwargs = pytree.tree_unflatten(fixed, structure)
-        return self._kind(circumstances, device, inputs, owners=modules), args, kwargs
+    # -- a capture ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def _capturing(self, graph: Graph) -> Iterator[None]:
-        """Record ``graph`` inside, which gets the gradients; nothing outside of it changes."""
+    def _capture(self, call: Call) -> Graph:
+        """Record a graph, which gets the gradients; nothing else changes."""
+        fixed = [x.detach().clone() if isinstance(x, Tensor) else x for x in call.leaves]
+        inputs = [x for x in fixed if isinstance(x, Tensor)]
+        graph = Graph(call.device, call.modules, inputs, call.uses[-1])
+        args, kwargs = pytree.tree_unflatten(fixed, call.structure)
+        parts = self._parts(graph, partial(self.step, *args, **kwargs))
         params = list(self._module().parameters())
         with ExitStack() as stack, without_gradients(params):
-            for wrapped in self._wrapped(graph.owners):
-                graph.of_modules.append((wrapped, stack.enter_context(captures(wrapped))))
+            for wrapped in call.models:
+                graph.of_models.append((wrapped, stack.enter_context(captures(wrapped))))
             graph.sources = stack.enter_context(sources_kept())
-            yield
+            output = [self._record(graph, part) for part in parts][0]
+            graph.differentiable = differentiable(pytree.tree_leaves(output))
+            graph.output = self._results(output)
             graph.grads = [(p, p.grad.detach()) for p in params if p.grad is not None]
-        if any([x._version for x in graph.inputs]):  # copies begin at 0
+        if any([x._version for x in inputs]):  # copies begin at 0
             refuse(
                 "changes one of its arguments in place, and a replay works on copies of them. "
                 "Return the new value"
             )
         if any([grad.layout != torch.strided for _, grad in graph.grads]):
             refuse("gives sparse gradients, whose size no graph can change")
-        memories: dict[int, list[torch.UntypedStorage]] = {}
-        for _, grad in graph.grads:
-            memory = grad.untyped_storage()
-            memories.setdefault(memory_id(memory), []).append(memory)
+        memories = [grad.untyped_storage() for _, grad in graph.grads]
+        of_grads = Counter(map(memory_id, memories))
+        distinct = {memory_id(memory): memory for memory in memories}
         # One reference for every gradient in it, and one for what asks.
-        graph.storages = [(same[0], len(same) + 1) for same in memories.values()]
+        graph.memories = [(memory, of_grads[name] + 1) for name, memory in distinct.items()]
+        return graph
 
-    def _record(self, graph: Graph, work: Callable[[], Any], device: torch.device) -> Any:
-        """Capture what ``work`` launches."""
+    def _parts(self, graph: Graph, run: Callable[[], Any]) -> list[Callable[[], Any]]:
+        """What is captured one after the other: ``run``, the step with the graph's arguments, gives
+        the results of the first."""
+        return [run]
+
+    def _record(self, graph: Graph, work: Callable[[], Any]) -> Any:
+        """Capture what ``work`` launches, as the next part of a graph; returns what it returns."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        if graph.pool is None:
-            if not self._graphs:  # a pool whose last graph has gone cannot be taken up again
-                self._pool = torch.cuda.graph_pool_handle()
-            graph.pool = self._pool
+            self._stream = torch.cuda.Stream(graph.device)
+        if not self._graphs and not graph.replays:
+            # A pool whose last graph has gone cannot be taken up again.
+            self._pool = torch.cuda.graph_pool_handle()
         recorded = torch.cuda.CUDAGraph()
-        outside = torch.cuda.current_stream(device)
+        outside = torch.cuda.current_stream(graph.device)
         # Weights that autocast has cast already would be read as they are today.
         torch.clear_autocast_cache()
         try:
             with (
-                torch.cuda.device(device),
+                torch.cuda.device(graph.device),
                 # Tables for kernels are put into pinned memory, and that may have to be asked for.
                 torch.cuda.graph(
-                    recorded, pool=graph.pool, stream=self._stream, capture_error_mode="relaxed"
+                    recorded, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"
                 ),
             ):
                 output = work()
@@ -400,34 +444,62 @@ class GraphedStep:
             )
         finally:
             torch.clear_autocast_cache()  # what was cast meanwhile is the graph's own
-        graph.replay = recorded.replay
+        graph.replays.append(recorded.replay)
         return output
 
-    def _replay(self, graph: Graph, leaves: Sequence[Any]) -> Any:
+    def _results(self, output: Any) -> Any:
+        """Results without their history; ``TypeError`` unless they are tensors or ``None``, as a
+        replay renews nothing else."""
+        for leaf in pytree.tree_leaves(output):
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise InvalidType(
+                    f"GraphedStep: found {type(leaf).__name__} in the step's results; expected "
+                    "tensors or None, in lists, tuples and dicts: anything else would be the "
+                    "captured step's in every replay. Return the loss as a tensor, or nothing."
+                )
+        return pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+    # -- a replay ----------------------------------------------------------------------------------
+
+    def _replay(self, graph: Graph, call: Call) -> Any:
+        inputs = call.tensors()
         with torch.no_grad():
-            inputs = self._fill(graph, leaves)
-            draws = []
-            for wrapped, _ in graph.of_modules:
-                session = wrapped._session
-                draws.append(session.draws.of_forward(inputs, session.batch_axis))
-                session.padding.before_replay(draws[-1], graph.device)
-            graph.replay()
-            for (wrapped, captured), draw in zip(graph.of_modules, draws, strict=True):
-                wrapped._watch.gate.calls += 1
-                take_over(wrapped, captured, draw)
-            self._hand_out(graph)
+            sessions = [wrapped._session for wrapped, _ in graph.of_models]
+            draws = [session.draws.of_forward(inputs, session.batch_axis) for session in sessions]
+            self._fill(graph, call, draws)
+            graph.replays[0]()
+            self._leave(graph, draws)
             return pytree.tree_map_only(Tensor, Tensor.clone, graph.output)
 
-    def _fill(self, graph: Graph, leaves: Sequence[Any]) -> list[Tensor]:
-        """Copy the tensors of a call into those that its replay reads."""
-        self.replays += 1
-        inputs = [x for x in leaves if isinstance(x, Tensor)]
-        for fixed, given in zip(graph.inputs, inputs, strict=True):
-            fixed.copy_(given, non_blocking=True)
-        return inputs
+    def _fill(self, graph: Graph, call: Call, draws: Sequence[DrawnBatch | None]) -> None:
+        """Give a replay what it reads: this call's tensors, and which rows count.
 
-    def _hand_out(self, graph: Graph) -> None:
-        """Add a replay's gradients to ``p.grad``."""
+        Args:
+            draws: the batch of each private model.
+        """
+        self.replays += 1
+        for fixed, given in zip(graph.inputs, call.tensors(), strict=True):
+            fixed.copy_(given, non_blocking=True)
+        for (wrapped, _), draw in zip(graph.of_models, draws, strict=True):
+            wrapped._watch.gate.calls += 1
+            wrapped._session.padding.before_replay(draw, graph.device)
+
+    def _leave(self, graph: Graph, draws: Sequence[DrawnBatch | None]) -> None:
+        """Leave what the replayed backward passes would have left: norms, checks, gradients."""
+        for (wrapped, captured), draw in zip(graph.of_models, draws, strict=True):
+            step = wrapped.running_step
+            for number, found in enumerate(captured.norms):
+                if not number:
+                    accumulates = wrapped.grad_accumulation_allowed
+                    step.begin_backward(found.params, wrapped.clipping, accumulates)
+                norms_PB = found.norms_PB.clone()
+                total_B = total_norm(norms_PB)
+                step.norms = Norms(found.params, norms_PB, total_B, found.upper.clone())
+                step.count_backward(total_B, draw)
+            for holds, message, error in captured.checks:
+                device_checks.add((holds.clone(), message, error))
+            for coef in captured.coefs:
+                wrapped._session.non_finite.note(coef)
         for param, grad in graph.grads:
             if param.grad is not None:
                 param.grad.add_(grad)
@@ -436,7 +508,7 @@ class GraphedStep:
             lent = grad.detach()
             param.grad = lent
             self._lent.append((param, lent))
-        for wrapped, captured in graph.of_modules:
+        for wrapped, captured in graph.of_models:
             wrapped.running_step.note_sums(
                 [param for found in captured.norms[:1] for param in found.params]
             )
@@ -444,7 +516,7 @@ class GraphedStep:
     def _taken_back(self) -> bool:
         """Whether a replay may write gradients: what ``p.grad`` and the optimizer still hold of
         those of the last one is copied for them."""
-        of_graphs = chain(*[graph.of_modules for graph in self._graphs.values()])
+        of_graphs = chain(*[graph.of_models for graph in self._graphs.values()])
         steps = {id(wrapped): wrapped.running_step for wrapped, _ in of_graphs}.values()
         while self._lent:
             param, lent = self._lent.pop()
@@ -457,3 +529,8 @@ class GraphedStep:
                     step.sums[id(param)] = lent.clone()
             del lent  # counts as a holder
         return not any(graph.is_held() for graph in self._graphs.values())
+
+
+def differentiable(leaves: Sequence[Any]) -> set[int]:
+    """The numbers of results that have a gradient."""
+    return {i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
