@@ -42,7 +42,6 @@ class Subject:
         sections: equal parts of parameters, by name.
         options: of :class:`~flash_clipping.GradSampleModuleFlashClipping`.
         notes, failures: for the report, in the order in which they were found.
-        has_routes: whether modules hand integers of samples to each other (chosen experts).
     """
 
     plain: nn.Module
@@ -52,7 +51,6 @@ class Subject:
     options: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    has_routes: bool = False
 
     @cached_property
     def oracle_dtype(self) -> torch.dtype | None:

@@ -66,7 +66,7 @@ def test_algorithm_of_a_linear_layer_is_the_one_that_ran(
     spy(linear, "rank_one_sqnorms", lambda args: "rank_one")
     spy(backends, "run", operation)
     # The proof before a first step of training has an algorithm of its own.
-    monkeypatch.setattr(OtherBatches, "_first_step", lambda self: None)
+    monkeypatch.setattr(OtherBatches, "_stand_proof", lambda self: None)
     report = check(Linear(shape[-1], p), torch.randn(shape), removals=0, mode=mode)
     assert report.passed, str(report)
     weight = of(report, "one.weight")

@@ -156,14 +156,14 @@ def test_a_layer_that_mixes_samples_is_caught() -> None:
 
 
 def test_a_scale_that_this_batch_does_not_need_is_caught() -> None:
-    """Found by the proof before a first step of training, which makes a sample extreme."""
+    """By the proof before a first step of training, which makes a sample extreme, too."""
 
     class Scaled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x / x.abs().max().clamp(min=5.0)
 
     report = check(nn.Sequential(nn.Linear(4, 2), Scaled()), torch.randn(5, 4))
-    failure, beside = report.failures
+    beside, failure = report.failures
     assert "outputs of a sample change with the others in its batch" in failure
     assert "Where the values of sample 0 are extreme" in beside
     assert all(status == "PASS" for status in statuses(report).values())
@@ -184,7 +184,7 @@ def test_a_mixing_layer_that_one_sample_at_a_time_changes_is_caught() -> None:
     report = check(last, torch.randn(5, 4))
     assert not report.passed
     text = " ".join(report.failures)
-    assert "1 (OwnBatchNorm)" in text and "statistics of the batch" in text
+    assert "1 (OwnBatchNorm)" in text and "a mean or a scale over the batch" in text
     report = check(last.append(nn.Linear(6, 2)), torch.randn(5, 4))
     assert not report.passed
     assert "2 (Linear)" in report.failures[0]
