@@ -127,7 +127,7 @@ class FactorSource:
     def running_backward_pass(self, recomputed: bool) -> BackwardPass:
         """The running backward pass; a new one if this is the first layer that it reached, which
         only the model's outputs may lead to where that is needed."""
-        backward_pass = self.session.backward_pass
+        backward_pass = self.session.running_pass()
         if backward_pass is None:
             if recomputed:
                 raise FlashClippingError(

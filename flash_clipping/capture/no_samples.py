@@ -59,10 +59,9 @@ class WatchedForward(RootForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = self.session
-        if session.recording and not session.is_sharded:
-            call = session.current_forward
-            if call is not None and call.of_nobody:
-                return of_nobody(self.layer, session, self.original, args, kwargs)
+        call = session.returning
+        if call is not None and call.of_nobody and session.recording and not session.is_sharded:
+            return of_nobody(self.layer, session, self.original, args, kwargs)
         if self.watched or not session.recording or is_dynamo_compiling():
             return self.original(*args, **kwargs)
         with NoRenormalisation():

@@ -54,6 +54,11 @@ from flash_clipping.finish.clipping import ClipFunction
 from flash_clipping.finish.plan import Plans
 from flash_clipping.ops.runtime.checks import Check
 
+
+def _no_pass() -> None:
+    """The weak reference to no backward pass."""
+
+
 #: Sessions are told apart in compiled code by these.
 _keys = itertools.count()
 
@@ -126,8 +131,10 @@ class ClippingSession:
         #: ``mode="two_pass"``: what a walk needs around it.
         self.around_walk: Callable[[], AbstractContextManager[None]] = nullcontext
         self.enabled = False
-        #: The call of the root that runs, where layers may take the short way (``Tap.proven``).
+        #: The call of the root that runs, while layers may take the short way (``Tap.proven``).
         self.proven_call: ForwardCall | None = None
+        #: The taps that take it.
+        self.on_short_way: list[Any] = []
         #: How often the samples' rows were looked for anew: earlier proofs do not count.
         self.epoch = 0
         #: True while tapped layers run as ordinary ones.
@@ -181,13 +188,14 @@ class ClippingSession:
         # The thread that runs the root's forward, under one key: setting a default is one step for
         # all threads.
         self._running: dict[str, int] = {}
-        self._backward_pass: weakref.ref[BackwardPass] | None = None
+        #: The backward pass that runs, if it has reached a tapped layer.
+        self.running_pass: Callable[[], BackwardPass | None] = _no_pass
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of a wrapped model start between steps.
         state = self.__dict__.copy()
         state.update(_forwards=[], _current_forward=None, returning=None, proven_call=None)
-        state.update(_running={}, _backward_pass=None, two_passes=None, two_pass_in=None)
+        state.update(_running={}, running_pass=_no_pass, two_passes=None, two_pass_in=None)
         state.update(captured=None, positions=None)
         return state | {"plans": Plans()}  # parameters go by their id there
 
@@ -214,8 +222,8 @@ class ClippingSession:
         thread = threading.get_ident()
         if self._running.setdefault("forward", thread) != thread:
             refuse_threads("forward", "forward")
-        if self._backward_pass is not None:
-            running = self._backward_pass()
+        if self.running_pass is not _no_pass:
+            running = self.running_pass()
             if running is not None and running.thread not in (None, thread):
                 self.leave_forward()
                 refuse_threads("forward", "backward")
@@ -231,7 +239,7 @@ class ClippingSession:
     def check_thread(self, call: ForwardCall) -> None:
         """Refuse a backward of ``call`` while another thread's forward or backward runs: it would
         be recorded as a part of that."""
-        running = self.backward_pass
+        running = self.running_pass()
         if running is not None and running.thread not in (None, call.thread):
             refuse_threads("backward", "backward")
         if self._running.get("forward", call.thread) != call.thread:
@@ -287,7 +295,7 @@ class ClippingSession:
     ) -> ForwardCall:
         """Start a call of the root module with these tensor inputs; ``reads`` gets what layers
         read."""
-        left = self._backward_pass is not None or self.probing is not None or self.bypassed
+        left = self.running_pass is not _no_pass or self.probing is not None or self.bypassed
         if (left or self.by_itself or self.comparing or self.stood_in) and graph_task() == -1:
             self.recover()  # also from a proof that was broken off
         axis = self.batch_axis
@@ -334,16 +342,23 @@ class ClippingSession:
 
     def recover(self) -> None:
         """Put right what an interrupt between two lines may have left behind."""
-        if (failed := self.backward_pass) is not None:  # somebody keeps its frames
+        if (failed := self.running_pass()) is not None:  # somebody keeps its frames
             failed.put_back()
-        self._backward_pass = None
-        self.epoch += 1  # layers that read one input take the same way again, all of them
+        self.running_pass = _no_pass
+        self.begin_epoch()  # layers that read one input take the same way again, all of them
         self.bypassed = self.by_itself = self.comparing = False
         self.probing = None
         while self.stood_in:
             module, name, param = self.stood_in[-1]
             module._parameters[name] = param
             self.stood_in.pop()
+
+    def begin_epoch(self) -> None:
+        """Earlier proofs do not count any more: every layer goes the long way again."""
+        self.epoch += 1
+        self.proven_call = None
+        while self.on_short_way:
+            self.on_short_way.pop().leave_short_way()
 
     def count_use(self, *of_layers: Sequence[nn.Parameter]) -> None:
         """Note that tapped layers read their parameters, unless this is a recomputation."""
@@ -462,7 +477,7 @@ class ClippingSession:
 
     def forget(self, path: str) -> None:
         """Drop what was noted of this layer's reads: it starts again."""
-        self.epoch += 1
+        self.begin_epoch()
         self.known.forget([path])
         call = self.current_forward
         if call is not None:
@@ -553,25 +568,21 @@ class ClippingSession:
     @contextmanager
     def bypass(self) -> Iterator[None]:
         """Run tapped layers as ordinary ones."""
-        before, self.bypassed = self.bypassed, True
+        before = self.bypassed, self.proven_call
+        self.bypassed, self.proven_call = True, None
         try:
             yield
         finally:
-            self.bypassed = before
+            self.bypassed, self.proven_call = before
 
     # -- backward -----------------------------------------------------------------------------
-
-    @property
-    def backward_pass(self) -> BackwardPass | None:
-        """The backward pass that is running, if it has reached a tapped layer."""
-        return self._backward_pass() if self._backward_pass is not None else None
 
     def begin_backward(self, call: ForwardCall | None = None) -> BackwardPass:
         """The running backward pass; made, and set to be finished at its end, if new. ``call``:
         of the root, whose output it has reached."""
         if is_autograd_compiled():
             refuse_compiled_autograd()
-        backward_pass = None if self._backward_pass is None else self._backward_pass()
+        backward_pass = self.running_pass()
         if call is not None:
             call.forgotten = False
             if backward_pass is not None or self._running:
@@ -587,7 +598,7 @@ class ClippingSession:
         if self.captured is None and torch.cuda.is_initialized():
             refuse_graph_capture()
         backward_pass = self.backward_pass_class(self)
-        self._backward_pass = weakref.ref(backward_pass)
+        self.running_pass = weakref.ref(backward_pass)
         return backward_pass
 
     @contextmanager
@@ -604,7 +615,7 @@ class ClippingSession:
             self.captured = None
 
     def end_backward(self, norms_taken: bool = True) -> None:
-        self._backward_pass = None
+        self.running_pass = _no_pass
         if not norms_taken:
             return
         for forward in self._forwards:

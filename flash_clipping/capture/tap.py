@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NoReturn, TypeAlias
 
-import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -50,8 +50,8 @@ from flash_clipping.capture.tapped_layer import Proven, apply_proven_layer, appl
 from flash_clipping.errors import FlashClippingError, InvalidValue, module_at, to_freeze
 from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
-#: In the place of an argument that was not given.
-_MISSING = object()
+#: Grad mode, transforms of torch.func, Dynamo and declared rows, as the short way has them.
+_ORDINARY = (True, False, False, None)
 
 #: One call of a layer with a rule: its parameters, the call of the root that it belongs to, if any,
 #: and whether it runs in backward itself (activation checkpointing).
@@ -136,25 +136,20 @@ class Tap(FactorSource):
         self.by_function = by_function
         self.loops = False  # its forward, and all below it, runs once for each sample
         self.borrows = False  # whether it uses parameters that another module owns
-        self._rule_serves = rule is not None and _overrides(rule.serves, Rule.serves)
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
-        self._rule_has_axis = rule is not None and _overrides(rule.batch_axis, Rule.batch_axis)
         self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
-        self._needs: tuple[list[str], GradRequest] | None = None  # of the last backward
         self._was_declared = False  # whether it was called inside `samples(index, count)`
         #: Whether it is a part of a compiled region, whose taps Dynamo traces.
         self.compiled = False
-        # What the short way was shown for: all parameters, those that are trainable, and in which
-        # epoch; and for which shapes per-sample gradients are formed at once.
-        self._proven_for: list[tuple[str, nn.Parameter | None, bool]] = []
+        #: Of the short way: calls of which kind it serves, and what a backward is asked for then.
+        self._short_kind: tuple[Any, ...] = ()
         self._when_proven: Proven
-        self._proven_in = -1
+        #: For which shapes per-sample gradients are formed at once.
         self.worth_storing: dict[Any, bool] = {}
         self.shared = 0
         self.is_simple = False
-        self._ordinary_in = -1  # epoch of the last call, if that was an ordinary one
-        self._ordinary_dtype: torch.dtype | None = None  # of what it read
-        self._attributes, self._dtype = -1, self._ordinary_dtype  # when it was proven
+        #: The epoch and the kind of the last call, if that was an ordinary one.
+        self._ordinary: tuple[int, tuple[Any, ...]] | None = None
         self._bypass_looked_for = False
 
     def install(self, as_method: bool = False) -> None:
@@ -189,39 +184,33 @@ class Tap(FactorSource):
             return self.instance_forward(*args, **kwargs)
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
-    def proven(self, x: Any = _MISSING, /, *rest: Any, **named: Any) -> Any:
-        """The short way of a layer that has gone the long one (:meth:`__call__`) in this epoch and
-        met nothing that is special. Here is asked what may have changed since then."""
-        session = self.session
-        call = session.proven_call
-        if (
-            call is None
-            or session.epoch != self._proven_in
-            or session.bypassed
-            or not session.enabled
-            or rest
-            or named
-            or x.__class__ is not Tensor
-            or ACTIVE
-            or not is_grad_enabled()
-            or transforms_are_active()
-            or is_dynamo_compiling()
-            or declared_rows() is not None
-        ):
-            return self(*(() if x is _MISSING else (x,)), *rest, **named)
-        layer = self.layer
-        now, device = layer._parameters, x.device
-        if len(layer.__dict__) != self._attributes or layer._buffers or x.dtype != self._dtype:
+    def proven(self, *args: Any, **kwargs: Any) -> Any:
+        """The short way of a layer that has gone the long one (:meth:`__call__`) and met nothing
+        that is special. What may have changed since then is asked in two comparisons: of what this
+        thread does now, and of the kind of the call. All else takes the short way off
+        (:meth:`~flash_clipping.capture.session.ClippingSession.begin_epoch`)."""
+        call = self.session.proven_call
+        if call is None or (len(args), len(kwargs)) != (1, 0):
+            return self(*args, **kwargs)
+        now = is_grad_enabled(), transforms_are_active(), is_dynamo_compiling(), declared_rows()
+        if now != _ORDINARY:
+            return self(*args)
+        (x,) = args
+        if x.__class__ is not Tensor or self._kind_of(x) != self._short_kind:
             return self(x)
-        for name, param, trainable in self._proven_for:
-            if now.get(name) is not param or (
-                param is not None and (param.requires_grad != trainable or param.device != device)
-            ):
-                return self(x)
         proven = self._when_proven
         params = proven[1]
         call.used.append(params)
-        return apply_proven_layer(self, proven, call, session.anchor, x, *params)
+        return apply_proven_layer(self, proven, call, self.session.anchor, x, *params)
+
+    def _kind_of(self, x: Tensor) -> tuple[Any, ...]:
+        """What must be the same in each call that takes the short way."""
+        layer = self.layer
+        params = layer._parameters.values()
+        own = len(layer.__dict__), len(layer._buffers)
+        trained = map(getattr, params, repeat("requires_grad"), repeat(None))
+        devices = map(getattr, params, repeat("device"), repeat(None))
+        return x.dtype, x.device, *own, *map(id, params), *trained, *devices
 
     def _is_ordinary(self, args: tuple[Any, ...], axis: int, rows: DeclaredRows | None) -> bool:
         """Whether a call of these arguments needed nothing but its rule."""
@@ -243,25 +232,25 @@ class Tap(FactorSource):
         """A call of it was recorded; ``shared`` layers read its input, or 0 where its parameters
         have other uses. If the call was an ordinary one, the next takes the short way."""
         session, self.shared = self.session, shared
-        if self._ordinary_in != session.epoch:
+        if self._ordinary is None or self._ordinary[0] != session.epoch:
             return
-        layer = self.layer
+        layer, (_, kind) = self.layer, self._ordinary
         forward = vars(layer).get("forward")
         if getattr(forward, "__self__", forward) is not self:
             return  # something else stands around it
         names = frozenset(trainable[0])
         needs = [GradRequest((wanted,), names, session.backend) for wanted in (False, True)]
-        self._when_proven = *trainable, needs[0], needs[1]
-        self._proven_in = session.epoch
-        self._proven_for = [
-            (n, p, p is not None and p.requires_grad) for n, p in layer._parameters.items()
-        ]
+        self._when_proven, self._short_kind = (*trainable, needs[0], needs[1]), kind
         layer.forward = self.proven
-        self._attributes, self._dtype = len(layer.__dict__), self._ordinary_dtype
+        session.on_short_way.append(self)
+
+    def leave_short_way(self) -> None:
+        """Ask everything again in the next call."""
+        if getattr(vars(self.layer).get("forward"), "__func__", None) is Tap.proven:
+            self.layer.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # This runs for every layer of every forward, and small models wait for the host: what a
-        # plain layer does not need is looked at only where it is needed.
+        # Layers that are not proven, or of several inputs, come here in every forward.
         session = self.session
         if not session.enabled or session.bypassed:
             if session.seen is not None:
@@ -286,7 +275,7 @@ class Tap(FactorSource):
         params = trainable[1]
         if rule is None or self.computed or not params:
             return self._unruled_forward(params, args, kwargs)
-        if self._rule_serves and (kwargs or not rule.serves(self.layer, *args)):
+        if _overrides(rule.serves, Rule.serves) and (kwargs or not rule.serves(self.layer, *args)):
             return self._unruled_forward(params, args, kwargs)
         call, recomputed = session.current_forward, in_backward()
         if call is not None and not recomputed:  # count_use, whose two questions are asked here
@@ -426,13 +415,6 @@ class Tap(FactorSource):
             or any(x is not None and x.requires_grad for x in buffers)
         )
 
-    def needs(self, wanted: tuple[bool, ...], names: list[str]) -> GradRequest:
-        """What a backward is asked for: mostly the same as the last."""
-        last = self._needs
-        if last is None or last[0] is not names or last[1].inputs != wanted:
-            last = self._needs = names, GradRequest(wanted, frozenset(names), self.session.backend)
-        return last[1]
-
     def _bare_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward on stand-ins for its parameters
         (:mod:`flash_clipping.capture.proxies`)."""
@@ -521,9 +503,7 @@ class Tap(FactorSource):
             return self._apply_by_position(rule, use, args)
         if session.known.layouts and self.path in session.known.layouts and not laid_out:
             return self._apply_laid_out(rule, use, args, session.known.layouts[self.path])
-        axis = session.batch_axis
-        if self._rule_has_axis:
-            axis = rule.batch_axis(self.layer, axis)
+        axis = rule.batch_axis(self.layer, session.batch_axis)
         x = args[0]
         if not isinstance(x, Tensor) or x.device != params[0].device:
             refuse_input(self.path, x, params[0])
@@ -562,9 +542,9 @@ class Tap(FactorSource):
         place = 0 if call is None else call.note_reader(args[0])
         given = self, trainable, call, place, recomputed, rows, session.anchor, *args, *params
         output = apply_tapped_layer(*given)
-        self._ordinary_in = -1
+        self._ordinary = None
         if call is not None and call is session.proven_call and self._is_ordinary(args, axis, rows):
-            self._ordinary_in, self._ordinary_dtype = session.epoch, args[0].dtype
+            self._ordinary = session.epoch, self._kind_of(args[0])
         if folds:
             return output.flatten(0, 1)
         return _moved(output, axis) if axis else output

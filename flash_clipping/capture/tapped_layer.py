@@ -33,8 +33,7 @@ class TappedLayer(torch.autograd.Function):
     """A layer with a rule. Its trainable parameters are inputs: its output requires grad, and any
     backward that autograd can be asked for records the layers that it should reach.
 
-    What its backward has to know is kept on the context itself, as an object for it would be one
-    more for every layer that Python's garbage collector counts: the tap, its trainable parameters
+    What its backward has to know is kept on the context itself: the tap, its trainable parameters
     as of forward, the call of the root and the place of its input among that call's readers,
     whether this is checkpointing's second forward (``recomputed``), which samples its rows were
     declared to be of (``rows``), and saved values that are no tensors (``others``).
@@ -99,7 +98,8 @@ def backward_of(
         for place, value in ctx.others.items():
             saved[place] = value
     session = tap.session
-    needs = tap.needs(ctx.needs_input_grad[len(_NONE) : -len(params)], names)
+    wanted = ctx.needs_input_grad[len(_NONE) : -len(params)]
+    needs = GradRequest(wanted, frozenset(names), session.backend)
     grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
     try:
         factors = [by_name[name] for name in names]
@@ -164,8 +164,7 @@ class ProvenLayer(torch.autograd.Function):
         factors: Sequence[PerSampleGrad] = [*map(by_name.__getitem__, names)]
         if not session.enabled:
             return None, None, None, None, grad, *_ordinary(factors, params, session)
-        running = session._backward_pass
-        running = None if running is None else running()
+        running = session.running_pass()
         if running is None:
             running = tap.running_backward_pass(recomputed=False)
         if running.coef is None and not running.norms_only:

@@ -194,7 +194,7 @@ class _Seed(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> Any:
         call: _Call = ctx.call()
         grads = call.grads
-        backward_pass = call.root.session.backward_pass
+        backward_pass = call.root.session.running_pass()
         if backward_pass is None or not backward_pass.norms_only:
             call.grads = []  # nobody needs them again
         return None, *grads

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, repeat
 from typing import Any, NoReturn
 
 import torch
@@ -148,6 +149,7 @@ class Norms:
     upper: Tensor
 
 
+_IS_THERE = operator.is_not
 _VERSION, _GRAD, _DATA = map(operator.attrgetter, ("_version", "grad", "data"))
 
 
@@ -319,13 +321,13 @@ class GradLedger:
     ) -> None:
         """Look at what the sums of these parameters will be added to: ``FlashClippingError`` for
         sums that were clipped otherwise; ``ValueError`` for any, unless they ``may_accumulate``."""
-        held, foreign, versions = 0, set(), 0
-        for param in params:
-            versions += param._version
-            if (grad := param.grad) is not None:
-                held += 1
-                if not self._is_left(param, grad):
-                    foreign.add(id(param))
+        grads = [*map(_GRAD, params)]
+        held = [*compress(zip(params, grads, strict=True), map(_IS_THERE, grads, repeat(None)))]
+        foreign = set[int]()
+        for param, grad in held:
+            if not self._is_left(param, grad):
+                foreign.add(id(param))
+        versions = sum(map(_VERSION, params))
         earlier, self._written = self._written, None
         if self._follower is not None:
             n = self.clipped_backwards  # of every 17: where a step has two, each in turn
@@ -340,7 +342,7 @@ class GradLedger:
                     check_on_device(same, _WRITTEN, FlashClippingError)
         running = self.record
         # A backward pass that failed has counted nothing; sums that are gone were taken by hand.
-        if running is not None and (not running.backwards or len(foreign) == held):
+        if running is not None and (not running.backwards or len(foreign) == len(held)):
             running = None
         before = running
         if before is None and (follower := self.follower) is not None:
@@ -415,14 +417,12 @@ class GradLedger:
     def note_sums(self, params: Iterable[nn.Parameter]) -> None:
         """What ``p.grad`` of these parameters holds is known: their sums are there."""
         params = [*params]
-        grads: dict[int, Tensor] = {}
-        some: list[nn.Parameter] = []
-        for param in params:
-            if (grad := param.grad) is not None and id(param) not in self._foreign:
-                grads[id(param)] = grad
-                some.append(param)
-        left = dict(zip(grads, map(weakref.ref, grads.values()), strict=True))
-        self._versions = dict(zip(grads, map(_VERSION, grads.values()), strict=True))
+        if self._foreign:
+            params = [param for param in params if id(param) not in self._foreign]
+        some = [*compress(params, map(_IS_THERE, map(_GRAD, params), repeat(None)))]
+        keys, grads = [*map(id, some)], [*map(_GRAD, some)]
+        left = dict(zip(keys, map(weakref.ref, grads), strict=True))
+        self._versions = dict(zip(keys, map(_VERSION, grads), strict=True))
         n, self._elements = self.clipped_backwards, None
         looks = some and self._follower is not None and (n < 8 or n % 16 == 0)
         if looks and (bits := _bits_of(some, n, _GRAD)) is not None:

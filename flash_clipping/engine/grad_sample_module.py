@@ -273,7 +273,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def disable_hooks(self) -> None:
         """Leave backward passes alone: they give ordinary gradients."""
         super().disable_hooks()
-        self._session.enabled = False
+        self._session.enabled, self._session.proven_call = False, None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model's forward and backward, with arguments as of ``torch.compile``.

@@ -373,7 +373,7 @@ class ModelWatch:
     @told_to_who_waits()
     def _prove(self, subject: Subject, call: ForwardCall | None, positions: Units | None) -> None:
         session, module = self.session, subject.root
-        session.epoch += 1
+        session.begin_epoch()
         session.has_oracle = self.sharded is None and positions is None
         if call is None and positions is None and not self.taps.regions.any_compiled:
             forward, serves = subject.forward, self.taps.serves

@@ -9,12 +9,13 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Protocol, TypeAlias
 
 import torch
@@ -29,7 +30,10 @@ from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, Plans, layout_of_step, plan_of
 from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE, full_precision
 from flash_clipping.ops.runtime.checks import check_on_device
+from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.ops.runtime.upload import to_device
+
+_GRAD, _SHAPE = operator.attrgetter("grad"), operator.attrgetter("shape")
 
 #: By how much squared norms of two walks may differ, of wide and of narrow parameters: kernels
 #: that add up in any order round otherwise each time.
@@ -442,14 +446,12 @@ class BackwardPass:
         """Norms ``[P, B]`` of every sample's own gradient, which is what arrived times ``scale``; 0
         for what backward did not reach."""
         device = blocks[0][1].device if blocks else params[0].device
-        dtype = torch.float32
         rows_of: list[int] = []
         found: list[Tensor] = []
         for keys, sq in blocks:
             rows_of += keys
             found.append(sq)
-            if sq.dtype == torch.float64:
-                dtype = torch.float64
+        dtype = accumulator(*found)
         if plan.order is None or plan.rows_of != rows_of:  # blocks are cut as whoever ran cuts them
             row_of = {key: row for row, key in enumerate(rows_of)}
             plan.order = None  # until the rest is there: an interrupt may come at any line
@@ -458,8 +460,7 @@ class BackwardPass:
             rows = [row_of.get(key, len(row_of)) for key in plan.trainable]
             plan.order = to_device(rows, device, torch.int64)
         for i, sq in enumerate(found):  # they are few, and none waits
-            if sq.dtype != dtype or sq.device != device:
-                found[i] = sq.to(device=device, dtype=dtype, non_blocking=True)
+            found[i] = sq.to(device, dtype, non_blocking=True)
         if plan.unreached:
             found.append(torch.zeros((1, self.batch_size or 0), dtype=dtype, device=device))
         sq_PB = torch.cat(found).index_select(0, plan.order)
@@ -484,12 +485,14 @@ class BackwardPass:
         )
 
     def _add(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
-        params, is_for_all = self.params, self.is_for_all
-        for key, grad in zip(keys, grads, strict=True):
-            param = params[key]
-            if is_for_all and param.grad is None and grad.shape == param.shape:
-                param.grad = grad  # nearly all
-            elif is_for_all or key in self.asked:
+        params = [*map(self.params.__getitem__, keys)]
+        is_new = all(map(operator.is_, map(_GRAD, params), repeat(None)))
+        if self.is_for_all and is_new and [*map(_SHAPE, grads)] == [*map(_SHAPE, params)]:
+            for param, grad in zip(params, grads, strict=True):  # nearly all
+                param.grad = grad
+            return
+        for key, param, grad in zip(keys, params, grads, strict=True):
+            if self.is_for_all or key in self.asked:
                 self._put(param, grad)
 
     def _put(self, param: nn.Parameter, grad: Tensor) -> None:

@@ -38,34 +38,34 @@ def has_quantized_weight(layer: nn.Module) -> bool:
     return not _QUANTIZED.isdisjoint(kinds_of(layer, layer._parameters.get("weight")))
 
 
-def linear_input_grad(G: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
-    """The gradient of ``A`` in ``Y = A W^T + b``; ``transposed``: in ``Y = A W + b``."""
-    return G @ (weight.mT if transposed else weight)
-
-
-def linear_backward(
-    x: Tensor, weight: Tensor, G: Tensor, needs: GradRequest, transposed: bool = False
-) -> Grads:
-    """The gradient of ``A``, and factors of ``weight`` and ``bias``: ``g_b = G_b^T A_b``.
+def linear_backward(x: Tensor, weight: Tensor, G: Tensor, needs: GradRequest) -> Grads:
+    """The gradient of ``A`` in ``Y = A W^T + b``, and factors of ``weight`` and ``bias``:
+    ``g_b = G_b^T A_b``.
 
     Any number of axes between the batch and the features counts as positions.
     """
-    grad_input = linear_input_grad(G, weight, transposed) if needs.input else None
+    grad_input = G @ weight if needs.input else None
     if "weight" not in needs.params:
         return grad_input, {"bias": DenseGrad(SumGrad(as_BTd(G)).dense())}
-    A_BTd, G_BTp = as_BTd(x), on_16_bytes(G)
-    outer = LinearGrad(G_BTp, A_BTd) if transposed else LinearGrad(A_BTd, G_BTp)
+    G_BTp = on_16_bytes(G)
+    outer = LinearGrad(as_BTd(x), G_BTp)
     if "bias" not in needs.params:
         return grad_input, {"weight": outer}
     # The bias is added up later, as the weight's factor holds G anyway.
     return grad_input, {"weight": outer, "bias": SumGrad(G_BTp)}
 
 
+def transposed_backward(x: Tensor, weight: Tensor, G: Tensor, needs: GradRequest) -> Grads:
+    """:func:`linear_backward` for ``Y = A W + b``."""
+    grad_input, factors = linear_backward(x, weight.mT, G, needs)
+    outer = factors.get("weight")
+    if isinstance(outer, LinearGrad):
+        factors = {**factors, "weight": LinearGrad(outer.G_BTp, outer.A_BTd)}
+    return grad_input, factors
+
+
 @register_rule(nn.Linear)
 class LinearRule(Rule):
-    #: Whether the weight is ``d x p``.
-    transposed = False
-
     def fits(self, layer: Any) -> bool:
         return not has_quantized_weight(layer)
 
@@ -76,19 +76,24 @@ class LinearRule(Rule):
         weight, bias = weight_and_bias(layer)
         if is_autocasting():
             x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
-        assert weight is not None
-        return F.linear(x, weight.mT if self.transposed else weight, bias), (x, weight)
+        return F.linear(x, weight, bias), (x, weight)  # type: ignore[arg-type]
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, weight = saved
-        return linear_backward(x, weight, grad_output, needs, self.transposed)
+        return linear_backward(x, weight, grad_output, needs)
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
 class TransposedLinearRule(LinearRule):
-    """GPT-2's ``Conv1D``."""
+    """GPT-2's ``Conv1D``, whose weight is ``d x p``."""
 
-    transposed = True
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        x, weight, bias = autocast_operands(x, *weight_and_bias(layer))  # type: ignore[assignment]
+        return F.linear(x, weight.mT, bias), (x, weight)  # type: ignore[union-attr]
+
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
+        x, weight = saved
+        return transposed_backward(x, weight, grad_output, needs)
 
 
 @register_rule("torchao.float8.float8_linear.Float8Linear")

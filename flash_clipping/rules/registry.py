@@ -252,6 +252,4 @@ def own(output: Tensor) -> Tensor:
 
 def as_BTd(x: Tensor) -> Tensor:
     """``[B, ..., d]`` as ``[B, T, d]`` (a view where strides allow)."""
-    if x.dim() == 3:
-        return x
-    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+    return x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)

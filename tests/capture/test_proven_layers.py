@@ -152,7 +152,7 @@ def test_parameters_that_are_trained_again() -> None:
 def test_it_is_taken_again_after_a_new_look_at_samples(short: list[str]) -> None:
     flash, model, x = wrapped()
     check(flash, model, x)
-    flash._session.epoch += 1
+    flash._session.begin_epoch()
     check(flash, model, x)
     short.clear()
     check(flash, model, x)

@@ -271,7 +271,7 @@ def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(
 
 @pytest.mark.skipif(not is_interpreting(), reason="no kernels")
 def test_another_backend_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment may change between steps; without kernels only what reads one input goes
+    """The environment may change between steps; without kernels products of several kinds go
     together."""
     torch.manual_seed(0)
     wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
@@ -279,17 +279,8 @@ def test_another_backend_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, asked)
         check_step(wrapped, draw(3, 4, 0))
     without, with_kernels = [plan for _, plan in wrapped._session.plans._plans.values()]
-    assert without.products[None] == without.linear
+    assert len(without.products[None]) == 1
     assert len(with_kernels.products[None]) < len(with_kernels.linear)
-
-
-@pytest.mark.parametrize("wrapped", ["torch"], indirect=True)
-def test_on_a_cpu_what_reads_one_input_goes_together(
-    wrapped: GradSampleModuleFlashClipping,
-) -> None:
-    check_step(wrapped, draw(3, 4, 0))
-    (plan,) = [plan for _, plan in wrapped._session.plans._plans.values()]
-    assert plan.products[None] == plan.linear and len(plan.linear) > 1
 
 
 def test_norms_are_taken_in_fp32_whatever_a_factor_gives() -> None:

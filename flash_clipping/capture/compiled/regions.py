@@ -205,7 +205,9 @@ class Region:
                 "layers (model.block.compile(fullgraph=True)), or freeze their parameters."
                 f"{to_freeze(*(path for path, _ in layout.refused))}"
             )
-        before = ACTIVE.pop(key, None)
+        session = self.session
+        before, call = ACTIVE.pop(key, None), session.proven_call
+        session.proven_call = None  # what the compiler gives up records itself by its own wires
         try:
             if layout is not None:
                 ACTIVE[key] = layout.calls, self._make(layout)
@@ -214,6 +216,7 @@ class Region:
                 note_escaped(output)
             return output
         finally:
+            session.proven_call = call
             ACTIVE.pop(key, None)
             if before is not None:
                 ACTIVE[key] = before

@@ -31,12 +31,7 @@ from flash_clipping.rules.convolution import (
     padded,
 )
 from flash_clipping.rules.embedding import EmbeddingRule, embedding_factor
-from flash_clipping.rules.linear import (
-    LinearRule,
-    TransposedLinearRule,
-    linear_backward,
-    linear_input_grad,
-)
+from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
 from flash_clipping.rules.normalization import (
     DEFAULT_EPS,
     FoundRMSNormRule,
@@ -165,7 +160,7 @@ class _Product(torch.autograd.Function):
             # Keys get theirs transposed. One copy in the graph, which the product needs as well, is
             # in place of one for every kernel that reads it.
             G = G.contiguous()
-            dx, rows = linear_input_grad(G, weight), as_BTd(G)
+            dx, rows = G @ weight, as_BTd(G)
         else:
             dx, rows = convolution_input_grad(G, x, weight, ctx.kernel), G.flatten(2).mT
         return (
@@ -193,7 +188,8 @@ class LinearWiring(Wiring):
 
     def forward(self, layer: Any, x: Tensor, wires: Wires) -> Tensor:
         x, weight, bias = _operands_of(x, layer)
-        weight = weight.mT if self.rule.transposed else weight
+        if isinstance(self.rule, TransposedLinearRule):
+            weight = weight.mT
         return _Product.apply(x, weight, bias, None, *wires)
 
     def factors(self, layer: Any, names: Sequence[str], grads: Sequence[Any]) -> Factors:
@@ -201,7 +197,8 @@ class LinearWiring(Wiring):
         if x is None:
             return {"bias": DenseGrad(vector_Bp)}
         needs = GradRequest((False,), frozenset(names), "auto")
-        return linear_backward(x, x, G, needs, self.rule.transposed)[1]
+        found: Factors = self.rule.backward(layer, (x, x), G, needs)[1]
+        return found
 
 
 class ConvolutionWiring(Wiring):

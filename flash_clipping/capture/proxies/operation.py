@@ -37,7 +37,7 @@ from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.finish.backward_pass import Readers
 from flash_clipping.rules.convolution import convolution_backward
 from flash_clipping.rules.embedding import embedding_factor
-from flash_clipping.rules.linear import linear_backward
+from flash_clipping.rules.linear import linear_backward, transposed_backward
 from flash_clipping.rules.normalization import DEFAULT_EPS, row_norm_backward
 from flash_clipping.rules.registry import GradRequest, Grads
 
@@ -469,7 +469,7 @@ def _linear(
 def _matmul(G: Tensor, needs: GradRequest, input: Tensor, other: Tensor) -> Grads | None:
     if other.dim() != 2 or input.dim() < 2:
         return None
-    return linear_backward(input.to(G.dtype), other.to(G.dtype), G, needs, transposed=True)
+    return transposed_backward(input.to(G.dtype), other.to(G.dtype), G, needs)
 
 
 def _embedding(

@@ -97,28 +97,29 @@ def kinds_of(pairs: Sequence[Pair]) -> dict[Kind, list[int]]:
     """The products of every kind, by their places in ``pairs``."""
     kinds: dict[Kind, list[int]] = {}
     for i, (A, G) in enumerate(pairs):
-        B, T, d = A.shape
-        small = 2 * B * T * d * G.shape[2] <= SMALL_FLOP
-        kind = Kind(B, T, A.dtype, G.dtype, A.get_device(), small)
-        kinds.setdefault(kind, []).append(i)
+        kinds.setdefault(kind_of(A, G), []).append(i)
     return kinds
+
+
+def kind_of(A: Tensor, G: Tensor) -> Kind:
+    """The kind of one layer's product."""
+    B, T, d = A.shape
+    small = 2 * B * T * d * G.shape[2] <= SMALL_FLOP
+    return Kind(B, T, A.dtype, G.dtype, A.get_device(), small)
 
 
 def in_turn(pairs: Sequence[Pair], *, backend: str = "auto") -> list[list[int]]:
     """Which of these products :func:`clipped_sums_many` had best be asked for together: as many as
-    one launch serves, but no more than :data:`AT_ONCE` elements of results. Without kernels, those
-    that read one input, which is then scaled once."""
-    on_kernels: list[int] = []
-    by_input: dict[int, list[int]] = {}
-    for i, (A, _) in enumerate(pairs):
-        if backends.resolve(backend, A) == "torch":
-            by_input.setdefault(id(A), []).append(i)
-        else:
-            on_kernels.append(i)
+    one launch serves, but no more than :data:`AT_ONCE` elements of results. Without kernels, all of
+    one device."""
+    kinds: dict[object, list[int]] = {}
+    for i, (A, G) in enumerate(pairs):
+        on_kernels = backends.resolve(backend, A) != "torch"
+        kinds.setdefault(kind_of(A, G) if on_kernels else A.device, []).append(i)
     parts: list[list[int]] = []
-    for members in kinds_of([pairs[i] for i in on_kernels]).values():
+    for members in kinds.values():
         room = 0
-        for i in [on_kernels[member] for member in members]:
+        for i in members:
             A, G = pairs[i]
             elements = A.shape[2] * G.shape[2]
             if elements > room:
@@ -126,4 +127,4 @@ def in_turn(pairs: Sequence[Pair], *, backend: str = "auto") -> list[list[int]]:
                 room = AT_ONCE
             parts[-1].append(i)
             room -= elements
-    return parts + list(by_input.values())
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from flash_clipping.ops.error_bounds import APART, TOGETHER
 from flash_clipping.ops.rows.reference import row_scale
 from flash_clipping.ops.runtime.shapes import LaunchCache, accumulator
+
+_DTYPE = operator.attrgetter("dtype")
+_SUMMED_AS_THEY_ARE = {torch.float32}, {torch.float64}
 
 CONVERTED = 1 << 22
 """Elements of 16-bit operands that are converted to fp32 at a time (one sample's at least)."""
@@ -40,9 +44,9 @@ def clipped_sums_many(
 
 
 def _of_one_input(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
-    dtype = accumulator(A_BTd, *Gs)
-    if all([x.dtype == dtype for x in (A_BTd, *Gs)]):
+    if {A_BTd.dtype, *map(_DTYPE, Gs)} in _SUMMED_AS_THEY_ARE:
         return _products(A_BTd, Gs, coef_B)
+    dtype = accumulator(A_BTd, *Gs)
     per_sample = A_BTd[:1].numel() + sum(G[:1].numel() for G in Gs)
     # As many positions at least as a product adds up by itself: results are added up in turn.
     least = -(-TOGETHER // max(1, A_BTd.shape[1]))
@@ -60,20 +64,21 @@ def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tenso
     """Clipped sums of operands of one dtype, summed in that dtype."""
     # 0 · inf is NaN, so a dropped sample must be zero in both operands. Only the CPU may look
     # whether there is one; on a GPU looking would wait for the device.
-    clean = coef_B.device.type != "cpu" or bool((coef_B == 0).any())
-    scale_A = len(Gs) > 1 or A_BTd.shape[-1] <= Gs[0].shape[-1]  # shared, or narrower
-    kept_B = (coef_B != 0).to(coef_B.dtype)
-    scaled_A = row_scale(A_BTd, coef_B if scale_A else kept_B) if scale_A or clean else A_BTd
+    drops = not coef_B.is_cpu or not bool(coef_B.all())
+    kept_B = (coef_B != 0).to(coef_B.dtype) if drops else None
+    is_shared_or_narrower = len(Gs) > 1 or A_BTd.shape[-1] <= Gs[0].shape[-1]
+    of_A, of_G = (coef_B, kept_B) if is_shared_or_narrower else (kept_B, coef_B)
     apart = A_BTd.shape[1] > APART and len(A_BTd) > 1
-    sums = []
+    if of_A is not None:
+        A_BTd = row_scale(A_BTd, of_A)
+    sums: list[Tensor] = []
     for G_BTp in Gs:
-        scaled_G = (
-            row_scale(G_BTp, kept_B if scale_A else coef_B) if clean or not scale_A else G_BTp
-        )
+        if of_G is not None:
+            G_BTp = row_scale(G_BTp, of_G)
         if apart:
-            sums.append(_sum_of_samples(scaled_G, scaled_A))
+            sums.append(_sum_of_samples(G_BTp, A_BTd))
         else:
-            sums.append(product_of_rows(scaled_G.flatten(0, 1), scaled_A.flatten(0, 1)))
+            sums.append(product_of_rows(G_BTp.flatten(0, 1), A_BTd.flatten(0, 1)))
     return sums
 
 

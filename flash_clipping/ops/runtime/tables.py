@@ -89,7 +89,7 @@ def on_16_bytes(x: Tensor) -> Tensor:
     large and lies otherwise (a vocabulary of 50257 in 16 bits), where kernels have descriptors.
     Without, rows of such a width are read element by element anyway. What is between rows nobody
     reads."""
-    x_BTf = x if x.dim() == 3 else x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+    x_BTf = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
     if x_BTf.numel() < WORTH_A_COPY:  # nearly all that come here
         # Copied once where features do not lie together, rather than by every kernel.
         return x_BTf if x_BTf.stride(2) == 1 else x_BTf.contiguous()
