@@ -11,7 +11,6 @@ from flash_clipping.diagnostics.report import (
     CheckReport,
     ParameterReport,
     RemovalReport,
-    SectionReport,
     summary,
     table,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "CheckReport",
     "ParameterReport",
     "RemovalReport",
-    "SectionReport",
     "check",
     "environment",
     "environment_text",

@@ -9,7 +9,7 @@ import copy
 import logging
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from flash_clipping.diagnostics.oracle import (
     Owned,
     Samples,
     Task,
-    all_sections,
     cast,
     close,
     largest_norm_error,
@@ -43,7 +42,6 @@ from flash_clipping.diagnostics.report import (
     UNUSED,
     CheckReport,
     ParameterReport,
-    SectionReport,
 )
 from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks, floats
 from flash_clipping.errors import InvalidType, InvalidValue, checked_number
@@ -140,14 +138,13 @@ def common_factor(subject: Subject, flash: Flash, oracle: Oracle) -> str:
     return f" All are off by the same factor, {ratio:.4g}."
 
 
-# -- one parameter beside the oracle: norms, clipped sum, sections ---------------------------------
+# -- one parameter beside the oracle: norms, clipped sum -------------------------------------------
 
 
 def compared_parameters(
     subject: Subject, flash: Flash, oracle: Oracle, tolerance: float
 ) -> Iterator[ParameterReport]:
-    """The norms and the clipped sums of all parameters, and of their sections, beside the
-    oracle's."""
+    """The norms and the clipped sums of all parameters, beside the oracle's."""
     for owned in owned_parameters(subject.plain):
         if not owned.param.requires_grad:
             yield _report(owned, FROZEN, reason="requires_grad is False")
@@ -164,26 +161,11 @@ def _compared_parameter(
     name, seen = owned.name, flash.seen.get(owned.name)
     (of_param,) = flash.module.running_step.norms_of([flash.params[name]])
     norms, grad = floats(of_param), flash.grad(name)
-    floor = FLOOR[flash.dtype]
-    least_sum = oracle.largest_sum * floor
-    norm_error = largest_norm_error(norms, oracle.param_norms[name], oracle.norms, floor)
-    sum_error = largest_sum_error(grad, oracle.sums[name], least_sum)
-    parts = []
-    if (sections := flash.sections.get(name)) is not None:
-        for part, found, expected, found_norms, expected_norms in zip(
-            sections.names,
-            sections.of(grad),
-            sections.of(oracle.sums[name]),
-            flash.section_norms(name),
-            oracle.section_norms[name],
-            strict=True,
-        ):
-            errors = (
-                largest_norm_error(found_norms, expected_norms, oracle.norms, floor),
-                largest_sum_error(found, expected, least_sum),
-            )
-            parts.append(SectionReport(part, *errors, max(errors) <= tolerance))
-    passed = max(norm_error, sum_error) <= tolerance and all(part.passed for part in parts)
+    norm_error = largest_norm_error(
+        norms, oracle.param_norms[name], oracle.norms, FLOOR[flash.dtype]
+    )
+    sum_error = largest_sum_error(grad, oracle.sums[name], oracle.largest_sum * FLOOR[flash.dtype])
+    passed = max(norm_error, sum_error) <= tolerance
     return _report(
         owned,
         PASS if passed else FAIL,
@@ -195,7 +177,6 @@ def _compared_parameter(
         oracle_norms=tuple(oracle.param_norms[name]),
         norm_error=norm_error,
         sum_error=sum_error,
-        sections=tuple(parts),
     )
 
 
@@ -294,7 +275,6 @@ def check(
     dtype: torch.dtype | None = None,
     tolerance: float | None = None,
     removals: int = 16,
-    sections: Mapping[str, Sequence[str]] | None = None,
     seed: int = 0,
     **options: Any,
 ) -> CheckReport:
@@ -324,9 +304,6 @@ def check(
         dtype: cast model and batch first. ``torch.float64`` separates a wrong rule from rounding.
         tolerance: relative error allowed instead of :data:`TOLERANCE`.
         removals: how many samples to remove, one at a time; 0 for none.
-        sections: names of the equal parts of a parameter, by parameter name, in addition to those
-            of ``nn.MultiheadAttention`` and of recurrent layers:
-            ``{"qkv.weight": ("q", "k", "v")}``.
         seed: seed of every forward.
         **options: more arguments of
             :class:`~flash_clipping.GradSampleModuleFlashClipping` (``mode``, ``backend``, ...).
@@ -357,8 +334,7 @@ def check(
     samples = Samples(batch, batch_first, plain)
     task = Task(loss or squared_outputs(batch_first), loss_reduction, seed)
     options.update(loss_reduction=loss_reduction, batch_first=batch_first)
-    found = all_sections(plain, sections or {})
-    subject = Subject(plain, samples, task, found, options, notes=[*samples.notes])
+    subject = Subject(plain, samples, task, options, notes=[*samples.notes])
     _LOGGER.info("the plain model, in batches of several sizes")
     plain_loss, refused = check_plain_model(subject)
     if refused:
@@ -379,7 +355,7 @@ def check(
     _LOGGER.info("the oracle, one sample at a time in float64")
     try:
         exact, samples = subject.exact()
-        oracle = Oracle(exact, task, samples, flash.bound, found)
+        oracle = Oracle(exact, task, samples, flash.bound)
     except Exception as error:
         return _uncovered(
             subject,

@@ -1,11 +1,9 @@
 """A user's batch and loss, and the truth that flash clipping is compared with: gradients of one
-sample at a time, in float64. Which module owns a parameter, and which parts of one mean something
-on their own."""
+sample at a time, in float64. Which module owns a parameter."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -164,21 +162,6 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 # -- parameters ------------------------------------------------------------------------------------
 
-_QKV = ("q", "k", "v")
-_LSTM = ("input", "forget", "cell", "output")
-_GRU = ("reset", "update", "new")
-_RECURRENT = re.compile(r"(weight|bias)(_ih|_hh)?(_l\d+)?(_reverse)?$")
-
-#: By the name of a class: which of its parameters have parts, and which.
-_KNOWN: dict[str, tuple[re.Pattern[str], tuple[str, ...]]] = {
-    "MultiheadAttention": (re.compile(r"in_proj_(weight|bias)$"), _QKV),
-    **dict.fromkeys(("LSTM", "LSTMCell", "DPLSTM", "DPLSTMCell"), (_RECURRENT, _LSTM)),
-    **dict.fromkeys(("GRU", "GRUCell", "DPGRU", "DPGRUCell"), (_RECURRENT, _GRU)),
-}
-
-#: A recurrent layer may keep its weights in linear layers of its cells, so many levels below.
-_LEVELS = 4
-
 
 class Owned(NamedTuple):
     """A parameter, and the module that has it."""
@@ -187,18 +170,6 @@ class Owned(NamedTuple):
     param: nn.Parameter
     path: str
     owner: nn.Module
-
-
-@dataclass(frozen=True)
-class Sections:
-    """The equal parts of a parameter, along an axis: that of its output features."""
-
-    names: Sequence[str]
-    axis: int
-
-    def of(self, x: Tensor, behind: int = 0) -> Sequence[Tensor]:
-        """The parts of a tensor of the parameter's shape, ``behind`` other axes."""
-        return x.chunk(len(self.names), self.axis + behind)
 
 
 def owned_parameters(model: nn.Module) -> Iterator[Owned]:
@@ -210,49 +181,6 @@ def owned_parameters(model: nn.Module) -> Iterator[Owned]:
                 owners.setdefault(param, (path, module))
     for name, param in model.named_parameters():
         yield Owned(name, param, *owners.get(param, (name.rpartition(".")[0], model)))
-
-
-def all_sections(model: nn.Module, asked_for: Mapping[str, Sequence[str]]) -> dict[str, Sections]:
-    """The sections of parameters, by name: those that were asked for, and those that are known.
-
-    Raises:
-        BadBatchError: a name is of no parameter, or parts cannot be equal.
-    """
-    found = {}
-    parameters = {owned.name: owned for owned in owned_parameters(model)}
-    for name in asked_for:
-        if name not in parameters:
-            raise BadBatchError(
-                f"sections names the parameter {name!r}, which the model does not have."
-            )
-    for name, owned in parameters.items():
-        # transformers' Conv1D is transposed.
-        axis = int(type(owned.owner).__name__ == "Conv1D" and owned.param.dim() == 2)
-        size = owned.param.shape[axis] if owned.param.dim() else 0
-        if name in asked_for:
-            parts = asked_for[name]
-            if size % len(parts):
-                raise BadBatchError(
-                    f"sections gives {name} {len(parts)} equal parts, but its axis {axis} has "
-                    f"{size} entries."
-                )
-        else:
-            parts = _known(model, owned)
-        if parts and size and size % len(parts) == 0:
-            found[name] = Sections(parts, axis)
-    return found
-
-
-def _known(model: nn.Module, owned: Owned) -> Sequence[str]:
-    """Names of the equal parts of a parameter of a known layer."""
-    local = next((n for n, p in owned.owner._parameters.items() if p is owned.param), owned.name)
-    steps = owned.path.split(".") if owned.path else []
-    for depth in range(len(steps), max(len(steps) - _LEVELS, -1), -1):
-        for kind in type(model.get_submodule(".".join(steps[:depth]))).__mro__:
-            pattern, parts = _KNOWN.get(kind.__name__, (None, ()))
-            if pattern is not None and pattern.match(local):
-                return parts
-    return ()
 
 
 # -- the truth -------------------------------------------------------------------------------------
@@ -274,27 +202,16 @@ class Oracle:
     Attributes:
         norms: of every sample, over all trainable parameters.
         param_norms: the same of each parameter, by name.
-        section_norms: the same of each section of a parameter.
         sums: clipped sums.
         reached: whether the loss depends on a parameter.
         loss: of the batch, from the losses of its samples.
         largest_sum: the largest element of all sums.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        samples: Samples,
-        max_grad_norm: float,
-        sections: Mapping[str, Sections],
-    ):
+    def __init__(self, model: nn.Module, task: Task, samples: Samples, max_grad_norm: float):
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.norms: list[float] = []
         self.param_norms: dict[str, list[float]] = {name: [] for name in params}
-        self.section_norms: dict[str, list[list[float]]] = {
-            name: [[] for _ in of.names] for name, of in sections.items()
-        }
         self.sums = {
             name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
             for name, p in params.items()
@@ -313,11 +230,7 @@ class Oracle:
                 grad = grad.detach() if grad.layout == torch.strided else grad.to_dense()
                 grads[name] = grad.double()
                 self.reached[name] |= param.grad is not None
-                self.param_norms[name].append(_norm(grads[name]))
-                if name in sections:
-                    parts = sections[name].of(grads[name])
-                    for norms, part in zip(self.section_norms[name], parts, strict=True):
-                        norms.append(_norm(part))
+                self.param_norms[name].append(float(torch.linalg.vector_norm(grads[name])))
             norm = math.hypot(*(norms[b] for norms in self.param_norms.values()))
             self.norms.append(norm)
             if math.isfinite(norm):
@@ -328,10 +241,6 @@ class Oracle:
         self.largest_sum = max(
             (float(total.abs().max()) for total in self.sums.values() if total.numel()), default=0.0
         )
-
-
-def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x))
 
 
 def largest_norm_error(

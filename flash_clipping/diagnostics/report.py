@@ -12,23 +12,6 @@ FROZEN, UNUSED, REFUSED, UNCHECKED = "frozen", "unused", "refused", "not checked
 
 
 @dataclass(frozen=True)
-class SectionReport:
-    """A part of a parameter that has a meaning of its own (the q rows of a fused projection).
-
-    Attributes:
-        name: what it is: ``"q"``, or a gate's name.
-        norm_error: as in :class:`ParameterReport`, of this section's per-sample gradients alone.
-        sum_error: as in :class:`ParameterReport`, of this section of the clipped sum.
-        passed: whether both are within the tolerance.
-    """
-
-    name: str
-    norm_error: float
-    sum_error: float
-    passed: bool
-
-
-@dataclass(frozen=True)
 class ParameterReport:
     """One parameter against the oracle.
 
@@ -45,7 +28,6 @@ class ParameterReport:
         norms: norm of every sample's gradient, ``B`` numbers; ``oracle_norms`` by the oracle.
         norm_error: largest relative error over the samples.
         sum_error: error of the clipped sum, relative to its largest element.
-        sections: where the parameter is several matrices in one.
     """
 
     name: str
@@ -62,7 +44,6 @@ class ParameterReport:
     oracle_norms: tuple[float, ...] = ()
     norm_error: float = math.nan
     sum_error: float = math.nan
-    sections: tuple[SectionReport, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,7 +122,7 @@ HEADER = (
 
 
 def table(report: CheckReport) -> list[tuple[str, ...]]:
-    """The report as rows of text: :data:`HEADER`, then layers, parameters and sections.
+    """The report as rows of text: :data:`HEADER`, then layers and parameters.
 
     ``norm`` and ``oracle`` are the largest over the samples; ``error`` is the largest relative
     error of any sample, ``sum error`` that of the clipped sum.
@@ -171,16 +152,6 @@ def table(report: CheckReport) -> list[tuple[str, ...]]:
                 parameter.status,
             )
         )
-        for section in parameter.sections:
-            rows.append(
-                (
-                    f"    {section.name}",
-                    *("",) * 6,
-                    _number(section.norm_error, "{:.1e}"),
-                    _number(section.sum_error, "{:.1e}"),
-                    PASS if section.passed else FAIL,
-                )
-            )
     return rows
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.inputs import tensors_in
-from flash_clipping.diagnostics.oracle import TOLERANCE, Samples, Sections, Task, cast
+from flash_clipping.diagnostics.oracle import TOLERANCE, Samples, Task, cast
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.factors import (
     ConvolutionGrad,
@@ -39,7 +39,6 @@ class Subject:
     Attributes:
         plain: the model, without dropout; copies of it run.
         samples, task: the batch and the loss.
-        sections: equal parts of parameters, by name.
         options: of :class:`~flash_clipping.GradSampleModuleFlashClipping`.
         notes, failures: for the report, in the order in which they were found.
     """
@@ -47,7 +46,6 @@ class Subject:
     plain: nn.Module
     samples: Samples
     task: Task
-    sections: Mapping[str, Sections]
     options: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -87,7 +85,6 @@ class _Seen:
     rules: dict[str, None] = field(default_factory=dict)
     algorithms: dict[str, None] = field(default_factory=dict)
     backends: dict[str, None] = field(default_factory=dict)
-    dense: Tensor | None = None
 
 
 class Flash:
@@ -104,7 +101,6 @@ class Flash:
             watching = partial(_WatchedBackwardPass, flash=self)
             self.module._session.backward_pass_class = watching
         self.task = subject.task
-        self.sections = subject.sections
         self.params = dict(self.module._module.named_parameters())
         self.names = {param: name for name, param in self.params.items()}
         self.taps = {tap.path: tap for tap in self.module._taps.all}
@@ -134,15 +130,6 @@ class Flash:
         grad = self.params[name].grad
         return torch.zeros_like(self.params[name]) if grad is None else grad.detach()
 
-    def section_norms(self, name: str) -> list[tuple[float, ...]]:
-        seen, sections = self.seen.get(name), self.sections[name]
-        if seen is None or seen.dense is None:
-            return [(0.0,) * len(self.norms)] * len(sections.names)
-        return [
-            floats(torch.linalg.vector_norm(part.double().flatten(1), dim=1))
-            for part in sections.of(seen.dense, 1)
-        ]
-
     # -- called by the backward pass -----------------------------------------------------------
 
     def recorded(self, path: str, param: nn.Parameter, given: PerSampleGrad, stored: bool) -> None:
@@ -158,10 +145,6 @@ class Flash:
         self._note(seen, algorithm, given)
         operands = [x.dtype for x in tensors_in(given) if x.is_floating_point()]
         self.dtype = narrowest([self.dtype, *operands])
-        if name in self.sections:
-            dense = given.dense().detach().view(-1, *param.shape)
-            scale = len(dense) if self.task.reduction == "mean" else 1
-            seen.dense = dense * scale + (0 if seen.dense is None else seen.dense)
 
     def merged(
         self, factors: Mapping[int, PerSampleGrad], params: Mapping[int, nn.Parameter]

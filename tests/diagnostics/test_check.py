@@ -8,10 +8,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus import layers
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.diagnostics import check
+from tests.support.diagnosed import of
 from tests.support.models import CASES
 from tests.support.oracle import per_sample_truth
 
@@ -80,6 +82,54 @@ def test_samples_on_the_second_axis() -> None:
 
     batch = (torch.randn(7, 5, 4), torch.tensor([0, 1, 2, 0, 1]))
     report = check(Model(), batch, loss, batch_first=False, dtype=torch.float64)
+    assert report.passed, str(report)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, or a cell that reads one position after the other."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.layer, nn.RNNCellBase):
+            return self.head(self.layer(x)[0])
+        state = None
+        for x_Bd in x.unbind(1):
+            state = self.layer(x_Bd, state)
+        return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "DPLSTM", "DPGRU"])
+def test_recurrent_layers_and_cells(kind: str) -> None:
+    if kind.startswith("DP"):
+        layer = getattr(layers, kind)(4, 6, batch_first=True)
+    else:
+        layer = getattr(nn, kind)(4, 6)
+    report = check(Recurrent(layer), torch.randn(3, 5, 4), dtype=torch.float64)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_recurrent_layers_of_pytorch_are_exact_or_refused_by_name(kind: str) -> None:
+    layer = getattr(nn, kind)(4, 6, batch_first=True)
+    report = check(Recurrent(layer), torch.randn(3, 5, 4), dtype=torch.float64)
+    if not report.passed:
+        assert of(report, "layer.weight_ih_l0").status == "refused", str(report)
+        assert f"DP{kind}" in report.failures[0]
+
+
+def test_attention_of_pytorch() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    report = check(Model(), torch.randn(3, 5, 8))
     assert report.passed, str(report)
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import (
+    DenseGrad,
     FlashClippingError,
     GradSampleModuleFlashClipping,
     LinearGrad,
@@ -82,6 +83,22 @@ def test_a_rule_with_a_right_norm_and_a_wrong_sum_fails(own_rules: None) -> None
     assert {name for name, status in statuses(report).items() if status == "FAIL"} == {"qkv.bias"}
     bias = of(report, "qkv.bias")
     assert bias.norm_error < 1e-4 and bias.sum_error == pytest.approx(2.0, abs=1e-4)
+
+
+def test_a_fault_in_a_part_of_one_parameter_fails(own_rules: None) -> None:
+    @register_rule(QKV)
+    class Faulty(LinearRule):
+        def backward(self, layer, saved, grad_output, needs):
+            grad_input, factors = super().backward(layer, saved, grad_output, needs)
+            bias = factors["bias"].dense().clone()
+            bias[:, 4:8] *= 0.18
+            return grad_input, {**factors, "bias": DenseGrad(bias)}
+
+    report = check(Fused(), torch.randn(5, 3, 4))
+    bias, weight = of(report, "qkv.bias"), of(report, "qkv.weight")
+    assert bias.status == "FAIL" and 0.01 < bias.norm_error < 0.82
+    # The weight's sum is clipped by coefficients that depend on the whole norm.
+    assert weight.norm_error < 1e-4
 
 
 def test_batch_norm_is_refused_with_the_error_itself() -> None:
