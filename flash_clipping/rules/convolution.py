@@ -32,21 +32,17 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) 
     return torch.convolution(x, weight, bias, stride, padding, dilation, False, none, groups)
 
 
-def convolution_input_grad(G: Tensor, x: Tensor, weight: Tensor, kernel: Kernel) -> Tensor:
-    stride, padding, dilation, groups = kernel
-    found: Tensor = torch.ops.aten.convolution_backward(
-        *(G, x, weight, None, stride, padding, dilation),
-        *(False, [0] * len(stride), groups, [True, False, False]),
-    )[0]
-    return found
-
-
 def convolution_backward(
     x: Tensor, weight: Tensor, G: Tensor, needs: GradRequest, kernel: Kernel
 ) -> Grads:
     """The gradient of the input as the kernel reads it, and factors of ``weight`` and ``bias``."""
-    grad_input = convolution_input_grad(G, x, weight, kernel) if needs.input else None
     stride, padding, dilation, groups = kernel
+    grad_input = None
+    if needs.inputs[0]:
+        grad_input = torch.ops.aten.convolution_backward(
+            *(G, x, weight, None, stride, padding, dilation),
+            *(False, [0] * len(stride), groups, [True, False, False]),
+        )[0]
     factors: dict[str, PerSampleGrad] = {}
     if "weight" in needs.params:
         factors["weight"] = ConvolutionGrad(x, G, weight, stride, padding, dilation, groups)

@@ -38,16 +38,23 @@ def has_quantized_weight(layer: nn.Module) -> bool:
     return not _QUANTIZED.isdisjoint(kinds_of(layer, layer._parameters.get("weight")))
 
 
-def linear_backward(x: Tensor, weight: Tensor, G: Tensor, needs: GradRequest) -> Grads:
+def linear_backward(
+    x: Tensor,
+    weight: Tensor,
+    G: Tensor,
+    needs: GradRequest,
+    rows: Callable[[Tensor], Tensor] = on_16_bytes,
+) -> Grads:
     """The gradient of ``A`` in ``Y = A W^T + b``, and factors of ``weight`` and ``bias``:
     ``g_b = G_b^T A_b``.
 
-    Any number of axes between the batch and the features counts as positions.
+    Any number of axes between the batch and the features counts as positions. ``rows`` makes
+    ``[B, T, p]`` of ``G``, as whoever reads the factor wants it.
     """
-    grad_input = G @ weight if needs.input else None
+    grad_input = G @ weight if needs.inputs[0] else None
     if "weight" not in needs.params:
         return grad_input, {"bias": DenseGrad(SumGrad(as_BTd(G)).dense())}
-    G_BTp = on_16_bytes(G)
+    G_BTp = rows(G)
     outer = LinearGrad(as_BTd(x), G_BTp)
     if "bias" not in needs.params:
         return grad_input, {"weight": outer}

@@ -25,13 +25,13 @@ from flash_clipping.rules.convolution import (
     ConvolutionRule,
     Kernel,
     convolution,
-    convolution_input_grad,
+    convolution_backward,
     kernel_of,
     own_padding,
     padded,
 )
 from flash_clipping.rules.embedding import EmbeddingRule, embedding_factor
-from flash_clipping.rules.linear import LinearRule, TransposedLinearRule
+from flash_clipping.rules.linear import LinearRule, TransposedLinearRule, linear_backward
 from flash_clipping.rules.normalization import (
     DEFAULT_EPS,
     FoundRMSNormRule,
@@ -133,8 +133,8 @@ class PerSampleParameters(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """``y = x Wᵀ + b``, or a convolution with this kernel; wires get ``x``, ``G`` and the sum of
-    ``G`` over positions."""
+    """``y = x Wᵀ + b``, or a convolution with this kernel; wires get what the rule's factors are
+    made of: ``x`` and ``G``, or the bias's gradients."""
 
     @staticmethod
     def forward(
@@ -143,35 +143,28 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         kernel: Kernel | None,
-        of_x: Tensor | None,
-        of_G: Tensor | None,
-        of_bias: Tensor | None,
+        *wires: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.kernel, ctx.wired = kernel, (of_x is not None, of_bias is not None)
+        wired = zip(("weight", "weight", "bias"), wires, strict=True)
+        ctx.kernel, ctx.params = kernel, [name for name, wire in wired if wire is not None]
         y = F.linear(x, weight, bias) if kernel is None else convolution(x, weight, bias, kernel)
         return y.detach()  # no view, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        product, vector = ctx.wired
+        needs = GradRequest((True,), ctx.params, "torch")
         if ctx.kernel is None:
             # Keys get theirs transposed. One copy in the graph, which the product needs as well, is
             # in place of one for every kernel that reads it.
             G = G.contiguous()
-            dx, rows = G @ weight, as_BTd(G)
+            dx, factors = linear_backward(x, weight, G, needs, rows=as_BTd)
         else:
-            dx, rows = convolution_input_grad(G, x, weight, ctx.kernel), G.flatten(2).mT
-        return (
-            dx,
-            None,
-            None,
-            None,
-            x if product else None,
-            G if product else None,
-            rows.sum(1, dtype=accumulation_dtype(G.dtype)) if vector else None,
-        )
+            dx, factors = convolution_backward(x, weight, G, needs, ctx.kernel)
+        of_weight = (x, G) if "weight" in ctx.params else (None, None)
+        of_bias = factors["bias"].dense() if "bias" in ctx.params else None
+        return dx, None, None, None, *of_weight, of_bias
 
 
 class LinearWiring(Wiring):
