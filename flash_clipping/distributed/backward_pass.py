@@ -102,7 +102,6 @@ class ShardedBackwardPass(BackwardPass):
     def add_clipped_sums(self) -> None:
         """Reduce the sums of all trainable parameters, in an order that all processes share."""
         self._reducing().finish(self._sums_of)
-        self.slots.note_sums()
         self.session.note_sums(self.slots.trainable())
 
     def _sums_of(self, part: tuple[int, ...]) -> dict[int, Tensor]:

@@ -180,14 +180,10 @@ class ShardedModel:
         if isinstance(root, FSDPModule):
             session.around_walk = self._unsharded_root
 
-    def before_taps(self, handles: list[Any]) -> None:
-        """What has to be done to layers before they are tapped."""
+    def add_first_hooks(self, handles: list[Any]) -> None:
+        """Hooks that come before taps, and before all others of the wrapped model."""
         if self.layers is not None:
             lay_out_by_hooks(self.root, handles)
-
-    def add_first_hooks(self, handles: list[Any]) -> None:
-        """Hooks that come before all others of the wrapped model."""
-        if self.layers is not None:
             handles.append(
                 self.root.register_forward_pre_hook(self.layers.before, with_kwargs=True)
             )
@@ -201,12 +197,6 @@ class ShardedModel:
         for module in self.slots.gathering:
             # After the module's own, which gathers parameters.
             handles.append(module.register_forward_pre_hook(self._look))
-
-    def rehearse(
-        self, wanted: bool, watched: int, rehearse: Callable[[], None], forward: Callable[[], Any]
-    ) -> bool:
-        """As :meth:`SynchronizedProbe.rehearse`; a row of nobody shows nothing."""
-        return self.together.rehearse(wanted and not self.is_empty, watched, rehearse, forward)
 
     def _look(self, module: nn.Module, _: Any) -> None:
         self.slots.look(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,6 @@ class ParameterSlots:
         self.held: list[Held] = []
         #: By ``id``, of destinations and of unsharded parameters.
         self._by_id: dict[int, Held] = {}
-        #: The bits of the clipped sums that were left in ``p.grad``, by the memory that they are
-        #: in, and which memory that is, by ``id`` of destinations.
-        self._bits: dict[int, Tensor] = {}
-        self._memory: dict[int, int] = {}
         #: How gradients are laid out, by ``id`` of destinations and by their dtype.
         self._layouts: dict[tuple[int, torch.dtype], Any] = {}
         #: Parameters of experts in parallel, by ``id``: nobody gathers them.
@@ -184,26 +180,6 @@ class ParameterSlots:
         else:
             param.grad = grad + self.as_sharded(param, shard)
 
-    def note_sums(self) -> None:
-        """Remember what was left in ``p.grad`` of all trainable parameters.
-
-        PyTorch does not count changes in place of a ``DTensor`` by functions of many tensors
-        (``torch.nn.utils.clip_grad_norm_``), so the bits of the shards are added up: those of all
-        that lie in one buffer at once.
-        """
-        self._bits, self._memory = _bits_of(self.trainable())
-
-    def unchanged(self, params: Sequence[nn.Parameter]) -> Tensor:
-        """Whether ``p.grad`` of these holds what :meth:`note_sums` saw: a boolean, on the device.
-
-        Others that lie in the same memory are looked at as well.
-        """
-        bits, memory = _bits_of(params)
-        if any(self._memory.get(key) != place for key, place in memory.items()):
-            return torch.tensor(False, device=local_of(params[0]).device)
-        same = [found == self._bits[place] for place, found in bits.items()]
-        return torch.stack([one.to(same[0].device, non_blocking=True) for one in same]).all()
-
     def check(self) -> None:
         """Refuse shards that were exchanged since the model was wrapped."""
         for slots in self._of_module.values():
@@ -216,23 +192,3 @@ class ParameterSlots:
                         "was there when the model was wrapped, which the optimizer knows. Load "
                         "weights without assign=True, or before the model is wrapped."
                     )
-
-
-def _bits_of(params: Iterable[nn.Parameter]) -> tuple[dict[int, Tensor], dict[int, int]]:
-    """The sums of all memory that gradients lie in, as integers of 64 bits: ``[]``, the same in any
-    order, as they wrap around; and the memory of each, by ``id`` of the parameter."""
-    bits: dict[int, Tensor] = {}
-    memory: dict[int, int] = {}
-    for param in params:
-        shard = local_of(param.grad)
-        storage = shard.untyped_storage()
-        place = memory[id(param)] = storage.data_ptr()
-        if place not in bits:
-            whole = torch.empty(0, dtype=torch.uint8, device=shard.device)
-            whole = whole.set_(storage)  # type: ignore[call-overload]
-            # Not integers of 32 bits, whose sum in 64 takes a CPU 200 times as long.
-            rest = len(whole) % 8
-            bits[place] = whole[: len(whole) - rest].view(torch.int64).sum()
-            if rest:
-                bits[place] += whole[-rest:].sum()
-    return bits, memory

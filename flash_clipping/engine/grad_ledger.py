@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flash_clipping._compat import is_alias_of, memory_id, never_compiled
+from flash_clipping._compat import is_alias_of, local_tensor, memory_id, never_compiled
 from flash_clipping.capture.draws import DrawnBatch, of_one_draw
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.engine.unsupported import refuse_lacking
@@ -424,7 +424,9 @@ class GradLedger:
         left = dict(zip(keys, map(weakref.ref, grads), strict=True))
         self._versions = dict(zip(keys, map(_VERSION, grads), strict=True))
         n, self._elements = self.clipped_backwards, None
-        looks = some and self._follower is not None and (n < 8 or n % 16 == 0)
+        # Versions of a DTensor miss what functions of many tensors write (clip_grad_norm_).
+        often = n < 8 or n % 16 == 0 or any(hasattr(grad, "placements") for grad in grads.values())
+        looks = some and self._follower is not None and often
         if looks and (bits := _bits_of(some, n, _GRAD)) is not None:
             self._elements = some, n, bits
         self._left = left  # the last: an interrupt before it leaves nothing known
@@ -514,6 +516,8 @@ def _bits_of(params: Sequence[nn.Parameter], n: int, of: Callable[[Any], Any]) -
     parts: list[Tensor] = []
     for param in [*params, *params][16 * n % len(params) :][: min(16, len(params))]:
         grad = of(param)
+        if hasattr(grad, "placements"):
+            grad = local_tensor(grad)
         if type(grad) is not Tensor or not grad.numel() or not grad.is_contiguous():
             continue
         if parts and (grad.dtype != parts[0].dtype or grad.device != parts[0].device):

@@ -230,7 +230,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             return
         refuse_unsupported(root)
         if self._sharded is not None:
-            self._sharded.before_taps(handles)
+            self._sharded.add_first_hooks(handles)
         self._taps = InstalledTaps(
             root,
             self._session,
@@ -238,8 +238,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             by_function=force_functorch,
             folded_modules=self.folded_modules,
         )
-        if self._sharded is not None:
-            self._sharded.add_first_hooks(handles)
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self._losses = ModelLosses(root, self._session, handles)  # first: it knows the losses
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))

@@ -12,16 +12,10 @@ from flash_clipping.distributed.process_groups import device_of, shard_of
 from flash_clipping.engine.grad_ledger import StepRecord
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.errors import FlashClippingError, InvalidValue
-from flash_clipping.ops.runtime.checks import check_on_device
 
 _NO_MODEL = (
     "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
     "optimizer.follow(wrapped_model) first (make_private does)."
-)
-_CHANGED = (
-    "p.grad of a shard is not the clipped sum that backward() left: noise for the clipping bound "
-    "would not hide a sample. Leave p.grad alone between backward() and step(), without "
-    "torch.nn.utils.clip_grad_norm_ or a trainer's gradient clipping."
 )
 
 
@@ -75,8 +69,6 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         record = super()._checked(params)
         if record is None:
             raise FlashClippingError(_NO_MODEL)
-        slots = self._module._sharded.slots
-        check_on_device(slots.unchanged(params), _CHANGED, InvalidValue)
         return record
 
     def add_noise(self) -> None:

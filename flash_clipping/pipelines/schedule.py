@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from flash_clipping._compat import parts_of_schedule, pytree
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.engine.grad_ledger import Norms as PublishedNorms
+from flash_clipping.engine.grad_ledger import Norms
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.errors import (
     FlashClippingError,
@@ -129,21 +129,6 @@ class StageBackwardPass(BackwardPass):
                 super().add_clipped_sums()
             finally:
                 self.forget()
-
-
-@dataclass(frozen=True)
-class Norms:
-    """Of the samples of one round.
-
-    Attributes:
-        own_Pn: over this stage's parameters.
-        total_n: over all parameters of all stages; the same in every process.
-        upper_n: at least the norms of what is released of them.
-    """
-
-    own_Pn: Tensor
-    total_n: Tensor
-    upper_n: Tensor
 
 
 class PrivateSchedule:
@@ -397,13 +382,14 @@ class PrivateSchedule:
         own_Pn = torch.cat(own, 1)[:, :count] if own else sq_n.new_zeros(0, count)
         dtype = own_Pn.dtype if held else torch.float32
         total_n = sq_n.sqrt().to(dtype)
-        return Norms(own_Pn, total_n, upper_bound(total_n, doubt_n.to(dtype)))
+        upper_n = upper_bound(total_n, doubt_n.to(dtype))
+        return Norms(self.module.trainable_parameters, own_Pn, total_n, upper_n)
 
     def _clip(self, of_round: Round) -> Norms:
         """Clip what is held by norms over all stages."""
         with torch.no_grad():
             found = self._norms(of_round.count)
-            coef_n = self.module._coefficients(found.upper_n)
+            coef_n = self.module._coefficients(found.upper)
             self._session.non_finite.note(coef_n)
             coef_MB = F.pad(coef_n, (0, self.capacity - of_round.count)).view(-1, self._size)
             for number in sorted(self._held):
@@ -412,15 +398,14 @@ class PrivateSchedule:
 
     def _publish(self, found: list[Norms]) -> None:
         """Leave the norms of the batch where users look, and count it as one backward pass."""
-        module = self.module
-        params = module.trainable_parameters
-        own_Pn, total = (
-            torch.cat([one.own_Pn for one in found], 1),
-            torch.cat([one.total_n for one in found]),
+        running = self.module.running_step
+        running.norms = Norms(
+            found[0].params,
+            torch.cat([one.norms_PB for one in found], 1),
+            torch.cat([one.total_B for one in found]),
+            torch.cat([one.upper for one in found]),
         )
-        upper = torch.cat([one.upper_n for one in found])
-        module.running_step.norms = PublishedNorms(params, own_Pn, total, upper)
-        module.running_step.count_backward(total, self._draw)
+        running.count_backward(running.norms.total_B, self._draw)
 
     def _check_optimizer(self) -> None:
         follower = self.module.running_step.follower
