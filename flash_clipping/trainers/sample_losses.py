@@ -32,10 +32,10 @@ def sample_losses(
     outputs: Any,
     labels: Mapping[str, Tensor],
     *,
+    model: Any = None,
+    inputs: Mapping[str, Any] | None = None,
     shift: bool | None = False,
-    problem_type: str | None = None,
     label_smoothing: float = 0.0,
-    mask: Tensor | None = None,
     units: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """One loss for each sample: fp32 ``[B]``; fp64 for logits in fp64.
@@ -46,11 +46,13 @@ def sample_losses(
         labels: ``labels``: classes ``[B]`` or ``[B, T]``, numbers ``[B]`` or ``[B, K]``
             (regression), one 0 or 1 for each class ``[B, K]``, or integers, for each token
             ``[B, T]``; or ``start_positions`` and ``end_positions`` ``[B]``.
+        model: of ``transformers``, whose config has the kind of problem. Speech and masked images
+            need more of it.
+        inputs: what it was called with. Where ``attention_mask`` ``[B, T]`` is 0, a token's 0 or 1
+            counts nothing.
         shift: position ``t`` predicts the label of position ``t + 1``; ``None`` if it is not known,
             which is an error for labels ``[B, T]``.
-        problem_type: as in the model's config; chosen as ``transformers`` does if ``None``.
         label_smoothing: weight of a uniform distribution over classes in every target.
-        mask: ``[B, T]``, ``attention_mask``: where it is 0, a token's 0 or 1 counts nothing.
         units: where a sample is no row: the unit of every row ``[R]``, or of every position
             ``[R, T]``, -1 for none, and how many units there are. Losses are then ``[U]``: means
             over a unit's rows, or over its own tokens. With ``shift`` the first label of a unit
@@ -63,114 +65,141 @@ def sample_losses(
     Raises:
         ValueError: labels and outputs of other kinds.
     """
-    if {"start_positions", "end_positions"} == labels.keys():
-        ends = [
-            _positions_loss(part_of(outputs, f"{end}_logits"), labels[f"{end}_positions"])
-            for end in ("start", "end")
-        ]
-        return _of_rows((ends[0] + ends[1]) / 2, units)
+    inputs, target = inputs or {}, labels.get("labels")
+    if labels.keys() == {"start_positions", "end_positions"}:
+        return _means(_of_answers(outputs, labels), None, units)
+    found = _of_speech(model, inputs, outputs, target)
+    found = found or _of_masked_images(model, inputs, outputs, target)
+    if found is not None:
+        return _means(*found, units)
     logits = _logits_of(outputs)
     if labels.keys() != {"labels"} or logits is None:
-        found = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+        names = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise InvalidValue(
-            f"sample_losses: found labels named {sorted(labels)} and outputs {found}; expected "
+            f"sample_losses: found labels named {sorted(labels)} and outputs {names}; expected "
             "'labels' and 'logits', or start_positions and end_positions with their logits. "
             f"{_INSTEAD}"
         )
-    target = labels["labels"]
-    if problem_type is None:
+    logits, target = _wide(logits), labels["labels"]
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
+    if problem is None:
         kind = "multi" if target.is_floating_point() else "single"
-        problem_type = "regression" if logits.shape[-1] == 1 else f"{kind}_label_classification"
-    logits = _wide(logits)
-    is_single = problem_type == "single_label_classification"
+        problem = "regression" if logits.shape[-1] == 1 else f"{kind}_label_classification"
+    is_single = problem == "single_label_classification"
     are_classes = logits.dim() in (2, 3) and logits.shape[:-1] == target.shape
     if is_single and are_classes and logits.shape[-1] > 1:
-        return _cross_entropy(logits, target, shift, label_smoothing, units)
+        return _means(*_of_classes(logits, target, shift, label_smoothing, units), units)
     is_alike = target.numel() == logits.numel() and target.shape[:1] == logits.shape[:1]
     is_binary = is_single and logits.dim() == 2
-    is_known = is_binary or problem_type in ("regression", "multi_label_classification")
-    if is_alike and is_known and not label_smoothing:
-        target = target.view_as(logits).to(logits.dtype)
-        if problem_type == "regression":
-            losses = F.mse_loss(logits, target, reduction="none")
-        else:
-            losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-        if is_binary and mask is not None:
-            losses = torch.where(mask == 1, losses, 0.0).sum(1) / (mask == 1).sum(1).clamp(1)
-        return _of_rows(losses.flatten(1).mean(1) if losses.dim() > 1 else losses, units)
-    raise InvalidValue(
-        f"sample_losses: found logits of shape {[*logits.shape]} and labels of shape "
-        f"{[*target.shape]}, {target.dtype}, with problem_type={problem_type!r} and "
-        f"label_smoothing={label_smoothing}; expected classes [B] or [B, T] for logits "
-        "[B, K] or [B, T, K], or (without smoothing) numbers of the logits' shape. " + _INSTEAD
-    )
+    is_known = is_binary or problem in ("regression", "multi_label_classification")
+    if not (is_alike and is_known) or label_smoothing:
+        raise InvalidValue(
+            f"sample_losses: found logits of shape {[*logits.shape]} and labels of shape "
+            f"{[*target.shape]}, {target.dtype}, with problem_type={problem!r} and "
+            f"label_smoothing={label_smoothing}; expected classes [B] or [B, T] for logits "
+            f"[B, K] or [B, T, K], or (without smoothing) numbers of the logits' shape. {_INSTEAD}"
+        )
+    target = target.view_as(logits).to(logits.dtype)
+    if problem == "regression":
+        return _means(F.mse_loss(logits, target, reduction="none"), None, units)
+    losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+    mask = inputs.get("attention_mask") if is_binary else None
+    return _means(losses, None if mask is None else mask == 1, units)
 
 
-def losses_of_kind(
-    model: Any,
-    inputs: Mapping[str, Any],
-    outputs: Any,
-    labels: Mapping[str, Tensor],
-    units: tuple[Tensor, int] | None = None,
-) -> Tensor | None:
-    """The losses of models whose loss needs more than outputs and labels (as in
-    :func:`sample_losses`), ``[B]``, fp32: speech and masked images; ``None`` for others.
-
-    ``model``: of ``transformers``; ``inputs``: what it was called with.
-    """
-    logits, target = _logits_of(outputs), labels.get("labels")
-    if hasattr(model.config, "ctc_loss_reduction") and target is not None:
-        if logits.dim() == 3 and target.dim() == 2:
-            return _of_rows(ctc_losses(model, inputs, logits, target), units)
-    elif "pixel_values" in inputs:
-        losses = masked_image_losses(model, inputs, outputs, target)
-        return None if losses is None else _of_rows(losses, units)
-    return None
+#: Losses of rows ``[R]``, or of what a row has several of ``[R, ...]``; and which of them count,
+#: ``None`` for all.
+_Found = tuple[Tensor, Tensor | None]
 
 
-def ctc_losses(model: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Tensor) -> Tensor:
-    """Connectionist temporal classification for each sample, ``[B]``, fp32, by a ``...ForCTC`` of
-    ``transformers``; ``logits``: ``[B, T, K]``; ``labels``: ``[B, L]``, characters, and negative
-    numbers or blanks behind the last."""
+def _of_classes(
+    logits: Tensor,
+    target: Tensor,
+    shift: bool | None,
+    smoothing: float,
+    units: tuple[Tensor, int] | None,
+) -> _Found:
+    """Cross-entropy of classes ``[R]``, or of each position's ``[R, T]``."""
+    if target.dim() > 1 and shift is None:
+        raise InvalidValue(
+            f"sample_losses: found labels of shape {[*target.shape]} for a model without a loss of "
+            "its own; expected one, which tells whether a position predicts its own label or the "
+            f"next one's. {_INSTEAD}"
+        )
+    if target.dim() > 1 and shift:
+        nexts, last_R1 = target[:, 1:], torch.full_like(target[:, :1], IGNORED)
+        if units is not None and units[0].dim() > 1:
+            # A document's last position would predict the first token of another.
+            nexts = nexts.masked_fill(units[0][:, :-1] != units[0][:, 1:], IGNORED)
+        target = torch.cat([nexts, last_R1], 1)
+    losses = per_sample_loss(logits.flatten(0, -2), target.flatten(), label_smoothing=smoothing)
+    return losses.view(target.shape), target != IGNORED
+
+
+def _of_answers(outputs: Any, labels: Mapping[str, Tensor]) -> Tensor:
+    """``[R]``: of where an answer starts and ends; positions outside count nothing."""
+    losses = []
+    for end in ("start", "end"):
+        logits_RT, position_R = part_of(outputs, f"{end}_logits"), labels[f"{end}_positions"]
+        position_R = position_R.flatten()
+        outside_R = (position_R < 0) | (position_R >= logits_RT.shape[1])
+        losses.append(per_sample_loss(logits_RT, torch.where(outside_R, IGNORED, position_R)))
+    return (losses[0] + losses[1]) / 2
+
+
+def _of_speech(
+    model: Any, inputs: Mapping[str, Any], outputs: Any, labels: Tensor | None
+) -> _Found | None:
+    """Connectionist temporal classification ``[R]``, fp32, by a ``...ForCTC`` of ``transformers``;
+    ``None`` for another model. ``labels``: ``[R, L]``, characters, and negative numbers or blanks
+    behind the last."""
+    config: Any = getattr(model, "config", None)
+    logits = _logits_of(outputs)
+    if not hasattr(config, "ctc_loss_reduction") or labels is None:
+        return None
+    if logits.dim() != 3 or labels.dim() != 2:
+        return None
     signal, mask = inputs[model.main_input_name], inputs.get("attention_mask")
     if mask is None:
         mask = torch.ones(signal.shape[:2], dtype=torch.long, device=signal.device)
-    lengths_B = mask.sum(-1).long()
+    lengths_R = mask.sum(-1).long()
     for name in ("_get_feat_extract_output_lengths", "_get_subsampling_output_length"):
         if (frames_of := getattr(model, name, None)) is not None:
-            lengths_B = frames_of(lengths_B).long()
-    blank = model.config.pad_token_id
-    counted_B = ((labels >= 0) & (labels != blank)).sum(-1)
+            lengths_R = frames_of(lengths_R).long()
+    blank = config.pad_token_id
+    counted_R = ((labels >= 0) & (labels != blank)).sum(-1)
     with torch.backends.cudnn.flags(enabled=False):
-        losses_B = F.ctc_loss(
+        losses_R = F.ctc_loss(
             F.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1),
             labels.clamp(min=0),
-            lengths_B,
-            counted_B,
+            lengths_R,
+            counted_R,
             blank=blank,
             reduction="none",
-            zero_infinity=model.config.ctc_zero_infinity,
+            zero_infinity=config.ctc_zero_infinity,
         )
-    if model.config.ctc_loss_reduction == "mean":
-        losses_B = losses_B / counted_B.clamp(min=1)
-    return losses_B
+    if config.ctc_loss_reduction == "mean":
+        losses_R = losses_R / counted_R.clamp(min=1)
+    return losses_R, None
 
 
-def masked_image_losses(
+def _of_masked_images(
     model: Any, inputs: Mapping[str, Any], outputs: Any, labels: Tensor | None
-) -> Tensor | None:
-    """The loss of every image ``[B, C, H, W]`` of which patches are hidden, ``[B]``, fp32; ``None``
-    for a model that is none of these.
+) -> _Found | None:
+    """Losses of images ``[R, C, H, W]`` of which patches are hidden; ``None`` for a model that is
+    none of these.
 
-    * ViTMAE: squared errors of the patches that the model itself hides, averaged over them.
+    * ViTMAE: squared errors of the patches that the model itself hides.
     * SimMIM (ViT, DeiT, Swin, Swin 2, FocalNet): absolute errors of pixels under
-      ``bool_masked_pos`` ``[B, L]``, averaged over them.
+      ``bool_masked_pos`` ``[R, L]``.
     * BEiT: cross-entropy of the hidden patches' visual tokens, ``labels`` ``[M]``: those of all
       images, one behind the other; ``FlashClippingError`` if there is not one for each.
     """
-    pixels, hidden = inputs["pixel_values"], inputs.get("bool_masked_pos")
+    pixels, hidden = inputs.get("pixel_values"), inputs.get("bool_masked_pos")
     logits, rebuilt = part_of(outputs, "logits"), part_of(outputs, "reconstruction")
     removed = part_of(outputs, "mask")
+    if pixels is None:
+        return None
     if labels is not None:
         if hidden is None or labels.dim() != 1 or logits is None or logits.dim() != 3:
             return None
@@ -182,24 +211,48 @@ def masked_image_losses(
             "    labels = tokens[bool_masked_pos]",
         )
         target = torch.full(hidden.shape, IGNORED, dtype=labels.dtype, device=labels.device)
-        return per_sample_loss(logits, target.masked_scatter(hidden, labels))
+        target = target.masked_scatter(hidden, labels)
+        losses = per_sample_loss(logits.flatten(0, 1), target.flatten())
+        return losses.view(target.shape), hidden
     if rebuilt is not None and hidden is not None:
         size = model.config.patch_size
         side = pixels.shape[-1] // size
         hidden = hidden.to(torch.bool).reshape(len(pixels), -1, side)
-        weights = hidden.repeat_interleave(size, 1).repeat_interleave(size, 2)
-        errors = (_wide(pixels) - _wide(rebuilt)).abs().mean(1)
-    elif removed is not None and hasattr(model, "patchify"):
-        other_size = inputs.get("interpolate_pos_encoding", False)
-        target = _wide(model.patchify(pixels, interpolate_pos_encoding=other_size))
-        if model.config.norm_pix_loss:
-            deviation = (target.var(-1, keepdim=True) + 1e-6).sqrt()
-            target = (target - target.mean(-1, keepdim=True)) / deviation
-        errors, weights = (_wide(logits) - target).square().mean(-1), removed
-    else:
+        hidden = hidden.repeat_interleave(size, 1).repeat_interleave(size, 2)
+        return (_wide(pixels) - _wide(rebuilt)).abs().mean(1), hidden
+    if removed is None or not hasattr(model, "patchify"):
         return None
-    weights = weights.flatten(1).to(errors.dtype)
-    return (errors.flatten(1) * weights).sum(1) / weights.sum(1).clamp(min=1)
+    other_size = inputs.get("interpolate_pos_encoding", False)
+    patches = _wide(model.patchify(pixels, interpolate_pos_encoding=other_size))
+    if model.config.norm_pix_loss:
+        deviation = (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+        patches = (patches - patches.mean(-1, keepdim=True)) / deviation
+    return (_wide(logits) - patches).square().mean(-1), removed != 0
+
+
+def _means(losses: Tensor, counted: Tensor | None, units: tuple[Tensor, int] | None) -> Tensor:
+    """Means of the losses that count, of each row ``[R]``, or of each unit ``[U]``; 0 for one
+    without any."""
+    of_rows = units is None or units[0].dim() == 1
+    if counted is not None:
+        # Not a product: it would make NaN of a loss that is infinite and does not count.
+        losses = torch.where(counted, losses, 0.0)
+    if of_rows and losses.dim() > 1:
+        counts = losses[0].numel() if counted is None else counted.flatten(1).sum(1).clamp(min=1)
+        losses = losses.flatten(1).sum(1) / counts
+    if units is None:
+        return losses
+    index, count = units
+    if index.shape != losses.shape:
+        raise InvalidValue(
+            f"sample_losses: found units that are parts of rows, {[*index.shape]}, and one loss "
+            f"for each row; expected classes for each position. {_INSTEAD}"
+        )
+    is_of_unit = index >= 0 if of_rows or counted is None else counted & (index >= 0)
+    index = index.clamp(min=0).long().flatten()
+    numbers = losses.new_zeros(count).index_add(0, index, is_of_unit.to(losses.dtype).flatten())
+    losses = torch.where(is_of_unit, losses, 0.0).flatten()
+    return losses.new_zeros(count).index_add(0, index, losses) / numbers.clamp(min=1)
 
 
 def _logits_of(outputs: Any) -> Any:
@@ -210,66 +263,6 @@ def _logits_of(outputs: Any) -> Any:
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    shift: bool | None,
-    smoothing: float,
-    units: tuple[Tensor, int] | None,
-) -> Tensor:
-    """The mean over a sample's own positions."""
-    if target.dim() == 1:
-        shift = False
-    if shift is None:
-        raise InvalidValue(
-            f"sample_losses: found labels of shape {[*target.shape]} for a model without a loss of "
-            "its own; expected one, which tells whether a position predicts its own label or the "
-            f"next one's. {_INSTEAD}"
-        )
-    if units is None or units[0].dim() == 1:
-        losses = per_sample_loss(logits, target, shift=shift, label_smoothing=smoothing)
-        return _of_rows(losses, units)
-    index_RT, count = units
-    if shift:
-        logits, target = logits[:, :-1], target[:, 1:]
-        # A document's last position would predict the first token of another.
-        apart = index_RT[:, :-1] != index_RT[:, 1:]
-        target, index_RT = target.masked_fill(apart, IGNORED), index_RT[:, 1:]
-    flat_M = target.flatten()
-    losses_M = per_sample_loss(logits.flatten(0, -2), flat_M, label_smoothing=smoothing)
-    return _means(losses_M, flat_M != IGNORED, index_RT.flatten(), count)
-
-
-def _of_rows(losses_R: Tensor, units: tuple[Tensor, int] | None) -> Tensor:
-    """Losses of rows, or of the units that the rows are of."""
-    if units is None:
-        return losses_R
-    index_R, count = units
-    if index_R.dim() != 1:
-        raise InvalidValue(
-            f"sample_losses: found units that are parts of rows, {[*index_R.shape]}, and one loss "
-            f"for each row; expected classes for each position. {_INSTEAD}"
-        )
-    return _means(losses_R, torch.ones_like(losses_R, dtype=torch.bool), index_R, count)
-
-
-def _means(losses_M: Tensor, counted_M: Tensor, index_M: Tensor, count: int) -> Tensor:
-    """Means ``[U]`` of the losses that count; 0 for a unit without any."""
-    counted_M = counted_M & (index_M >= 0)
-    index_M = index_M.clamp(min=0).long()
-    numbers = losses_M.new_zeros(count).index_add(0, index_M, counted_M.to(losses_M.dtype))
-    # Not a product: it would make NaN of a loss that is infinite and does not count.
-    losses_M = torch.where(counted_M, losses_M, 0.0)
-    return losses_M.new_zeros(count).index_add(0, index_M, losses_M) / numbers.clamp(min=1)
-
-
-def _positions_loss(logits_BT: Tensor, position_B: Tensor) -> Tensor:
-    """The loss of where an answer starts or ends; positions outside count nothing."""
-    position_B = position_B.flatten()
-    outside_B = (position_B < 0) | (position_B >= logits_BT.shape[1])
-    return per_sample_loss(logits_BT, torch.where(outside_B, IGNORED, position_B))
 
 
 # -- the model's own loss: whether it shifts labels, and whether losses of samples are equal to it -

@@ -59,7 +59,6 @@ from flash_clipping.trainers.refused import (
 from flash_clipping.trainers.sample_losses import (
     asking,
     compare,
-    losses_of_kind,
     sample_losses,
     shifts_labels,
 )
@@ -329,10 +328,11 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             units = found.map.index_M.view(found.shape), found.count
             if self.run.hooks is None:  # which would take the argument off
                 inputs = without
-        losses: Tensor | None
         if self.compute_loss_func is not None:
             target = inputs.pop("labels", None)
-            losses = self.compute_loss_func(model(**inputs), target, num_items_in_batch=None)
+            losses: Tensor = self.compute_loss_func(
+                model(**inputs), target, num_items_in_batch=None
+            )
             return losses
         # Scripts for masked images name these as labels, so that evaluation has a loss.
         names = [n for n in self.label_names if n not in ("pixel_values", "bool_masked_pos")]
@@ -341,16 +341,13 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         if labels.keys() == {"labels"} and labels["labels"].dim() > 1:
             called = inputs | _decoder_inputs(plain, inputs, labels["labels"])
         outputs = model(**called)
-        losses = losses_of_kind(plain, inputs, outputs, labels, units)
-        if losses is not None:
-            return losses
         return sample_losses(
             outputs,
             labels,
+            model=plain,
+            inputs=inputs,
             shift=self._shifts,
-            problem_type=getattr(plain.config, "problem_type", None),
             label_smoothing=label_smoothing,
-            mask=inputs.get("attention_mask"),
             units=units,
         )
 

@@ -32,7 +32,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 from flash_clipping import FlashClippingError
-from flash_clipping.trainers.sample_losses import losses_of_kind, sample_losses
+from flash_clipping.trainers.sample_losses import sample_losses
 
 B, T, VOCABULARY = 4, 6, 13
 TOKENS = torch.randint(1, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(0))
@@ -105,9 +105,7 @@ def test_each_loss_is_the_models_own_for_one_sample(case: str) -> None:
     make, labels, shift = CASES[case]
     model = make()
     with torch.no_grad():
-        losses = sample_losses(
-            model(TOKENS), labels, shift=shift, problem_type=model.config.problem_type
-        )
+        losses = sample_losses(model(TOKENS), labels, model=model, shift=shift)
         for row in range(B):
             one = slice(row, row + 1)
             own = model(TOKENS[one], **{name: value[one] for name, value in labels.items()}).loss
@@ -149,8 +147,9 @@ def test_ctc_is_that_of_the_model() -> None:
         model.config.ctc_loss_reduction = reduction
         inputs = {"input_values": signals, "attention_mask": mask}
         with torch.no_grad():
-            losses = losses_of_kind(model, inputs, model(**inputs), {"labels": PADDED[:3]})
-            assert losses is not None
+            losses = sample_losses(
+                model(**inputs), {"labels": PADDED[:3]}, model=model, inputs=inputs
+            )
             for row in range(3):
                 one = {name: value[row : row + 1] for name, value in inputs.items()}
                 own = model(**one, labels=PADDED[row : row + 1]).loss
@@ -169,8 +168,7 @@ def test_ctc_of_labels_with_blanks_behind_them_is_that_of_the_model() -> None:
     inputs = {"input_features": torch.randn(3, 80, 80), "attention_mask": mask}
     labels = torch.tensor([[1, 2, 3], [4, 3, 0], [3, 0, 0]])
     with torch.no_grad():
-        losses = losses_of_kind(model, inputs, model(**inputs), {"labels": labels})
-        assert losses is not None
+        losses = sample_losses(model(**inputs), {"labels": labels}, model=model, inputs=inputs)
         for row in range(3):
             one = {name: value[row : row + 1] for name, value in inputs.items()}
             own = model(**one, labels=labels[row : row + 1]).loss
@@ -213,8 +211,8 @@ def test_masked_images_are_those_of_the_model(name: str) -> None:
     if name == "BEiT":
         labels = {"labels": tokens[hidden]}
     with torch.no_grad():
-        losses = losses_of_kind(model, inputs, model(**inputs), labels)
-        assert losses is not None and losses.dtype == torch.float64
+        losses = sample_losses(model(**inputs), labels, model=model, inputs=inputs)
+        assert losses.dtype == torch.float64
         for row in range(3):
             one = {key: value[row : row + 1] for key, value in inputs.items()}
             if labels:
@@ -222,7 +220,8 @@ def test_masked_images_are_those_of_the_model(name: str) -> None:
             torch.testing.assert_close(losses[row], model(**one).loss, rtol=1e-5, atol=1e-7)
     if labels:
         with pytest.raises(FlashClippingError, match=r"labels = tokens\[bool_masked_pos\]"):
-            losses_of_kind(model, inputs, model(**inputs), {"labels": tokens[hidden][1:]})
+            labels = {"labels": tokens[hidden][1:]}
+            sample_losses(model(**inputs), labels, model=model, inputs=inputs)
 
 
 def test_replaced_tokens_are_those_of_the_model() -> None:
@@ -230,7 +229,7 @@ def test_replaced_tokens_are_those_of_the_model() -> None:
     torch.manual_seed(0)
     logits, mask = torch.randn(3, T), (torch.arange(T) < torch.tensor([6, 4, 2])[:, None]).long()
     target = torch.randint(0, 2, (3, T)).masked_fill(mask == 0, -100)
-    losses = sample_losses({"logits": logits}, {"labels": target}, mask=mask)
+    losses = sample_losses({"logits": logits}, {"labels": target}, inputs={"attention_mask": mask})
     for row, length in enumerate((6, 4, 2)):
         own = F.binary_cross_entropy_with_logits(logits[row, :length], target[row, :length].float())
         torch.testing.assert_close(losses[row], own)
