@@ -22,9 +22,7 @@ class ParameterReport:
             ``"not checked"``, with the reason in ``reason``.
         rule: class of the rule that served it; ``"bare"`` for a parameter that a module without a
             rule reads itself; ``"sample by sample"`` of one whose forward runs once for each.
-        algorithm: ``rank_one``, ``gram``, ``outer``, ``outer_store``, ``vector``, ``lookup``,
-            ``convolution``, ``tied``, or the name of another kind of factor.
-        backend: ``"triton"`` or ``"torch"``.
+        factor: class of what the rule recorded, from which norms and sums are computed.
         norms: norm of every sample's gradient, ``B`` numbers; ``oracle_norms`` by the oracle.
         norm_error: largest relative error over the samples.
         sum_error: error of the clipped sum, relative to its largest element.
@@ -38,8 +36,7 @@ class ParameterReport:
     status: str
     reason: str = ""
     rule: str = ""
-    algorithm: str = ""
-    backend: str = ""
+    factor: str = ""
     norms: tuple[float, ...] = ()
     oracle_norms: tuple[float, ...] = ()
     norm_error: float = math.nan
@@ -115,10 +112,7 @@ def _json_safe(value: Any) -> Any:
     return value
 
 
-HEADER = (
-    *("parameter", "shape", "rule", "algorithm", "backend"),
-    *("norm", "oracle", "error", "sum error", ""),
-)
+HEADER = (*("parameter", "shape", "rule", "factor", "norm", "oracle", "error", "sum error", ""),)
 
 
 def table(report: CheckReport) -> list[tuple[str, ...]]:
@@ -146,8 +140,7 @@ def table(report: CheckReport) -> list[tuple[str, ...]]:
                 f"  {local}",
                 "x".join(map(str, parameter.shape)) or "1",
                 parameter.rule,
-                parameter.algorithm,
-                parameter.backend,
+                parameter.factor,
                 *numbers,
                 parameter.status,
             )

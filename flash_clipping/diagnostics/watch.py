@@ -1,4 +1,4 @@
-"""Flash clipping on a copy of the model, and which rule and algorithm served each parameter."""
+"""Flash clipping on a copy of the model, and which rule served each parameter."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import copy
 import math
 import statistics
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,17 +18,8 @@ from torch import Tensor, nn
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.diagnostics.oracle import TOLERANCE, Samples, Task, cast
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.factors import (
-    ConvolutionGrad,
-    DenseGrad,
-    EmbeddingGrad,
-    LinearGrad,
-    PerSampleGrad,
-    SumGrad,
-    TiedEmbeddingGrad,
-)
+from flash_clipping.factors import PerSampleGrad
 from flash_clipping.finish.backward_pass import BackwardPass, Readers, Session
-from flash_clipping.ops.runtime import backend as backends, cost
 
 
 @dataclass
@@ -83,8 +73,7 @@ class _Seen:
     """How one parameter was served: names, in the order in which they came."""
 
     rules: dict[str, None] = field(default_factory=dict)
-    algorithms: dict[str, None] = field(default_factory=dict)
-    backends: dict[str, None] = field(default_factory=dict)
+    factors: dict[str, None] = field(default_factory=dict)
 
 
 class Flash:
@@ -130,48 +119,22 @@ class Flash:
         grad = self.params[name].grad
         return torch.zeros_like(self.params[name]) if grad is None else grad.detach()
 
-    # -- called by the backward pass -----------------------------------------------------------
-
-    def recorded(self, path: str, param: nn.Parameter, given: PerSampleGrad, stored: bool) -> None:
-        name = self.names[param]
+    def note(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        """What a backward pass recorded of a parameter, of the layer at this path."""
         tap = self.taps.get(path)
-        algorithm = "outer_store" if stored else _algorithm(given)
         if tap is not None and tap.rule is not None:
             rule = type(tap.rule).__name__
         else:
             rule = "sample by sample" if getattr(tap, "loops", False) else "bare"
-        seen = self.seen.setdefault(name, _Seen())
+        seen = self.seen.setdefault(self.names[param], _Seen())
         seen.rules[rule] = None
-        self._note(seen, algorithm, given)
-        operands = [x.dtype for x in tensors_in(given) if x.is_floating_point()]
+        seen.factors[type(factor).__name__] = None
+        operands = [x.dtype for x in tensors_in(factor) if x.is_floating_point()]
         self.dtype = narrowest([self.dtype, *operands])
-
-    def merged(
-        self, factors: Mapping[int, PerSampleGrad], params: Mapping[int, nn.Parameter]
-    ) -> None:
-        """All uses are in: linear maps that read one input share the work, which may decide."""
-        readers = Counter(
-            factor.shares_input_with()
-            for factor in factors.values()
-            if isinstance(factor, LinearGrad)
-        )
-        for key, factor in factors.items():
-            # One that is frozen by now is refused when norms are taken.
-            if key in params and isinstance(factor, LinearGrad | TiedEmbeddingGrad):
-                seen = self.seen[self.names[params[key]]]
-                seen.algorithms, seen.backends = {}, {}
-                shared = (
-                    readers[factor.shares_input_with()] if isinstance(factor, LinearGrad) else 1
-                )
-                self._note(seen, _algorithm(factor, shared), factor)
-
-    def _note(self, seen: _Seen, algorithm: str, factor: PerSampleGrad) -> None:
-        seen.algorithms[algorithm] = None
-        seen.backends[_backend(algorithm, factor, self.module.backend)] = None
 
 
 class _WatchedBackwardPass(BackwardPass):
-    """Tells what is recorded before norms are taken."""
+    """Tells what is recorded."""
 
     def __init__(self, session: Session, flash: Flash):
         super().__init__(session)
@@ -184,20 +147,9 @@ class _WatchedBackwardPass(BackwardPass):
         factors: Sequence[PerSampleGrad],
         readers: Readers | None = None,
     ) -> None:
-        first_pass = self.coef is None
         super().record(path, params, factors, readers)
-        if not first_pass:
-            return
-        kept = factors if self.norms_only else self.factors[len(self.factors) - len(factors) :]
-        with torch.no_grad():
-            for param, factor, as_kept in zip(params, factors, kept, strict=True):
-                formed = isinstance(factor, LinearGrad | ConvolutionGrad) and as_kept is not factor
-                self._flash.recorded(path, param, factor, stored=formed)
-
-    def merged(self, keys: Sequence[int]) -> dict[int, PerSampleGrad]:
-        factors = super().merged(keys)
-        self._flash.merged(factors, self.params)
-        return factors
+        for param, factor in zip(params, factors, strict=True):
+            self._flash.note(path, param, factor)
 
 
 @contextmanager
@@ -214,50 +166,6 @@ def fallbacks(notes: list[str]) -> Iterator[None]:
             )
         elif text not in notes:
             notes.append(text)
-
-
-_KINDS: dict[type[PerSampleGrad], str] = {
-    DenseGrad: "vector",
-    SumGrad: "vector",
-    EmbeddingGrad: "lookup",
-    ConvolutionGrad: "convolution",
-    TiedEmbeddingGrad: "tied",
-}
-
-# The operation whose kernel decides what to print as backend; the others are PyTorch alone.
-_OPERATIONS = {
-    "gram": "gram_blocks",
-    "outer": "outer_sqnorms",
-    "outer_store": "outer_sqnorms",
-    "convolution": "outer_sqnorms",
-    "lookup": "embedding_sqnorms",
-    "tied": "embedding_sqnorms",
-}
-
-
-def _algorithm(factor: PerSampleGrad, shared: int = 1) -> str:
-    """What will compute this factor's norms."""
-    if isinstance(factor, LinearGrad):
-        B, T, d = factor.A_BTd.shape
-        itemsize = factor.A_BTd.element_size()
-        p, device_type = factor.G_BTp.shape[-1], factor.A_BTd.device.type
-        return cost.choose_on(device_type, B, T, d, p, itemsize, may_store=False, shared=shared)
-    if parts := getattr(factor, "parts", None):
-        return " + ".join(dict.fromkeys(_algorithm(part) for part in parts))
-    return _KINDS.get(type(factor), type(factor).__name__.lower())
-
-
-def _backend(algorithm: str, factor: PerSampleGrad, asked: str) -> str:
-    """Which implementation that algorithm runs on, as far as is known before a kernel fails."""
-    operands = [x for x in tensors_in(factor) if x.is_floating_point()]
-    operation = _OPERATIONS.get(algorithm.partition(" + ")[0])
-    if operation is None or not operands or not operands[0].numel():
-        return "torch"
-    broken = {name for name, dtype in backends._broken if dtype == operands[0].dtype}
-    # Kernels for many layers at once are named after those for one.
-    if backends._import_error() or any(name.startswith(operation) for name in broken):
-        return "torch"
-    return backends.resolve(asked, operands[0])
 
 
 def narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -106,7 +106,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_command_passes_and_prints_a_table(factories: str, capsys) -> None:
     assert main(["check", f"{factories}:good"]) == 0
     out = capsys.readouterr().out
-    assert "0 (Linear)" in out and "LinearRule" in out and "rank_one" in out
+    assert "0 (Linear)" in out and "LinearRule" in out and "LinearGrad" in out
     assert out.rstrip().endswith("PASS")
     assert (
         main(["check", f"{factories}:with_loss", "--dtype", "float64", "--mode", "two_pass"]) == 0
@@ -134,7 +134,7 @@ def test_command_prints_json(factories: str, capsys) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] is True and report["batch_size"] == 5
     assert [p["name"] for p in report["parameters"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert report["parameters"][0]["algorithm"] == "rank_one"
+    assert report["parameters"][0]["factor"] == "LinearGrad"
     assert len(report["parameters"][0]["norms"]) == 5
     assert main(["check", f"{factories}:bad", "--json"]) == 1
     text = capsys.readouterr().out
