@@ -425,7 +425,7 @@ class GradLedger:
         self._versions = dict(zip(keys, map(_VERSION, grads), strict=True))
         n, self._elements = self.clipped_backwards, None
         # Versions of a DTensor miss what functions of many tensors write (clip_grad_norm_).
-        often = n < 8 or n % 16 == 0 or any(hasattr(grad, "placements") for grad in grads.values())
+        often = n < 8 or n % 16 == 0 or {*map(type, grads)} != {Tensor}
         looks = some and self._follower is not None and often
         if looks and (bits := _bits_of(some, n, _GRAD)) is not None:
             self._elements = some, n, bits
