@@ -26,7 +26,6 @@ from flash_clipping.noise.mechanisms import (
     BufferedNoise,
     IndependentNoise,
     NoiseMechanism,
-    OneStepNoise,
 )
 from flash_clipping.randomness import SeededNoiseWarning
 
@@ -36,7 +35,10 @@ HELD_OUT = 400
 #: How batches are drawn, and the noise for so many steps and batches in an epoch.
 RUNS: dict[str, tuple[str, Callable[[int, int], NoiseMechanism]]] = {
     "fixed order, independent": ("fixed_order", lambda steps, batches: IndependentNoise()),
-    "fixed order, one step taken back": ("fixed_order", lambda steps, batches: OneStepNoise(0.5)),
+    "fixed order, one step taken back": (
+        "fixed_order",
+        lambda steps, batches: BandedInverseNoise(2),
+    ),
     "fixed order, 8 diagonals": ("fixed_order", lambda steps, batches: BandedNoise(8)),
     "fixed order, inverse of 8": ("fixed_order", lambda steps, batches: BandedInverseNoise(8)),
     "fixed order, inverse of 4, optimised": (

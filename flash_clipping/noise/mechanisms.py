@@ -258,36 +258,6 @@ class BandedInverseNoise(NoiseMechanism):
         return {"noise": "banded_inverse", "count": self.count, **_listed(shares=self.shares)}
 
 
-class OneStepNoise(BandedInverseNoise):
-    """A step takes back some of the last one's noise: ``z_t - share z_{t-1}``.
-
-    :class:`BandedInverseNoise` with two diagonals: ``C`` has ``share^j`` on its own, all of them.
-
-    Args:
-        share: λ, between 0 and 1.
-
-    Raises:
-        ValueError: it is not between them.
-    """
-
-    def __init__(self, share: float):
-        if not (0 < share < 1 and math.isfinite(share)):
-            raise InvalidValue(
-                f"OneStepNoise: found a share of {share}; expected one between 0 and 1. With "
-                "0 noise is independent: IndependentNoise()."
-            )
-        super().__init__(2, (share,))
-
-    @property
-    def share(self) -> float:
-        """λ."""
-        return float(self.taken_back[0])
-
-    @property
-    def settings(self) -> dict[str, float | str]:
-        return {"noise": "one_step", "share": self.share}
-
-
 @dataclass(frozen=True)
 class BufferedNoise(NoiseMechanism):
     """Buffered linear Toeplitz noise (BLT): ``C`` has ``c_0 = 1``, ``c_j = sum_i w_i l_i^(j-1)``.

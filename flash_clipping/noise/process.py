@@ -75,9 +75,9 @@ class MechanismSpec:
                 "partly cancels, and epsilon must know how often. It does for IndependentNoise "
                 "with every sampling but 'cyclic_poisson' (max_batch_size: with 'poisson' alone), "
                 "for BandedNoise with 'cyclic_poisson' or 'fixed_order' (it reaches over fewer "
-                "steps than a cycle has), and for BandedInverseNoise, OneStepNoise and "
-                "BufferedNoise with 'fixed_order' (they reach over all steps: no amplification of "
-                "theirs is proven here)."
+                "steps than a cycle has), and for BandedInverseNoise and BufferedNoise with "
+                "'fixed_order' (they reach over all steps: no amplification of theirs is proven "
+                "here)."
             )
         if isinstance(self.noise, BandedNoise) and self.noise.count > self.cycle:
             raise InvalidValue(

@@ -22,7 +22,7 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> MechanismSpec:
     if not isinstance(noise, NoiseMechanism):
         raise InvalidValue(
             f"noise: found {type(noise).__name__}; expected IndependentNoise(), "
-            "BandedNoise(...), BandedInverseNoise(...), OneStepNoise(...) or BufferedNoise(...) of "
+            "BandedNoise(...), BandedInverseNoise(...) or BufferedNoise(...) of "
             "flash_clipping.noise.mechanisms."
         )
     participations = given.get("participations", 1)

@@ -20,7 +20,7 @@ from flash_clipping import (
     PrivateSchedule,
 )
 from flash_clipping.engine.grad_ledger import sensitivity_of
-from flash_clipping.noise.mechanisms import OneStepNoise
+from flash_clipping.noise.mechanisms import BandedInverseNoise
 from tests.distributed import processes, steps
 from tests.distributed.processes import (
     SAMPLES,
@@ -39,7 +39,7 @@ from tests.distributed.steps import BOUNDS, Rows
 from tests.support.draws import drawn as drawn_by
 from tests.support.oracle import Truth
 
-NOISE = OneStepNoise(0.6)
+NOISE = BandedInverseNoise(2, (0.6,))
 PIECES = ("embed", "blocks.0", "blocks.1", "norm", "head")
 CUTS = {2: (0, 2, 5), 4: (0, 1, 2, 3, 5)}
 

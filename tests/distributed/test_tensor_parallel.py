@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from flash_clipping.noise.mechanisms import OneStepNoise
+from flash_clipping.noise.mechanisms import BandedInverseNoise
 from tests.distributed import decoders, processes, steps, tensor_refusals, tensor_steps, uses
 from tests.distributed.processes import Found, Parts, refusals
 
@@ -69,7 +69,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-NOISE = OneStepNoise(0.6)
+NOISE = BandedInverseNoise(2, (0.6,))
 
 
 BACKWARD = steps.by_loss(decoders.loss_of)

@@ -30,7 +30,6 @@ from flash_clipping.noise.mechanisms import (
     BandedNoise,
     BufferedNoise,
     IndependentNoise,
-    OneStepNoise,
 )
 from flash_clipping.noise.process import ZERO_OUT, MechanismSpec
 
@@ -178,7 +177,7 @@ INVERSE = np.eye(10) - 0.5 * np.eye(10, k=-1) - 0.125 * np.eye(10, k=-2)
     [
         (IndependentNoise(), np.eye(10)),
         (BandedNoise(3), np.eye(10) + 0.5 * np.eye(10, k=-1) + 0.375 * np.eye(10, k=-2)),
-        (OneStepNoise(0.5), sum(0.5**j * np.eye(10, k=-j) for j in range(10))),
+        (BandedInverseNoise(2), sum(0.5**j * np.eye(10, k=-j) for j in range(10))),
         (BandedInverseNoise(3), np.linalg.inv(INVERSE)),
         (
             BufferedNoise((0.4, 0.1), (0.9, 0.5)),
@@ -241,7 +240,7 @@ def test_next_to_no_noise_costs_at_most_one_gaussian(sampled: releases.Release, 
     "process",
     [
         MechanismSpec(samples=50, max_batch_size=10),
-        MechanismSpec("fixed_order", OneStepNoise(0.4), samples=50, cycle=5),
+        MechanismSpec("fixed_order", BandedInverseNoise(2, (0.4,)), samples=50, cycle=5),
     ],
 )
 def test_the_noise_for_a_target(process: MechanismSpec) -> None:
@@ -255,9 +254,12 @@ def test_the_noise_for_a_target(process: MechanismSpec) -> None:
     ("arguments", "message"),
     [
         ({"sampling": "random"}, "unknown"),
-        ({"noise": OneStepNoise(0.5)}, "OneStepNoise with sampling='poisson'"),
+        ({"noise": BandedInverseNoise(2)}, "BandedInverseNoise with sampling='poisson'"),
         ({"noise": BandedNoise(3)}, "'cyclic_poisson' or 'fixed_order'"),
-        ({"sampling": "cyclic_poisson", "noise": OneStepNoise(0.5)}, "fewer steps than a cycle"),
+        (
+            {"sampling": "cyclic_poisson", "noise": BandedInverseNoise(2)},
+            "fewer steps than a cycle",
+        ),
         (
             {"sampling": "cyclic_poisson", "noise": BandedInverseNoise(3), "cycle": 3},
             "BandedInverseNoise with sampling='cyclic_poisson'",
@@ -270,7 +272,7 @@ def test_the_noise_for_a_target(process: MechanismSpec) -> None:
         ({"sampling": "random_allocation", "noise": BandedNoise(3)}, "BandedNoise with"),
         ({"sampling": "random_allocation", "participations": 0}, r"found 0; .* in \[1, inf\)"),
         ({"participations": 2}, "expected sampling='random_allocation'"),
-        ({"sampling": "shuffled", "noise": OneStepNoise(0.5)}, "OneStepNoise with"),
+        ({"sampling": "shuffled", "noise": BandedInverseNoise(2)}, "BandedInverseNoise with"),
         ({"sampling": "poisson_rows"}, "max_rows_per_unit"),
         ({"sampling": "poisson_rows", "noise": BandedNoise(3), "rows_per_unit": 2}, "BandedNoise"),
         ({"rows_per_unit": 2}, "expected sampling='poisson_rows'"),
@@ -291,7 +293,9 @@ def test_one_engine_accounts_for_one_process() -> None:
 
 
 def test_a_checkpoint_of_another_process_is_refused_and_changes_nothing() -> None:
-    ordered = MechanismSpec(sampling="fixed_order", noise=OneStepNoise(0.9), samples=64, cycle=8)
+    ordered = MechanismSpec(
+        sampling="fixed_order", noise=BandedInverseNoise(2, (0.9,)), samples=64, cycle=8
+    )
     state = accountant(ordered, (2.0, 1 / 8, 8)).state_dict()
     for other in (PldAccountant(), accountant(MechanismSpec())):
         with pytest.raises(ValueError, match="the checkpoint accounts for"):
@@ -300,7 +304,9 @@ def test_a_checkpoint_of_another_process_is_refused_and_changes_nothing() -> Non
 
 
 def test_one_engine_makes_one_model_private_where_steps_are_not_alike() -> None:
-    ordered = MechanismSpec(sampling="fixed_order", noise=OneStepNoise(0.9), samples=64, cycle=8)
+    ordered = MechanismSpec(
+        sampling="fixed_order", noise=BandedInverseNoise(2, (0.9,)), samples=64, cycle=8
+    )
     for first, second in (
         (ordered, ordered),
         (ordered, MechanismSpec()),

@@ -28,7 +28,7 @@ from flash_clipping import (
     MicroBatches,
 )
 from flash_clipping.engine.grad_ledger import sensitivity_of
-from flash_clipping.noise.mechanisms import OneStepNoise
+from flash_clipping.noise.mechanisms import BandedInverseNoise
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
 from tests.support.models import Block
@@ -70,7 +70,7 @@ RANDOM: dict[str, dict[str, Any]] = {
         "poisson_sampling": True,
         "noise_multiplier": 1.0,
         "sampling": "fixed_order",
-        "noise": OneStepNoise(0.5),
+        "noise": BandedInverseNoise(2),
         "physical_batch": 3,
     },
     "allocated": {

@@ -27,13 +27,12 @@ from flash_clipping.noise.mechanisms import (
     BufferedNoise,
     IndependentNoise,
     NoiseMechanism,
-    OneStepNoise,
 )
 from flash_clipping.randomness import Purpose, SecretStream
 
 pytest.importorskip("dp_accounting")
 SIZE, BATCHES = 30, 5
-ALL = [BandedNoise(2), BandedNoise(4), OneStepNoise(0.6)]
+ALL = [BandedNoise(2), BandedNoise(4), BandedInverseNoise(2, (0.6,))]
 ALL += [BandedNoise(3, "drawn_again"), BandedNoise.optimised(3, 10), BandedInverseNoise(4)]
 ALL += [BufferedNoise((0.3, 0.2), (0.5, 0.95))]
 
@@ -170,7 +169,7 @@ def test_training(noise: NoiseMechanism) -> None:
 
 
 def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
-    _, module, optimizer, loader = private(OneStepNoise(0.5), noise_multiplier=4.0)
+    _, module, optimizer, loader = private(BandedInverseNoise(2), noise_multiplier=4.0)
     drawn: list[Tensor] = []
     real = optimizer.correlated.next
     optimizer.correlated.next = lambda *given: drawn.append(real(*given)) or drawn[-1]
@@ -196,7 +195,7 @@ def test_groups_take_turns() -> None:
 
 
 def test_a_left_epoch_goes_on_where_steps_are() -> None:
-    _, module, optimizer, loader = private(OneStepNoise(0.5))
+    _, module, optimizer, loader = private(BandedInverseNoise(2))
     seen = []
     for stop in (2, 5, 4):
         for number, (x, rows) in enumerate(loader):
@@ -225,7 +224,7 @@ def test_steps_on_other_batches_are_refused() -> None:
 
 @pytest.mark.parametrize("change", ["noise_multiplier", "max_grad_norm", "parameters"])
 def test_what_must_stay(change: str) -> None:
-    _, module, optimizer, loader = private(OneStepNoise(0.5))
+    _, module, optimizer, loader = private(BandedInverseNoise(2))
     batches = iter(loader)
     step(module, optimizer, next(batches)[0])
     if change == "noise_multiplier":
@@ -286,7 +285,7 @@ def in_parts(loader: Any, optimizer: Any) -> Any:
 def test_parts_of_a_batch_are_one_step() -> None:
     """Of ``BatchMemoryManager``: batches, noise and accounting are those of whole batches. A loop
     that was left in the midst of a batch begins it anew."""
-    engine, module, optimizer, loader = private(OneStepNoise(0.5))
+    engine, module, optimizer, loader = private(BandedInverseNoise(2))
     batches: list[list[int]] = [[]]
     for stop in (3, 100):  # each batch has two parts
         batches[-1] = []
@@ -305,7 +304,7 @@ def test_parts_of_a_batch_are_one_step() -> None:
 
 
 def test_a_part_is_not_stepped_on_twice() -> None:
-    _, module, optimizer, loader = private(OneStepNoise(0.5))
+    _, module, optimizer, loader = private(BandedInverseNoise(2))
     for x, _ in in_parts(loader, optimizer):
         module(x).square().sum().backward()
         with pytest.raises(ValueError, match="grad accumulation"):
@@ -315,7 +314,7 @@ def test_a_part_is_not_stepped_on_twice() -> None:
 
 def test_workers_of_parts_are_refused() -> None:
     """Nobody would say in this process which step a part belongs to."""
-    _, module, optimizer, loader = private(OneStepNoise(0.5), workers=1)
+    _, module, optimizer, loader = private(BandedInverseNoise(2), workers=1)
     for x, _ in in_parts(loader, optimizer):
         with pytest.raises(FlashClippingError, match="BatchMemoryManager with num_workers=0"):
             step(module, optimizer, x)
@@ -362,7 +361,7 @@ def test_a_target_finds_its_noise() -> None:
         epochs=3,
         max_grad_norm=1.0,
         sampling="fixed_order",
-        noise=OneStepNoise(0.5),
+        noise=BandedInverseNoise(2),
     )
     engine.accountant.history = [(optimizer.noise_multiplier, 0.2, 15)]
     assert 4.98 < engine.get_epsilon(1e-3) <= 5.0

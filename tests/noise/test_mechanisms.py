@@ -13,12 +13,16 @@ from flash_clipping.noise.mechanisms import (
     BufferedNoise,
     IndependentNoise,
     NoiseMechanism,
-    OneStepNoise,
 )
 
 OPTIMISED = BandedNoise.optimised(4, 40)
 ALL = [IndependentNoise(), BandedNoise(2), BandedNoise(4), OPTIMISED]
-ALL += [OneStepNoise(0.3), OneStepNoise(0.9), BandedInverseNoise(2), BandedInverseNoise(5)]
+ALL += [
+    BandedInverseNoise(2, (0.3,)),
+    BandedInverseNoise(2, (0.9,)),
+    BandedInverseNoise(2),
+    BandedInverseNoise(5),
+]
 ALL += [BandedInverseNoise.optimised(3, 40, 10), BufferedNoise((0.4,), (0.9,))]
 ALL += [BufferedNoise((0.7, 0.3), (0.0, 0.5)), BufferedNoise.optimised(3, 40, 10)]
 
@@ -71,9 +75,9 @@ def test_banded_coefficients_are_those_of_the_square_root_of_prefix_sums() -> No
     assert np.allclose(root @ root, np.tril(np.ones((8, 8))), atol=1e-12)
 
 
-def test_one_step_noise_is_the_inverse_of_its_matrix() -> None:
+def test_a_share_of_the_last_step_is_the_inverse_of_its_matrix() -> None:
     inverse = np.eye(7) - 0.4 * np.eye(7, k=-1)
-    assert np.allclose(matrix(OneStepNoise(0.4), 7) @ inverse, np.eye(7), atol=1e-12)
+    assert np.allclose(matrix(BandedInverseNoise(2, (0.4,)), 7) @ inverse, np.eye(7), atol=1e-12)
 
 
 @pytest.mark.parametrize("make", [lambda: BandedNoise(1), lambda: BandedNoise(True)])
@@ -82,15 +86,15 @@ def test_too_few_diagonals(make: object) -> None:
         make()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
+@pytest.mark.parametrize("share", [0.0, 1.1, -0.1, float("nan")])
 def test_shares_outside(share: float) -> None:
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        OneStepNoise(share)
+    with pytest.raises(ValueError, match="none negative and not all 0"):
+        BandedInverseNoise(2, (share,))
 
 
 def test_separations_outside() -> None:
     with pytest.raises(ValueError, match="separation"):
-        OneStepNoise(0.5).sensitivity(4, 0)
+        BandedInverseNoise(2).sensitivity(4, 0)
 
 
 def error_by_matrices(noise: NoiseMechanism, steps: int, separation: int | None = None) -> float:
@@ -117,7 +121,6 @@ def test_a_banded_inverse_is_banded_and_that_of_the_root() -> None:
     root = np.linalg.inv(matrix(BandedNoise(9), 9))
     assert np.allclose(np.tril(inverse, -4), 0, atol=1e-12)
     assert np.allclose(inverse - np.tril(inverse, -4), root - np.tril(root, -4), atol=1e-12)
-    assert np.allclose(matrix(OneStepNoise(0.5), 9), matrix(BandedInverseNoise(2), 9))
 
 
 @pytest.mark.parametrize(
