@@ -47,7 +47,7 @@ from flash_clipping.errors import FlashClippingError, NotServed
 from flash_clipping.factors import DenseGrad, PerSampleGrad
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.ops.runtime.checks import check_on_device
-from flash_clipping.ops.runtime.upload import to_device
+from flash_clipping.ops.runtime.tables import to_device
 from flash_clipping.rules.embedding import EmbeddingRule
 from flash_clipping.rules.linear import LinearRule
 from flash_clipping.rules.normalization import LayerNormRule, RMSNormRule

@@ -31,7 +31,7 @@ from flash_clipping.finish.plan import Plan, Plans, layout_of_step, plan_of
 from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE, full_precision
 from flash_clipping.ops.runtime.checks import check_on_device
 from flash_clipping.ops.runtime.shapes import accumulator
-from flash_clipping.ops.runtime.upload import to_device
+from flash_clipping.ops.runtime.tables import to_device
 
 _GRAD, _SHAPE = operator.attrgetter("grad"), operator.attrgetter("shape")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flash_clipping.errors import InvalidValue
 from flash_clipping.finish.plan import Plan
 from flash_clipping.ops.error_bounds import upper_bound
-from flash_clipping.ops.runtime.upload import to_device
+from flash_clipping.ops.runtime.tables import to_device
 
 Clipping = Literal["flat", "per_layer", "automatic"]
 

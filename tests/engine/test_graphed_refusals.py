@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, GraphedStep
-from flash_clipping.ops.runtime import upload
-from flash_clipping.ops.runtime.upload import to_device
+from flash_clipping.ops.runtime import tables
+from flash_clipping.ops.runtime.tables import to_device
 from tests.support.graphs import GraphedTraining, PlayedByHand, batches, small_network
 from tests.support.oracle import assert_close
 
@@ -180,7 +180,7 @@ def test_a_step_is_rehearsed_as_it_will_be_captured(
 
 
 def test_an_upload_that_no_replay_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(tables, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     with pytest.raises(FlashClippingError, match="Capture a step with flash_clipping.GraphedStep"):
         to_device([1, 2], torch.device("meta"), torch.int64)

@@ -17,7 +17,7 @@ from flash_clipping.layers.ops.hyper_connections import (
 from flash_clipping.layers.ops.product_key import product_key_backward, product_key_scores
 from flash_clipping.layers.ops.stream_mix import stream_mix, stream_mix_backward
 from flash_clipping.ops.rows import finite_rows
-from flash_clipping.ops.runtime.upload import to_device
+from flash_clipping.ops.runtime.tables import to_device
 from tests.ops.cases import relative_error, worst_relative_error
 from tests.support.hyper_connections import params_of
 

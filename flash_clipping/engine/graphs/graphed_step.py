@@ -37,7 +37,7 @@ from flash_clipping.engine.one_by_one import refuse_replay
 from flash_clipping.errors import InvalidType, InvalidValue
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.runtime.checks import device_checks
-from flash_clipping.ops.runtime.upload import sources_kept
+from flash_clipping.ops.runtime.tables import sources_kept
 
 #: Layouts of which the calls are remembered.
 REMEMBERED = 256
