@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import PerSampleGrad, UnitMap, by_units
+from flash_clipping.factors import PerSampleGrad, UnitMap
 from flash_clipping.ops.runtime.checks import check_on_device
 
 
@@ -67,7 +67,7 @@ class DeclaredRows:
 
     def of_samples(self, factor: PerSampleGrad) -> PerSampleGrad:
         """What was recorded row by row, for samples."""
-        return by_units(factor, self._map)
+        return factor.by_units(self._map)
 
 
 class LostRows(DeclaredRows):

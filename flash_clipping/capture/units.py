@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.errors import FlashClippingError, InvalidType
-from flash_clipping.factors import PerSampleGrad, UnitMap, by_units
+from flash_clipping.factors import PerSampleGrad, UnitMap
 from flash_clipping.ops.runtime.checks import check_on_device
 
 
@@ -120,7 +120,7 @@ class Units:
                 f"{path}: its parameters are on the CPU, and the map of rows to units is on "
                 f"{index_M.device}. Give the map on the CPU, from where it goes to every device."
             )
-        return by_units(factor, self.map.on(device))
+        return factor.by_units(self.map.on(device))
 
 
 class UnitsOfCalls:

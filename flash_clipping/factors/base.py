@@ -5,7 +5,7 @@ and the clipped sum over samples follow from its factors. Rules return factors w
 backward would return the gradient summed over the batch. When the pass ends, those of one parameter
 are merged, asked for norms, and then for clipped sums.
 
-Shape suffix: ``B`` samples.
+Shape suffixes: ``B`` samples; ``M`` rows, where each is one of several of its unit, ``U`` units.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_clipping.errors import InvalidType
+from flash_clipping.factors.units import UnitMap
 from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.outer import weighted_sum
 
@@ -119,6 +120,19 @@ class PerSampleGrad(ABC):
         parts = parts_of_sample(len(grads), samples)
         return DenseGrad(grads.reshape(samples, parts, *grads.shape[1:]).sum(1))
 
+    def by_units(self, units: UnitMap) -> PerSampleGrad:
+        """The factor of the units that its samples, here called rows, belong to."""
+        return DenseGrad(self.sums_of_units(units))
+
+    def sums_of_units(self, units: UnitMap) -> Tensor:
+        """The gradients of units, ``[U, *parameter]`` in fp32 (float64 for float64)."""
+        return units.sums(self.dense())
+
+    def tied_to(self, other: PerSampleGrad) -> PerSampleGrad | None:
+        """One factor for this and for another use of the parameter, of another kind; None where
+        their gradients have to be formed."""
+        return None
+
 
 class MeasuredOnce(PerSampleGrad):
     """A gradient whose norms, and what rounding may hide of them, come from one computation."""
@@ -141,6 +155,33 @@ class MeasuredOnce(PerSampleGrad):
         if self._measured is None:
             self._measured = self.measure(backend)
         return self._measured[1]
+
+
+class Factored(MeasuredOnce):
+    """A gradient that is kept as its operands, of which units are measured as well."""
+
+    #: Names of two operands ``[M, T, ...]`` of which positions of several rows may be laid end to
+    #: end, if there are such.
+    positions: tuple[str, str] | None = None
+
+    def by_units(self, units: UnitMap) -> PerSampleGrad:
+        return UnitGrad(self, units)
+
+    @abstractmethod
+    def measure_units(self, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+        """Squared norms of units, ``[U]``, and what rounding may hide of them, ``[U]``."""
+
+    def clipped_sum_of_units(self, units: UnitMap, coef_U: Tensor, backend: str) -> Tensor:
+        """``sum_u coef_u g_u``, as :meth:`clipped_sum` of coefficients."""
+        return self.clipped_sum(units.of_rows(coef_U), backend)
+
+    def are_units_worth_storing(self, count: int, readers: Callable[[], int]) -> bool:
+        """:meth:`is_worth_storing`, of the gradients of so many units."""
+        return False
+
+    def stored_units(self, units: UnitMap, backend: str) -> DenseGrad:
+        """The gradients of units, formed now; asked for where they are worth it."""
+        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -182,3 +223,82 @@ class DenseGrad(PerSampleGrad):
     def sum_of(cls, factors: Sequence[PerSampleGrad]) -> DenseGrad:
         """Any factors of one parameter, formed and added."""
         return cls(torch.stack([factor.dense() for factor in factors]).sum(0))
+
+
+@dataclass(eq=False)
+class UnitGrad(MeasuredOnce):
+    """``g_u = Σ g_m`` over the rows m of unit u.
+
+    Args:
+        rows: the gradients of rows.
+        units: which unit each row belongs to.
+    """
+
+    rows: Factored
+    units: UnitMap
+
+    @property
+    def batch_size(self) -> int:
+        return self.units.count
+
+    def operands(self) -> tuple[()]:
+        return ()  # it is handled by itself, whatever it holds
+
+    def by_units(self, units: UnitMap) -> PerSampleGrad:
+        return UnitGrad(self.rows, self.units.then(units))
+
+    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
+        sq_U, doubt_U = self.rows.measure_units(self.units, backend)
+        return sq_U.unsqueeze(1), doubt_U
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        if coef_B is None:
+            coef_B = torch.ones(self.units.count, device=self.units.index_M.device)
+        return self.rows.clipped_sum_of_units(self.units, coef_B, backend)
+
+    def dense(self) -> Tensor:
+        return self.rows.sums_of_units(self.units)
+
+    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
+        return self.rows.are_units_worth_storing(self.units.count, readers)
+
+    def stored(self, backend: str) -> DenseGrad:
+        return self.rows.stored_units(self.units, backend)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[UnitGrad]) -> PerSampleGrad:
+        maps = {id(factor.units): factor.units for factor in factors}
+        if len(maps) == 1:
+            return merge([factor.rows for factor in factors]).by_units(factors[0].units)
+        # Rows of other maps, as of an expert that is called twice: every position becomes a row.
+        parts: list[Any] = [factor.rows for factor in factors]
+        names = parts[0].positions
+        if names is None or len({*map(type, parts)}) > 1:
+            return DenseGrad.sum_of(factors)
+        index_N = [
+            factor.units.index_M.repeat_interleave(getattr(part, names[0]).shape[1])
+            for factor, part in zip(factors, parts, strict=True)
+        ]
+        operands = {
+            name: torch.cat([getattr(part, name).flatten(0, 1) for part in parts]).unsqueeze(1)
+            for name in names
+        }
+        units = UnitMap(torch.cat(index_N), factors[0].units.count)
+        return cls(replace(parts[0], **operands), units)
+
+
+def merge(factors: Sequence[PerSampleGrad]) -> PerSampleGrad:
+    """One factor for all uses of one parameter: uses of one kind are laid end to end along T."""
+    kinds: dict[type[PerSampleGrad], list[PerSampleGrad]] = {}
+    for factor in factors:
+        kinds.setdefault(type(factor), []).append(factor)
+    merged = [
+        kind.concatenate(group) if len(group) > 1 else group[0] for kind, group in kinds.items()
+    ]
+    if len(merged) == 1:
+        return merged[0]
+    if len(merged) == 2:
+        for one, other in (merged, merged[::-1]):
+            if (tied := one.tied_to(other)) is not None:
+                return tied
+    return DenseGrad.sum_of(merged)

@@ -12,7 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import DenseGrad, MeasuredOnce, PerSampleGrad
+from flash_clipping.factors.base import DenseGrad, Factored, PerSampleGrad, accumulation_dtype
+from flash_clipping.factors.units import UnitMap
+from flash_clipping.ops import error_bounds
 from flash_clipping.ops.convolution import (
     Geometry,
     convolution_grads,
@@ -25,7 +27,7 @@ from flash_clipping.ops.runtime import cost
 from flash_clipping.ops.runtime.backend import full_precision, takes_tf32
 
 
-class ConvolutionGrad(MeasuredOnce):
+class ConvolutionGrad(Factored):
     """A convolution: ``g_b`` is an outer product of unfolded input patches and ``G``.
 
     The unfolded input is ``prod(kernel_size)`` times the input. On a GPU it is never formed
@@ -93,6 +95,36 @@ class ConvolutionGrad(MeasuredOnce):
     def dense(self) -> Tensor:
         A_NTd, G_NTp = reference.unfolded(self.x, self.G, self.geometry)
         return (G_NTp.mT @ A_NTd).reshape(self.batch_size, *self.weight_shape)
+
+    def measure_units(self, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+        sums_U, sq_M = self._sums_of_units(units)
+        sq_U = DenseGrad(sums_U).sqnorms(backend)
+        if not sq_M.is_cpu:  # other products are released than were measured
+            return sq_U, error_bounds.error_bound(units.sums(self.spread().unsqueeze(1))[:, 0])
+        # Rows are added up in turn.
+        spread_U = units.sums(sq_M.sqrt().unsqueeze(1))[:, 0]
+        return sq_U, error_bounds.doubt_of_sums(sq_U, spread_U, 128 * len(units))
+
+    def sums_of_units(self, units: UnitMap) -> Tensor:
+        return self._sums_of_units(units)[0]
+
+    def _sums_of_units(self, units: UnitMap) -> tuple[Tensor, Tensor]:
+        """Gradients of units, and squared norms of those of rows. A chunk at a time: all rows'
+        gradients at once would be the largest tensor of the step."""
+        dtype = accumulation_dtype(self.G.dtype)
+        sums_U = self.G.new_zeros((units.count, *self.weight_shape), dtype=dtype)
+        sq_M = self.G.new_zeros(len(units), dtype=dtype)
+        for chunk, grads in self.dense_in_chunks():
+            sums_U += UnitMap(units.index_M[chunk], units.count).sums(grads)
+            sq_M[chunk] = error_bounds.squared_norms(grads)
+        return sums_U, sq_M
+
+    def clipped_sum_of_units(self, units: UnitMap, coef_U: Tensor, backend: str) -> Tensor:
+        if not self.G.is_cpu:
+            return super().clipped_sum_of_units(units, coef_U, backend)
+        dtype = accumulation_dtype(self.G.dtype)
+        coef_M = units.of_rows(coef_U).to(dtype)
+        return reference.weighted_sum(self.dense_in_chunks(), coef_M, self.weight_shape, dtype)
 
     def dense_in_chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Per-sample gradients of a few samples at a time, in fp32 (float64 for float64)."""

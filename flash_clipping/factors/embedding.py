@@ -7,6 +7,7 @@ Shape suffixes: ``B`` samples, ``T`` positions, ``N`` ids of all bags, ``V`` row
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -14,8 +15,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flash_clipping.factors.base import MeasuredOnce, PerSampleGrad, accumulation_dtype
+from flash_clipping.factors.base import Factored, PerSampleGrad, accumulation_dtype
 from flash_clipping.factors.linear import LinearGrad
+from flash_clipping.factors.units import UnitMap
 from flash_clipping.ops import error_bounds
 from flash_clipping.ops.embedding import (
     UNSORTED,
@@ -28,7 +30,7 @@ from flash_clipping.ops.embedding import (
 from flash_clipping.ops.embedding.reference import sums_by_index
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.rows import row_scale
-from flash_clipping.ops.runtime.backend import runs_kernels
+from flash_clipping.ops.runtime.backend import full_precision, runs_kernels
 
 #: Elements of temporaries in sums of rows of a table.
 BLOCK = 1 << 22
@@ -38,14 +40,65 @@ BLOCK = 1 << 22
 Bound: TypeAlias = Callable[[Tensor, Tensor, int, torch.dtype | None], Tensor]
 
 
+class Scattered(NamedTuple):
+    """Rows of a table that receive a gradient each: row ``ids_N[n]`` receives ``G_Nd[n]``, of the
+    sample, or unit, ``unit_N[n]``; none of it belongs to a unit where that is ``units``."""
+
+    ids_N: Tensor
+    G_Nd: Tensor
+    unit_N: Tensor
+    units: int
+    table: int
+
+    def sqnorms(self) -> tuple[Tensor, Tensor]:
+        """``Σ_id ‖Σ_n G_n‖²`` of every unit, and ``Σ_n ‖G_n‖``; ``[U]`` both.
+
+        Runs of one unit and one id are added up in float64, as many features at a time as
+        :data:`BLOCK` allows.
+        """
+        dtype = accumulation_dtype(self.G_Nd.dtype)
+        N = len(self.ids_N)
+        keys_N, order_N = (self.unit_N * self.table + self.ids_N).sort(stable=True)
+        new_N = torch.ones_like(keys_N)
+        new_N[1:] = keys_N[1:] != keys_N[:-1]
+        run_N = new_N.cumsum(0) - 1
+        unit_of_run_N = torch.zeros_like(keys_N).index_put((run_N,), self.unit_N[order_N])
+        sq_N = self.G_Nd.new_zeros(N, dtype=torch.float64)
+        for columns_Nf in self.G_Nd.split(max(1, BLOCK // max(1, N)), dim=1):
+            rows_Nf = columns_Nf[order_N].double()
+            sq_N += sums_by_index(rows_Nf, run_N, N).square_().sum(1)
+        norm_N = torch.linalg.vector_norm(self.G_Nd, dim=1, dtype=dtype)
+        sq_U, spread_U = self._by_unit(sq_N, unit_of_run_N), self._by_unit(norm_N, self.unit_N)
+        return sq_U.to(dtype), spread_U.to(dtype)
+
+    def _by_unit(self, X_N: Tensor, unit_N: Tensor) -> Tensor:
+        # In float64: as many as a unit has ids are added up in turn.
+        return sums_by_index(X_N.double().unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
+
+
+class TableGrad(Factored):
+    """A table of which each position reads rows."""
+
+    @abstractmethod
+    def scattered(self, units: UnitMap) -> Scattered:
+        """What its rows of a batch leave, by units; what gets no gradient, as padding, is of no
+        unit."""
+
+    def measure_units(self, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+        scattered = self.scattered(units)
+        sq_U, spread_U = scattered.sqnorms()
+        return sq_U, error_bounds.doubt_of_sums(sq_U, spread_U, len(scattered.ids_N))
+
+
 @dataclass(eq=False)
-class EmbeddingGrad(MeasuredOnce):
+class EmbeddingGrad(TableGrad):
     """An embedding: row ``id_t`` of the gradient receives ``G_t``."""
 
     ids_BT: Tensor
     G_BTd: Tensor
     num_embeddings: int
     padding_idx: int | None = None
+    positions = "ids_BT", "G_BTd"
 
     @property
     def batch_size(self) -> int:
@@ -117,6 +170,16 @@ class EmbeddingGrad(MeasuredOnce):
         V = self.num_embeddings
         return sums_by_index(G_BTd, self.ids_BT + samples_B1 * V, B * V).view(B, V, d)
 
+    def scattered(self, units: UnitMap) -> Scattered:
+        ids_N = self.ids_BT.flatten()
+        unit_N = units.bins_M.repeat_interleave(self.ids_BT.shape[1])
+        if self.padding_idx is not None:
+            unit_N = unit_N.masked_fill(ids_N == self.padding_idx, units.count)
+        return Scattered(ids_N, self.G_BTd.flatten(0, 1), unit_N, units.count, self.num_embeddings)
+
+    def tied_to(self, other: PerSampleGrad) -> PerSampleGrad | None:
+        return TiedEmbeddingGrad(self, other) if isinstance(other, LinearGrad) else None
+
     @classmethod
     def concatenate(cls, factors: Sequence[EmbeddingGrad]) -> PerSampleGrad:
         first = factors[0]
@@ -130,44 +193,8 @@ class EmbeddingGrad(MeasuredOnce):
         )
 
 
-class Scattered(NamedTuple):
-    """Rows of a table that receive a gradient each: row ``ids_N[n]`` receives ``G_Nd[n]``, of the
-    sample, or unit, ``unit_N[n]``; none of it belongs to a unit where that is ``units``."""
-
-    ids_N: Tensor
-    G_Nd: Tensor
-    unit_N: Tensor
-    units: int
-    table: int
-
-    def sqnorms(self) -> tuple[Tensor, Tensor]:
-        """``Σ_id ‖Σ_n G_n‖²`` of every unit, and ``Σ_n ‖G_n‖``; ``[U]`` both.
-
-        Runs of one unit and one id are added up in float64, as many features at a time as
-        :data:`BLOCK` allows.
-        """
-        dtype = accumulation_dtype(self.G_Nd.dtype)
-        N = len(self.ids_N)
-        keys_N, order_N = (self.unit_N * self.table + self.ids_N).sort(stable=True)
-        new_N = torch.ones_like(keys_N)
-        new_N[1:] = keys_N[1:] != keys_N[:-1]
-        run_N = new_N.cumsum(0) - 1
-        unit_of_run_N = torch.zeros_like(keys_N).index_put((run_N,), self.unit_N[order_N])
-        sq_N = self.G_Nd.new_zeros(N, dtype=torch.float64)
-        for columns_Nf in self.G_Nd.split(max(1, BLOCK // max(1, N)), dim=1):
-            rows_Nf = columns_Nf[order_N].double()
-            sq_N += sums_by_index(rows_Nf, run_N, N).square_().sum(1)
-        norm_N = torch.linalg.vector_norm(self.G_Nd, dim=1, dtype=dtype)
-        sq_U, spread_U = self._by_unit(sq_N, unit_of_run_N), self._by_unit(norm_N, self.unit_N)
-        return sq_U.to(dtype), spread_U.to(dtype)
-
-    def _by_unit(self, X_N: Tensor, unit_N: Tensor) -> Tensor:
-        # In float64: as many as a unit has ids are added up in turn.
-        return sums_by_index(X_N.double().unsqueeze(1), unit_N, self.units + 1)[:-1, 0]
-
-
 @dataclass(eq=False)
-class EmbeddingBagGrad(MeasuredOnce):
+class EmbeddingBagGrad(TableGrad):
     """An embedding bag: row ``id_n`` of sample ``bag_n`` receives ``weight_n G_bag``.
 
     All ids of one bag receive multiples of one vector, so that
@@ -208,13 +235,20 @@ class EmbeddingBagGrad(MeasuredOnce):
         return total.to(G_Bd.dtype)
 
     def dense(self) -> Tensor:
-        G_Nd = self.G_Bd[self.bags_N] * self.weights_N[:, None]
         (B, d), V = self.G_Bd.shape, self.num_embeddings
-        return sums_by_index(G_Nd, self.bags_N * V + self.ids_N, B * V).view(B, V, d)
+        return sums_by_index(self._rows(), self.bags_N * V + self.ids_N, B * V).view(B, V, d)
+
+    def _rows(self) -> Tensor:
+        """What every id receives, ``[N, d]``."""
+        return self.G_Bd[self.bags_N] * self.weights_N[:, None]
+
+    def scattered(self, units: UnitMap) -> Scattered:
+        unit_N = units.bins_M[self.bags_N]
+        return Scattered(self.ids_N, self._rows(), unit_N, units.count, self.num_embeddings)
 
 
 @dataclass(eq=False)
-class TiedEmbeddingGrad(MeasuredOnce):
+class TiedEmbeddingGrad(Factored):
     """One matrix read as an embedding and applied as a linear map (GPT-2's head)."""
 
     lookup: EmbeddingGrad
@@ -261,13 +295,55 @@ class TiedEmbeddingGrad(MeasuredOnce):
     def dense(self) -> Tensor:
         return self.lookup.dense() + self.head.dense()
 
+    def clipped_sum_of_units(self, units: UnitMap, coef_U: Tensor, backend: str) -> Tensor:
+        head = self.head.clipped_sum_of_units(units, coef_U, backend)
+        return head + self.lookup.clipped_sum_of_units(units, coef_U, backend)
+
+    def measure_units(self, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+        """``‖lookup‖² + ‖head‖² + 2 ⟨lookup, head⟩``, unit by unit.
+
+        Of the cross term ``Σ Ghead[s, id_t] ⟨Gemb[t], Ahead[s]⟩`` all pairs of positions P of the
+        head and N of the lookup are computed, and those of two units left out: a wait for the
+        device would be the price of leaving them out before.
+        """
+        head = self.head
+        scattered = self.lookup.scattered(units)
+        lookup_sq_U, spread_U = scattered.sqnorms()
+        head_sq_U, head_doubt_U = head.measure_units(units, backend)
+        dtype = torch.float64  # as in gram/reference.py
+        A_Pd, G_PV = head.A_BTd.flatten(0, 1), head.G_BTp.flatten(0, 1)
+        unit_P = units.bins_M.repeat_interleave(head.A_BTd.shape[1])
+        cross_P = A_Pd.new_zeros(len(A_Pd), dtype=dtype)
+        step = max(1, min(1024, len(A_Pd)))
+        width = max(1, BLOCK // step)
+        ids_N, unit_N = scattered.ids_N.clamp(max=scattered.table - 1), scattered.unit_N
+        with full_precision(A_Pd.device):
+            for p in range(0, len(A_Pd), step):
+                for n in range(0, len(ids_N), width):
+                    here, there = slice(p, p + step), slice(n, n + width)
+                    weights = G_PV[here][:, ids_N[there]]
+                    products = A_Pd[here].to(dtype) @ scattered.G_Nd[there].to(dtype).mT
+                    one_unit = unit_P[here, None] == unit_N[there]
+                    cross_P[here] += torch.where(one_unit, products * weights, 0).sum(1)
+        rows_P = error_bounds.spread(A_Pd.unsqueeze(1), G_PV.unsqueeze(1)).double()
+        of_units_U2 = sums_by_index(torch.stack([cross_P, rows_P], 1), unit_P, units.count + 1)[:-1]
+        cross_U, head_spread_U = of_units_U2.to(lookup_sq_U.dtype).unbind(1)
+        sq_U = lookup_sq_U + head_sq_U + 2 * cross_U
+        cores, among = error_bounds.cores_of(A_Pd, G_PV), max(len(A_Pd), len(ids_N))
+        # The head is measured by Gram matrices or products. It may be larger than what is left.
+        of_products_U = error_bounds.doubt_of_term(head_sq_U, head_spread_U, among, cores)
+        head_doubt_U = torch.maximum(head_doubt_U, of_products_U)
+        spread_U = spread_U + head_spread_U
+        doubt_U = error_bounds.doubt_of_sums(sq_U + head_doubt_U, spread_U, among, cores)
+        return sq_U, doubt_U.add_(head_doubt_U)
+
 
 BUFFER = 1 << 25
 """About how many elements of rows are formed at a time (one feature of one sample at least)."""
 
 
 @dataclass(eq=False)
-class ScaledEmbeddingGrad(MeasuredOnce):
+class ScaledEmbeddingGrad(TableGrad):
     """Row ``ids[b, t, l]`` of the gradient of sample b receives ``scale[b, t, l] · X[b, t]``.
 
     An embedding's gradient, but for how it is kept: the rows that a
@@ -354,6 +430,13 @@ class ScaledEmbeddingGrad(MeasuredOnce):
 
     def dense(self) -> Tensor:
         return self.lookup().dense()
+
+    def scattered(self, units: UnitMap) -> Scattered:
+        unit_N = units.bins_M.repeat_interleave(self.ids_BTL.shape[1:].numel())
+        unit_N = unit_N.masked_fill(self.ids_BTL.flatten() < 0, units.count)
+        lookup = self.lookup()
+        rows = lookup.ids_BT.flatten(), lookup.G_BTd.flatten(0, 1)
+        return Scattered(*rows, unit_N, units.count, self.num_embeddings)
 
     @classmethod
     def concatenate(cls, factors: Sequence[ScaledEmbeddingGrad]) -> PerSampleGrad:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from flash_clipping.factors.base import (
     DenseGrad,
-    MeasuredOnce,
+    Factored,
     PerSampleGrad,
     accumulation_dtype,
     parts_of_sample,
 )
+from flash_clipping.factors.units import UnitMap
 from flash_clipping.ops.clipped_sum import clipped_sums
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.outer import outer_grads, outer_sqnorms
@@ -30,11 +31,12 @@ from flash_clipping.ops.segments import Rows, Segments, grouped_sums, segment_gr
 
 
 @dataclass(eq=False)
-class LinearGrad(MeasuredOnce):
+class LinearGrad(Factored):
     """``g_b = G_b^T A_b`` (``p x d``): a linear map with input ``A`` and output gradient ``G``."""
 
     A_BTd: Tensor
     G_BTp: Tensor
+    positions = "A_BTd", "G_BTp"
 
     @property
     def batch_size(self) -> int:
@@ -92,6 +94,38 @@ class LinearGrad(MeasuredOnce):
         assert grads_Bpd is not None
         return DenseGrad(grads_Bpd, parts_Bn)
 
+    def _segments(self, units: UnitMap) -> tuple[Rows, Rows, Segments]:
+        """The operands by units."""
+        segments = units.segments(self.A_BTd.shape[1])
+        A, G = (segments.rows(x.flatten(0, 1)) for x in (self.A_BTd, self.G_BTp))
+        return A, G, segments
+
+    def measure_units(self, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+        return segment_sqnorms(*self._segments(units), backend=backend)
+
+    def clipped_sum_of_units(self, units: UnitMap, coef_U: Tensor, backend: str) -> Tensor:
+        if self.A_BTd.shape[1] > 1:
+            return super().clipped_sum_of_units(units, coef_U, backend)
+        # A kernel that takes rows for samples would take a step for each of them.
+        return grouped_sums(*self._segments(units), coef_U, backend=backend)[0]
+
+    def are_units_worth_storing(self, count: int, readers: Callable[[], int]) -> bool:
+        """Where their gradients take no more memory than the operands: one product then serves
+        norms and sums. How many rows each unit has decides nothing: a plan must not depend on
+        that."""
+        if self.A_BTd.dim() != 3 or self.G_BTp.dim() != 3:
+            return False
+        N, d, p = self.A_BTd.shape[:2].numel(), self.A_BTd.shape[2], self.G_BTp.shape[2]
+        elements = count * d * p
+        if not 0 < elements <= N * (d + p):
+            return False
+        shared = readers()  # who reads A as well keeps it as long
+        return shared > 0 and elements <= N * (d / shared + p)
+
+    def stored_units(self, units: UnitMap, backend: str) -> DenseGrad:
+        """In the operands' dtype: what is measured is what is released."""
+        return DenseGrad(segment_grads(*self._segments(units), backend=backend).squeeze(1))
+
     @classmethod
     def concatenate(cls, factors: Sequence[LinearGrad]) -> PerSampleGrad:
         return cls(
@@ -144,6 +178,14 @@ class SumGrad(PerSampleGrad):
         B, T, n = rows_BTn.shape
         return SumGrad(rows_BTn.reshape(samples, parts_of_sample(B, samples) * T, n), self.shape)
 
+    def sums_of_units(self, units: UnitMap) -> Tensor:
+        if self.normalized is not None:
+            return super().sums_of_units(units)
+        # As they are: every position of a row is one, and nothing is widened in between.
+        shape = self.rows_BTn.shape[2:] if self.shape is None else self.shape
+        sums_Un = units.sums(self.rows_BTn.flatten(0, 1), self.rows_BTn.shape[1])
+        return sums_Un.view(units.count, *shape)
+
     @classmethod
     def concatenate(cls, factors: Sequence[SumGrad]) -> PerSampleGrad:
         if any(factor.normalized is not None for factor in factors):
@@ -152,7 +194,7 @@ class SumGrad(PerSampleGrad):
         return cls(rows_BTn, factors[0].shape)
 
 
-class SegmentedLinearGrad(MeasuredOnce):
+class SegmentedLinearGrad(Factored):
     """``g_b[e] = Σ g_n a_nᵀ`` over the rows n of sample b in group e, ``[E, p, d]``.
 
     Args:
@@ -170,10 +212,16 @@ class SegmentedLinearGrad(MeasuredOnce):
         return self.segments.samples
 
     def measure(self, backend: str) -> tuple[Tensor, Tensor]:
-        found = segment_sqnorms(self.A, self.G, self.segments, backend=backend)
-        # Gradients of different matrices are orthogonal: squares add up, and so do doubts.
-        sq_B, doubt_B = map(self.segments.by_sample, found)
+        sq_B, doubt_B = _sqnorms(self.A, self.G, self.segments, backend)
         return sq_B.unsqueeze(1), doubt_B
+
+    def measure_units(self, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+        """Rows that are sorted by their samples, sorted anew by the units of these."""
+        sorted_ = self.segments
+        unit_N = torch.where(sorted_.inside_N, units.index_M[sorted_.sample_N], -1)
+        segments = Segments(unit_N, units.count, sorted_.group_N, sorted_.groups)
+        A, G = (x.reordered(segments.order_N) for x in (self.A, self.G))
+        return _sqnorms(A, G, segments, backend)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         return grouped_sums(self.A, self.G, self.segments, coef_B, backend=backend)
@@ -200,3 +248,10 @@ class SegmentedLinearGrad(MeasuredOnce):
             A, G = Rows(A_Nd, order_N), Rows(G_Np, order_N)
             joined = cls(A, G, segments)
         return joined
+
+
+def _sqnorms(A: Rows, G: Rows, segments: Segments, backend: str) -> tuple[Tensor, Tensor]:
+    """Of every sample. Gradients of different matrices are orthogonal: squares add up, and so do
+    doubts."""
+    sq_S, doubt_S = segment_sqnorms(A, G, segments, backend=backend)
+    return segments.by_sample(sq_S), segments.by_sample(doubt_S)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.factors import ConvolutionGrad
-from flash_clipping.factors.units import UnitMap, by_units
+from flash_clipping.factors.units import UnitMap
 from flash_clipping.ops.convolution import reference
 from flash_clipping.ops.runtime.backend import is_interpreting
 from tests.support.cases import bound_between, check_case, make_case, step_case
@@ -151,7 +151,7 @@ def test_a_model_on_kernels(mode: str) -> None:
 def test_units_whose_rows_cancel_are_clipped_by_the_norms_of_these() -> None:
     factor, truth = factor_and_truth("2d", torch.float32, B=4)
     factor.x[1], factor.G[1] = factor.x[0], -factor.G[0]
-    found = by_units(factor, UnitMap(torch.tensor([0, 0, 1, 1]), 2)).error_bound("torch")
+    found = factor.by_units(UnitMap(torch.tensor([0, 0, 1, 1]), 2)).error_bound("torch")
     assert found is not None and found[1] == 0
     assert found[0] == pytest.approx(2.0**-21 * 4 * truth[0].square().sum().item(), rel=1e-4)
 

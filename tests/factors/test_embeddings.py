@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flash_clipping.factors import EmbeddingBagGrad, EmbeddingGrad, LinearGrad, PerSampleGrad
+from flash_clipping.factors.arranged import RearrangedGrad
+from flash_clipping.factors.base import UnitGrad
 from flash_clipping.factors.embedding import ScaledEmbeddingGrad, TiedEmbeddingGrad
-from flash_clipping.factors.merge import RearrangedGrad
-from flash_clipping.factors.units import UnitGrad, UnitMap, by_units
+from flash_clipping.factors.units import UnitMap
 from flash_clipping.ops.error_bounds import ETA, SLACK, upper_bound
 
 V, d = 5000, 16
@@ -95,7 +96,7 @@ def test_what_a_row_may_lose_is_in_the_bound_of_its_unit() -> None:
     G[0], G[0, 0], G[0, -1], G[1, 0] = 2.0**-24, 1, -1, 0.3
     ids[1, 1:] = torch.arange(1, T)
     rows = RearrangedGrad(EmbeddingGrad(ids, G, V), torch.clone)
-    unit = by_units(rows, UnitMap(torch.zeros(2, dtype=torch.long), 1))
+    unit = rows.by_units(UnitMap(torch.zeros(2, dtype=torch.long), 1))
     bound = upper_bound(unit.sqnorms("auto").sqrt(), unit.error_bound("auto"))
     released = unit.clipped_sum(torch.full((1,), 0.51), "auto").double().norm() / 0.51
     assert released <= bound[0] * OWN

@@ -13,10 +13,11 @@ from flash_clipping.factors import (
     LinearGrad,
     PerSampleGrad,
 )
+from flash_clipping.factors.arranged import RearrangedGrad
+from flash_clipping.factors.base import UnitGrad, merge
 from flash_clipping.factors.embedding import EmbeddingGrad, ScaledEmbeddingGrad, TiedEmbeddingGrad
 from flash_clipping.factors.linear import SegmentedLinearGrad
-from flash_clipping.factors.merge import RearrangedGrad, merge
-from flash_clipping.factors.units import UnitGrad, UnitMap, by_units
+from flash_clipping.factors.units import UnitMap
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.clipped_sum import reference
 from flash_clipping.ops.error_bounds import (
@@ -186,14 +187,14 @@ def test_many_rows_of_a_unit_are_in_the_bound(rows: str) -> None:
         if rows == "convolution":  # used twice
             x, g = A.mT.contiguous(), G.mT.contiguous()
             geometry = x.new_empty(1, 1, 1), (1,), (0,), (1,), 1
-            of_uses = [by_units(ConvolutionGrad(x, g / 2, *geometry), units) for _ in range(2)]
+            of_uses = [ConvolutionGrad(x, g / 2, *geometry).by_units(units) for _ in range(2)]
             factor = merge(of_uses)
         elif rows == "rearranged":
-            factor = by_units(RearrangedGrad(factor, torch.clone), units)
+            factor = RearrangedGrad(factor, torch.clone).by_units(units)
         elif rows == "own":
-            factor = by_units(DenseGrad(factor.dense()), units)
+            factor = DenseGrad(factor.dense()).by_units(units)
         else:
-            factor = by_units(factor, units)
+            factor = factor.by_units(units)
         assert released_of(factor, coefficient) <= bound_of(factor) * OWN
 
 
@@ -212,7 +213,7 @@ def test_rearranged_rows_of_units_are_not_rounded_before_they_are_added_up() -> 
     generator = torch.Generator().manual_seed(0)
     A, G = (torch.randn(16, 3, 8, generator=generator).bfloat16() for _ in range(2))
     units = UnitMap(torch.arange(16) % 2, 2)
-    factor = by_units(RearrangedGrad(LinearGrad(A, G), torch.clone), units)
+    factor = RearrangedGrad(LinearGrad(A, G), torch.clone).by_units(units)
     assert released_of(factor, 0.7) == pytest.approx(bound_of(factor), rel=1e-5)
 
 
@@ -227,7 +228,7 @@ def test_chunks_of_16_bit_operands_hold_as_many_positions_as_are_counted(
     for left in (0.02, 0.05, 0.1, 0.2):
         G[-1] = left - 1
         operands = (x.view(M, T, 1).bfloat16() for x in (A, G))
-        factor = by_units(LinearGrad(*operands), units)
+        factor = LinearGrad(*operands).by_units(units)
         assert released_of(factor, 0.5005) <= bound_of(factor) * OWN
 
 
@@ -267,7 +268,7 @@ def test_ids_of_a_unit_are_added_up() -> None:
     G = torch.full((1, N, 1), 2.0**-12.01)
     G[:, 0] = 1
     lookup = EmbeddingGrad(torch.arange(N)[None], G, N)
-    factor = by_units(lookup, UnitMap(torch.zeros(1, dtype=torch.long), 1))
+    factor = lookup.by_units(UnitMap(torch.zeros(1, dtype=torch.long), 1))
     assert bound_of(factor) >= G.double().norm() * (1 - 1e-4)
 
 

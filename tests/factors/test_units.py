@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.factors import DenseGrad, LinearGrad, UnitMap
-from flash_clipping.factors.units import UnitGrad
+from flash_clipping.factors.base import UnitGrad
 from tests.ops.cases import relative_error, worst_relative_error
 
 MAPS = {

@@ -1,4 +1,4 @@
-"""One factor from several: for all uses of a parameter, or for all parts of one."""
+"""Parameters in parts, each with a gradient of its own, and with their elements elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.factors.base import DenseGrad, PerSampleGrad
-from flash_clipping.factors.embedding import EmbeddingGrad, TiedEmbeddingGrad
-from flash_clipping.factors.linear import LinearGrad
+from flash_clipping.factors.units import UnitMap
 
 
 @dataclass(eq=False)
@@ -40,6 +39,9 @@ class StackedGrad(PerSampleGrad):
 
     def dense(self) -> Tensor:
         return torch.cat([part.dense() for part in self.parts], dim=1)
+
+    def by_units(self, units: UnitMap) -> PerSampleGrad:
+        return StackedGrad([part.by_units(units) for part in self.parts])
 
 
 @dataclass(eq=False)
@@ -74,6 +76,9 @@ class RearrangedGrad(PerSampleGrad):
     def dense(self) -> Tensor:
         return self.arrange(self.inner.dense())
 
+    def by_units(self, units: UnitMap) -> PerSampleGrad:
+        return RearrangedGrad(self.inner.by_units(units), self.arrange)
+
     def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         return self.inner.is_worth_storing(readers)
 
@@ -88,19 +93,3 @@ class RearrangedGrad(PerSampleGrad):
         if len(alike) > 1:
             return DenseGrad.sum_of(factors)
         return cls(type(first.inner).concatenate(inner), first.arrange)
-
-
-def merge(factors: Sequence[PerSampleGrad]) -> PerSampleGrad:
-    """One factor for all uses of one parameter: uses of one kind are laid end to end along T."""
-    by_kind: dict[type[PerSampleGrad], list[PerSampleGrad]] = {}
-    for factor in factors:
-        by_kind.setdefault(type(factor), []).append(factor)
-    merged = [
-        kind.concatenate(group) if len(group) > 1 else group[0] for kind, group in by_kind.items()
-    ]
-    if len(merged) == 1:
-        return merged[0]
-    match sorted(merged, key=lambda factor: type(factor).__name__):
-        case [EmbeddingGrad() as lookup, LinearGrad() as head]:
-            return TiedEmbeddingGrad(lookup, head)
-    return DenseGrad.sum_of(merged)
