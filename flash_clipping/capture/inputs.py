@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def batched_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
             samples = int(leaf.batch_sizes[0])  # on the CPU by definition
             tensors[:0] = [torch.empty(samples, samples, device="meta")]
             tensors.append(leaf.data)
-    return tensors or _held(leaves, packed=False)
+    return tensors or tensors_of(leaves)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -47,17 +47,12 @@ def tensors_in(value: Any) -> list[Tensor]:
         if isinstance(leaf, Tensor):  # nearly all: nothing is put together again for them
             found.append(leaf)
         elif leaf is not None:
-            found += _held(leaf, packed=True)
+            found += tensors_of(leaf, packed=True)
     return found
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a value without those of packed sequences."""
-    return _held(value, packed=False)
-
-
-def _held(value: Any, packed: bool) -> list[Tensor]:
-    """The tensors that :func:`map_tensors` finds."""
+def tensors_of(value: Any, packed: bool = False) -> list[Tensor]:
+    """The tensors in a value; if ``packed``, those of packed sequences too."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -148,6 +143,16 @@ def list_of_samples(value: Any, count: int, axis: int = 0) -> bool:
         alike = len({(x.dim(), x.dtype) for x in value}) == 1
         return alike and any(x.dim() <= axis or x.shape[axis] != count for x in value)
     return len({type(x) for x in value}) == 1 and isinstance(value[0], str | int | float | list)
+
+
+def refuse_layout(root: nn.Module, x: Tensor) -> NoReturn:
+    """Refuse an input of ``root`` that is sparse or nested."""
+    line = "torch.nested.to_padded_tensor(x, 0.0)" if x.is_nested else "x.to_dense()"
+    raise FlashClippingError(
+        f"the model ({type(root).__name__}): found a sparse or nested tensor among its inputs, "
+        "whose rows cannot be told apart in any mode. Give it dense, and make of it in forward "
+        f"what layers read:\n    x = {line}"
+    )
 
 
 def refuse_graphs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

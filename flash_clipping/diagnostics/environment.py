@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,8 @@ def _matmul_precision() -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
-        module = importlib.import_module(package.replace("-", "_"))
-        return str(module.__version__)
-    except Exception:  # a broken installation raises more than ImportError
-        pass
+    with suppress(Exception):  # a broken installation raises more than ImportError
+        return str(importlib.import_module(package.replace("-", "_")).__version__)
     try:
         return f"{importlib.metadata.version(package)} (cannot be imported)"
     except importlib.metadata.PackageNotFoundError:

@@ -198,8 +198,7 @@ def process_of(accountant: Any) -> Any:
 
 def relation_of(accountant: Any) -> str:
     """The neighbouring relation of an accountant's ε, in words."""
-    relation: str = process_of(accountant).relation
-    return relation
+    return str(process_of(accountant).relation)
 
 
 @contextmanager

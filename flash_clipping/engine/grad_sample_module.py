@@ -26,7 +26,7 @@ from flash_clipping.capture.batch_size_checks import check_against_loader, check
 from flash_clipping.capture.compiled.regions import compiler_of
 from flash_clipping.capture.draws import EVERY_ROW
 from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.capture.inputs import batched_inputs, tensors_in
+from flash_clipping.capture.inputs import batched_inputs, refuse_layout, tensors_in
 from flash_clipping.capture.no_samples import refuse_no_rows
 from flash_clipping.capture.proof.positions import are_apart
 from flash_clipping.capture.session import ClippingSession
@@ -304,6 +304,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         session.enter_forward()
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)
+        for x in tensors:
+            if x.layout is not torch.strided or x.is_nested:
+                refuse_layout(module, x)
         if session.draws.waiting or session.draws.strict or session.draws.have_nobody:
             draw = session.draw_of(tensors)
         nobody = (draw is not None or session.drawn is not None) and session.are_nobody(draw)

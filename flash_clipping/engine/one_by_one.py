@@ -41,7 +41,7 @@ from flash_clipping._compat import (
 from flash_clipping.capture.batch_size_checks import check_against_loader
 from flash_clipping.capture.draws import EVERY_ROW
 from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.capture.inputs import map_tensors, tensors_in
+from flash_clipping.capture.inputs import map_tensors, refuse_layout, tensors_in
 from flash_clipping.capture.no_samples import of_nobody, refuse_no_rows
 from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.one_sample import (
@@ -191,7 +191,7 @@ class OneByOne:
         self, call: Any, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         session = self.session
-        self._look_before(kwargs)
+        self._look_before(args, kwargs)
         batch = Batch(args, kwargs, session.batch_axis, session.drawn, self._are_samples)
         forward = self._begin(batch, given)
         if forward.of_nobody:
@@ -301,9 +301,12 @@ class OneByOne:
             return tensors_in(call(*args, **kwargs))
         return []
 
-    def _look_before(self, kwargs: dict[str, Any]) -> None:
-        """Watch new parameters, and refuse what cannot be clipped."""
+    def _look_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Watch new parameters, and refuse what cannot be clipped, or cut into samples."""
         refuse_around(self.root, may_be_replica=False)
+        for x in tensors_in((args, kwargs)):
+            if x.layout is not torch.strided or x.is_nested:
+                refuse_layout(self.root, x)
         if PIPELINES in sys.modules:
             refuse_in_pipeline(self.root)
         if self._buffers is not None:

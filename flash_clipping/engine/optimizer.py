@@ -36,12 +36,6 @@ from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.randomness import ALL_ROUNDS, FEWER_ROUNDS, Purpose, SecretStream
 from flash_clipping.randomness.stream import stream_of
 
-_SCALER = (
-    " on a private optimizer. Gradients were clipped as they came, multiplied by the scale, and "
-    "are divided by it before noise is added. Call loss.backward() and optimizer.step() without "
-    "the scaler (samples that overflow are left out), or use bfloat16, which needs no scaling."
-)
-
 
 class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     """``DPOptimizerFastGradientClipping``, step for step, with fewer passes over memory.
@@ -233,10 +227,16 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the wrapped optimizer. ``ValueError`` for ``GradScaler.unscale_``, which would
-        divide clipped sums by its scale."""
+        """Those of the wrapped optimizer. ``ValueError`` for ``GradScaler``, which would divide
+        clipped sums by its scale, and skip steps for some sample's overflow."""
         if sys._getframe(1).f_code.co_name == "_unscale_grads_":
-            raise InvalidValue(f"torch.amp.GradScaler: found scaler.unscale_(optimizer){_SCALER}")
+            raise InvalidValue(
+                "torch.amp.GradScaler: found scaler.unscale_(optimizer), a part of "
+                "scaler.step(optimizer), on a private optimizer. Gradients were clipped as they "
+                "came, multiplied by the scale, which would divide the clipped sums. Call "
+                "loss.backward() and optimizer.step() without the scaler (samples that overflow "
+                "are left out), or use bfloat16, which needs no scaling."
+            )
         groups: list[dict[str, Any]] = self.original_optimizer.param_groups
         return groups
 
@@ -249,12 +249,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """Backward passes whose sums the running step adds up; the accountant counts them."""
         pending = 0 if self._module is None else self._module.backward_count
         return pending or self._iterations
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """``torch.amp.GradScaler.step`` asks for this first, and is refused: the scale is in the
-        norms; and a step that is skipped for some sample's overflow is a release without noise."""
-        raise InvalidValue(f"torch.amp.GradScaler: found scaler.step(optimizer){_SCALER}")
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """As in Opacus: whether one more step, after those announced before, is skipped.

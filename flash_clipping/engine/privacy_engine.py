@@ -186,13 +186,10 @@ class FlashPrivacyEngine(PrivacyEngine):
     def make_private(
         self,
         *,
-        module: nn.Module,
-        optimizer: Any,
-        data_loader: DataLoader[Any],
         noise_multiplier: float,
-        max_grad_norm: float | Sequence[float],
         grad_sample_mode: str,
-        **options: Any,
+        wrap_model: bool = True,
+        **options: Unpack[PrivateOptions],
     ) -> Any: ...
 
     def make_private(
@@ -325,6 +322,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             if not hasattr(given[name], needed):
                 found = f"found {given[name]!r}, which has no {needed}"
                 raise InvalidValue(f"{name}: {found}; expected one of PyTorch.")
+        if criterion is not None and not callable(criterion):
+            raise InvalidValue(f"criterion: found {criterion!r}; expected a loss as nn.MSELoss().")
         data_loader, set_up = inside_fabric(data_loader)
         if noise_generator and self.secure_mode:
             raise InvalidValue(
@@ -416,14 +415,7 @@ class FlashPrivacyEngine(PrivacyEngine):
 
     @overload
     def make_private_with_epsilon(
-        self,
-        *,
-        data_loader: DataLoader[Any],
-        target_epsilon: float,
-        target_delta: float,
-        epochs: int,
-        grad_sample_mode: str,
-        **options: Any,
+        self, *, grad_sample_mode: str, wrap_model: bool = True, **options: Unpack[EpsilonOptions]
     ) -> Any: ...
 
     def make_private_with_epsilon(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 import sys
@@ -405,3 +406,52 @@ def test_a_scripted_module_is_named() -> None:
             NotImplementedError, match=r"1 \(Linear\): found a module of torch\.jit"
         ):
             GradSampleModuleFlashClipping(model, mode=mode)
+
+
+def test_a_criterion_that_is_a_text_is_refused_where_it_is_given() -> None:
+    with pytest.raises(ValueError, match=r"criterion: found 'mse'; expected .* nn\.MSELoss\(\)"):
+        FlashPrivacyEngine().make_private(**arguments(criterion="mse"))
+
+
+def test_members_of_an_optimizer_are_listed() -> None:
+    """As debuggers and notebooks do."""
+    names = {name for name, _ in inspect.getmembers(Private().optimizer)}
+    assert {"step", "param_groups", "noise_multiplier"} <= names
+
+
+class Padded(nn.Module):
+    """Takes a batch that is sparse, or nested, beside one that is neither or alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        if x.is_nested:
+            x = torch.nested.to_padded_tensor(x, 0.0).sum(1)
+        elif x.layout is not torch.strided:
+            x = x.to_dense()
+        return self.layer(x if beside is None else x + beside)
+
+
+ROWS = torch.rand(3, 4)
+ODD: dict[str, Callable[[], torch.Tensor]] = {
+    "coo": ROWS.to_sparse,
+    "csr": ROWS.to_sparse_csr,
+    "nested": lambda: torch.nested.nested_tensor([torch.rand(2 + b, 4) for b in range(3)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.rand(2 + b, 4) for b in range(3)], layout=torch.jagged
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass", "one_by_one"])
+@pytest.mark.parametrize("name", ODD)
+def test_inputs_that_are_sparse_or_nested_are_refused(name: str, mode: str, beside: bool) -> None:
+    wrapped = GradSampleModuleFlashClipping(Padded(), mode=mode)
+    x = ODD[name]()
+    line = "to_padded_tensor" if x.is_nested else r"x\.to_dense\(\)"
+    with pytest.raises(FlashClippingError, match=rf"(?s)Padded\): found a .* tensor .*{line}"):
+        wrapped(**{"beside": ROWS} if beside else {}, x=x)
