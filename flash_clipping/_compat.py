@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -386,33 +385,6 @@ SPECTRAL_NORM: type[nn.Module] | None = _find(nn.utils.parametrizations, "_Spect
 
 #: All kinds of dropout. Without: an error on import.
 DROPOUTS: tuple[Any, ...] = (_attribute(nn.modules.dropout, "_DropoutNd"),)
-
-
-_before_modules = _needed("nn.modules.module.register_module_forward_pre_hook")
-_after_modules = _needed("nn.modules.module.register_module_forward_hook")
-
-
-@contextmanager
-def around_modules(
-    enter: Callable[[nn.Module], None], leave: Callable[[nn.Module], None]
-) -> Iterator[None]:
-    """Tell of every module that is called in this thread when its forward begins and ends. Without
-    hooks of all modules: an error."""
-    thread = threading.get_ident()
-
-    def mine(tell: Callable[[nn.Module], None], module: nn.Module) -> None:
-        if threading.get_ident() == thread:
-            tell(module)
-
-    handles = [
-        _before_modules(lambda module, _: mine(enter, module)),
-        _after_modules(lambda module, *_: mine(leave, module)),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def padding_of(layer: Any) -> list[int]:

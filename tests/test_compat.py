@@ -73,7 +73,6 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "shape_of_result": (["_input_metadata"], "same"),
     "hooks_of_parameter": (["_backward_hooks"], r"\._backward_hooks"),
     "BATCH_NORMS": (["_BatchNorm"], r"_BatchNorm"),
-    "around_modules": (["register_module_forward_pre_hook"], r"register_module_forward_pre_hook"),
     "pin_memory": (["_utils"], "same"),
     "SPECTRAL_NORM": (["_SpectralNorm"], "same"),
     "DROPOUTS": (["_DropoutNd"], r"_DropoutNd"),

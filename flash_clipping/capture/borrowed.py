@@ -1,197 +1,85 @@
 """Parameters that a module uses which another module owns: found before the first step.
 
 ``self.dt_proj.bias.float()`` in the mixer of a state-space model, ``weight @ x`` with the weight of
-a layer that is never called, a head that takes the table of an embedding by itself. The module that
-uses such a parameter stands in for it as for its own (:mod:`flash_clipping.capture.proxies`).
+a layer that is never called, a head that takes the table of an embedding by itself. In the graph of
+the first look's outputs such a parameter is reached past every tap. A module above its owner then
+stands in for it as for its own (:mod:`flash_clipping.capture.proxies`): the owner's parent, or one
+further up where it is not the parent that uses it.
 
 Nothing is believed that is not seen: a use that this run did not come by is refused in backward,
-by the guard of the parameter. The first look tells whether there is any such use
-(:func:`until_borrowed`), so that other models are not run once more for it.
+by the guard of the parameter.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from flash_clipping._compat import around_modules, pytree
-from flash_clipping.capture.factor_source import owners
-from flash_clipping.capture.inputs import batched_inputs, map_tensors
-from flash_clipping.capture.no_trace import ModelsOwnError, own_errors, without_activations
-from flash_clipping.capture.proof.repeatable import repeatable
-from flash_clipping.capture.proxies.parameter_proxy import name_of
-from flash_clipping.capture.refused_forwards import NoRenormalisation
-from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.inputs import tensors_in
 
-#: Properties of a parameter that a gradient comes through.
-_DERIVED = {"__get__T", "__get__mT", "__get__H", "__get__mH", "__get__real", "__get__imag"}
-#: Functions that tell of a parameter only what it is like.
-_DESCRIBING = {"size", "dim", "ndimension", "stride", "numel", "nelement", "is_floating_point"}
-_DESCRIBING |= {"is_complex", "is_contiguous", "data_ptr", "element_size", "detach", "get_device"}
-_DESCRIBING |= {"_has_compatible_shallow_copy_type", "__set__data"}  # of module.to(dtype)
-_DESCRIBING |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
-
-#: Module -> modules that own parameters which it uses.
-Borrowed = dict[nn.Module, list[nn.Module]]
+_OURS = __name__.partition(".")[0]
 
 
 class UsesOthers(Exception):
-    """A module uses a trainable parameter of another one: this run tells nothing."""
+    """Modules use trainable parameters of others: the run tells nothing.
+
+    Attributes:
+        params: these parameters.
+    """
+
+    def __init__(self, params: list[nn.Parameter]):
+        super().__init__()
+        self.params = params
 
 
-def until_borrowed(
-    root: nn.Module, forward: Callable[..., Any], serves: Callable[[nn.Module], bool]
-) -> Callable[..., Any]:
-    """``forward``, which runs ``root``; its first run ends (``UsesOthers``) where a module uses a
-    trainable parameter of another one, before anything was computed from that parameter.
-    ``serves``: whether a module's rule takes care of what is below the module."""
+def until_borrowed(forward: Callable[..., Any], session: Any, lost: set[int]) -> Callable[..., Any]:
+    """``forward`` of a model with taps; its first run raises ``UsesOthers`` where parameters are
+    used past every tap. ``lost``: ids of those that no module can stand in for."""
     is_known = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_known
         if is_known:
             return forward(*args, **kwargs)
-        uses = _Uses(root, serves, stops=True)
-        with uses.watched(), uses:
-            output = forward(*args, **kwargs)
-        is_known = True  # a run that was refused in its midst has not shown it
+        session.lost = lost
+        output = forward(*args, **kwargs)
+        refuse_until_lent(session, tensors_in(output))
+        session.lost, is_known = None, True  # a run that was refused in its midst shows nothing
         return output
 
     return run
 
 
-def find_borrowed(
-    root: nn.Module,
-    forward: Callable[..., Any],
-    session: ClippingSession,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    serves: Callable[[nn.Module], bool],
-) -> Borrowed:
-    """Run the model once, as it is, and see which modules use trainable parameters of others;
-    arguments as of :func:`until_borrowed`."""
-    uses = _Uses(root, serves)
-    tensors = [*batched_inputs(args, dict(kwargs)), *session.state()]
-    devices = {x.device for x in tensors if x.is_cuda}
-    try:
-        with (
-            repeatable(root, list(devices), seed=0, calm=True),  # layers may be skipped at random
-            without_activations(),
-            session.bypass(),
-            NoRenormalisation(),  # the taps, which refuse it, are passed by
-            uses.watched(),
-            uses,
-        ):
-            args, kwargs = map_tensors(torch.clone, (args, kwargs), packed=True)  # it may write
-            with own_errors():
-                forward(*args, **kwargs)
-    except ModelsOwnError:
-        pass  # the forward itself will raise it
-    return {user: list(found) for user, found in uses.found.items()}
+def refuse_until_lent(session: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise ``UsesOthers`` in a look that may let what these are, or are computed from, have
+    stand-ins."""
+    if (lost := session.lost) is not None:
+        found = [x for x in used_past_taps(tensors) if id(x) not in lost]
+        if found:
+            raise UsesOthers(found)
 
 
-class _Fetches(dict[str, Any]):
-    """A module's parameters, by name, that tell when one is fetched."""
-
-    def __init__(self, params: Mapping[str, Any], note: Callable[[Any], None]):
-        super().__init__(params)
-        self.note = note
-
-    def __getitem__(self, name: str) -> Any:
-        param = super().__getitem__(name)
-        self.note(param)
-        return param
-
-
-class _Uses(TorchFunctionMode):
-    """Notes which running modules use parameters of others, or ``stops`` at the first one.
-
-    A module that fetches a parameter may hand it to modules below it. It is the one that uses it:
-    only there can a stand-in be fetched in its place.
-    """
-
-    def __init__(
-        self, root: nn.Module, serves: Callable[[nn.Module], bool], *, stops: bool = False
-    ):
-        super().__init__()
-        self.serves, self.stops = serves, stops
-        self.modules = set(root.modules())
-        self.running = [root]  # its forward is called, not the root itself
-        self.found: dict[nn.Module, dict[nn.Module, None]] = {}
-        #: Who has a parameter; one that is tied, several.
-        self.owners: dict[int, list[nn.Module]] = {}
-        #: Which modules ran when it was fetched, the last one last.
-        self.fetched: dict[int, list[nn.Module]] = {}
-        for module in root.modules():
-            for param in module._parameters.values():
-                if param is not None and param.requires_grad:
-                    self.owners.setdefault(id(param), []).append(module)
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Know which module runs, and which one ran when a parameter was fetched."""
-        thread = threading.get_ident()
-
-        def fetch(param: Any) -> None:
-            if id(param) in self.owners and threading.get_ident() == thread:
-                fetched = self.fetched.setdefault(id(param), [])
-                fetched[:] = [module for module in fetched if module is not self.running[-1]]
-                fetched.append(self.running[-1])
-
-        def enter(module: nn.Module) -> None:
-            if module in self.modules:
-                self.running.append(module)
-
-        def leave(module: nn.Module) -> None:
-            if self.running[-1] is module and len(self.running) > 1:
-                self.running.pop()
-
-        before = {module: module._parameters for module in self.modules}
-        try:
-            for module, params in before.items():
-                module._parameters = _Fetches(params, fetch)
-            with around_modules(enter, leave):
-                yield
-        finally:
-            for module, params in before.items():
-                # fully_shard puts whole parameters in the place of shards, which may stay there.
-                content = dict(module._parameters)
-                params.clear()
-                params.update(content)
-                module._parameters = params
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.is_grad_enabled():
-            name = name_of(func)
-            uses = name not in _DESCRIBING and (not name.startswith("__get__") or name in _DERIVED)
-            given = [*args, *kwargs.values()]
-            if any(isinstance(each, list | tuple | dict) for each in given):
-                given = pytree.tree_leaves(given)
-            for leaf in given:
-                if id(leaf) not in self.owners:
-                    continue
-                # A layer with a rule computes with what it reads unseen.
-                running, owning = self.running[-1], self.owners[id(leaf)]
-                if uses or (running not in owning and self.serves(running)):
-                    self._note(leaf)
-        return func(*args, **kwargs)
-
-    def _note(self, param: Tensor) -> None:
-        owning = self.owners[id(param)]
-        fetched = self.fetched.get(id(param), ())
-        user = next((m for m in reversed(fetched) if m in self.running), self.running[-1])
-        own = owners(user)
-        if any(module in own for module in owning) or self.serves(user):
-            return
-        if self.stops:
-            raise UsesOthers
-        self.found.setdefault(user, {}).update(dict.fromkeys(owning))
+def used_past_taps(tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+    """The trainable parameters that these are, or that their graph reaches by another function than
+    ours."""
+    waiting = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    seen = {id(node) for node in waiting}
+    held = [*waiting]  # an id is a node's as long as the node is there
+    found = {id(x): x for x in tensors if isinstance(x, nn.Parameter) and x.requires_grad}
+    while waiting:
+        node: Any = waiting.pop()
+        function = getattr(type(node), "_forward_cls", None)
+        is_ours = function is not None and function.__module__.startswith(_OURS)
+        own = getattr(node, "trainable", None) if is_ours else None  # a layer's, which has inputs
+        for following, _ in node.next_functions:
+            variable = getattr(following, "variable", None)
+            if isinstance(variable, nn.Parameter):
+                if not is_ours or (own is not None and all(variable is not p for p in own[1])):
+                    found[id(variable)] = variable
+            elif following is not None and id(following) not in seen:
+                seen.add(id(following))
+                held.append(following)
+                waiting.append(following)
+    return [*found.values()]

@@ -156,6 +156,9 @@ class ClippingSession:
         self.probing: Any = None
         #: How many parameters were watched at the last proof; new ones ask for another.
         self.proven_with = 0
+        #: While parameters are looked for that are used past all taps: those, by ``id``, that no
+        #: module can stand in for.
+        self.lost: set[int] | None = None
         #: How often layers, by their paths, were looked for that only some forwards reach.
         self.looked_for: dict[frozenset[str], int] = {}
         #: Whether the oracle can be asked about calls.

@@ -9,7 +9,6 @@ A layer with a rule runs inside one ``torch.autograd.Function``
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, NoReturn, TypeAlias
 
@@ -17,6 +16,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import pytree, transforms_are_active
+from flash_clipping.capture.borrowed import refuse_until_lent
 from flash_clipping.capture.compiled.tracing import ACTIVE, by_itself, noted_call, traced_call
 from flash_clipping.capture.compiled.wirings import wiring_of
 from flash_clipping.capture.declared_rows import DeclaredRows, LostRows, declared_rows
@@ -157,13 +157,17 @@ class Tap(FactorSource):
         forward, and not among layers with an object for each."""
         self.layer.forward = self.__call__ if as_method else self
 
-    def borrow(self, owners: Sequence[nn.Module], paths: Sequence[str]) -> None:
-        """Stand in for the parameters of these modules as well, which the layer's forward uses."""
+    def borrow(self, owner: nn.Module, path: str) -> None:
+        """Stand in for this module's parameters as well, which the layer's forward uses."""
         self.borrows = True
-        for owner, path in zip(owners, paths, strict=True):
-            if all(owner is not known for known in self.owners):
-                self._prefixes.append(f"{path}.")
-                self.owners.append(owner)
+        if all(owner is not known for known in self.owners):
+            self._prefixes.append(f"{path}.")
+            self.owners.append(owner)
+
+    def give_back(self, owner: nn.Module) -> None:
+        """Stand in for them no longer."""
+        place = next(n for n, known in enumerate(self.owners) if known is owner)
+        del self.owners[place], self._prefixes[place]
 
     def surround(self, rule: Rule) -> None:
         """Let this rule, which stands around the layer's own, serve the layer."""
@@ -399,6 +403,7 @@ class Tap(FactorSource):
         not see that tensor's gradient; the layer's own forward uses it as what it is."""
         for name, param in zip(names, params, strict=True):
             if not (param.is_leaf or isinstance(param, ParameterProxy)):
+                refuse_until_lent(self.session, params)
                 raise FlashClippingError(
                     f"{self.path}: its {name} is a tensor that was computed from something else "
                     "(torch.func.functional_call, for example), not a parameter, so it has no "

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from flash_clipping.capture.around import FINDERS
-from flash_clipping.capture.borrowed import Borrowed
 from flash_clipping.capture.compiled.regions import Regions
 from flash_clipping.capture.factor_source import PARAMETER_CONTAINERS, owned_parameters
 from flash_clipping.capture.no_samples import WatchedForward
@@ -43,6 +42,10 @@ class InstalledTaps:
         by_function: bool,
         folded_modules: Sequence[str],
     ):
+        #: By the owner of parameters that are used elsewhere: the path of the module whose tap
+        #: stands in for them. Parameters, by ``id``, that none can stand in for.
+        self._users: dict[nn.Module, str] = {}
+        self.lost: set[int] = set()
         self.all = list(plan_taps(root, session, by_function, folded_modules))
         for tap in self.all:
             tap.install()
@@ -55,14 +58,28 @@ class InstalledTaps:
             self.all.append(TwoPassForward(root, session))
             self.all[-1].install()
 
-    def lend(self, root: nn.Module, borrowed: Borrowed) -> None:
-        """Let modules stand in for parameters of others, which they were seen to use."""
+    def lend(self, root: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        """Let a module further up stand in for these parameters, which are used past all taps;
+        those for which the root does already are ``lost``."""
         paths = {module: path for path, module in root.named_modules()}
-        for user, owners in borrowed.items():
-            tap = next((t for t in self.all if t.layer is user and type(t) is Tap), None)
-            if tap is None:
-                tap = self._tap_inside(user, paths[user])
-            tap.borrow(owners, [paths[owner] for owner in owners])
+        modules = {path: module for module, path in paths.items()}
+        for param in params:
+            owners = [m for m in paths if any(p is param for p in m._parameters.values())]
+            for owner in owners:
+                user = self._users.get(owner, paths[owner])
+                if user:
+                    if owner in self._users:
+                        self._tap_of(modules[user], user).give_back(owner)
+                    user = self._users[owner] = user.rpartition(".")[0]
+                    self._tap_of(modules[user], user).borrow(owner, paths[owner])
+                else:
+                    self.lost.add(id(param))
+            if not owners:
+                self.lost.add(id(param))
+
+    def _tap_of(self, module: nn.Module, path: str) -> Tap:
+        found = next((tap for tap in self.all if tap.layer is module and type(tap) is Tap), None)
+        return found or self._tap_inside(module, path)
 
     def _tap_inside(self, module: nn.Module, path: str) -> Tap:
         """A tap of a module that had none; what stands around the root's forward stays outside."""
@@ -77,11 +94,6 @@ class InstalledTaps:
         place = self.all.index(outside[0]) if outside else len(self.all)
         self.all.insert(place, tap)
         return tap
-
-    def serves(self, module: nn.Module) -> bool:
-        """Whether a rule knows what of the modules below it a module uses."""
-        taps = (tap for tap in self.all if tap.layer is module)
-        return any(tap.loops or tap.rule is not None for tap in taps)
 
     def remove(self) -> None:
         """Every forward is again what it was."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping._compat import awaits_gradient, hooks_of_parameter, pytree
-from flash_clipping.capture.borrowed import UsesOthers, find_borrowed, until_borrowed
+from flash_clipping.capture.borrowed import UsesOthers, until_borrowed
 from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import refuse_graphs
@@ -373,23 +373,27 @@ class ModelWatch:
 
     @told_to_who_waits()
     def _prove(self, subject: Subject, call: ForwardCall | None, positions: Units | None) -> None:
-        session, module = self.session, subject.root
+        session = self.session
         session.begin_epoch()
         session.has_oracle = self.sharded is None and positions is None
         if call is None and positions is None and not self.taps.regions.any_compiled:
-            forward, serves = subject.forward, self.taps.serves
-            try:
-                own = until_borrowed(module, forward, serves)
-                found = self._run(replace(subject, forward=own))
-            except UsesOthers:
-                given = subject.args, subject.kwargs
-                borrowed = find_borrowed(module, forward, session, *given, serves)
-                self.taps.lend(module, borrowed)
-                found = self._run(subject)
+            found = self._run_lending(subject)
         else:
             found = self._run(subject, call, positions)
         if positions is None:
             self._audit(replace(found, forward=subject.forward))
+
+    def _run_lending(self, subject: Subject) -> Subject:
+        """The same, until a module stands in for each parameter that is used past all taps."""
+        session, lost = self.session, self.taps.lost
+        while True:
+            own = until_borrowed(subject.forward, session, lost)
+            try:
+                return self._run(replace(subject, forward=own))
+            except UsesOthers as uses:
+                self.taps.lend(subject.root, uses.params)
+            finally:
+                session.lost = None
 
     def _run(
         self, subject: Subject, call: ForwardCall | None = None, positions: Units | None = None

@@ -150,6 +150,7 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "function_of_a_childs": lambda m, x: F.linear(x, m.linear.weight, m.v),
     "function_of_a_childs_alone": lambda m, x: F.linear(x, m.linear.weight),
+    "past_functions_of_a_childs": lambda m, x: Scaling.apply(x, m.linear.bias),
     "functional_call_of_computed": lambda m, x: torch.func.functional_call(
         m.linear, {"weight": m.linear.weight * 2}, (x,)
     ),
@@ -217,10 +218,6 @@ def test_use_of_a_parameter_is_exact(name: str, mode: str, wrapper: str) -> None
 
 
 REFUSED_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "past_functions_of_a_childs": (
-        lambda m, x: Scaling.apply(x, m.linear.bias),
-        r"middle\.linear\.bias: .*Freeze it.*LoRA",
-    ),
     "functional_call_of_samples": (
         lambda m, x: torch.func.functional_call(m.linear, {"weight": x[0].mT @ x[0]}, (x,)),
         r"middle\.linear \(Linear\): its weight is a tensor that was computed",

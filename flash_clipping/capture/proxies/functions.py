@@ -18,6 +18,7 @@ from flash_clipping._compat import (
     saved_tensors_hooks_now,
     transforms_are_active,
 )
+from flash_clipping.capture.borrowed import refuse_until_lent
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE
@@ -123,8 +124,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
-        if any([isinstance(x, nn.Parameter) and x.requires_grad for x in others]):
-            raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
+        _refuse_others(tap, name, others)
         if tap.session.probing is not None:
             use = use or f"{tap.path} in {name}"
             return _probed(tap, use, len(batched), func, leaves, spec)
@@ -140,6 +140,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
     reads_grad = any(x.requires_grad for x in others)
     if name not in _METADATA_ONLY and torch.is_grad_enabled() and reads_grad:
+        _refuse_others(tap, name, others)
         raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
     # What functions of parameters alone save for their backward stays, also under checkpointing:
     # they go backward by themselves, for each sample, in the midst of a backward. Each of that
@@ -217,6 +218,14 @@ def _stand_ins(
 
 
 ParameterProxy.run = staticmethod(_run)
+
+
+def _refuse_others(tap: FactorSource, name: str, others: list[Tensor]) -> None:
+    """Raise ``UnsupportedUse`` where a function is called with another module's parameter, beside a
+    stand-in; ``UsesOthers`` in a look that may let it have a stand-in as well."""
+    refuse_until_lent(tap.session, others)
+    if any([isinstance(x, nn.Parameter) and x.requires_grad for x in others]):
+        raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
 
 
 def _is_masked_write(x: Any, index: Any, value: Any) -> bool:
