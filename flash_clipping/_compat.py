@@ -387,6 +387,12 @@ SPECTRAL_NORM: type[nn.Module] | None = _find(nn.utils.parametrizations, "_Spect
 DROPOUTS: tuple[Any, ...] = (_attribute(nn.modules.dropout, "_DropoutNd"),)
 
 
+def function_of(node: Any) -> type | None:
+    """The ``torch.autograd.Function`` that a node of a graph is of; ``None`` of PyTorch's own, and
+    where PyTorch does not say it."""
+    return getattr(type(node), "_forward_cls", None)
+
+
 def padding_of(layer: Any) -> list[int]:
     """A convolution's padding as ``F.pad`` takes it. Without: an error."""
     return list(_attribute(layer, "_reversed_padding_repeated_twice"))

@@ -73,6 +73,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "shape_of_result": (["_input_metadata"], "same"),
     "hooks_of_parameter": (["_backward_hooks"], r"\._backward_hooks"),
     "BATCH_NORMS": (["_BatchNorm"], r"_BatchNorm"),
+    "function_of": (["_forward_cls"], "same"),
     "pin_memory": (["_utils"], "same"),
     "SPECTRAL_NORM": (["_SpectralNorm"], "same"),
     "DROPOUTS": (["_DropoutNd"], r"_DropoutNd"),

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flash_clipping._compat import function_of
 from flash_clipping.capture.inputs import tensors_in
 
 _OURS = __name__.partition(".")[0]
@@ -70,7 +71,7 @@ def used_past_taps(tensors: Sequence[Tensor]) -> list[nn.Parameter]:
     found = {id(x): x for x in tensors if isinstance(x, nn.Parameter) and x.requires_grad}
     while waiting:
         node: Any = waiting.pop()
-        function = getattr(type(node), "_forward_cls", None)
+        function = function_of(node)
         is_ours = function is not None and function.__module__.startswith(_OURS)
         own = getattr(node, "trainable", None) if is_ours else None  # a layer's, which has inputs
         for following, _ in node.next_functions:
