@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
-from flash_clipping.errors import InvalidValue
-
 # -- how an interface is looked for, and what is said where it is missing --------------------------
 
 #: Versions that have all of this: tests ran with the first and the last.
@@ -134,10 +132,6 @@ def arguments_of(operator: Any) -> Sequence[str]:
     """Names of an operator's arguments. Without: none; what is found by them stays as it is."""
     schema = getattr(operator, "_schema", None)
     return () if schema is None else [argument.name for argument in schema.arguments]
-
-
-#: What loaders do with a batch. Without: an error.
-pin_memory: Callable[..., Any] = _needed("utils.data._utils.pin_memory.pin_memory")
 
 
 _grouped_mm = _find(torch, "nn.functional.grouped_mm")
@@ -530,26 +524,6 @@ def check_optimizer(optimizer: Any) -> None:
     """Attributes of Opacus' optimizer, by which skipped steps are known. Without: an error."""
     for name in ("_step_skip_queue", "_is_last_step_skipped"):
         _attribute(optimizer, name, "Opacus")
-
-
-def explain_flash_mode() -> None:
-    """Have Opacus' own engines say where ``grad_sample_mode="flash"`` is. Without: they say which
-    modes they know."""
-    from opacus.grad_sample import utils
-
-    def explain(known: Any, grad_sample_mode: str) -> Any:
-        if grad_sample_mode == "flash":
-            raise InvalidValue(
-                'grad_sample_mode="flash": found with an engine of Opacus\'. Use\n'
-                "    flash_clipping.FlashPrivacyEngine().make_private(...)\n"
-                "and, in the place of PrivacyEngineAdaptiveClipping, give it "
-                'clipping="adaptive".'
-            )
-        return known(grad_sample_mode)
-
-    for name in ("get_gsm_class", "get_hooks_class"):
-        if (known := getattr(utils, name, None)) is not None:
-            setattr(utils, name, partial(explain, known))
 
 
 # -- Triton, which is imported by those who ask ----------------------------------------------------

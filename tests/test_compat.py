@@ -74,7 +74,6 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "hooks_of_parameter": (["_backward_hooks"], r"\._backward_hooks"),
     "BATCH_NORMS": (["_BatchNorm"], r"_BatchNorm"),
     "function_of": (["_forward_cls"], "same"),
-    "pin_memory": (["_utils"], "same"),
     "SPECTRAL_NORM": (["_SpectralNorm"], "same"),
     "DROPOUTS": (["_DropoutNd"], r"_DropoutNd"),
     "padding_of": (
@@ -101,7 +100,6 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "layout_of_dtensor": (["_spec"], "same"),
     "dtensor_of": (["_spec"], "same"),
     "check_optimizer": (["_step_skip_queue"], r"DPOptimizer\._step_skip_queue"),
-    "explain_flash_mode": (["get_gsm_class", "get_hooks_class"], "same"),
     "compiled_kernel": (["triton.compiler"], "same"),
     "compilation_by_executor": (["AsyncCompileMode"], "same"),
     "early_start": (["gdc_wait"], "same"),

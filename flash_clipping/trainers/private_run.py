@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from flash_clipping._compat import pin_memory
+from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.distributed import processes_of
 from flash_clipping.engine.accounting import least_noise
 from flash_clipping.engine.micro_batches import Parts, StepInParts, bounds_of
@@ -295,9 +295,9 @@ class LogicalBatch(Parts):
         assert self.items is not None and self.collate is not None
         return self.collate(self.items[start:stop])
 
-    def pin_memory(self, device: Any = None) -> LogicalBatch:
+    def pin_memory(self) -> LogicalBatch:
         """Called by PyTorch's loader, which does not look into classes."""
-        return replace(self, parts=[pin_memory(part, device) for part in self.parts])
+        return replace(self, parts=map_tensors(Tensor.pin_memory, self.parts, packed=True))
 
 
 class CollateParts:
