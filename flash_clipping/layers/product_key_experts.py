@@ -13,10 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from flash_clipping._compat import BATCH_NORMS, never_compiled
-from flash_clipping.errors import InvalidValue, NotServed
-from flash_clipping.layers.ops.product_key import product_key_backward, product_key_scores
+from flash_clipping._compat import BATCH_NORMS, never_compiled, transforms_are_active
+from flash_clipping.errors import InvalidValue
+from flash_clipping.layers.ops.product_key import (
+    product_key_backward,
+    product_key_scores,
+    reference,
+)
 
 MakeNorm = Callable[[int], nn.Module]
 
@@ -234,74 +239,42 @@ def route(
     score ``-inf`` and a gradient of exactly 0."""
     *axes, side = logits_x.shape
     rows = (logits_x.reshape(-1, side), logits_y.reshape(-1, side))
-    flat = None if valid is None else valid.reshape(-1)
-    scores_Nk, indices_Nk = _Route.apply(*rows, flat, k, backend)
+    none_N1 = None if valid is None else ~valid.reshape(-1, 1)
+    if transforms_are_active():  # of torch.func, which look at the operations themselves
+        if none_N1 is not None:
+            rows = rows[0].masked_fill(none_N1, 0), rows[1].masked_fill(none_N1, 0)
+        scores_Nk, indices_Nk = _without(none_N1, *reference.product_key_scores(*rows, k))
+    else:
+        scores_Nk, indices_Nk = _Route.apply(*rows, none_N1, k, backend)
     return scores_Nk.view(*axes, k), indices_Nk.view(*axes, k)
 
 
-class _Route(torch.autograd.Function):
-    """Rows are independent of each other: under ``vmap`` there are only more of them."""
+def _without(
+    none_N1: Tensor | None, scores_Nk: Tensor, indices_Nk: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Scores and indices without those of rows that have no experts."""
+    if none_N1 is None:
+        return scores_Nk, indices_Nk
+    return scores_Nk.masked_fill(none_N1, -torch.inf), indices_Nk.masked_fill(none_N1, -1)
 
+
+class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        logits_x: Tensor, logits_y: Tensor, valid_N: Tensor | None, k: int, backend: str
+        ctx: Any, logits_x: Tensor, logits_y: Tensor, none_N1: Tensor | None, k: int, backend: str
     ) -> tuple[Tensor, Tensor]:
-        scores, indices = product_key_scores(logits_x, logits_y, k, backend=backend)
-        if valid_N is not None:
-            scores = scores.masked_fill(~valid_N.unsqueeze(1), -torch.inf)
-            indices = indices.masked_fill(~valid_N.unsqueeze(1), -1)
+        found = product_key_scores(logits_x, logits_y, k, backend=backend)
+        scores, indices = _without(none_N1, *found)
+        ctx.backend = backend
+        ctx.mark_non_differentiable(indices)
+        ctx.save_for_backward(indices, logits_x, logits_y)
         return scores, indices
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        logits_x, logits_y, _, _, ctx.backend = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1], logits_x, logits_y)
-
-    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_scores: Tensor, _: Any) -> tuple[Any, ...]:
-        indices, logits_x, logits_y = ctx.saved_tensors
-        grads = _RouteBackward.apply(grad_scores, indices, logits_x, logits_y, ctx.backend)
+        grads = product_key_backward(grad_scores, *ctx.saved_tensors, backend=ctx.backend)
         return (*grads, None, None, None)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _as_more_rows(_Route, info.batch_size, in_dims, args)
-
-
-class _RouteBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        grad_scores: Tensor, indices: Tensor, logits_x: Tensor, logits_y: Tensor, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        return product_key_backward(grad_scores, indices, logits_x, logits_y, backend=backend)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotServed(
-            "product-key scores have first derivatives only. Call backward() without create_graph."
-        )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        return _as_more_rows(_RouteBackward, info.batch_size, in_dims, args)
-
-
-def _as_more_rows(
-    function: Any, batch: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
-) -> Any:
-    rows = []
-    for x, axis in zip(args, in_dims, strict=True):
-        if isinstance(x, Tensor):
-            x = x.expand(batch, *x.shape) if axis is None else x.movedim(axis, 0)
-            x = x.flatten(0, 1)
-        rows.append(x)
-    outputs = function.apply(*rows)
-    return tuple(x.unflatten(0, (batch, -1)) for x in outputs), (0,) * len(outputs)
 
 
 class TokenGroupNorm(nn.Module):
