@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import check_optimizer
 from flash_clipping.capture.no_samples import step_without_samples
+from flash_clipping.engine import wings
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
 from flash_clipping.engine.grad_ledger import (
     Bound,
@@ -31,7 +32,7 @@ from flash_clipping.engine.grad_ledger import (
 )
 from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed, checked_number
-from flash_clipping.ops.noise import NoiseGrid, discrete_noisy_means, gated, noisy_means
+from flash_clipping.ops.noise import NoiseGrid, gated, noisy_means
 from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.randomness import ALL_ROUNDS, FEWER_ROUNDS, Purpose, SecretStream
 from flash_clipping.randomness.stream import stream_of
@@ -54,7 +55,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         stream: what noise is made of; by default with a key of its own, which nobody knows.
         noise_grid: round noisy sums to a grid that does not depend on data
             (:func:`flash_clipping.ops.noise.grid_of`); ``"exact"``: round sums, and add discrete
-            noise (:func:`flash_clipping.ops.noise.discrete_noisy_means`).
+            noise (:func:`flash_clipping.noise.discrete.discrete_noisy_means`).
         **kwargs: as in Opacus. ``generator`` is a seed, for tests: the stream is that of a number
             drawn from it, now. ``secure_mode=True`` refuses a seed, and makes noise by all 20
             rounds of ChaCha20 on GPUs, too, where it has 12 otherwise.
@@ -439,9 +440,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             return found
         draw, grid = self.stream.draw(Purpose.NOISE, rounds), self.noise_grid
         if grid == "exact":
-            multiplier = self._multiplier()
+            numbers = std, self._multiplier(), divisor
             sums = gated(sums, gate)
-            return discrete_noisy_means(sums, std, multiplier, divisor, draw=draw, dtypes=dtypes)
+            return wings.discrete_noisy_means(sums, *numbers, draw=draw, dtypes=dtypes)
         options: dict[str, Any] = {"shards": shards, "dtypes": dtypes, "grid": grid, "gate": gate}
         return noisy_means(sums, std, divisor, draw=draw, **options)
 

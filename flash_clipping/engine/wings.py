@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 #: Of :mod:`flash_clipping.pipelines`: from the argument ``pipeline`` and all arguments of
 #: ``make_private`` to the processes of the pipeline, or ``None`` without one.
 pipeline_group: Callable[[Any, dict[str, Any]], Any]
@@ -21,6 +23,10 @@ MechanismSpec: type[Any]
 #: ``MechanismSpec``, or an error; and whether ``noise_grid`` goes with them.
 requested_process: Callable[[Any, dict[str, Any]], Any]
 check_noise_grid: Callable[[Any, dict[str, Any]], None]
+
+#: Of :mod:`flash_clipping.noise`: noisy means whose noise is of integers
+#: (:func:`flash_clipping.noise.discrete.discrete_noisy_means`).
+discrete_noisy_means: Callable[..., list[Tensor]]
 
 #: Of :mod:`flash_clipping.noise`: tells accountant and optimizer of the process that begins.
 begin_process: Callable[[Any, Any, Any, Any], None]

@@ -1,6 +1,7 @@
-"""Correlated noise, batches that Opacus' accountants do not know, and reports."""
+"""Correlated and discrete noise, batches that Opacus' accountants do not know, and reports."""
 
 from flash_clipping.engine import wings
+from flash_clipping.noise.discrete import discrete_noisy_means
 from flash_clipping.noise.process import MechanismSpec
 from flash_clipping.noise.report import make_report
 from flash_clipping.noise.requested import begin, check_noise_grid, requested_process
@@ -9,4 +10,5 @@ wings.MechanismSpec = MechanismSpec
 wings.requested_process = requested_process
 wings.check_noise_grid = check_noise_grid
 wings.begin_process = begin
+wings.discrete_noisy_means = discrete_noisy_means
 wings.make_report = make_report

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
-from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
 from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
 from flash_clipping.ops.error_bounds import ETA
-from flash_clipping.ops.noise import discrete_grid, discrete_noisy_means, grid_of, noisy_means
+from flash_clipping.ops.noise import grid_of, noisy_means
 from flash_clipping.randomness import Draw, Purpose, SecretStream, SeededNoiseWarning
 from flash_clipping.randomness.chacha import Keystream
-from flash_clipping.randomness.choices import discrete_gaussian
 from tests.support.private import Private, data
 
 seeded = pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
@@ -294,112 +292,6 @@ def test_noisy_sums_on_a_grid() -> None:
     assert not torch.equal(cells, cells.round())
     with pytest.raises(NotImplementedError, match="sums of other workers"):
         DistributedFlashDPOptimizer(None, noise_grid=True)
-
-
-# -- discrete noise --------------------------------------------------------------------------------
-
-
-def discrete(**options: Any) -> Private:
-    engine = FlashPrivacyEngine(accountant="discrete_gaussian")
-    return Private(
-        **{"engine": engine, "noise_grid": "exact", "poisson_sampling": True, "lr": 0.0} | options
-    )
-
-
-def test_exact_noise_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is released are whole cells: the rounded sums, and integers of the step's draw."""
-    import flash_clipping.engine.optimizer as module
-
-    seen: list[tuple[Any, ...]] = []
-
-    def noted(sums: list[Tensor], std: float, *args: Any, **kwargs: Any) -> Any:
-        seen.append((([s.double() for s in sums]), std, *args, kwargs["draw"]))
-        return discrete_noisy_means(sums, std, *args, **kwargs)
-
-    monkeypatch.setattr(module, "discrete_noisy_means", noted)
-    private = discrete(max_grad_norm=0.3, noise_multiplier=2.0)
-    private.step(7)
-    sums, std, multiplier, divisor, draw = seen[0]
-    assert (std, multiplier) == (pytest.approx(2.0 * 0.3 * (1 + ETA)), 2.0)
-    elements = sum(s.numel() for s in sums)
-    cell, bits = discrete_grid(std, multiplier, elements)
-    for number, (p, summed) in enumerate(zip(private.plain.parameters(), sums, strict=True)):
-        noise = discrete_gaussian(draw, summed.numel(), bits, tensor=number).view(summed.shape)
-        cells = (summed / cell).round() + noise
-        assert torch.allclose(p.grad.double(), cells * cell / divisor, rtol=1e-6, atol=0)
-    assert private.engine.get_epsilon(1e-5) > 0
-
-
-@pytest.mark.parametrize("multiplier", [0.3, 1.0, 7.0])
-@pytest.mark.parametrize("elements", [1, 40, 3000, 10**9])
-def test_rounding_is_paid_for(multiplier: float, elements: int) -> None:
-    """The noise is the multiplier times what one sample moves rounded sums by: half a cell on
-    either side in every element is added. It costs a thousandth."""
-    bound = 0.7
-    cell, bits = discrete_grid(multiplier * bound, multiplier, elements)
-    moved = bound / cell + elements**0.5
-    assert 2**bits >= multiplier * moved and bits <= 31
-    assert 2**bits * cell <= multiplier * bound * 1.001
-    if elements > 3000:
-        return
-    generator = torch.Generator().manual_seed(0)
-    draw, worst = SecretStream(key=bytes(32)).draw(Purpose.NOISE), 0.0
-    for scale in (1.0, 1e4, 1e12):
-        one = torch.randn(elements, generator=generator, dtype=torch.float64) * scale
-        one = ((one / cell).floor() + 0.4999999) * cell  # where rounding moves most
-        step = torch.randn(elements, generator=generator, dtype=torch.float64).sign()
-        other = one + step * bound / elements**0.5
-        rounded = [
-            discrete_noisy_means(
-                [x], multiplier * bound, multiplier, 1.0, draw=draw, dtypes=[torch.float64]
-            )[0]
-            for x in (one, other)
-        ]
-        distance = float(((rounded[0] - rounded[1]) / cell).norm())
-        worst = max(worst, distance * multiplier / 2**bits)
-    assert 0.5 < worst <= 1
-
-
-def test_discrete_noise_has_its_deviation_and_outputs_are_bounded() -> None:
-    draw = SecretStream(key=bytes(32)).draw(Purpose.NOISE)
-    sums = [torch.zeros(100_000), torch.tensor([float("inf"), -1e30, float("nan")])]
-    found, wild = discrete_noisy_means(
-        sums, 3.0, 1.5, 2.0, draw=draw, dtypes=[torch.float64, torch.float32]
-    )
-    assert abs(float(found.std()) - 1.5) < 6 * 1.5 / (2 * 100_000) ** 0.5
-    cell, _ = discrete_grid(3.0, 1.5, 100_003)
-    assert wild[:2].tolist() == pytest.approx([2.0**45 * cell / 2, -(2.0**45) * cell / 2])
-    assert wild[2].isnan() and wild.dtype == torch.float32
-    (plain,) = discrete_noisy_means(
-        [torch.ones(3)], 0.0, 0.0, 2.0, draw=draw, dtypes=[torch.float32]
-    )
-    assert plain.tolist() == [0.5] * 3
-
-
-def test_exact_noise_is_refused_where_it_is_not_accounted_for() -> None:
-    for name in ("prv", "rdp", "gdp", "pld"):
-        with pytest.raises(ValueError, match="accountant='discrete_gaussian'"):
-            discrete(engine=FlashPrivacyEngine(accountant=name))
-    for options, message in (
-        ({"poisson_sampling": False}, "poisson_sampling=False"),
-        ({"noise_grid": "fine"}, "expected False, True or 'exact'"),
-        ({"max_batch_size": 20}, "accountant='pld'"),
-        (
-            {
-                "clipping": "adaptive", "min_clipbound": 1e-3, "max_clipbound": 10.0,
-                "clipbound_learning_rate": 0.1, "target_unclipped_quantile": 0.5,
-            },
-            "continuous",
-        ),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            discrete(**options)
-    for cls in (ShardedFlashDPOptimizer, DistributedFlashDPOptimizer):
-        with pytest.raises(NotImplementedError, match="noise_grid='exact'"):
-            given = dict.fromkeys(("noise_multiplier", "max_grad_norm", "expected_batch_size"), 1.0)
-            cls(torch.optim.SGD(parameter()), noise_grid="exact", **given)
-    with pytest.raises(ValueError, match="Train fewer parameters"):
-        discrete_grid(1.0, 1e4, 10**9)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,8 @@ from torch import Tensor
 import flash_clipping
 from flash_clipping import FlashClippingError
 from flash_clipping.errors import InvalidValue
-from flash_clipping.ops.noise import discrete_noisy_means, noisy_means
+from flash_clipping.noise.discrete import discrete_noisy_means
+from flash_clipping.ops.noise import gated, noisy_means
 from flash_clipping.ops.runtime import checks
 from flash_clipping.ops.runtime.checks import DeviceChecks, check_on_device, device_checks
 from flash_clipping.randomness import Draw, Purpose
@@ -100,8 +101,6 @@ def test_a_closed_gate_lets_noise_through_alone(way: str, value: float) -> None:
 
     def noisy(sums: list[Tensor], gate: Tensor | None) -> list[Tensor]:
         if way == "discrete":
-            from flash_clipping.ops.noise import gated
-
             dtypes = [torch.float32] * 2
             return discrete_noisy_means(gated(sums, gate), 2.0, 1.0, 4.0, draw=draw, dtypes=dtypes)
         options: Any = {"draw": draw, "gate": gate, "grid": way == "grid"}

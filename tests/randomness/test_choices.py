@@ -10,7 +10,7 @@ import torch
 
 from flash_clipping.randomness import Draw, Purpose, choices
 from flash_clipping.randomness.chacha import Keystream
-from flash_clipping.randomness.choices import coin_tosses, discrete_gaussian, subset, threshold
+from flash_clipping.randomness.choices import coin_tosses, subset, threshold
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -111,74 +111,6 @@ def test_subsets_of_no_size(size: int) -> None:
     with pytest.raises(ValueError, match="expected 0 to 5"):
         subset(draw(), 5, size)
     assert subset(draw(), 0, 0).tolist() == []
-
-
-# -- a discrete Gaussian ---------------------------------------------------------------------------
-
-
-def probabilities(bits: int, most: int) -> np.ndarray:
-    """Of ``-most .. most``, by their definition."""
-    weights = np.exp(-(np.arange(-most, most + 1) ** 2) / (2 * 4.0**bits))
-    found: np.ndarray = weights / weights.sum()
-    return found
-
-
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_integers_have_the_law_of_a_discrete_gaussian(bits: int) -> None:
-    """Every integer, one by one."""
-    count, most = 400_000, 20 << bits
-    found = discrete_gaussian(draw(), count, bits).numpy()
-    counts = np.bincount(found + most, minlength=2 * most + 1)
-    expected = count * probabilities(bits, most)
-    common = expected > 5
-    chi2 = ((counts - expected)[common] ** 2 / expected[common]).sum()
-    assert chi2 < stats.chi2.ppf(RARE, common.sum())
-    assert counts[~common].sum() < expected[~common].sum() + 60
-
-
-@pytest.mark.parametrize("bits", [20, 31])
-def test_wide_discrete_gaussians(bits: int) -> None:
-    """In 200 intervals of equal probability, and their lowest bits; the tails."""
-    count = 400_000
-    found = discrete_gaussian(draw(1), count, bits).numpy()
-    places = (stats.norm.cdf((found + 0.5) / 2.0**bits) * 200).astype(int)
-    for values, kinds in ((places, 200), (found & 7, 8)):
-        counts = np.bincount(values, minlength=kinds)
-        chi2 = ((counts - count / kinds) ** 2).sum() / (count / kinds)
-        assert chi2 < stats.chi2.ppf(RARE, kinds - 1)
-    beyond = (abs(found) > 3.5 * 2**bits).sum()
-    assert abs(beyond - count * 4.6526e-4) < 5 * (count * 4.6526e-4) ** 0.5
-    pairs = (found[1:] / 2.0**bits * (found[:-1] / 2.0**bits)).mean()
-    assert abs(pairs) < 5 / count**0.5
-
-
-@pytest.mark.parametrize(("n", "m"), [(0, 1), (1, 1), (2, 1), (3, 2), (5, 3), (2**40 - 1, 41)])
-def test_coins_of_an_exponential(n: int, m: int) -> None:
-    count = 200_000
-    words = Keystream(draw(2))
-    fell = choices._exponential_coins(words, np.full(count, n, dtype=np.uint64), m).sum()
-    rate = np.exp(-n / 2**m)
-    assert abs(fell - count * rate) <= 5 * (count * rate * (1 - rate)) ** 0.5
-
-
-@pytest.mark.parametrize("k", [2, 3, 5, 7, 8])
-def test_one_in_so_many(k: int) -> None:
-    count = 100_000
-    fell = choices._one_in(Keystream(draw(3)), k, count).sum()
-    assert abs(fell - count / k) < 5 * (count / k * (1 - 1 / k)) ** 0.5
-
-
-def test_discrete_gaussians_are_those_of_their_draw_and_nonce() -> None:
-    def of(number: int = 0, **place: int) -> list[int]:
-        found: list[int] = discrete_gaussian(draw(number), 50, 20, **place).tolist()
-        return found
-
-    assert of() == of()
-    assert len({*map(tuple, (of(), of(1), of(tensor=1), of(shard=1)))}) == 4
-    assert len(discrete_gaussian(draw(), 0, 3)) == 0
-    assert discrete_gaussian(draw(), 5, 3).dtype == torch.int64
-    with pytest.raises(ValueError, match="expected 1 to 31"):
-        discrete_gaussian(draw(), 5, 32)
 
 
 def test_no_word_is_used_beyond_a_nonces_last() -> None:

@@ -15,7 +15,6 @@ from flash_clipping.ops.noise import reference
 from flash_clipping.ops.runtime.backend import resolve, run
 from flash_clipping.randomness import Draw
 from flash_clipping.randomness.chacha import MOST_BLOCKS
-from flash_clipping.randomness.choices import MOST_BITS, discrete_gaussian
 
 #: How noisy sums are kept to a grid: not; rounded to it; by rounded sums and discrete noise.
 NoiseGrid: TypeAlias = bool | Literal["exact"]
@@ -76,7 +75,7 @@ def noisy_means(
         else:
             results[index] = torch.empty_like(summed, dtype=dtype)
     for (device, summed_dtype, dtype), members in together.items():
-        _refuse_capture(device)
+        refuse_capture(device)
         some = [sums[index] for index in members]
         if resolve(backend, some[0]) == "triton":
             some = [summed.contiguous() for summed in some]
@@ -103,78 +102,8 @@ def grid_of(std: float, dtype: torch.dtype) -> float:
     return math.ldexp(1.0, math.frexp(std)[1] - 1 - finer)
 
 
-#: Cells of the grid of discrete noise on either side of 0.
-_MOST_DISCRETE_CELLS = 2.0**45
-
-
-def discrete_noisy_means(
-    sums: Sequence[Tensor],
-    std: float,
-    multiplier: float,
-    divisor: float,
-    *,
-    draw: Draw,
-    dtypes: Sequence[torch.dtype],
-) -> list[Tensor]:
-    """``(round(sum / cell) + N) cell / divisor`` of each, with integers ``N`` of a discrete
-    Gaussian, drawn exactly (:func:`flash_clipping.randomness.choices.discrete_gaussian`).
-
-    Args:
-        sums: the clipped sums of all parameters, whole: of fp32 or fp64, on any device.
-        std: standard deviation that the noise would have if sums were not rounded.
-        multiplier: that of the noise, which steps are accounted with.
-
-    Raises:
-        ValueError: rounding would count for too much: see :func:`discrete_grid`.
-        FlashClippingError: the noise would be captured as a part of a CUDA graph.
-
-    Guarantees:
-        What is released are multiples of a cell that depends on ``std``, ``multiplier`` and the
-        number of elements alone; the noise is ``multiplier`` times as large as all that one sample
-        moves the rounded sums by, if it moves the sums by ``std / multiplier`` at most. No device
-        is waited for.
-    """
-    if std == 0:
-        return [(x / divisor).to(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
-    cell, bits = discrete_grid(std, multiplier, sum(x.numel() for x in sums))
-    results = []
-    for number, (summed, dtype) in enumerate(zip(sums, dtypes, strict=True)):
-        _refuse_capture(summed.device)
-        noise = discrete_gaussian(draw, summed.numel(), bits, tensor=number).view(summed.shape)
-        if summed.is_cuda:
-            noise = noise.pin_memory().to(summed.device, non_blocking=True)
-        cells = (summed.double() / cell).clamp_(-_MOST_DISCRETE_CELLS, _MOST_DISCRETE_CELLS)
-        # Both are integers below 2^53, and so is their sum: exact. NaN stays what it is.
-        noisy = cells.round_().add_(noise.double())
-        results.append(noisy.mul_(cell / divisor).to(dtype))
-    return results
-
-
-def discrete_grid(std: float, multiplier: float, elements: int) -> tuple[float, int]:
-    """The cell's size, and the bits of the noise's standard deviation in cells, a power of 2.
-
-    Rounding to the nearest cell moves two sums of ``d`` elements by half a cell each in every
-    element, apart from each other by ``sqrt(d)`` cells at most; 1 % more than that is counted,
-    for the division in fp64 (sums below 2^45 cells, of which it errs by less than 1/128). Cells are
-    so small that this is at most ``2^-10`` of what a sample moves the sum by, and the noise is so
-    much larger that its multiplier is right for both together.
-
-    Raises:
-        ValueError: the noise would need more than 31 bits.
-    """
-    rounding = 1.01 * multiplier * math.sqrt(elements)  # times 2^-bits: in what a sample moves
-    bits = max(8, math.ceil(math.log2(rounding * 2.0**10)))
-    if bits > MOST_BITS:
-        raise InvalidValue(
-            f"noise_grid='exact': found {elements} elements with a noise multiplier of "
-            f"{multiplier}; expected 2^{MOST_BITS - 10} at most for the product of the multiplier "
-            "and the root of their number: to round them would move the sum by too much. Train "
-            "fewer parameters, or use noise_grid=True."
-        )
-    return std / (1 - math.ldexp(rounding, -bits)) * 2.0**-bits, bits
-
-
-def _refuse_capture(device: torch.device) -> None:
+def refuse_capture(device: torch.device) -> None:
+    """Raise where noise for this device would become a part of a CUDA graph."""
     if device.type == "cuda" and is_current_stream_capturing():
         raise FlashClippingError(
             "Noise is being captured as a part of a CUDA graph, whose replays would all add "
