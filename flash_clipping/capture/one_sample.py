@@ -133,13 +133,13 @@ class Batch:
         if _is_graphs(leaf):
             kind = type(leaf)
             return lambda rows: kind.from_data_list([leaf.get_example(b) for b in rows])
-        parts = _parts(name, leaf) if depth else {}
+        parts = parts_of(name, leaf) if depth else {}
         if not any([*_leaves(path, part, depth - 1)] for path, part in parts.values()):
             before = leaf.copy() if type(leaf) in HOLDERS else None
             return lambda rows: leaf if before is None else self._noted(leaf, fill(leaf, before))
         cuts = {key: self._cut(*part, depth - 1) for key, part in parts.items()}
         return lambda rows: self._noted(
-            leaf, _rebuilt(leaf, {key: cut(rows) for key, cut in cuts.items()})
+            leaf, rebuilt(leaf, {key: cut(rows) for key, cut in cuts.items()})
         )
 
     def _noted(self, leaf: Any, made: Any) -> Any:
@@ -234,11 +234,11 @@ def _leaves(name: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str, An
     if is_whole or _is_array(value) or _is_graphs(value):
         yield name, value
     elif depth:
-        for path, part in _parts(name, value).values():
+        for path, part in parts_of(name, value).values():
             yield from _leaves(path, part, depth - 1)
 
 
-def _parts(name: str, value: Any) -> dict[Any, tuple[str, Any]]:
+def parts_of(name: str, value: Any) -> dict[Any, tuple[str, Any]]:
     """What a mapping or an object of data holds, each with its name."""
     if isinstance(value, Mapping):
         return {key: (f"{name}[{key!r}]", part) for key, part in value.items()}
@@ -325,7 +325,7 @@ class Joined:
             return [*values]
         if isinstance(first, Mapping):
             if all(value.keys() == first.keys() for value in values):
-                return _rebuilt(
+                return rebuilt(
                     first, {key: self([value[key] for value in values]) for key in first}
                 )
         elif isinstance(first, list | tuple):
@@ -336,7 +336,7 @@ class Joined:
                 return kind(*parts) if hasattr(first, "_fields") else kind(parts)
         elif dataclasses.is_dataclass(first) or tensors_in(first):
             held = [attributes_of(value) for value in values]
-            return _rebuilt(first, {n: self([of_one.get(n) for of_one in held]) for n in held[0]})
+            return rebuilt(first, {n: self([of_one.get(n) for of_one in held]) for n in held[0]})
         elif all(value is first or value == first for value in values):
             return first
         return [*values]
@@ -382,7 +382,7 @@ class Joined:
         return torch.stack([*values]) if len({x.shape for x in values}) == 1 else [*values]
 
 
-def _rebuilt(like: Any, content: Mapping[str, Any]) -> Any:
+def rebuilt(like: Any, content: Mapping[str, Any]) -> Any:
     """An object of the same type that holds these in the place of its own."""
     if hasattr(like, "_fields"):
         return like._replace(**content)

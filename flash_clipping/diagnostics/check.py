@@ -159,7 +159,7 @@ def _compared_parameter(
     owned: Owned, flash: Flash, oracle: Oracle, tolerance: float
 ) -> ParameterReport:
     name, seen = owned.name, flash.seen.get(owned.name)
-    (of_param,) = flash.module.running_step.norms_of([flash.params[name]])
+    (of_param,) = flash.module.running_step.norms_of([flash.params[name]]).norms_PB
     norms, grad = floats(of_param), flash.grad(name)
     norm_error = largest_norm_error(
         norms, oracle.param_norms[name], oracle.norms, FLOOR[flash.dtype]

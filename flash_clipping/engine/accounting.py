@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant
-from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from torch import distributed as dist
 
 from flash_clipping.engine import wings
@@ -31,6 +30,7 @@ Sampling = Literal[
 
 #: The neighbouring relation of ε, in words.
 ADD_OR_REMOVE = "add or remove one sample"
+ZERO_OUT = "zero out one sample"
 
 #: The unit that is hidden as a whole, if nothing else is said.
 SAMPLE = "a sample of the dataset"
@@ -119,25 +119,8 @@ class CountsSteps:
             )
 
 
-@lru_cache(maxsize=4096)
-def _rdp_of_step(noise_multiplier: float, sample_rate: float, orders: tuple[float, ...]) -> Any:
-    """Rényi DP of one step at each order, by Opacus' formula. It is most of the cost of an ε."""
-    return compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=[*orders])
-
-
 class StepsOfRdpAccountant(CountsSteps, RDPAccountant):
-    """Opacus', with the right length. A step's cost is computed once for a noise and a rate."""
-
-    def get_privacy_spent(
-        self, *, delta: float, alphas: list[float | int] | None = None
-    ) -> tuple[float, float]:
-        """As in Opacus."""
-        if not self.history:
-            return 0.0, 0.0
-        orders = (*(self.DEFAULT_ALPHAS if alphas is None else alphas),)
-        rdp = sum(_rdp_of_step(noise, rate, orders) * steps for noise, rate, steps in self.history)
-        epsilon, order = get_privacy_spent(orders=[*orders], rdp=rdp, delta=delta)
-        return float(epsilon), float(order)
+    """Opacus', with the right length."""
 
 
 class StepsOfGdpAccountant(CountsSteps, GaussianAccountant):

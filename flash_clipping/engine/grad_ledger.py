@@ -27,6 +27,7 @@ from flash_clipping.capture.draws import DrawnBatch, of_one_draw
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.engine.unsupported import refuse_lacking
 from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
+from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.ops.runtime.checks import check_on_device
 
@@ -399,20 +400,24 @@ class GradLedger:
         self.sums, self.norms = {}, None
         self._elements = self._written = None
 
-    def norms_of(self, params: Iterable[nn.Parameter]) -> Tensor:
-        """Norms of these parameters' gradients in the last backward pass, ``[P, B]``;
-        ``FlashClippingError`` where there are none."""
+    def norms_of(self, params: Sequence[nn.Parameter]) -> Norms:
+        """The norms of these parameters' gradients in the last backward pass;
+        ``FlashClippingError`` where there are none, or a later forward awaits its own."""
         found = self.norms
         rows = {} if found is None else {id(param): n for n, param in enumerate(found.params)}
         wanted = [rows.get(id(param)) for param in params]
-        if found is None or None in wanted:
+        if found is None or None in wanted or self.awaits_backward:
+            of_last = " of the last forward" * (found is not None and None not in wanted)
             raise FlashClippingError(
-                "There are no per-sample norms yet: they are taken during backward. Call the "
-                "model, then loss.backward(), with hooks enabled, and ask before optimizer.step(), "
-                "which lets go of them when it adds noise:\n"
+                f"There are no per-sample norms{of_last} yet: they are taken during backward. Call "
+                "the model, then loss.backward(), with hooks enabled, and ask before "
+                "optimizer.step(), which lets go of them:\n"
                 "    loss.backward(); norms = model.get_norm_sample(); optimizer.step()"
             )
-        return found.norms_PB if wanted == [*range(len(rows))] else found.norms_PB[wanted]
+        if wanted == [*range(len(rows))]:
+            return found
+        norms_PB = found.norms_PB[wanted]
+        return replace(found, params=params, norms_PB=norms_PB, total_B=total_norm(norms_PB))
 
     def note_sums(self, params: Iterable[nn.Parameter]) -> None:
         """What ``p.grad`` of these parameters holds is known: their sums are there."""

@@ -22,13 +22,12 @@ from opacus.grad_sample import (
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from flash_clipping.capture.batch_size_checks import check_against_loader, check_losses
+from flash_clipping.capture.batch_size_checks import check_losses
 from flash_clipping.capture.compiled.regions import compiler_of
 from flash_clipping.capture.draws import EVERY_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, refuse_layout, tensors_in
 from flash_clipping.capture.no_samples import refuse_no_rows
-from flash_clipping.capture.proof.positions import are_apart
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import sharded_model
@@ -48,6 +47,7 @@ from flash_clipping.engine.options import (
     check_options,
 )
 from flash_clipping.engine.token_losses import ModelLosses
+from flash_clipping.engine.told_rows import Told, ToldRows
 from flash_clipping.engine.unsupported import (
     refuse_export,
     refuse_mean,
@@ -56,9 +56,11 @@ from flash_clipping.engine.unsupported import (
     refuse_unsupported,
     rounds_by_scale,
 )
-from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidValue
+from flash_clipping.errors import HALVE_PARTS, InvalidValue
 from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
 from flash_clipping.ops.runtime.checks import device_checks
+
+_NOTHING = Told()
 
 _NO_SHARDS = (
     "bucket_mb: found a model without shards, whose sums nothing adds up over processes. Set it "
@@ -165,6 +167,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self.folded_modules = tuple(folded_modules)
         #: Sums and norms without noise.
         self.running_step = GradLedger(m)
+        #: Finds what is told of the rows of calls; ``None`` while nobody tells anything.
+        self._told: ToldRows | None = None
         #: ``cuda_graphs="auto"``: what replays calls of the model.
         self._graphs: Any = None
         self._loss_look = LossLook(m)
@@ -238,13 +242,16 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             by_function=force_functorch,
             folded_modules=self.folded_modules,
         )
+        self._guards = ParameterGuards(root, self._trainable, self._session, handles)
+        self._watch = ModelWatch(wrapper, self._taps, self._guards, self.strict)
+        if self.sample_of is not None:
+            take_map = self.follow_rows().take_map
+            handles.append(root.register_forward_pre_hook(take_map, with_kwargs=True))
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self._losses = ModelLosses(root, self._session, handles)  # first: it knows the losses
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._session.leave_forward, always_call=True))
-        self._guards = ParameterGuards(root, self._trainable, self._session, handles)
         self._installed = [self._taps, self._losses, self._guards]
-        self._watch = ModelWatch(wrapper, self._taps, self._guards, self.strict)
         if self._sharded is not None:
             self._watch.sharded = self._sharded
             self._sharded.add_last_hooks(handles, self._taps.all)
@@ -289,55 +296,31 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Small models wait for the host: what a plain call does not need costs it an attribute.
-        session, losses = self._session, self._losses
-        units_of_calls = session.units_of_calls
-        given = draw = units = None
-        if units_of_calls.sample_of is not None:
-            given, kwargs = units_of_calls.argument(module, args, kwargs)
+        session = self._session
         if not session.enabled:
             return args, kwargs
         if device_checks.sent:
             device_checks.raise_found()
-        if losses.penalised:
-            losses.refuse_penalty(kwargs)
         session.enter_forward()
         self._watch.before_forward(module)
         tensors = batched_inputs(args, kwargs)
         for x in tensors:
             if x.layout is not torch.strided or x.is_nested:
                 refuse_layout(module, x)
-        if session.draws.waiting or session.draws.strict or session.draws.have_nobody:
-            draw = session.draw_of(tensors)
-        nobody = (draw is not None or session.drawn is not None) and session.are_nobody(draw)
-        if units_of_calls.from_loader or units_of_calls.sample_of is not None:
-            units = session.units_of(given, tensors, draw, nobody)
         if tensors and not tensors[0].numel() and torch.is_grad_enabled():
             refuse_no_rows(module, session, tensors)
-        if self._sharded is not None:
-            self._sharded.is_empty = nobody
-        if units is not None and units.by_position:
-            if session.may_prove():
-                unknown = not are_apart(session, units, self._guards.count, args, kwargs)
-                subject = self._watch.subject(module, args, kwargs)
-                self._watch.prove_if(unknown, subject, positions=units)
-        elif not nobody or self._sharded is not None:
+        told = self._told.of_call(module, tensors, args, kwargs) if self._told else _NOTHING
+        if not told.is_known:
             self._watch.look_at(module, tensors, args, kwargs)
-        call = session.begin_forward(tensors, units=units)
-        call.of_nobody, call.draw = nobody, draw
-        call.counted_rows = EVERY_ROW
-        if session.padding.rows is not None:
-            call.counted_rows = session.padding.of_call(draw, session.captured is not None)
-        if draw is not None or session.drawn is not None:
-            check_against_loader(session, call)
-        session.returning = call
-        if call.recorded:
+        session.returning = forward = session.begin_forward(tensors, units=told.units)
+        forward.counted_rows = EVERY_ROW
+        if self._told is not None:
+            self._told.note(told, forward)
+        if forward.recorded:
             self.running_step.await_backward(tensors)
             # Watched backward passes (diagnostics, pipelines) see all layers alike.
-            if units is None and session.backward_pass_class is self._usual_pass:
-                session.proven_call = call
-        for stand_in in losses.stand_ins:
-            stand_in.calls = 0
+            if told.units is None and session.backward_pass_class is self._usual_pass:
+                session.proven_call = forward
         return args, kwargs
 
     def _after_forward(
@@ -380,6 +363,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             FlashClippingError: in forward, where the model is called with a batch of another size.
         """
         self._session.drawn = n
+        self.follow_rows()
+
+    def follow_rows(self) -> ToldRows:
+        """A loader, or the user, tells of the rows of calls from now on."""
+        if self._told is None:
+            watch = None if self.mode == "one_by_one" else self._watch
+            self._told = ToldRows(self._session, watch, self._sharded)
+        return self._told
 
     def expect_rows(self, order: Tensor | None) -> None:
         """Tell which row of the loader's batch, the last one, each row of the model's input is.
@@ -473,11 +464,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             FlashClippingError: no backward pass has been recorded since the last forward, or its
                 step has added noise.
         """
-        norms_PB = self.running_step.norms_of(self.trainable_parameters)
-        self._refuse_old_norms()
-        found = self.running_step.norms
-        assert found is not None
-        return found.total_B if norms_PB is found.norms_PB else total_norm(norms_PB)
+        return self.running_step.norms_of(self.trainable_parameters).total_B
 
     def get_clipping_coef(self) -> Tensor:
         """Clipping coefficient of every sample: fp32 ``[B]`` (``[P, B]`` when per layer).
@@ -489,10 +476,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         Raises:
             FlashClippingError: as :meth:`get_norm_sample`.
         """
-        self.running_step.norms_of(self.trainable_parameters)
-        self._refuse_old_norms()
-        assert self.running_step.norms is not None
-        return self._coefficients(self.running_step.norms.upper)
+        return self._coefficients(self.running_step.norms_of(self.trainable_parameters).upper)
 
     @property
     def _per_sample_gradient_norms(self) -> Tensor | None:
@@ -502,14 +486,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     @_per_sample_gradient_norms.setter
     def _per_sample_gradient_norms(self, value: Any) -> None:
         """Opacus assigns None once."""
-
-    def _refuse_old_norms(self) -> None:
-        if self.running_step.awaits_backward:
-            raise FlashClippingError(
-                "There are no per-sample norms of the last forward yet, only those of an earlier "
-                "batch: they are taken during backward. Call loss.backward() first, and run data "
-                "that is not trained on under torch.no_grad()."
-            )
 
     @property
     def max_grad_norm(self) -> Any:
@@ -540,22 +516,18 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """
         if self._sharded is None:  # no error of another class: hasattr and inspect read it
             raise AttributeError(_NO_SHARDS)
-        return self._reducer().bucket_bytes >> 20
+        return self._sharded.reducer.bucket_bytes >> 20
 
     @bucket_mb.setter
     def bucket_mb(self, value: int) -> None:
-        reducer = self._reducer()
+        if self._sharded is None:
+            raise InvalidValue(_NO_SHARDS)
         if not isinstance(value, int) or not 64 <= value <= 1024:
             raise InvalidValue(
                 f"bucket_mb: found {value!r}; expected an integer from 64 to 1024.\n"
                 "    model.bucket_mb = 256"
             )
-        reducer.bucket_bytes = value << 20
-
-    def _reducer(self) -> Any:
-        if self._sharded is None:
-            raise InvalidValue(_NO_SHARDS)
-        return self._sharded.reducer
+        self._sharded.reducer.bucket_bytes = value << 20
 
     @property
     def backward_count(self) -> int:

@@ -7,16 +7,16 @@ sum of a step once, whatever was tried, and noise is drawn once, for the whole s
 
 from __future__ import annotations
 
-import copy
 import gc
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flash_clipping.capture.inputs import tensors_in
+from flash_clipping.capture.one_sample import parts_of, rebuilt
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidValue, checked_number
 
@@ -148,23 +148,15 @@ class _Rows(Parts):
     def _cut(self, x: Any, start: int, stop: int) -> Any:
         if isinstance(x, Tensor):
             return x.narrow(self.axis, start, stop - start)
-        if isinstance(x, Mapping):
-            parts = {name: self._cut(value, start, stop) for name, value in x.items()}
-            if not isinstance(x, MutableMapping):
-                return parts
-            x = copy.copy(x)
-            x.update(parts)
-            return x
-        if isinstance(x, list | tuple):
-            if len(x) == self.count and all(isinstance(text, str) for text in x):
-                return x[start:stop]  # a text for each sample
-            values = [self._cut(value, start, stop) for value in x]
-            return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
-        if is_dataclass(x) and not isinstance(x, type):
-            names = [field.name for field in fields(x) if field.init]
-            return replace(x, **{n: self._cut(getattr(x, n), start, stop) for n in names})
         if x is None or isinstance(x, bool | int | float | str):
             return x
+        if type(x) in (list, tuple):
+            if len(x) == self.count and all(isinstance(text, str) for text in x):
+                return x[start:stop]  # a text for each sample
+            return type(x)([self._cut(value, start, stop) for value in x])
+        if parts := parts_of("", x):
+            cut = {key: self._cut(value, start, stop) for key, (_, value) in parts.items()}
+            return rebuilt(x, cut)
         raise FlashClippingError(
             f"MicroBatches: found {type(x).__name__} in a batch that has to be cut; expected "
             "tensors, in lists, tuples, mappings and dataclasses. Let the function that is run "

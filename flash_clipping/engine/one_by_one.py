@@ -38,8 +38,6 @@ from flash_clipping._compat import (
     roots_of_backward,
     will_run,
 )
-from flash_clipping.capture.batch_size_checks import check_against_loader
-from flash_clipping.capture.draws import EVERY_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import map_tensors, refuse_layout, tensors_in
 from flash_clipping.capture.no_samples import of_nobody, refuse_no_rows
@@ -54,7 +52,6 @@ from flash_clipping.capture.one_sample import (
     fill,
     way_of,
 )
-from flash_clipping.capture.units import Units
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.loss_graph import walk
 from flash_clipping.engine.model_watch import ParameterGuards, Structure
@@ -323,16 +320,11 @@ class OneByOne:
         session, tensors = self.session, batch.tensors
         if tensors and not tensors[0].numel():
             refuse_no_rows(self.root, session, tensors)
-        draw = session.draw_of(tensors)
-        nobody = session.are_nobody(draw)
-        units: Units | None = None
-        if session.units_of_calls.are_known:
-            units = session.units_of(given, tensors, draw, nobody)
-        forward = session.begin_forward(tensors, units=units)
-        forward.of_nobody, forward.draw, forward.counted_rows = nobody, draw, EVERY_ROW
-        if session.padding.rows is not None:
-            forward.counted_rows = session.padding.of_call(draw, captured=False)
-        check_against_loader(session, forward, advice="")
+        rows = self.model.follow_rows()
+        rows.given = given
+        told = rows.of_call(self.root, tensors, (), {})
+        forward = session.begin_forward(tensors, units=told.units)
+        rows.note(told, forward)
         if forward.recorded:
             self.model.running_step.await_backward(tensors)
         return forward

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Literal, Required, TypedDict, get_args
+from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 from opacus import PrivacyEngine
@@ -24,7 +24,6 @@ from flash_clipping.ops.noise import NoiseGrid
 Mode = Literal["one_pass", "two_pass", "one_by_one"]
 Backend = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
-#: The dtype of clipped sums: fp32, or the parameter's own.
 #: How weights' gradients of convolutions multiply fp32 operands.
 Fp32Precision = Literal["ieee", "tf32"]
 #: Whether a wrapped model's calls are replayed as CUDA graphs wherever that is exact.
@@ -96,13 +95,10 @@ class EpsilonOptions(PrivateOptions, total=False):
 
 
 #: The values of options that take a few.
-_VALUES: dict[str, Sequence[str]] = {
-    "loss_reduction": get_args(Reduction),
-    "mode": get_args(Mode),
-    "backend": get_args(Backend),
-    "fp32_precision": get_args(Fp32Precision),
-    "cuda_graphs": get_args(CudaGraphs),
-    "clipping": get_args(Clipping),
+_VALUES = {"cuda_graphs": get_args(CudaGraphs)} | {
+    name: get_args(kind)
+    for name, kind in get_type_hints(WrapperOptions).items()
+    if get_origin(kind) is Literal
 }
 
 
@@ -193,7 +189,7 @@ def planned_noise(
     known -= {"delta", "steps", "sample_rate", "accountant", "options"}
     options = {name: given.pop(name) for name in known & given.keys()}
     options |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
-    batches = len(given["data_loader"])
-    options |= {"sample_rate": 1 / batches, "steps": steps_of(epochs, batches)}
     wings.requested_process(accountant, given)
-    return least_noise(accountant, **options)
+    batches = len(given["data_loader"])
+    steps = steps_of(epochs, batches)
+    return least_noise(accountant, sample_rate=1 / batches, steps=steps, **options)

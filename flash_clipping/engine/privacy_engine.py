@@ -41,6 +41,7 @@ from flash_clipping.engine.options import (
     EpsilonOptions,
     Fp32Precision,
     Mode,
+    ModelOptions,
     PrivateOptions,
     Reduction,
     Sampling,
@@ -73,8 +74,7 @@ _OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm grad
 wrap_model batch_first loss_reduction poisson_sampling clipping noise_generator rand_on_empty"""
 
 #: Arguments of the wrapped model.
-_OF_MODEL = """batch_first max_grad_norm loss_reduction clipping backend mode folded_modules
-fp32_precision strict sample_of"""
+_OF_MODEL = (*ModelOptions.__annotations__, "max_grad_norm", "clipping")
 
 #: The noise's stream in a checkpoint.
 _IN_CHECKPOINTS = "noise_stream_state_dict"
@@ -372,12 +372,11 @@ class FlashPrivacyEngine(PrivacyEngine):
         elif self.secure_mode:  # its order does not follow a seed
             loader = switch_generator(data_loader=data_loader, generator=self.secure_rng)
         sampler: Any = loader.batch_sampler
-        sample_rate = 1 / len(loader)
         expected: float = max(1, len(dataset) // len(loader))
         if of_rows is not None:
             expected = getattr(sampler, "total_size", sampler.num_samples) * of_rows.sample_rate
         private = self._optimizer(given, expected, group)
-        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate))
+        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(1 / len(loader)))
         if criterion is None:
             criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
         kind = FlashAdaptiveLoss if clipping == "adaptive" else FlashLoss
@@ -500,7 +499,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         """The model of a call of make_private with these arguments, wrapped if it is not yet."""
         module, wrap_model = given["module"], given["wrap_model"]
         validate(module, given["mode"])
-        options = {name: given[name] for name in _OF_MODEL.split()}
+        options = {name: given[name] for name in _OF_MODEL}
         options["folded_modules"] = tuple(options["folded_modules"])
         if options["clipping"] == "adaptive":
             options["clipping"] = "flat"
@@ -512,11 +511,9 @@ class FlashPrivacyEngine(PrivacyEngine):
                     refuse_replay("cuda_graphs='auto'")
                 replay_calls(model)
             return model
-        expected = {key: options[key] for key in ("batch_first", "loss_reduction")}
-        defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": ()}
-        for key, default in {**defaults, "sample_of": None}.items():
-            if options[key] != default:  # asked for by name
-                expected[key] = options[key]
+        defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": (), "sample_of": None}
+        asked = [key for key, default in defaults.items() if options[key] != default]  # by name
+        expected = {key: options[key] for key in ("batch_first", "loss_reduction", *asked)}
         if given["units"] is not None:
             expected["sample_of"] = None
         found = {key: getattr(module, key) for key in expected}

@@ -13,11 +13,6 @@ from flash_clipping.engine.grad_ledger import StepRecord
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.errors import FlashClippingError, InvalidValue
 
-_NO_MODEL = (
-    "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
-    "optimizer.follow(wrapped_model) first (make_private does)."
-)
-
 
 class ShardedFlashDPOptimizer(FlashDPOptimizer):
     """:class:`~flash_clipping.FlashDPOptimizer` for shards: ``DTensor`` parameters.
@@ -39,7 +34,6 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     """
 
     _serves_shards = True
-
     _processes: Any = None
 
     def follow(self, module: Any) -> None:
@@ -68,21 +62,18 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     def _checked(self, params: Sequence[Any]) -> StepRecord | None:
         record = super()._checked(params)
         if record is None:
-            raise FlashClippingError(_NO_MODEL)
+            raise FlashClippingError(
+                "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
+                "optimizer.follow(wrapped_model) first (make_private does)."
+            )
         return record
-
-    def add_noise(self) -> None:
-        if self._processes is None:
-            raise FlashClippingError(_NO_MODEL)
-        super().add_noise()
 
     def _own(self, tensor: Any) -> Tensor:
         found: Tensor = local_of(tensor)
         return found
 
     def _placed(self, param: Any, own: Tensor) -> Tensor:
-        slots = self._module._sharded.slots
-        return slots.as_sharded(param, own.view(local_of(param).shape))
+        return self._module._sharded.slots.as_sharded(param, own.view(local_of(param).shape))
 
     def _shards(self) -> list[int]:
         return [shard_of(p) for p in self.params]

@@ -186,15 +186,21 @@ class ModelLosses:
             is_known = is_of(original, "transformers") and "labels" in parameters
             if is_known and getattr(original, "__name__", "") in _SHIFTS:
                 self.stand_ins.append(SampleMeans(module, path, session))
+        if self.stand_ins or self.penalised:
+            handles.append(root.register_forward_pre_hook(self.before_forward, with_kwargs=True))
 
     def remove(self) -> None:
         while self.stand_ins:
             self.stand_ins.pop().remove()
 
-    def refuse_penalty(self, kwargs: Mapping[str, Any]) -> None:
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Raise ``FlashClippingError`` in a forward whose loss holds a penalty on weights, which no
         layer could be found to be at fault for."""
-        if self.penalised and kwargs.get("labels") is not None:
+        for stand_in in self.stand_ins:
+            stand_in.calls = 0
+        if self.penalised and self.session.enabled and kwargs.get("labels") is not None:
             raise FlashClippingError(
                 "the model: its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), "
                 "whose gradient is no sample's and would not be clipped. Call the model without "

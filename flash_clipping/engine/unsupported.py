@@ -464,35 +464,30 @@ def refuse_unloaded(root: nn.Module) -> None:
         for name, param in module._parameters.items():
             if param is None or not param.is_meta or is_lazy(param):
                 continue
-            if param.requires_grad or module not in loaded:
-                # Adapters of what is offloaded are made where it is.
-                _refuse_unloaded(path, name, param.requires_grad and bool(loaded))
+            if not param.requires_grad and module in loaded:
+                continue
+            found = "a parameter without values"
+            advice = (
+                "Loading makes another parameter, which neither the optimizer nor the wrapper "
+                "would know. Load the model, then make the optimizer and wrap it:\n"
+                '    model.to_empty(device="cpu"); model.load_state_dict(state)'
+            )
+            if param.requires_grad and loaded:  # adapters of what is offloaded are made there
+                found = "a trainable parameter of what Accelerate loads for every forward"
+                advice = (
+                    "Gradients of what it loads reach no parameter. Keep what is trained on its "
+                    "device; frozen modules alone may be offloaded:\n"
+                    '    model = AutoModelForCausalLM.from_pretrained(name, device_map={"": 0})'
+                )
+            raise FlashClippingError(
+                f"{f'{path}.{name}'.lstrip('.')}: found {found}, on the meta device; expected one "
+                f"on the device that it is trained on. {advice}"
+            )
 
 
 def _loads(module: nn.Module) -> bool:
     hook = getattr(module, "_hf_hook", None)
     return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
-
-
-def _refuse_unloaded(path: str, name: str, is_offloaded: bool) -> NoReturn:
-    """Refuse a parameter on the meta device."""
-    found = "a parameter without values"
-    advice = (
-        "Loading makes another parameter, which neither the optimizer nor the wrapper would know. "
-        "Load the model, then make the optimizer and wrap it:\n"
-        '    model.to_empty(device="cpu"); model.load_state_dict(state)'
-    )
-    if is_offloaded:
-        found = "a trainable parameter of what Accelerate loads for every forward"
-        advice = (
-            "Gradients of what it loads reach no parameter. Keep what is trained on its device; "
-            "frozen modules alone may be offloaded:\n"
-            '    model = AutoModelForCausalLM.from_pretrained(name, device_map={"": 0})'
-        )
-    raise FlashClippingError(
-        f"{f'{path}.{name}'.lstrip('.')}: found {found}, on the meta device; expected one on the "
-        f"device that it is trained on. {advice}"
-    )
 
 
 def _refuse_quantized(path: str, module: nn.Module) -> None:

@@ -19,17 +19,11 @@ stage_optimizer: type[Any]
 #: Poisson batches and independent noise.
 MechanismSpec: type[Any]
 
-#: Of :mod:`flash_clipping.noise`: from the accountant and all arguments of ``make_private`` to a
-#: ``MechanismSpec``, or an error; and whether ``noise_grid`` goes with them.
+#: Of the same: from the accountant and all arguments of ``make_private`` to a ``MechanismSpec``, or
+#: an error; whether ``noise_grid`` goes with them; what tells accountant and optimizer of it;
+#: noisy means whose noise is of integers; ``FlashPrivacyEngine.report``.
 requested_process: Callable[[Any, dict[str, Any]], Any]
 check_noise_grid: Callable[[Any, dict[str, Any]], None]
-
-#: Of :mod:`flash_clipping.noise`: noisy means whose noise is of integers
-#: (:func:`flash_clipping.noise.discrete.discrete_noisy_means`).
-discrete_noisy_means: Callable[..., list[Tensor]]
-
-#: Of :mod:`flash_clipping.noise`: tells accountant and optimizer of the process that begins.
 begin_process: Callable[[Any, Any, Any, Any], None]
-
-#: Of :mod:`flash_clipping.noise`: ``FlashPrivacyEngine.report``.
+discrete_noisy_means: Callable[..., list[Tensor]]
 make_report: Callable[[Any, float, Any], dict[str, Any]]

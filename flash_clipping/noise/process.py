@@ -8,13 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-from flash_clipping.engine.accounting import ADD_OR_REMOVE, Sampling
+from flash_clipping.engine.accounting import ADD_OR_REMOVE, ZERO_OUT, Sampling
 from flash_clipping.errors import InvalidValue, check_one_of, checked_number
 from flash_clipping.noise.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 from flash_clipping.noise.releases import Release
-
-#: The neighbouring relation of ε, in words, where amplification does not depend on who is there.
-ZERO_OUT = "zero out one sample"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from opacus.accountants.analysis.rdp import compute_rdp
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
+    ZERO_OUT,
     FeasiblePrvAccountant,
     StepsOfRdpAccountant,
     least_noise,
@@ -31,7 +32,7 @@ from flash_clipping.noise.mechanisms import (
     BufferedNoise,
     IndependentNoise,
 )
-from flash_clipping.noise.process import ZERO_OUT, MechanismSpec
+from flash_clipping.noise.process import MechanismSpec
 
 dp = pytest.importorskip("dp_accounting")
 stats = pytest.importorskip("scipy.stats")
@@ -80,33 +81,25 @@ def test_epsilon_is_that_of_opacus(history: list[tuple[float, float, int]], delt
             assert ours.get_epsilon(delta) == theirs.get_epsilon(delta)
 
 
-@pytest.mark.parametrize("kind", ["rdp", "discrete_gaussian", "pld"])
-def test_what_a_step_costs_is_computed_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_costs_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often, and after however many steps, epsilon is asked for."""
-    from opacus.accountants.analysis import rdp
-
-    counts = {"rdp": 0, "pld": 0}
-
-    def counting(name: str, function: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-    monkeypatch.setattr(rdp, "_compute_rdp", counting("rdp", rdp._compute_rdp))
+    counts: list[Any] = []
     losses = dp.pld.privacy_loss_distribution
-    once = counting("pld", losses.from_gaussian_mechanism)
-    monkeypatch.setattr(losses, "from_gaussian_mechanism", once)
-    found = FlashPrivacyEngine(accountant=kind).accountant
-    noise = 1.23 + ord(kind[1]) / 1000  # of no other accountant's test
-    found.step(noise_multiplier=noise, sample_rate=0.0123)
+    function = losses.from_gaussian_mechanism
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts.append(args)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(losses, "from_gaussian_mechanism", counted)
+    found = FlashPrivacyEngine(accountant="pld").accountant
+    found.step(noise_multiplier=1.234, sample_rate=0.0123)  # of no other accountant's test
     found.get_epsilon(1e-5)
-    first, epsilons = dict(counts), []
+    first, epsilons = len(counts), []
     for _ in range(5):
-        found.step(noise_multiplier=noise, sample_rate=0.0123)
+        found.step(noise_multiplier=1.234, sample_rate=0.0123)
         epsilons += [found.get_epsilon(1e-5), found.get_epsilon(1e-5)]
-    assert counts == first and sum(first.values())
+    assert len(counts) == first > 0
     assert epsilons[::2] == epsilons[1::2] == sorted(epsilons[::2]) and epsilons[0] < epsilons[-1]
 
 

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, NotPoissonWarning, SeededNoiseWarning
 from flash_clipping.__main__ import main
-from flash_clipping.engine.accounting import ADD_OR_REMOVE
+from flash_clipping.engine.accounting import ADD_OR_REMOVE, ZERO_OUT
 from flash_clipping.noise.mechanisms import BandedInverseNoise
-from flash_clipping.noise.process import ZERO_OUT
 from flash_clipping.noise.releases import Release, epsilon_by_pld
 from flash_clipping.noise.report import compose, statistics_report
 

@@ -11,7 +11,7 @@ from flash_clipping import FlashDPOptimizer
 
 def norm_of(flash: Any, param: Any) -> Tensor:
     """Norms of this parameter's gradients in the last backward, ``[B]``."""
-    found: Tensor = flash.running_step.norms_of([param])[0]
+    found: Tensor = flash.running_step.norms_of([param]).norms_PB[0]
     return found
 
 

@@ -59,6 +59,7 @@ class BatchSizeNotifier:
         """Give to this wrapped model, or hooks, from now on."""
         self._module = weakref.ref(module)
         module._session.draws = Draws(self.strict)
+        module.follow_rows()
 
     @property
     def draws(self) -> Draws:
