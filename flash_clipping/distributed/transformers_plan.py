@@ -57,30 +57,22 @@ def lay_out_by_hooks(root: nn.Module, handles: list[Any]) -> None:
     for layer, style, mesh, wanted in found:
         forward = layer.__dict__.pop("forward")
         handles.append(SimpleNamespace(remove=partial(setattr, layer, "forward", forward)))
-        handles.append(layer.register_forward_pre_hook(_before(style, mesh, wanted)))
-        handles.append(layer.register_forward_hook(_after(style)))
+        handles.append(layer.register_forward_pre_hook(partial(_before, style, mesh, wanted)))
+        handles.append(layer.register_forward_hook(partial(_after, style)))
 
 
-def _before(style: Any, mesh: Any, wanted: Any) -> Any:
-    """A hook that lays a layer's input out."""
-
-    def before(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = args
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, [style.input_layouts], run_check=False)
-        return x.redistribute(placements=[wanted]), *others
-
-    return before
+def _before(style: Any, mesh: Any, wanted: Any, layer: nn.Module, args: Any) -> tuple[Any, ...]:
+    """Lay a layer's input out."""
+    x, *others = args
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [style.input_layouts], run_check=False)
+    return x.redistribute(placements=[wanted]), *others
 
 
-def _after(style: Any) -> Any:
-    """A hook that lays a layer's output out."""
-
-    def after(layer: nn.Module, args: Any, output: Any) -> Any:
-        output = output.redistribute(placements=[style.output_layouts])
-        return output.to_local() if style.use_local_output else output
-
-    return after
+def _after(style: Any, layer: nn.Module, args: Any, output: Any) -> Any:
+    """Lay a layer's output out."""
+    output = output.redistribute(placements=[style.output_layouts])
+    return output.to_local() if style.use_local_output else output
 
 
 def _refuse(path: str, layer: nn.Module, what: str) -> None:

@@ -5,13 +5,24 @@ Each pair of the two is a :class:`~flash_clipping.noise.releases.Release`, or is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, get_args
 
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, ZERO_OUT, Sampling
+from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.errors import InvalidValue, check_one_of, checked_number
 from flash_clipping.noise.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 from flash_clipping.noise.releases import Release
+from flash_clipping.noise.samplers import (
+    AllocationSampler,
+    CyclicPoissonSampler,
+    FixedOrderSampler,
+    FixedShapeSampler,
+    RowsOfUnitsSampler,
+    ShuffledSampler,
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,23 @@ class MechanismSpec:
             return f"add or remove one unit, of {self.rows_per_unit} rows at most"
         added = self.sampling in ("poisson", "random_allocation")
         return ADD_OR_REMOVE if added else ZERO_OUT
+
+    def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
+        """What draws its batches: a sampler with these options of :class:`PoissonSampler`;
+        ``fills_up``: whether batches with fewer rows than ``max_batch_size`` are filled up."""
+        if self.max_batch_size is not None:
+            return FixedShapeSampler(
+                max_batch_size=self.max_batch_size, fills_up=fills_up, **options
+            )
+        kinds: dict[str, Callable[..., PoissonSampler]] = {
+            "poisson": PoissonSampler,
+            "poisson_rows": RowsOfUnitsSampler,
+            "fixed_order": FixedOrderSampler,
+            "shuffled": ShuffledSampler,
+            "random_allocation": partial(AllocationSampler, participations=self.participations),
+            "cyclic_poisson": partial(CyclicPoissonSampler, cycle=self.cycle),
+        }
+        return kinds[self.sampling](**options)
 
     def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
         """What so many steps in a row release, as it is for each of the neighbours that there are;

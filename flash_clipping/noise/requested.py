@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_clipping.engine.sampling.samplers import RoundSampler
 from flash_clipping.errors import InvalidValue
 from flash_clipping.noise.accountants import DiscreteGaussianAccountant, PldAccountant
 from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 from flash_clipping.noise.process import MechanismSpec
+from flash_clipping.noise.samplers import RoundSampler
 
 
 def requested_process(accountant: Any, given: dict[str, Any]) -> MechanismSpec:

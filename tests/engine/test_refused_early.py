@@ -32,9 +32,10 @@ from flash_clipping import (
 from flash_clipping.engine.accounting import least_noise
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.sampling.loaders import PoissonLoader
-from flash_clipping.engine.sampling.samplers import FixedShapeSampler, UnitsOfRows
+from flash_clipping.engine.sampling.samplers import UnitsOfRows
 from flash_clipping.noise.process import MechanismSpec
 from flash_clipping.noise.report import statistics_report
+from flash_clipping.noise.samplers import FixedShapeSampler
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import PrivacyDashboard
 from tests.support.private import Private, TwoLayers, data

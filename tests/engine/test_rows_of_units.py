@@ -14,11 +14,12 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.engine.accounting import ADD_OR_REMOVE
-from flash_clipping.engine.sampling.samplers import RowsOfUnitsSampler, UnitsOfRows
+from flash_clipping.engine.sampling.samplers import UnitsOfRows
 from flash_clipping.noise import releases
 from flash_clipping.noise.accountants import releases_of
 from flash_clipping.noise.process import MechanismSpec
 from flash_clipping.noise.releases import Release, epsilon_by_pld
+from flash_clipping.noise.samplers import RowsOfUnitsSampler
 from tests.support.users import BATCH, IDS, ROWS, SIZES, private, step
 
 pytest.importorskip("dp_accounting")

@@ -14,12 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine.grad_ledger import sensitivity_of
-from flash_clipping.engine.sampling.samplers import (
-    AllocationSampler,
-    CyclicPoissonSampler,
-    FixedOrderSampler,
-    ShuffledSampler,
-)
 from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import (
     BandedInverseNoise,
@@ -27,6 +21,12 @@ from flash_clipping.noise.mechanisms import (
     BufferedNoise,
     IndependentNoise,
     NoiseMechanism,
+)
+from flash_clipping.noise.samplers import (
+    AllocationSampler,
+    CyclicPoissonSampler,
+    FixedOrderSampler,
+    ShuffledSampler,
 )
 from flash_clipping.randomness import Purpose, SecretStream
 

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, least_noise
-from flash_clipping.engine.sampling.samplers import AllocationSampler, ShuffledSampler
 from flash_clipping.noise import releases
 from flash_clipping.noise.accountants import PldAccountant, releases_of
 from flash_clipping.noise.process import MechanismSpec
@@ -27,6 +26,7 @@ from flash_clipping.noise.releases import (
     epsilon_by_pld,
     grid_step,
 )
+from flash_clipping.noise.samplers import AllocationSampler, ShuffledSampler
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.choices import _below, allocations

@@ -7,9 +7,7 @@ import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -41,16 +39,9 @@ from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.distributed.process_groups import ProcessGroups, shared_stream
 from flash_clipping.engine import wings
 from flash_clipping.engine.sampling.samplers import (
-    AllocationSampler,
     BatchSizeNotifier,
-    CyclicPoissonSampler,
-    FixedOrderSampler,
-    FixedShapeSampler,
-    OrderedSampler,
     PoissonSampler,
-    RowsOfUnitsSampler,
     ShardedPoissonSampler,
-    ShuffledSampler,
     UnitsOfRows,
 )
 from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
@@ -97,7 +88,6 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
 _MOST_OBJECTS = 200_000
 
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
-_OTHERS = {"fixed_order": FixedOrderSampler, "shuffled": ShuffledSampler}
 
 
 class NotPoissonWarning(UserWarning):
@@ -178,36 +168,19 @@ class PoissonLoader(DPDataLoader):
                 stream = processes.shared_stream(stream)
             elif is_shared:
                 stream = shared_stream([dist.group.WORLD], stream)
-        options["stream"] = stream
+        if units is not None:
+            options["units"] = units
+            size, sample_rate = units.count, units.sample_rate
+        options |= {"stream": stream, "sample_rate": sample_rate}
         sampler: PoissonSampler
-        by_rows = units is not None and process.sampling == "poisson_rows"
-        if units is not None and not by_rows:
-            options["units"], size, sample_rate = units, units.count, units.sample_rate
-        if units is not None and by_rows:
-            if distributed:
-                raise InvalidValue(
-                    "sampling='poisson_rows': found with a model of several processes. Draw units "
-                    "in the place of their rows (sampling='poisson'); or train in one process."
-                )
-            sampler = RowsOfUnitsSampler(units=units, **options)
-        elif distributed and process.is_plain:
-            options |= {"sample_rate": sample_rate, "is_shared": is_shared}
-            sampler = ShardedPoissonSampler(total_size=size, **options)
+        if distributed and process.is_plain:
+            sampler = ShardedPoissonSampler(total_size=size, is_shared=is_shared, **options)
         else:
-            options |= {"num_samples": size, "sample_rate": sample_rate}
-            if process.max_batch_size is not None:
-                options |= {"max_batch_size": process.max_batch_size, "fills_up": fills_up}
-                sampler = FixedShapeSampler(**options)
-            elif process.sampling == "random_allocation":
-                sampler = AllocationSampler(participations=process.participations, **options)
-            elif process.sampling == "cyclic_poisson":
-                sampler = CyclicPoissonSampler(cycle=process.cycle, **options)
-            else:
-                sampler = _OTHERS.get(process.sampling, PoissonSampler)(**options)
+            sampler = process.sampler(num_samples=size, fills_up=fills_up, **options)
         collate: Any = collate_fn or default_collate
         while hasattr(collate, "wrapped_collator_fn"):  # that of a loader which is private already
             collate = collate.wrapped_collator_fn
-        if isinstance(sampler, FixedShapeSampler) or sampler.units is not None:
+        if process.max_batch_size is not None or sampler.units is not None:
             collate = OrderedCollate(collate, "max_batch_size" if units is None else "units")
         DataLoader.__init__(
             self,
@@ -246,8 +219,11 @@ class PoissonLoader(DPDataLoader):
         sampler = self.batch_sampler
         if not self.announces:
             return super().__iter__()
-        with _giving_a_row(sampler):
+        sampler.gives_a_row = True
+        try:
             batches = super().__iter__()
+        finally:
+            sampler.gives_a_row = False
         # With workers, those of this epoch: its first batches are drawn by now. Without, a batch is
         # given as soon as it is drawn, also where other iterators are in between.
         return _announced(batches, sampler, sampler.pending if self.num_workers else None)
@@ -289,25 +265,13 @@ class _AnnouncingCollate:
         return batch
 
 
-@contextmanager
-def _giving_a_row(sampler: PoissonSampler) -> Iterator[None]:
-    """An epoch that begins in here has a row in every batch (``PoissonSampler.gives_a_row``)."""
-    sampler.gives_a_row = True
-    try:
-        yield
-    finally:
-        sampler.gives_a_row = False
-
-
 def _announced(
     batches: Any, sampler: PoissonSampler, pending: deque[DrawnBatch] | None
 ) -> Iterator[Any]:
     """Batches that are not announced when they are collated (``_AnnouncingCollate``)."""
     announce = sampler.announce
     try:
-        with _giving_a_row(sampler):
-            first = [*islice(batches, 1)]
-        for batch in chain(first, batches):
+        for batch in batches:
             draw = announce.last if pending is None else pending.popleft()
             if announce.strict:
                 draw = replace(draw, tensors=tensors_in(batch))
@@ -378,7 +342,7 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
     if batches is None and (poisson_sampling or not isinstance(dataset, IterableDataset)):
         _refuse("batch_size=None", "Give it a batch size: samples are one axis of a batch")
     size = len(dataset)
-    if isinstance(batches, FixedShapeSampler | OrderedSampler) and not poisson_sampling:
+    if getattr(batches, "is_strict", False) and not poisson_sampling:
         _refuse(
             f"batch_sampler={type(batches).__name__} of an engine, with poisson_sampling=False",
             "Its batches are accounted for by that engine alone. Leave poisson_sampling out",
@@ -548,11 +512,12 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
         _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
     #: Steps on batches that nobody announced: BatchMemoryManager's, whose workers collate.
     silent, account = 0, optimizer.step_hooks[0]
+    in_order = getattr(sampler, "taken", None) is not None
 
     def note_step(optimizer: Any) -> None:
         nonlocal silent
         draw = getattr(optimizer.step_record, "draw", None)
-        if isinstance(sampler, OrderedSampler):
+        if in_order:
             sampler.check_step(draw)  # before noise is drawn, too, where it is correlated
         elif isinstance(sampler, PoissonSampler):
             silent += draw is None
@@ -565,7 +530,7 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
         if draw is not None:
             draw.stepped = True
         account(optimizer)
-        if isinstance(sampler, OrderedSampler):
+        if in_order:
             sampler.taken += 1
 
     optimizer.step_hooks[0] = note_step

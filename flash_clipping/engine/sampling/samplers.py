@@ -1,11 +1,8 @@
 """Samplers of batches of indices, which draw from a secret stream of their own.
 
 Accountants assume that every step draws every sample independently with the *sample rate* ``q``
-that they are told, and that nobody can guess who took part. Other samplers (batches of one size,
-batches in an order) are for processes that an accountant of ours knows.
-
-Of several processes each draws its own samples of a Poisson batch. Other batches are drawn whole by
-all processes, from a key that they share, and each takes some of the rows.
+that they are told, and that nobody can guess who took part. Of several processes each draws its
+own samples. Samplers of other batches are in :mod:`flash_clipping.noise.samplers`.
 """
 
 from __future__ import annotations
@@ -26,9 +23,9 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch, Draws
-from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
+from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.randomness import Draw, Purpose, SecretStream
-from flash_clipping.randomness.choices import allocations, coin_tosses, subset
+from flash_clipping.randomness.choices import coin_tosses, subset
 from flash_clipping.randomness.stream import stream_of
 
 
@@ -128,7 +125,8 @@ class PoissonSampler(UniformWithReplacementSampler):
     """Batches of indices: every step draws every sample independently, with the same probability.
 
     Args:
-        num_samples: in the dataset; units, where these are drawn.
+        num_samples: that this process draws: every ``world_size``-th one; units, where these are
+            drawn.
         sample_rate: the probability, rounded down to a multiple of ``2^-64``.
         steps: batches in an epoch.
         generator: a ``torch.Generator`` that seeds the draws: for tests and debugging.
@@ -151,12 +149,12 @@ class PoissonSampler(UniformWithReplacementSampler):
         SeededNoiseWarning: ``generator`` was given.
     """
 
-    #: The part of each draw that is this process's.
-    shard = 0
     #: Whether forwards must be of its batches, row by row.
     is_strict = False
     #: Whether the sampler itself cuts batches that are too large.
     may_be_split = False
+    #: Steps that were taken, where they must take batches in order; ``None``: they need not.
+    taken: int | None = None
     is_last_part = True
     part_size: int | None = None
     #: Samples, in the batch that was drawn last, of the process that has most of them.
@@ -212,13 +210,14 @@ class PoissonSampler(UniformWithReplacementSampler):
         return self.announce.in_parts
 
     def __iter__(self) -> Iterator[list[int]]:
-        limit = self._limit_for(sys._getframe(1))
+        return self._batches(self._limit_for(sys._getframe(1)), self.gives_a_row)
+
+    def _batches(self, limit: int | None, gives_a_row: bool) -> Iterator[list[int]]:
+        """An epoch, in parts of ``limit`` samples at most."""
         self.announce.in_parts, self.is_last_part = limit is not None, True
-        gives_a_row = self.gives_a_row
         self.announce.draws.begin_epoch()
         self.pending = pending = deque[DrawnBatch]()
-        self.parts = deque()
-        first = self._first()
+        self.parts, first = deque(), self.taken
         self._loops = loop = self._loops + 1
         try:
             for place in range(self.steps):
@@ -241,10 +240,6 @@ class PoissonSampler(UniformWithReplacementSampler):
                     yield own
         finally:  # a loop that was left early, too
             self.announce.draws.end_epoch()
-
-    def _first(self) -> int | None:
-        """The number of an epoch's first batch, where steps must take them in order."""
-        return None
 
     def _limit_for(self, asking: FrameType) -> int | None:
         """How many samples a part may have, for the frame that asks for the first batch; ``None``:
@@ -282,16 +277,13 @@ class PoissonSampler(UniformWithReplacementSampler):
     def _batch(self, number: int) -> list[int]:
         """The samples of a batch, which are all that was drawn."""
         self._last = self.stream.draw(Purpose.SAMPLING)
-        return self._own(self._places(self._last))
-
-    def _own(self, indices: Tensor) -> list[int]:
-        """This process's part of a batch that all processes draw alike."""
-        self._most = -(-len(indices) // self.world_size)
-        return indices[self.rank :: self.world_size].tolist()
+        own = self._places(self._last) * self.world_size + self.rank
+        self._most = len(own)
+        return own.tolist()
 
     def _places(self, draw: Draw) -> Tensor:
         """``[drawn]``, int64: which of ``num_samples`` are drawn, in order."""
-        mask = coin_tosses(draw, self.num_samples, self.sample_rate, shard=self.shard)
+        mask = coin_tosses(draw, self.num_samples, self.sample_rate, shard=self.rank)
         return mask.nonzero().flatten()
 
 
@@ -316,13 +308,12 @@ class ShardedPoissonSampler(PoissonSampler):
     ):
         samples = len(range(rank, total_size, world_size))
         super().__init__(num_samples=samples, rank=rank, world_size=world_size, **kwargs)
-        self.total_size, self.shard = total_size, rank
-        self._is_shared = is_shared
+        self.total_size, self._is_shared = total_size, is_shared
 
     def share(self, rank: int, world_size: int, stream: SecretStream) -> None:
         """Draw as one of these processes from now on, with a stream that all of them share."""
         self.num_samples = len(range(rank, self.total_size, world_size))
-        self.rank, self.world_size, self.shard = rank, world_size, rank
+        self.rank, self.world_size = rank, world_size
         self.stream, self._is_shared = stream, True
 
     def _splits_for(self, optimizer: Any) -> bool:
@@ -337,172 +328,3 @@ class ShardedPoissonSampler(PoissonSampler):
             samples = len(range(rank, self.total_size, self.world_size))
             counts.append(coin_tosses(self._last, samples, self.sample_rate, shard=rank).sum())
         return int(max(counts))
-
-    def _batch(self, number: int) -> list[int]:
-        self._last = self.stream.draw(Purpose.SAMPLING)
-        places = self._places(self._last).tolist()
-        return [place * self.world_size + self.rank for place in places]
-
-
-class FixedShapeSampler(PoissonSampler):
-    """Every step draws every sample independently, and takes at most ``max_batch_size`` of them.
-
-    Of more samples a uniformly random subset of that size is left. Fewer are filled up with samples
-    that were not drawn, behind those that count. Of several processes each gets as many rows, and
-    those that count are spread evenly.
-
-    Args:
-        max_batch_size: of all processes together.
-        fills_up: ``False``: batches have the rows that count, and no more.
-        **kwargs: as in :class:`PoissonSampler`.
-
-    Attributes:
-        rows: of this process's part of every batch; ``None`` where they are not filled up.
-    """
-
-    is_strict = may_be_split = True
-
-    def __init__(self, *, max_batch_size: int, fills_up: bool = True, **kwargs: Any):
-        super().__init__(**kwargs)
-        samples = self.num_samples
-        checked_number(
-            "max_batch_size", max_batch_size, f"[1, {samples}]", example=samples, whole=True
-        )
-        if max_batch_size % self.world_size:
-            fewer = max_batch_size - max_batch_size % self.world_size
-            raise InvalidValue(
-                f"max_batch_size: found {max_batch_size} rows, for {self.world_size} processes "
-                "together; expected a multiple of these, so that all have batches of one shape:\n"
-                f"    max_batch_size={fewer or self.world_size}"
-            )
-        self.max_batch_size = max_batch_size
-        self.rows = max_batch_size // self.world_size if fills_up else None
-
-    def _draw(self, number: int) -> tuple[list[int], DrawnBatch]:
-        draw = self.stream.draw(Purpose.SAMPLING)
-        mask_N = coin_tosses(draw, self.num_samples, self.sample_rate)
-        counted = mask_N.nonzero().flatten()
-        if len(counted) > self.max_batch_size:
-            # Words of another nonce: which are left does not depend on which were drawn.
-            counted = counted[subset(draw, len(counted), self.max_batch_size, tensor=1)]
-        indices = own = self._own(counted)
-        if self.rows is not None:
-            padding = (~mask_N).nonzero().flatten()[: self.max_batch_size - len(counted)]
-            indices = self._own(torch.cat([counted, padding]))
-        return indices, DrawnBatch(number, len(own), len(indices))
-
-
-class OrderedSampler(PoissonSampler):
-    """Batches by the number of their step."""
-
-    is_strict = may_be_split = True
-    #: Steps that were taken.
-    taken = 0
-
-    def _first(self) -> int | None:
-        return self.taken
-
-    def check_step(self, draw: DrawnBatch | None) -> None:
-        """Raise ``FlashClippingError`` for a step on another batch than this step's: the loop has
-        left one out, or took one twice."""
-        if draw is None or draw.number != self.taken:
-            found = "an unknown batch" if draw is None else f"batch {draw.number}"
-            raise FlashClippingError(
-                f"optimizer.step(): found step {self.taken} (from 0) with {found} of the loader. "
-                "Epsilon is for one step on every batch, in order. Call optimizer.step() once for "
-                "each batch; do not leave batches out. Nothing was released."
-            )
-
-
-class RoundSampler(OrderedSampler):
-    """The batches of a round of steps (``round_steps``: an epoch, unless a subclass says otherwise)
-    are drawn together, and kept until it has ended."""
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.round_steps = self.steps
-        self._rounds: dict[int, Sequence[Tensor]] = {}
-
-    def begin_run(self) -> None:
-        """Begin with a new round: steps from now on are accounted for by themselves."""
-        self.taken, self._rounds = 0, {}
-
-    def _batch(self, number: int) -> list[int]:
-        which, place = divmod(number, self.round_steps)
-        if which not in self._rounds:
-            running = self.taken // self.round_steps
-            self._rounds = {n: kept for n, kept in self._rounds.items() if n >= running}
-            self._rounds[which] = self._round(self.stream.draw(Purpose.SAMPLING))
-        return self._own(self._rounds[which][place])
-
-    def _round(self, draw: Draw) -> Sequence[Tensor]:
-        """The indices of every batch of a round."""
-        raise NotImplementedError
-
-
-class ShuffledSampler(RoundSampler):
-    """Every epoch cuts the dataset into batches at random, anew; every sample is in one of them.
-    Batches differ by one sample in size at most."""
-
-    def _round(self, draw: Draw) -> Sequence[Tensor]:
-        order = subset(draw, self.num_samples, self.num_samples)
-        return [order[place :: self.steps] for place in range(self.steps)]
-
-
-class FixedOrderSampler(ShuffledSampler):
-    """Every epoch has the same batches in the same order, drawn at random, once."""
-
-    def _batch(self, number: int) -> list[int]:
-        return super()._batch(number % self.round_steps)
-
-
-class AllocationSampler(RoundSampler):
-    """Every sample takes part in ``participations`` steps of a round, chosen uniformly for each
-    sample by itself: with one of ``len(loader)`` steps, balls in bins."""
-
-    def __init__(self, *, participations: int, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.participations = participations
-        self.round_steps = participations * self.steps
-
-    def _round(self, draw: Draw) -> Sequence[Tensor]:
-        steps_NK = allocations(draw, self.num_samples, self.round_steps, self.participations)
-        by_step = steps_NK.flatten().argsort(stable=True) // self.participations
-        sizes = steps_NK.flatten().bincount(minlength=self.round_steps)
-        return by_step.split(sizes.tolist())
-
-
-class RowsOfUnitsSampler(PoissonSampler):
-    """Every step draws every row independently, with the same probability; of a unit with too many
-    rows some are chosen uniformly, once, and the others are never drawn."""
-
-    def __init__(self, *, units: UnitsOfRows, **kwargs: Any):
-        super().__init__(num_samples=0, sample_rate=units.sample_rate, **kwargs)
-        draw = self.stream.draw(Purpose.SAMPLING)
-        self._kept = sorted(row for unit in range(units.count) for row in units.rows_of(unit, draw))
-        self.num_samples = len(self._kept)
-
-    def _batch(self, number: int) -> list[int]:
-        return [self._kept[place] for place in super()._batch(number)]
-
-
-class CyclicPoissonSampler(OrderedSampler):
-    """Samples are in ``cycle`` groups, by their number modulo ``cycle``; each step draws from the
-    next one, every sample independently, with probability ``cycle * sample_rate``."""
-
-    def __init__(self, *, cycle: int, **kwargs: Any):
-        super().__init__(**kwargs)
-        if cycle * self.sample_rate > 1:
-            raise InvalidValue(
-                f"sampling='cyclic_poisson': found {cycle} groups and {self.steps} batches in an "
-                "epoch; expected at least as many batches as groups. Use fewer diagonals, or "
-                "smaller batches."
-            )
-        self.cycle = cycle
-
-    def _batch(self, number: int) -> list[int]:
-        group = number % self.cycle
-        members = len(range(group, self.num_samples, self.cycle))
-        draw = self.stream.draw(Purpose.SAMPLING)
-        mask = coin_tosses(draw, members, self.cycle * self.sample_rate)
-        return self._own(mask.nonzero().flatten() * self.cycle + group)
