@@ -306,6 +306,7 @@ MODELS: list[Kind] = [
     kind(
         "Idefics3ForConditionalGeneration",
         together(tokens_of_image(5, 4), floats(pixel_values=(1, 3, 32, 32))),
+        Help('`mode="one_by_one"`', {"mode": "one_by_one"}),
         image_token_id=5,
         scale_factor=2,
         vision_config={**_CLIP, "model_type": "idefics3_vision"},
