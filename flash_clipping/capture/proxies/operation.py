@@ -500,12 +500,11 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Grads | None:
-    axes = list(range(-len(normalized_shape), 0))
-    if input.dim() <= len(axes) or input.shape != G.shape:
+    if input.dim() <= len(normalized_shape) or input.shape != G.shape:
         return None
-    x, wide = input.to(G.dtype), accumulation_dtype(G.dtype)
-    variance, mean = torch.var_mean(x.to(wide), axes, correction=0, keepdim=True)
-    rstd = (variance + eps).rsqrt()
+    x = input.to(G.dtype)
+    scale = None if x.is_cuda else weight  # whose dtype is that of a CPU's means
+    _, mean, rstd = torch.native_layer_norm(x, normalized_shape, scale, None, eps)
     return row_norm_backward(x, mean, rstd, weight, normalized_shape, G, needs)
 
 
