@@ -1,7 +1,6 @@
 """What a per-sample gradient is made of; a file for each family of layers."""
 
 # ruff: noqa: F401
-from flash_clipping.factors.arranged import RearrangedGrad, StackedGrad
 from flash_clipping.factors.base import (
     DenseGrad,
     PerSampleGrad,
@@ -10,11 +9,6 @@ from flash_clipping.factors.base import (
     merge,
 )
 from flash_clipping.factors.convolution import ConvolutionGrad
-from flash_clipping.factors.embedding import (
-    EmbeddingBagGrad,
-    EmbeddingGrad,
-    ScaledEmbeddingGrad,
-    TiedEmbeddingGrad,
-)
-from flash_clipping.factors.linear import LinearGrad, SegmentedLinearGrad, SumGrad
+from flash_clipping.factors.embedding import EmbeddingBagGrad, EmbeddingGrad, TiedEmbeddingGrad
+from flash_clipping.factors.linear import LinearGrad, StackedGrad, SumGrad
 from flash_clipping.factors.units import UnitMap

@@ -1,7 +1,7 @@
-"""Linear maps, ``g_b = G_b^T A_b``, also of rows that lie anywhere; biases, scales and shifts.
+"""Linear maps, ``g_b = G_b^T A_b``; biases, scales and shifts; several of them in one parameter.
 
 Shape suffixes: ``B`` samples, ``T`` positions, ``d`` input features, ``p`` output features, ``n``
-elements of a vector; ``N`` rows and ``E`` groups (experts: one matrix each) of segments.
+elements of a vector.
 """
 
 from __future__ import annotations
@@ -194,64 +194,32 @@ class SumGrad(PerSampleGrad):
         return cls(rows_BTn, factors[0].shape)
 
 
-class SegmentedLinearGrad(Factored):
-    """``g_b[e] = Σ g_n a_nᵀ`` over the rows n of sample b in group e, ``[E, p, d]``.
+@dataclass(eq=False)
+class StackedGrad(PerSampleGrad):
+    """A parameter whose leading axis is made of parts, each with a gradient of its own.
 
-    Args:
-        A, G: inputs ``[N, d]`` and output gradients ``[N, p]`` of all rows, sorted as ``segments``
-            says, or with the place of each.
+    ``nn.MultiheadAttention`` keeps the projections of query, key and value in one matrix.
     """
 
-    def __init__(self, A: Rows | Tensor, G: Rows | Tensor, segments: Segments):
-        self.A = A if isinstance(A, Rows) else Rows(A)
-        self.G = G if isinstance(G, Rows) else Rows(G)
-        self.segments = segments
+    parts: Sequence[PerSampleGrad]
 
     @property
     def batch_size(self) -> int:
-        return self.segments.samples
+        return self.parts[0].batch_size
 
-    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
-        sq_B, doubt_B = _sqnorms(self.A, self.G, self.segments, backend)
-        return sq_B.unsqueeze(1), doubt_B
+    def sqnorms(self, backend: str) -> Tensor:
+        return torch.stack([part.sqnorms(backend) for part in self.parts]).sum(0)
 
-    def measure_units(self, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
-        """Rows that are sorted by their samples, sorted anew by the units of these."""
-        sorted_ = self.segments
-        unit_N = torch.where(sorted_.inside_N, units.index_M[sorted_.sample_N], -1)
-        segments = Segments(unit_N, units.count, sorted_.group_N, sorted_.groups)
-        A, G = (x.reordered(segments.order_N) for x in (self.A, self.G))
-        return _sqnorms(A, G, segments, backend)
+    def error_bound(self, backend: str) -> Tensor | None:
+        found = [part.error_bound(backend) for part in self.parts]
+        doubts = [doubt_B for doubt_B in found if doubt_B is not None]
+        return torch.stack(doubts).sum(0) if doubts else None
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        return grouped_sums(self.A, self.G, self.segments, coef_B, backend=backend)
+        return torch.cat([part.clipped_sum(coef_B, backend) for part in self.parts])
 
     def dense(self) -> Tensor:
-        return segment_grads(self.A, self.G, self.segments)
+        return torch.cat([part.dense() for part in self.parts], dim=1)
 
-    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
-        """Where that takes no more memory than the operands: low ranks, and experts that read much
-        more rows of a sample than they are wide. Lengths of segments decide nothing: a plan must
-        not depend on them."""
-        d, p = self.A.X.shape[1], self.G.X.shape[1]
-        segments = self.segments
-        fits = segments.samples * segments.groups * d * p <= len(segments) * (d + p)
-        return fits and readers() > 0
-
-    @classmethod
-    def concatenate(cls, factors: Sequence[SegmentedLinearGrad]) -> PerSampleGrad:
-        joined = factors[0]
-        for factor in factors[1:]:
-            segments, order_N = joined.segments.both(factor.segments)
-            A_Nd = torch.cat([joined.A.sorted(), factor.A.sorted()])
-            G_Np = torch.cat([joined.G.sorted(), factor.G.sorted()])
-            A, G = Rows(A_Nd, order_N), Rows(G_Np, order_N)
-            joined = cls(A, G, segments)
-        return joined
-
-
-def _sqnorms(A: Rows, G: Rows, segments: Segments, backend: str) -> tuple[Tensor, Tensor]:
-    """Of every sample. Gradients of different matrices are orthogonal: squares add up, and so do
-    doubts."""
-    sq_S, doubt_S = segment_sqnorms(A, G, segments, backend=backend)
-    return segments.by_sample(sq_S), segments.by_sample(doubt_S)
+    def by_units(self, units: UnitMap) -> PerSampleGrad:
+        return StackedGrad([part.by_units(units) for part in self.parts])

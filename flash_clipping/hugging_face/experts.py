@@ -32,9 +32,9 @@ from flash_clipping._compat import gate_of_experts
 from flash_clipping.capture.around import around
 from flash_clipping.capture.declared_rows import PickedRows, declared
 from flash_clipping.capture.tap import RefusedByRule, Tap
-from flash_clipping.factors import PerSampleGrad, RearrangedGrad
+from flash_clipping.factors import PerSampleGrad
 from flash_clipping.layers.exchange import are_parts
-from flash_clipping.layers.factors import factors_of
+from flash_clipping.layers.factors import RearrangedGrad, factors_of
 from flash_clipping.layers.routed_rows import (
     Arithmetic,
     Gradients,

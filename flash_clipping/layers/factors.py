@@ -1,16 +1,256 @@
-"""What routed rows leave for the gradients of experts.
+"""What these layers, and experts of others, leave: factors of rows that lie anywhere.
 
-E experts, N rows, p output features, d input features, B samples.
+E experts, N rows, p output features, d input features, B samples; T positions, of which each reads
+L rows of a table of E.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from flash_clipping.factors import DenseGrad, PerSampleGrad, SegmentedLinearGrad
+from flash_clipping.factors import DenseGrad, EmbeddingGrad, PerSampleGrad, accumulation_dtype
+from flash_clipping.factors.base import Factored
+from flash_clipping.factors.embedding import Scattered, TableGrad
+from flash_clipping.factors.units import UnitMap
 from flash_clipping.layers.exchange import Samples
 from flash_clipping.layers.routed_rows import Gradients
-from flash_clipping.ops.segments import segment_sums
+from flash_clipping.ops import error_bounds
+from flash_clipping.ops.embedding import sums_of_weighted_rows
+from flash_clipping.ops.segments import (
+    Rows,
+    Segments,
+    grouped_sums,
+    segment_grads,
+    segment_sqnorms,
+    segment_sums,
+)
+
+
+class SegmentedLinearGrad(Factored):
+    """``g_b[e] = Σ g_n a_nᵀ`` over the rows n of sample b in group e, ``[E, p, d]``.
+
+    Args:
+        A, G: inputs ``[N, d]`` and output gradients ``[N, p]`` of all rows, sorted as ``segments``
+            says, or with the place of each.
+    """
+
+    def __init__(self, A: Rows | Tensor, G: Rows | Tensor, segments: Segments):
+        self.A = A if isinstance(A, Rows) else Rows(A)
+        self.G = G if isinstance(G, Rows) else Rows(G)
+        self.segments = segments
+
+    @property
+    def batch_size(self) -> int:
+        return self.segments.samples
+
+    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
+        sq_B, doubt_B = _sqnorms(self.A, self.G, self.segments, backend)
+        return sq_B.unsqueeze(1), doubt_B
+
+    def measure_units(self, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
+        """Rows that are sorted by their samples, sorted anew by the units of these."""
+        sorted_ = self.segments
+        unit_N = torch.where(sorted_.inside_N, units.index_M[sorted_.sample_N], -1)
+        segments = Segments(unit_N, units.count, sorted_.group_N, sorted_.groups)
+        A, G = (x.reordered(segments.order_N) for x in (self.A, self.G))
+        return _sqnorms(A, G, segments, backend)
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        return grouped_sums(self.A, self.G, self.segments, coef_B, backend=backend)
+
+    def dense(self) -> Tensor:
+        return segment_grads(self.A, self.G, self.segments)
+
+    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
+        """Where that takes no more memory than the operands: low ranks, and experts that read much
+        more rows of a sample than they are wide. Lengths of segments decide nothing: a plan must
+        not depend on them."""
+        d, p = self.A.X.shape[1], self.G.X.shape[1]
+        segments = self.segments
+        fits = segments.samples * segments.groups * d * p <= len(segments) * (d + p)
+        return fits and readers() > 0
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[SegmentedLinearGrad]) -> PerSampleGrad:
+        segments = Segments.end_to_end([factor.segments for factor in factors])
+        A_Nd = torch.cat([factor.A.sorted() for factor in factors])
+        G_Np = torch.cat([factor.G.sorted() for factor in factors])
+        return cls(segments.rows(A_Nd), segments.rows(G_Np), segments)
+
+
+def _sqnorms(A: Rows, G: Rows, segments: Segments, backend: str) -> tuple[Tensor, Tensor]:
+    """Of every sample. Gradients of different matrices are orthogonal: squares add up, and so do
+    doubts."""
+    sq_S, doubt_S = segment_sqnorms(A, G, segments, backend=backend)
+    return segments.by_sample(sq_S), segments.by_sample(doubt_S)
+
+
+@dataclass(eq=False)
+class RearrangedGrad(PerSampleGrad):
+    """A gradient whose parameter has its elements elsewhere.
+
+    Args:
+        inner: the gradient as it is computed.
+        arrange: turns ``[..., *inner's shape]`` into ``[..., *parameter]``; a plain function, the
+            same object for every use.
+    """
+
+    inner: PerSampleGrad
+    arrange: Callable[[Tensor], Tensor]
+
+    @property
+    def batch_size(self) -> int:
+        return self.inner.batch_size
+
+    def operands(self) -> tuple[Any, ...]:
+        return type(self.inner), self.arrange, *self.inner.operands()
+
+    def sqnorms(self, backend: str) -> Tensor:
+        return self.inner.sqnorms(backend)
+
+    def error_bound(self, backend: str) -> Tensor | None:
+        return self.inner.error_bound(backend)
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        return self.arrange(self.inner.clipped_sum(coef_B, backend)).contiguous()
+
+    def dense(self) -> Tensor:
+        return self.arrange(self.inner.dense())
+
+    def by_units(self, units: UnitMap) -> PerSampleGrad:
+        return RearrangedGrad(self.inner.by_units(units), self.arrange)
+
+    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
+        return self.inner.is_worth_storing(readers)
+
+    def stored(self, backend: str) -> DenseGrad:
+        return DenseGrad(self.dense().contiguous())
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[RearrangedGrad]) -> PerSampleGrad:
+        first = factors[0]
+        inner = [factor.inner for factor in factors]
+        alike = {(type(factor.inner), factor.arrange) for factor in factors}
+        if len(alike) > 1:
+            return DenseGrad.sum_of(factors)
+        return cls(type(first.inner).concatenate(inner), first.arrange)
+
+
+BUFFER = 1 << 25
+"""About how many elements of rows are formed at a time (one feature of one sample at least)."""
+
+
+@dataclass(eq=False)
+class ScaledEmbeddingGrad(TableGrad):
+    """Row ``ids[b, t, l]`` of the gradient of sample b receives ``scale[b, t, l] · X[b, t]``.
+
+    An embedding's gradient, but for how it is kept: the rows that a
+    :class:`~flash_clipping.factors.EmbeddingGrad` would hold are L times as large as X. They are
+    formed a few samples at a time, in fp32, for norms, and not at all for the clipped sum.
+
+    Args:
+        ids_BTL: int64, below E; negative for no row, of which nothing is read.
+        scale_BTL: what each is multiplied by.
+        X_BTd: the vectors.
+        num_embeddings: rows of the table, E.
+    """
+
+    ids_BTL: Tensor
+    scale_BTL: Tensor
+    X_BTd: Tensor
+    num_embeddings: int
+
+    @property
+    def batch_size(self) -> int:
+        return self.X_BTd.shape[0]
+
+    def operands(self) -> tuple[object, ...]:
+        return self.ids_BTL, self.scale_BTL, self.X_BTd, self.num_embeddings
+
+    def _finite(self) -> tuple[Tensor, Tensor]:
+        """``scale_BTL`` and ``X_BTd`` as they are added up; 0 where they belong to no row, as they
+        may hold anything there."""
+        dtype = accumulation_dtype(self.X_BTd.dtype)
+        none_BTL = self.ids_BTL < 0
+        scale_BTL = self.scale_BTL.to(dtype).masked_fill(none_BTL, 0)
+        return scale_BTL, self.X_BTd.to(dtype).masked_fill(none_BTL.all(2, keepdim=True), 0)
+
+    def _pieces(self, scale_BTL: Tensor, X_BTd: Tensor) -> Iterator[tuple[slice, EmbeddingGrad]]:
+        """Samples and the gradient of some of their features, with its ``T·L`` rows, as much at a
+        time as shapes alone allow. Row 0 stands for none, and receives zeros."""
+        B, T, L = self.ids_BTL.shape
+        ids_BN = self.ids_BTL.clamp(min=0).flatten(1)
+        d, size = X_BTd.shape[2], max(1, T * L)
+        features = max(1, min(d, BUFFER // size))
+        samples = max(1, BUFFER // (size * features))
+        for b in range(0, B, samples):
+            some = slice(b, b + samples)
+            for f in range(0, d, features):
+                rows_bTLf = scale_BTL[some].unsqueeze(3) * X_BTd[some, :, None, f : f + features]
+                yield (
+                    some,
+                    EmbeddingGrad(ids_BN[some], rows_bTLf.flatten(1, 2), self.num_embeddings),
+                )
+
+    def measure(self, backend: str) -> tuple[Tensor, Tensor]:
+        scale_BTL, X_BTd = self._finite()
+        sq_B = X_BTd.new_zeros(self.batch_size)
+        for samples, rows in self._pieces(scale_BTL, X_BTd):
+            # Features of a row are summed apart, and squares add up.
+            sq_B[samples] += rows.square_parts(backend).sum(1)
+        norm_BT1 = error_bounds.squared_rows(X_BTd, X_BTd.dtype).sqrt_().unsqueeze(2)
+        spread_B = (scale_BTL.abs() * norm_BT1).flatten(1).sum(1)
+        if X_BTd.numel():  # rows of a sample meet those of others
+            spread_B = rows.doubt(sq_B, spread_B, backend, among=self.ids_BTL.numel())
+        return sq_B.unsqueeze(1), spread_B
+
+    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
+        scale_BTL, X_BTd = self._finite()
+        if coef_B is not None:
+            coef_B11 = coef_B.to(scale_BTL.dtype)[:, None, None]
+            # Of a dropped sample nothing, whatever its vectors and scales hold.
+            scale_BTL = torch.where(coef_B11 == 0, 0, coef_B11 * scale_BTL)
+            X_BTd = X_BTd.masked_fill(coef_B11 == 0, 0)
+        ids_N = self.ids_BTL.clamp(min=0).flatten()
+        bags_N = torch.arange(X_BTd.shape[:2].numel(), device=ids_N.device)
+        bags_N = bags_N.repeat_interleave(scale_BTL.shape[2])
+        total_Ed = sums_of_weighted_rows(
+            ids_N, bags_N, scale_BTL.flatten(), X_BTd.flatten(0, 1), self.num_embeddings
+        )
+        return total_Ed.to(self.X_BTd.dtype) if coef_B is None else total_Ed
+
+    def lookup(self) -> EmbeddingGrad:
+        """With all of its rows, as :meth:`_pieces`."""
+        scale_BTL, X_BTd = self._finite()
+        rows_BTLd = scale_BTL.unsqueeze(3) * X_BTd.unsqueeze(2)
+        ids_BN = self.ids_BTL.clamp(min=0).flatten(1)
+        return EmbeddingGrad(ids_BN, rows_BTLd.flatten(1, 2), self.num_embeddings)
+
+    def dense(self) -> Tensor:
+        return self.lookup().dense()
+
+    def scattered(self, units: UnitMap) -> Scattered:
+        unit_N = units.bins_M.repeat_interleave(self.ids_BTL.shape[1:].numel())
+        unit_N = unit_N.masked_fill(self.ids_BTL.flatten() < 0, units.count)
+        lookup = self.lookup()
+        rows = lookup.ids_BT.flatten(), lookup.G_BTd.flatten(0, 1)
+        return Scattered(*rows, unit_N, units.count, self.num_embeddings)
+
+    @classmethod
+    def concatenate(cls, factors: Sequence[ScaledEmbeddingGrad]) -> PerSampleGrad:
+        first = factors[0]
+        if any(factor.ids_BTL.shape[2] != first.ids_BTL.shape[2] for factor in factors):
+            return super().concatenate(factors)
+        ids, scales, vectors = (
+            torch.cat([getattr(factor, name) for factor in factors], dim=1)
+            for name in ("ids_BTL", "scale_BTL", "X_BTd")
+        )
+        return cls(ids, scales, vectors, first.num_embeddings)
 
 
 class OfSeveralProcesses(PerSampleGrad):

@@ -18,12 +18,10 @@ from flash_clipping.factors import (
     DenseGrad,
     LinearGrad,
     PerSampleGrad,
-    ScaledEmbeddingGrad,
     SumGrad,
     accumulation_dtype,
 )
-from flash_clipping.factors.embedding import BUFFER
-from flash_clipping.layers.factors import factors_of
+from flash_clipping.layers.factors import BUFFER, ScaledEmbeddingGrad, factors_of
 from flash_clipping.layers.hyper_connections import HyperConnections
 from flash_clipping.layers.mixture_of_experts import MixtureOfExperts
 from flash_clipping.layers.ops.hyper_connections import (

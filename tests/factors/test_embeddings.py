@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from flash_clipping.factors import EmbeddingBagGrad, EmbeddingGrad, LinearGrad, PerSampleGrad
-from flash_clipping.factors.arranged import RearrangedGrad
 from flash_clipping.factors.base import UnitGrad
-from flash_clipping.factors.embedding import ScaledEmbeddingGrad, TiedEmbeddingGrad
+from flash_clipping.factors.embedding import TiedEmbeddingGrad
 from flash_clipping.factors.units import UnitMap
+from flash_clipping.layers.factors import RearrangedGrad, ScaledEmbeddingGrad
 from flash_clipping.ops.error_bounds import ETA, SLACK, upper_bound
 
 V, d = 5000, 16

@@ -13,12 +13,15 @@ from flash_clipping.factors import (
     LinearGrad,
     PerSampleGrad,
 )
-from flash_clipping.factors.arranged import RearrangedGrad
 from flash_clipping.factors.base import UnitGrad, merge
-from flash_clipping.factors.embedding import EmbeddingGrad, ScaledEmbeddingGrad, TiedEmbeddingGrad
-from flash_clipping.factors.linear import SegmentedLinearGrad
+from flash_clipping.factors.embedding import EmbeddingGrad, TiedEmbeddingGrad
 from flash_clipping.factors.units import UnitMap
 from flash_clipping.finish.clipping import total_norm
+from flash_clipping.layers.factors import (
+    RearrangedGrad,
+    ScaledEmbeddingGrad,
+    SegmentedLinearGrad,
+)
 from flash_clipping.ops.clipped_sum import reference
 from flash_clipping.ops.error_bounds import (
     APART,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.factors import SegmentedLinearGrad
+from flash_clipping.layers.factors import SegmentedLinearGrad
 from flash_clipping.ops import error_bounds
 from flash_clipping.ops.error_bounds import upper_bound
 from flash_clipping.ops.segments import (
@@ -238,9 +238,9 @@ def test_rows_that_cancel_are_bounded() -> None:
 def test_rows_of_two_uses() -> None:
     first = Segments(torch.tensor([1, 0, -1]), 2, torch.tensor([0, 1, 1]), 2)
     second = Segments(torch.tensor([0, 0]), 2, torch.tensor([1, 5]), 2)
-    both, order = first.both(second)
+    both = Segments.end_to_end([first, second])
     assert both.starts.tolist() == [0, 0, 1, 3, 3]
-    rows = torch.cat([first.order_N, 10 + second.order_N])[order]
+    rows = torch.cat([first.order_N, 10 + second.order_N])[both.order_N]
     assert rows[:3].tolist() == [0, 1, 10]
 
 

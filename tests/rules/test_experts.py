@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from transformers.integrations.moe import use_experts_implementation
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.factors import SegmentedLinearGrad
+from flash_clipping.layers.factors import SegmentedLinearGrad
 from tests.support.autograd import (
     Loss,
     check_by_autograd,

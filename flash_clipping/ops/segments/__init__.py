@@ -12,6 +12,7 @@ of which was sent to k groups. Operands are sorted by segment: row n of an opera
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -113,14 +114,13 @@ class Segments:
         """Values of segments ``[S, ...]``, added up for every sample: ``[B, ...]``."""
         return of_segments_S.unflatten(0, (self.groups, self.samples)).sum(0)
 
-    def both(self, other: Segments) -> tuple[Segments, Tensor]:
-        """These rows and those of ``other``, of as many samples and groups; and the order of the
-        rows of both, sorted, laid end to end."""
-        both = self, other
-        sample = torch.cat([x.sample_N.masked_fill(~x.inside_N, -1) for x in both])
-        group = torch.cat([x.group_N for x in both])
-        joined = Segments(sample, self.samples, group, self.groups)
-        return joined, joined.order_N
+    @classmethod
+    def end_to_end(cls, parts: Sequence[Segments]) -> Segments:
+        """The sorted rows of all of these, laid end to end; they have as many samples and groups as
+        each other."""
+        sample = torch.cat([part.sample_N.masked_fill(~part.inside_N, -1) for part in parts])
+        group = torch.cat([part.group_N for part in parts])
+        return cls(sample, parts[0].samples, group, parts[0].groups)
 
 
 def segment_sqnorms(
@@ -140,9 +140,6 @@ def segment_sqnorms(
 
 def segment_sums(X_Nf: Tensor, segments: Segments, *, backend: str = "auto") -> Tensor:
     """Sorted rows of every segment added up, ``[S, f]`` in fp32 (float64 for float64)."""
-    if not len(segments) or not X_Nf.numel():
-        size = len(segments.starts) - 1, X_Nf.shape[1]
-        return X_Nf.new_zeros(size, dtype=accumulator(X_Nf))
     return backends.run(reference.segment_sums, backend, X_Nf, X_Nf, segments.lists)
 
 
