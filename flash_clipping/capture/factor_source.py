@@ -125,8 +125,7 @@ class FactorSource:
         self.record_on(backward_pass, params, factors, readers, rows, samples)
 
     def running_backward_pass(self, recomputed: bool) -> BackwardPass:
-        """The running backward pass; a new one if this is the first layer that it reached, which
-        only the model's outputs may lead to where that is needed."""
+        """The running backward pass; a new one if this is the first layer that it reached."""
         backward_pass = self.session.running_pass()
         if backward_pass is None:
             if recomputed:
@@ -134,14 +133,6 @@ class FactorSource:
                     f"{self.path}: re-entrant activation checkpointing reached this layer before "
                     "the model's own output. Compute the loss from what the wrapped model "
                     "returns, or use checkpoint(..., use_reentrant=False)."
-                )
-            if self.session.awaits_two_passes():
-                raise FlashClippingError(
-                    f"{self.path}: mode='two_pass' got a gradient past the model's outputs: the "
-                    "loss uses a tensor that the model kept on a module or returned inside an "
-                    f"object that cannot be opened (found: {self.session.returned}), or this "
-                    "layer was called by itself. Return the tensor, in a tuple, list, dict or "
-                    "dataclass; call the layer in the model's forward; or use mode='one_pass'."
                 )
             backward_pass = self.session.begin_backward()
         backward_pass.is_checkpointed |= recomputed

@@ -52,6 +52,8 @@ class ForwardCall:
     spent: bool = False
     #: Whether gradients were cleared since: it counts only where a backward reaches it.
     forgotten: bool = False
+    #: ``mode="two_pass"``: types of what it returned beside tensors, for messages.
+    returned: str = ""
     #: Whether its rows are no sample's: the loader has drawn none.
     of_nobody: bool = False
     #: Which privacy unit each row belongs to; ``None``: rows are samples.

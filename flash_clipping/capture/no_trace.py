@@ -62,7 +62,12 @@ def untouched(root: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, (attributes, buffers) in zip(modules, before, strict=True):
-            put_back(module, attributes, buffers)
+            now = vars(module)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
         for slot, module, value in slots:
             if value is not _EMPTY:
                 slot.__set__(module, value)
@@ -70,18 +75,6 @@ def untouched(root: nn.Module) -> Iterator[None]:
                 slot.__delete__(module)
         for container, content in held:
             _refill(container, content)
-
-
-def put_back(
-    module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Tensor | None]
-) -> None:
-    """Give a module these attributes and buffers, and no others."""
-    now = vars(module)
-    for name in now.keys() - attributes.keys():
-        del now[name]
-    now.update(attributes)
-    module._buffers.clear()
-    module._buffers.update(buffers)
 
 
 #: Attributes of every module that are not looked into.

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,8 +128,6 @@ class ClippingSession:
         self.backward_pass_class: Callable[[ClippingSession], BackwardPass] = BackwardPass
         #: Whether layers are cut over processes, which see DTensors (tensor parallelism).
         self.layers_are_cut = False
-        #: ``mode="two_pass"``: what a walk needs around it.
-        self.around_walk: Callable[[], AbstractContextManager[None]] = nullcontext
         self.enabled = False
         #: The call of the root that runs, while layers may take the short way (``Tap.proven``).
         self.proven_call: ForwardCall | None = None
@@ -172,12 +170,6 @@ class ClippingSession:
         #: Modules, by path, that must have stand-ins while their checkpoints recompute in backward.
         self.recomputed: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         self.non_finite = NonFiniteWarning()
-        #: ``mode="two_pass"``: types of what the model returned beside tensors, for messages.
-        self.returned: str | None = None
-        #: ``mode="two_pass"``: what the running outer backward will end with.
-        self.two_passes: weakref.ref[Any] | None = None
-        #: ``mode="two_pass"``: the last backward in whose midst a call of the root was walked.
-        self.two_pass_in: int | None = None
         #: How factors of the layouts that were met are handled.
         self.plans = Plans()
         #: While steps are captured as a CUDA graph.
@@ -198,8 +190,7 @@ class ClippingSession:
         # Copies and pickles of a wrapped model start between steps.
         state = self.__dict__.copy()
         state.update(_forwards=[], _current_forward=None, returning=None, proven_call=None)
-        state.update(_running={}, running_pass=_no_pass, two_passes=None, two_pass_in=None)
-        state.update(captured=None, positions=None)
+        state.update(_running={}, running_pass=_no_pass, captured=None, positions=None)
         return state | {"plans": Plans()}  # parameters go by their id there
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -522,13 +513,6 @@ class ClippingSession:
             )
         return found == {True}
 
-    def awaits_two_passes(self) -> bool:
-        """Whether ``mode="two_pass"`` may clip a call of the root in the running backward, by
-        itself: what else reaches layers must not be clipped beside it."""
-        if self.returned is None:
-            return False
-        return self.live_calls() > 0 or self.two_pass_in == graph_task()
-
     def samples(self) -> int | None:
         """Samples in the batch that the root module was called with."""
         sizes = {forward.batch_size for forward in self._unspent()}
@@ -591,17 +575,13 @@ class ClippingSession:
             if backward_pass is not None or self._running:
                 self.check_thread(call)
         if backward_pass is None:
-            backward_pass = self.new_backward_pass()
+            if self.captured is None and torch.cuda.is_initialized():
+                refuse_graph_capture()
+            backward_pass = self.backward_pass_class(self)
+            self.running_pass = weakref.ref(backward_pass)
             backward_pass.thread = None if call is None else call.thread
             # The engine's callback is the only owner: a failed backward frees the records.
             at_end_of_backward(backward_pass.finish)
-        return backward_pass
-
-    def new_backward_pass(self) -> BackwardPass:
-        if self.captured is None and torch.cuda.is_initialized():
-            refuse_graph_capture()
-        backward_pass = self.backward_pass_class(self)
-        self.running_pass = weakref.ref(backward_pass)
         return backward_pass
 
     @contextmanager

@@ -167,13 +167,12 @@ class ProvenLayer(torch.autograd.Function):
         running = session.running_pass()
         if running is None:
             running = tap.running_backward_pass(recomputed=False)
-        if running.coef is None and not running.norms_only:
-            shape = grad_output.shape
-            if tap.worth_storing.get(shape) is not False:
-                # Per-sample gradients, formed now, where that is cheapest.
-                found = stored_where_cheaper(factors, lambda: tap.shared, session.backend)
-                tap.worth_storing.setdefault(shape, found is not factors)
-                factors = found
+        shape = grad_output.shape
+        if tap.worth_storing.get(shape) is not False:
+            # Per-sample gradients, formed now, where that is cheapest.
+            found = stored_where_cheaper(factors, lambda: tap.shared, session.backend)
+            tap.worth_storing.setdefault(shape, found is not factors)
+            factors = found
         running.record(tap.path, params, factors)
         return None, None, None, None, grad, *(None,) * len(params)
 

@@ -5,21 +5,22 @@ the gradient of the root's outputs arrives, that graph is walked twice: the firs
 factor is reduced to norms and dropped, the second time to clipped sums. Nothing is kept between
 layers, and the loss may be anything, as both walks start from the same output gradients.
 
-What is recomputed in backward may come out otherwise in the second walk. Generators begin both
-walks alike, and norms are taken in both: nothing is released with a larger norm than was measured.
+Shape suffixes: ``B`` samples, ``P`` parameters.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.cuda import is_current_stream_capturing
 
 from flash_clipping._compat import (
-    at_end_of_backward,
     backward_runs_again,
     graph_task,
     is_autograd_compiled,
@@ -33,10 +34,31 @@ from flash_clipping.capture.proxies import ParameterProxy, repeated
 from flash_clipping.capture.refused_forwards import refuse_compiled_autograd
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import PerSampleGrad, merge
+from flash_clipping.finish.backward_pass import BackwardPass, Readers
+from flash_clipping.finish.grouped_factors import Blocks
+from flash_clipping.finish.plan import Plan
+from flash_clipping.ops.runtime.checks import check_on_device
+
+#: By how much squared norms of two walks may differ, of wide and of narrow parameters: kernels
+#: that add up in any order round otherwise each time.
+AGAIN, AGAIN_LOW = 1e-3, 1e-2
+
+_ANOTHER_WALK = (
+    "the model: mode='two_pass' runs backward twice, and gradients of the second run are larger "
+    "than those that were measured in the first, so nothing was left in p.grad. Something in "
+    "backward comes out otherwise each time: a recomputation that draws from a generator of its "
+    "own, that counts its calls, or a hook with a state. Let recomputations compute what forward "
+    "did, or keep what is recomputed:\n"
+    '    mode="one_pass"'
+)
 
 
 class TwoPassForward(RootForward):
     """The root module's ``forward``, with the model's graph kept to itself."""
+
+    #: The last backward in whose midst a call was walked.
+    walked_in: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.session.recording:
@@ -66,8 +88,9 @@ class _Call:
         self.inner_outputs: list[Tensor] = []
         #: What a recomputation in backward asks for the batch; tapped layers need not hold it.
         self.forward = root.session.current_forward
-        #: Gradients of the outputs, until the second walk takes them.
+        #: Gradients of the outputs, until the last walk takes them.
         self.grads: list[Tensor | None] = []
+        self.is_last = False
         #: The inner graph's root; ``None`` once it was walked for good.
         self.seed: Tensor | None = None
 
@@ -102,7 +125,8 @@ class _Call:
             # Where tensors may be hidden, for messages.
             hidden = [x for x in pytree.tree_leaves(output) if not isinstance(x, str | int | float)]
             types = dict.fromkeys(type(x).__name__ for x in hidden if not tensors_in(x))
-            self.root.session.returned = ", ".join(types) or "nothing that could hold it"
+            if self.forward is not None:
+                self.forward.returned = ", ".join(types) or "nothing that could hold it"
             self.seed = _Seed.apply(self, *outputs)
         return tuple(tensor.detach() for tensor in outputs)
 
@@ -124,57 +148,216 @@ class _Call:
     def walk(self, *, last: bool) -> None:
         """Run the inner graph's backward; the last time, free it on the way."""
         assert self.seed is not None
+        self.is_last = last
         for tensor in self.inner_inputs:
             tensor.grad = None
-        with self.root.session.around_walk(), backward_runs_again():
+        with backward_runs_again():
             torch.autograd.backward(self.seed, retain_graph=not last)
 
+    def forget(self) -> None:
+        """Let go of the inner graph."""
+        self.seed, self.grads = None, []
 
-class _TwoPasses:
-    """The calls of the root that one outer backward reached: a sample's uses are one gradient."""
 
-    def __init__(self, session: ClippingSession):
-        self.session = session
-        self.task = graph_task()  # the outer backward
-        self.calls: list[_Call] = []
+class TwoWalks(BackwardPass):
+    """The first walk reduces every factor to norms and drops it; the second, once coefficients are
+    known, to clipped sums. Factors of parameters that are used several times are kept until all of
+    a walk's are there: a sample's uses are one gradient.
 
-    def run(self) -> None:
-        """Norms over all calls, then clipped gradients (or one pass while recording is off)."""
-        session = self.session
-        call_of_root = self.calls[0].forward
-        if session.enabled and call_of_root is not None:
-            session.check_thread(call_of_root)  # before anything that would end another's backward
+    What is recomputed in backward may come out otherwise in the second walk. Generators begin both
+    walks alike, and norms are taken in both: nothing is released with a larger norm than was
+    measured.
+
+    Attributes:
+        walked: the calls of the root that the outer backward has reached.
+    """
+
+    def __init__(self, session: ClippingSession, **options: Any):
+        super().__init__(session, **options)
+        self._session = session
+        self.walked: list[_Call] = []
+        self._walks = self._has_walked = False
+        #: How often each parameter was used in forward, by its ``id``.
+        self.uses: Counter[int] = Counter()
+        #: Squared norms of factors that were dropped, and what rounding may hide of them.
+        self._blocks: Blocks = []
+        self._doubts: Blocks = []
+        #: How many uses of a parameter were measured as one gradient; and those that came in the
+        #: second walk, until all have.
+        self.together: Counter[int] = Counter()
+        self._awaiting: dict[int, list[PerSampleGrad]] = {}
+        #: Squared norms ``[B]`` of what the coefficients leave of each sample, as they were
+        #: measured, and as they came in the second walk.
+        self.measured_B: Tensor | None = None
+        self.released_B: Tensor | None = None
+
+    # -- the walks ----------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Walk the calls of the root that have not been walked in the midst of outer backward."""
+        if self.walked:
+            self.walk()
+        elif not self._has_walked:  # rows of nobody that no model ran on
+            super().finish()
+
+    def walk(self) -> None:
+        """Norms over all calls of the root, then clipped gradients."""
+        walked, self.walked = self.walked, []
+        self.uses = self._session.uses()
+        devices = [*{param.device for param in self.session.trainable() if param.is_cuda}]
+        if devices and is_current_stream_capturing():
+            devices = []  # whose generators nobody may read then
+        done, self._walks, self._has_walked = False, True, True
         try:
-            if session.enabled:
-                backward_pass = session.new_backward_pass()
-                backward_pass.thread = None if call_of_root is None else call_of_root.thread
-                backward_pass.norms_only = True
-                devices = [*{p.device for p in session.trainable() if p.is_cuda}]
-                if devices and is_current_stream_capturing():
-                    devices = []  # whose generators nobody may read then
-                with torch.no_grad():
-                    # What is drawn in backward (recomputation) is to be drawn again.
-                    with generators_put_back(devices):
-                        for call in self.calls:
-                            call.walk(last=False)
-                    backward_pass.put_back()
-                    backward_pass.take_norms()
-                    backward_pass.forget()
-                    backward_pass.norms_only = False
-                    backward_pass.stand_in()
-                    for call in self.calls:
-                        call.walk(last=True)
-                    backward_pass.put_back()
-                    backward_pass.check_release()
-                    backward_pass.add_clipped_sums()
-            else:
-                for call in self.calls:
-                    call.walk(last=True)
+            with torch.no_grad():
+                # What is drawn in backward (recomputation) is to be drawn again.
+                with generators_put_back(devices):
+                    for call in walked:
+                        self._walk(call, last=False)
+                self.put_back()
+                self.take_norms()
+                assert self.coef is not None
+                left = [self.coef[key].square() * sq_B for key, sq_B in self._measured()]
+                if left:
+                    left = [x.nan_to_num(0, 0).to(left[0]) for x in left]
+                    self.measured_B = torch.stack(left).sum(0)
+                self.forget()
+                self.stand_in()
+                for call in walked:
+                    self._walk(call, last=True)
+                self.put_back()
+                self.check_release()
+                self.add_clipped_sums()
+            done = True
         finally:
-            for call in self.calls:
-                call.seed = None
-                call.grads = []
-            session.end_backward()
+            self._walks = False
+            if not done:  # its frames may be kept
+                self.forget()
+            for call in walked:
+                call.forget()
+            self.session.end_backward()
+
+    def _walk(self, call: _Call, *, last: bool) -> None:
+        call.walk(last=last)
+
+    # -- recording ----------------------------------------------------------------------------
+
+    def record(
+        self,
+        path: str,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[PerSampleGrad],
+        readers: Readers | None = None,
+    ) -> None:
+        """Take the norms of what comes, or its clipped sum."""
+        self._check_walks(path)
+        if self.are_changed:
+            factors = self._changed(path, params, factors)
+        for param, factor in zip(params, factors, strict=True):
+            if factor.batch_size != self.batch_size:
+                self._check_batch_size(path, factor.batch_size)
+            if self.coef is not None:
+                self._release(param, factor, self.coef[id(param)])
+            else:
+                self._measure(path, param, factor)
+
+    def _check_walks(self, path: str) -> None:
+        """Refuse gradients that came past the model's outputs."""
+        if self._walks:
+            return
+        call = self._session.current_forward
+        found = "no output" if call is None else call.returned
+        self.session.end_backward(norms_taken=False)  # somebody may keep these frames
+        raise FlashClippingError(
+            f"{path}: mode='two_pass' got a gradient past the model's outputs: the loss uses a "
+            "tensor that the model kept on a module or returned inside an object that cannot "
+            f"be opened (found: {found}), or this layer was called by itself. Return the "
+            "tensor, in a tuple, list, dict or dataclass; call the layer in the model's "
+            "forward; or use mode='one_pass'."
+        )
+
+    def _measure(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        """The first walk: take the norms of a factor, or keep it until all of its kind are there.
+
+        Raises:
+            FlashClippingError: a second gradient of a parameter that was used once.
+        """
+        key = id(param)
+        if key in self.paths:
+            raise FlashClippingError(
+                f"{path}: a parameter that was used once in forward received a second "
+                "gradient. Call backward() once over everything that was computed from the "
+                "model, before the next forward()."
+            )
+        if self.uses[key] != 1:
+            self._keep(path, param, factor)
+            return
+        self._blocks.append(([key], factor.sqnorms(self.backend).unsqueeze(0)))
+        if (doubt_B := factor.error_bound(self.backend)) is not None:
+            self._doubts.append(([key], doubt_B.unsqueeze(0)))
+        self.paths[key] = path
+
+    def _keep(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        """The first walk: measure this as a part of one gradient."""
+        self.together[id(param)] += 1
+        self.calls.append(path)
+        self.used.append([param])
+        self.factors.append(factor)
+
+    def _release(self, param: nn.Parameter, factor: PerSampleGrad, coef_B: Tensor) -> None:
+        """The second walk: release what was measured. Several uses were measured as one gradient,
+        whose roundings are not those of each use by itself."""
+        key = id(param)
+        uses = self._awaiting.setdefault(key, [])
+        uses.append(factor)
+        if len(uses) >= self.together[key]:
+            del self._awaiting[key]
+            whole = merge(uses)
+            sq_B = coef_B.square() * whole.sqnorms(self.backend).to(coef_B)
+            self._note_release(key, torch.where(coef_B == 0, 0, sq_B))
+            self._put(param, whole.clipped_sum(coef_B, self.backend))
+
+    def _note_release(self, key: int, sq_B: Tensor) -> None:
+        """Count what the clipped gradients of a parameter have of each sample, squared."""
+        if self.released_B is not None:
+            sq_B = self.released_B.to(sq_B.device) + sq_B
+        self.released_B = sq_B
+
+    def check_release(self) -> None:
+        """Refuse a second walk whose gradients are larger than the first's.
+
+        Raises:
+            FlashClippingError: they are. On a device this comes later.
+        """
+        if self.released_B is None or self.measured_B is None:
+            return
+        released_B = self.released_B
+        narrow = any(param.dtype.itemsize < 4 for param in self.params.values())
+        most_B = (1 + (AGAIN_LOW if narrow else AGAIN)) * self.measured_B.to(released_B)
+        try:
+            check_on_device((released_B <= most_B).all(), _ANOTHER_WALK)
+        except FlashClippingError:
+            for param in self.params.values():
+                param.grad = None
+            raise
+
+    # -- finishing ----------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        super().forget()
+        self._awaiting.clear()
+        self._blocks.clear()
+        self._doubts.clear()
+
+    def _sqnorms(self, plan: Plan) -> tuple[Blocks, Blocks]:
+        """And those that were taken in the first walk."""
+        blocks, doubts = super()._sqnorms(plan)
+        self._blocks += blocks
+        return self._blocks, self._doubts + doubts
+
+    def _measured(self) -> list[tuple[int, Tensor]]:
+        """Squared norms ``[B]`` by parameter, of what this process has of gradients."""
+        return [*chain.from_iterable(zip(*block, strict=True) for block in self._blocks)]
 
 
 class _Seed(torch.autograd.Function):
@@ -194,9 +377,8 @@ class _Seed(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> Any:
         call: _Call = ctx.call()
         grads = call.grads
-        backward_pass = call.root.session.running_pass()
-        if backward_pass is None or not backward_pass.norms_only:
-            call.grads = []  # nobody needs them again
+        if call.is_last:
+            call.grads = []
         return None, *grads
 
 
@@ -218,37 +400,34 @@ class _TwoPass(torch.autograd.Function):
                 "backward. Run forward again, or use mode='one_pass' with retain_graph=True."
             )
         call.grads = list(grad_outputs)
-        if call.forward is not None:
-            call.forward.forgotten = False
-        session = call.root.session
-        if session.enabled and not will_run(ctx.next_functions[0][0]):
+        session, forward = call.root.session, call.forward
+        if not session.enabled:  # ordinary gradients
+            call.walk(last=True)
+            call.forget()
+            return None, None, *(tensor.grad for tensor in call.inner_inputs)
+        if not will_run(ctx.next_functions[0][0]):
             raise FlashClippingError(
                 f"{call.root.path}: mode='two_pass' was asked for the gradient of the model's "
                 "input alone (torch.autograd.grad, backward(inputs=...)), and would leave clipped "
                 "sums in p.grad on the way. Use mode='one_pass', or call the model and backward "
                 "between module.disable_hooks() and module.enable_hooks()."
             )
-        if any(tensor.requires_grad for tensor in call.inner_inputs):
-            # Somebody waits for the gradient of the model's input, so it cannot be put off.
-            if session.enabled and (
-                session.live_calls() > 1 or session.two_pass_in == graph_task()
-            ):
-                raise FlashClippingError(
-                    f"{call.root.path}: mode='two_pass' cannot serve several calls of the model in "
-                    "one backward whose inputs require grad. Detach the inputs, or use "
-                    "mode='one_pass'."
-                )
-            walks = _TwoPasses(session)
-            walks.calls.append(call)
-            session.two_pass_in = graph_task()
-            walks.run()
-            return None, None, *(tensor.grad for tensor in call.inner_inputs)
-        # After the outer backward: all calls are known, and neither the loss nor its caller hold
-        # memory any more. The engine's callback is the only owner.
-        owner = session.two_passes() if session.two_passes is not None else None
-        if owner is None or owner.task != graph_task():
-            owner = _TwoPasses(session)
-            session.two_passes = weakref.ref(owner)
-            at_end_of_backward(owner.run)
-        owner.calls.append(call)
-        return None, None, *[None] * len(call.inner_inputs)
+        # Somebody may wait for the gradient of the model's input, so that it cannot be put off.
+        in_the_midst = any(tensor.requires_grad for tensor in call.inner_inputs)
+        is_first = session.running_pass() is None and call.root.walked_in != graph_task()
+        backward_pass = session.begin_backward(forward)
+        if in_the_midst and (not is_first or session.live_calls() > 1):
+            session.end_backward(norms_taken=False)
+            raise FlashClippingError(
+                f"{call.root.path}: mode='two_pass' cannot serve several calls of the model in "
+                "one backward whose inputs require grad. Detach the inputs, or use "
+                "mode='one_pass'."
+            )
+        assert isinstance(backward_pass, TwoWalks)
+        backward_pass.walked.append(call)
+        if in_the_midst:
+            call.root.walked_in = graph_task()
+            backward_pass.walk()
+        # Otherwise after the outer backward: all calls are known, and neither the loss nor its
+        # caller hold memory any more.
+        return None, None, *(tensor.grad for tensor in call.inner_inputs)

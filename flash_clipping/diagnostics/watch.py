@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.inputs import tensors_in
+from flash_clipping.capture.two_pass import TwoWalks
 from flash_clipping.diagnostics.oracle import TOLERANCE, Samples, Task, cast
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.factors import PerSampleGrad
@@ -87,8 +88,11 @@ class Flash:
     def __init__(self, subject: Subject, watched: bool = True):
         self.module = GradSampleModuleFlashClipping(copy.deepcopy(subject.plain), **subject.options)
         if watched:
-            watching = partial(_WatchedBackwardPass, flash=self)
-            self.module._session.backward_pass_class = watching
+            session = self.module._session
+            session.backward_pass_class = partial(
+                _WatchedTwoWalks if self.module.mode == "two_pass" else _WatchedBackwardPass,
+                flash=self,
+            )
         self.task = subject.task
         self.params = dict(self.module._module.named_parameters())
         self.names = {param: name for name, param in self.params.items()}
@@ -150,6 +154,10 @@ class _WatchedBackwardPass(BackwardPass):
         super().record(path, params, factors, readers)
         for param, factor in zip(params, factors, strict=True):
             self._flash.note(path, param, factor)
+
+
+class _WatchedTwoWalks(_WatchedBackwardPass, TwoWalks):
+    """Tells what is recorded in the first walk."""
 
 
 @contextmanager

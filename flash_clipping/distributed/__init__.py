@@ -100,14 +100,14 @@ def processes_of(module: Any) -> ProcessGroups | None:
     return ProcessGroups([*module.parameters()], is_sharded(module))
 
 
-def sharded_model(root: nn.Module, session: ClippingSession) -> ShardedModel | None:
+def sharded_model(root: nn.Module, session: ClippingSession, mode: str) -> ShardedModel | None:
     """What a model has besides whose parameters are shards; ``None`` for any other."""
     if not has_shards(root):
         return None
     # Not there where PyTorch was built without torch.distributed.
     from flash_clipping.distributed.model import ShardedModel
 
-    return ShardedModel(root, session)
+    return ShardedModel(root, session, mode)
 
 
 def refuse_sharding(root: nn.Module) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from flash_clipping._compat import at_end_of_backward
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.two_pass import TwoWalks
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.reducer import Reducer, Reduction
 from flash_clipping.errors import FlashClippingError
@@ -27,11 +30,7 @@ class ShardedBackwardPass(BackwardPass):
         super().__init__(session)
         self.slots, self.reducer = slots, reducer
         self._session = session
-        #: ``mode="two_pass"``: clipped sums of this process, until they are sent; how often each
-        #: parameter came in the first walk, and has yet to come in the second; and what of the sums
-        #: is on its way.
-        self._sums: dict[int, Tensor] = {}
-        self._awaited: Counter[int] = Counter()
+        #: What of the sums is on its way.
         self._reduction: Reduction | None = None
 
     def stand_in(self) -> None:
@@ -58,19 +57,6 @@ class ShardedBackwardPass(BackwardPass):
             self.without_samples = [*self.without_samples, *params]
         else:
             super().record(path, params, factors, readers)
-        self._send_complete(params)
-
-    def _send_complete(self, params: Sequence[nn.Parameter]) -> None:
-        """``mode="two_pass"``: send what is complete once the second walk has come by these.
-
-        Walks reach layers in one order in all processes, as ``fully_shard`` has it, too. What
-        forward used counts for nothing: a process may hold calls that no backward goes through.
-        """
-        if self.norms_only:
-            self._awaited.update(map(id, params))
-        elif self.coef is not None:
-            self._awaited.subtract(map(id, params))
-            self._reducing().send_while(lambda key: self._awaited[key] <= 0, self._sums_of)
 
     def _reducing(self) -> Reduction:
         if self._reduction is None:
@@ -93,12 +79,6 @@ class ShardedBackwardPass(BackwardPass):
             )
         return True
 
-    def _put(self, param: nn.Parameter, grad: Tensor) -> None:
-        """``mode="two_pass"``: keep a sum, to which further uses are added."""
-        key = id(param)
-        held = self._sums.get(key)
-        self._sums[key] = grad if held is None else held + grad.view_as(held)
-
     def add_clipped_sums(self) -> None:
         """Reduce the sums of all trainable parameters, in an order that all processes share."""
         self._reducing().finish(self._sums_of)
@@ -108,7 +88,7 @@ class ShardedBackwardPass(BackwardPass):
         """This process's clipped sums of these parameters; without those that backward did not
         reach."""
         assert self.coef is not None and self.plan is not None
-        found = {key: self._sums.pop(key) for key in part if key in self._sums}
+        found: dict[int, Tensor] = {}
 
         def add(keys: Sequence[int], sums: Sequence[Tensor]) -> None:
             found.update(zip(keys, sums, strict=True))
@@ -118,5 +98,67 @@ class ShardedBackwardPass(BackwardPass):
 
     def forget(self) -> None:
         super().forget()
-        self._sums.clear()
         self._reduction = None
+
+
+class ShardedTwoWalks(ShardedBackwardPass, TwoWalks):
+    """Sends a bucket of clipped sums once the second walk has completed it."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        #: Clipped sums of this process, until they are sent.
+        self._sums: dict[int, Tensor] = {}
+        #: How often each parameter came in the first walk, and has yet to come in the second.
+        self._awaited: Counter[int] = Counter()
+
+    def record(
+        self,
+        path: str,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[PerSampleGrad],
+        readers: Readers | None = None,
+    ) -> None:
+        super().record(path, params, factors, readers)
+        self._send_complete(params)
+
+    def _send_complete(self, params: Sequence[nn.Parameter]) -> None:
+        """Send what is complete once the second walk has come by these.
+
+        Walks reach layers in one order in all processes, as ``fully_shard`` has it, too. What
+        forward used counts for nothing: a process may hold calls that no backward goes through.
+        """
+        if self.coef is None:
+            self._awaited.update(map(id, params))
+        else:
+            self._awaited.subtract(map(id, params))
+            self._reducing().send_while(lambda key: self._awaited[key] <= 0, self._sums_of)
+
+    def _walk(self, call: Any, *, last: bool) -> None:
+        """Blocks gather their parameters when a walk reaches them; the root's own are sharded
+        again at the end of the outer backward."""
+        root = self.slots.root if isinstance(self.slots.root, FSDPModule) else None
+        if root is not None:
+            root.unshard()
+        try:
+            super()._walk(call, last=last)
+        finally:
+            if root is not None:
+                root.reshard()
+
+    def _put(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Keep a sum, to which further uses are added."""
+        key = id(param)
+        held = self._sums.get(key)
+        self._sums[key] = grad if held is None else held + grad.view_as(held)
+
+    def _sums_of(self, part: tuple[int, ...]) -> dict[int, Tensor]:
+        own = {key: self._sums.pop(key) for key in part if key in self._sums}
+        return own | super()._sums_of(part)
+
+    def forget(self) -> None:
+        super().forget()
+        self._sums.clear()
+
+
+#: Of sharded models, by mode.
+BACKWARD_PASSES = {"one_pass": ShardedBackwardPass, "two_pass": ShardedTwoWalks}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,7 +16,8 @@ from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
-from flash_clipping.distributed.backward_pass import ShardedBackwardPass
+from flash_clipping.distributed import tensor_parallel
+from flash_clipping.distributed.backward_pass import BACKWARD_PASSES
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups, device_of
 from flash_clipping.distributed.reducer import Reducer
@@ -156,7 +156,7 @@ class SynchronizedProbe:
 class ShardedModel:
     """A model that ``fully_shard`` or ``parallelize_module`` was applied to, for its session."""
 
-    def __init__(self, root: Any, session: ClippingSession):
+    def __init__(self, root: Any, session: ClippingSession, mode: str):
         self.root = root
         self.session = session
         self.slots = ParameterSlots(root, self._watch)
@@ -172,13 +172,13 @@ class ShardedModel:
         session.trainable = self.slots.recorded
         session.state = lambda: chain(self.slots.tensors(), root.buffers())
         session.clip = partial(self._clip, session.clip)
-        passes = self.slots.backward_pass or ShardedBackwardPass
-        session.backward_pass_class = partial(passes, slots=self.slots, reducer=self.reducer)
+        passes = self.slots.backward_passes or BACKWARD_PASSES
+        options: dict[str, Any] = {"slots": self.slots, "reducer": self.reducer}
         self.layers: TensorParallelLayers | None = None
         if self.processes.tensor is not None:
-            self.layers = TensorParallelLayers(session, self.processes, self.slots, self.reducer)
-        if isinstance(root, FSDPModule):
-            session.around_walk = self._unsharded_root
+            self.layers = TensorParallelLayers(session, self.processes)
+            passes, options["layers"] = tensor_parallel.BACKWARD_PASSES, self.layers
+        session.backward_pass_class = partial(passes[mode], **options)
 
     def add_first_hooks(self, handles: list[Any]) -> None:
         """Hooks that come before taps, and before all others of the wrapped model."""
@@ -225,13 +225,3 @@ class ShardedModel:
         ]
         destinations = [to(id(param)) for param in params]
         return clip(destinations, norms_PB, Doubts(blocks, doubts.scale), one_device)
-
-    @contextmanager
-    def _unsharded_root(self) -> Iterator[None]:
-        """``mode="two_pass"``: blocks gather their parameters when a walk reaches them; the root's
-        own are sharded again at the end of the outer backward."""
-        self.root.unshard()
-        try:
-            yield
-        finally:
-            self.root.reshard()

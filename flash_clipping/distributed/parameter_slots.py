@@ -27,11 +27,11 @@ def local_of(x: Any) -> Any:
 
 def in_parallel(root: nn.Module) -> dict[str, nn.Module]:
     """Layers, by their paths, of which each process has other rows of every parameter: a forward of
-    theirs says which backward pass the model needs (``backward_pass``)."""
+    theirs says which backward passes the model needs (``backward_passes``)."""
     return {
         path: module
         for path, module in root.named_modules()
-        if hasattr(vars(module).get("forward"), "backward_pass")
+        if hasattr(vars(module).get("forward"), "backward_passes")
     }
 
 
@@ -73,6 +73,7 @@ class ParameterSlots:
     """All slots of a model, as it is when it is wrapped."""
 
     def __init__(self, root: nn.Module, watch: Callable[[str, nn.Parameter], None]):
+        self.root = root
         self._watch = watch
         #: In the model's order.
         self.held: list[Held] = []
@@ -83,9 +84,9 @@ class ParameterSlots:
         #: Parameters of experts in parallel, by ``id``: nobody gathers them.
         layers = in_parallel(root)
         self.experts = {id(param) for layer in layers.values() for param in layer.parameters()}
-        #: The class of backward pass that they need; ``None`` without any.
-        self.backward_pass: Any = next(
-            (vars(layer)["forward"].backward_pass for layer in layers.values()), None
+        #: The classes of backward passes that they need, by mode; ``None`` without any.
+        self.backward_passes: Any = next(
+            (vars(layer)["forward"].backward_passes for layer in layers.values()), None
         )
         #: By the module that gathers them.
         self._of_module: dict[nn.Module, list[Slot]] = {}

@@ -39,7 +39,7 @@ from flash_clipping.capture.inputs import arrived, batched_inputs, tensors_in
 from flash_clipping.capture.layer_inputs import ReadsNoSamples
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
-from flash_clipping.distributed.backward_pass import ShardedBackwardPass
+from flash_clipping.distributed.backward_pass import ShardedBackwardPass, ShardedTwoWalks
 from flash_clipping.distributed.parameter_slots import ParameterSlots, local_of
 from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.distributed.reducer import Reducer
@@ -298,8 +298,6 @@ class TensorParallelLayers:
         self,
         session: ClippingSession,
         processes: ProcessGroups,
-        slots: ParameterSlots,
-        reducer: Reducer,
     ):
         self.session, self.mesh, self.between_steps = session, processes.tensor, processes.mesh
         session.layers_are_cut = True
@@ -307,9 +305,6 @@ class TensorParallelLayers:
         self._shares: dict[int, Share] = {}
         #: Numbers of the rows that the model was called with since the last backward, the latest.
         self._marks: deque[Tensor] = deque(maxlen=16)
-        session.backward_pass_class = partial(
-            TensorParallelBackwardPass, slots=slots, reducer=reducer, layers=self
-        )
 
     def surround(self, taps: Iterable[Tap], handles: list[Any]) -> None:
         """Stand at the edge of every tapped layer.
@@ -438,20 +433,6 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
     def _is_term(self, key: int) -> bool:
         return self.layers.share_of(key) is Share.TERM
 
-    def _use_now(
-        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[PerSampleGrad]
-    ) -> None:
-        """``mode="two_pass"``: terms are kept until all of a gradient's are there."""
-        for param, factor in zip(params, factors, strict=True):
-            if self.coef is not None or not self._is_term(id(param)):
-                super()._use_now(path, [param], [factor])
-                continue
-            if factor.batch_size != self.batch_size:
-                self._check_batch_size(path, factor.batch_size)
-            self.calls.append(path)
-            self.used.append([param])
-            self.factors.append(DenseGrad(factor.dense()))
-
     def merged(self, keys: Sequence[int]) -> dict[int, PerSampleGrad]:
         """Terms of gradients become whole gradients: squares of sums, not sums of squares.
 
@@ -522,12 +503,26 @@ class TensorParallelBackwardPass(ShardedBackwardPass):
             marks_B = marks_B.new_zeros(units.count + 1).index_add_(0, bins_R, marks_B)[:-1]
         return (marks_B % (1 << 20)).to(like_B)
 
+
+class TensorParallelTwoWalks(TensorParallelBackwardPass, ShardedTwoWalks):
+    """Norms of a gradient of which processes have terms are taken once all of these are there."""
+
+    def _measure(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        if self._is_term(id(param)):
+            self._keep(path, param, DenseGrad(factor.dense()))
+        else:
+            super()._measure(path, param, factor)
+
     def _send_complete(self, params: Sequence[nn.Parameter]) -> None:
         """Not before the terms of other processes are there."""
 
     def add_clipped_sums(self) -> None:
-        """As for any sharded model; ``mode="two_pass"`` has summed its own terms only."""
+        """As for any sharded model, once the terms of all processes are added up."""
         for key in self._terms_in(self._sums):
             self._sums[key] = self._sums[key].contiguous()
             dist.all_reduce(self._sums[key], group=self.mesh.get_group())
         super().add_clipped_sums()
+
+
+#: By mode.
+BACKWARD_PASSES = {"one_pass": TensorParallelBackwardPass, "two_pass": TensorParallelTwoWalks}

@@ -29,6 +29,7 @@ from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, refuse_layout, tensors_in
 from flash_clipping.capture.no_samples import refuse_no_rows
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.two_pass import TwoWalks
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import sharded_model
 from flash_clipping.engine.grad_ledger import GradLedger, Norms, checked_bound
@@ -185,11 +186,13 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             sample_of=sample_of,
         )
         #: What a model has besides that ``fully_shard`` was applied to.
-        self._sharded = sharded_model(m, self._session)
+        self._sharded = sharded_model(m, self._session, mode)
         self._session.is_sharded = self._sharded is not None
         self._session.has_oracle = self._sharded is None
-        #: Of backward passes that nobody watches.
-        self._usual_pass = self._session.backward_pass_class
+        if mode == "two_pass" and self._sharded is None:
+            self._session.backward_pass_class = TwoWalks
+        #: Of backward passes that take layers the short way: nobody watches them.
+        self._usual_pass = None if mode == "two_pass" else self._session.backward_pass_class
         GradSampleHooksFastGradientClipping.__init__(
             self,
             m,
@@ -339,7 +342,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             self._watch.prove_if(bool(call.guesses), subject, call)
         if not (is_dynamo_compiling() or self._loss_look.ended):
             self._loss_look.follow(tensors_in(output), call.batch_size, call.thread)
-        in_two_passes = self.mode == "two_pass"
+        in_two_passes = self.mode == "two_pass"  # which looks at outputs itself
         if call.guesses and not in_two_passes:
             self._watch.check_reached(subject, call, output)
 

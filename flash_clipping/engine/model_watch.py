@@ -319,7 +319,7 @@ class ModelWatch:
         of_rows = of_units.sample_of or of_units.from_loader or self._has_bags
         if apart or of_rows or self.gate.next_audit != FIRST_AUDIT:  # the next call is audited
             return None
-        kind = session.backward_pass_class, session.returned is None, self._buffers is None
+        kind = session.backward_pass_class, self._buffers is None
         options = session.loss_reduction, session.batch_first, session.backend
         with suppress(Exception):  # whatever a user's object raises when it is pickled
             return key_of(self.root, tensors, kind, options, sorted(session.known.folded))
@@ -422,7 +422,7 @@ class ModelWatch:
         """Refuse changed buffers, trainable parameters without a tap, and in backward gradients of
         outputs that are not each sample's own."""
         if self._buffers is not None:
-            self._buffers.after_forward(self._structure.modules, args, kwargs)
+            self._buffers.after_forward(self._structure.modules)
         if torch.is_grad_enabled():
             self._structure.check()
             self.gate.refuse(module, self.session, args, kwargs, output)

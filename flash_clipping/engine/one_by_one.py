@@ -223,7 +223,7 @@ class OneByOne:
             if functions := samples.functions_in(number, results, inputs):
                 runs[-1].surround(functions, left + found.on(aliases))
         if self._buffers is not None:
-            self._buffers.after_forward(self._structure.modules, args, kwargs)
+            self._buffers.after_forward(self._structure.modules)
         self._structure.check()
         groups = [rows for rows in groups if rows]
         join = Joined(groups, session.batch_axis, session.loss_reduction == "mean")

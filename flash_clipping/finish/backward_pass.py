@@ -12,9 +12,9 @@ import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, repeat
 from typing import Protocol, TypeAlias
 
@@ -29,24 +29,10 @@ from flash_clipping.finish.clipping import ClipFunction, Coefficients, Doubts
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, Plans, layout_of_step, plan_of
 from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE, full_precision
-from flash_clipping.ops.runtime.checks import check_on_device
 from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.ops.runtime.tables import to_device
 
 _GRAD, _SHAPE = operator.attrgetter("grad"), operator.attrgetter("shape")
-
-#: By how much squared norms of two walks may differ, of wide and of narrow parameters: kernels
-#: that add up in any order round otherwise each time.
-AGAIN, AGAIN_LOW = 1e-3, 1e-2
-
-_ANOTHER_WALK = (
-    "the model: mode='two_pass' runs backward twice, and gradients of the second run are larger "
-    "than those that were measured in the first, so nothing was left in p.grad. Something in "
-    "backward comes out otherwise each time: a recomputation that draws from a generator of its "
-    "own, that counts its calls, or a hook with a state. Let recomputations compute what forward "
-    "did, or keep what is recomputed:\n"
-    '    mode="one_pass"'
-)
 
 
 class Call(Protocol):
@@ -91,8 +77,6 @@ class Session(Protocol):
     recomputed: dict[str, Callable[[], AbstractContextManager[None]]]
     plans: Plans
 
-    def uses(self) -> Counter[int]: ...
-
     def units(self) -> Units | None: ...
 
     def expected_batch_sizes(self) -> set[int]: ...
@@ -111,6 +95,8 @@ class BackwardPass:
         self.backend = session.backend
         #: Which privacy unit each row belongs to that layers record.
         self.units: Units | None = session.units()
+        #: Whether factors are changed before they are kept.
+        self.are_changed = self.units is not None or session.fp32_precision == "tf32"
         #: Layer calls whose factors are held to the end, by path and by parameters, and these
         #: factors, one per parameter. Flat: what a step keeps alive brings the garbage collector.
         self.calls: list[str] = []
@@ -118,14 +104,6 @@ class BackwardPass:
         self.factors: list[PerSampleGrad] = []
         #: Parameters that a batch without samples would have used.
         self.without_samples: Sequence[nn.Parameter] = ()
-        #: ``mode="two_pass"``: squared norms of factors that were dropped as they came, and what
-        #: rounding may hide of them.
-        self.sqnorms_B: dict[int, Tensor] = {}
-        self.doubts_B: dict[int, Tensor] = {}
-        #: The same: how many uses of a parameter were measured as one gradient; and those that came
-        #: in the second walk, until all have.
-        self.together: Counter[int] = Counter()
-        self.awaiting: dict[int, list[PerSampleGrad]] = {}
         #: Of the layers that recorded parameters; complete where a new plan is made.
         self.paths: dict[int, str] = {}
         #: Once norms are asked for: the trainable parameters, and the factors by how they are
@@ -135,14 +113,7 @@ class BackwardPass:
         self.plan: Plan | None = None
         self.batch_size: int | None = None
         self.first_path = ""
-        #: While the second pass of ``mode="two_pass"`` runs they are known before the factors.
         self.coef: Coefficients | None = None
-        #: The same: squared norms ``[B]`` of what the coefficients leave of each sample, as they
-        #: were measured, and as they came in the second walk.
-        self.measured_B: Tensor | None = None
-        self.released_B: Tensor | None = None
-        #: ``mode="two_pass"``: reduce factors to norms at once, keep nothing.
-        self.norms_only = False
         self.thread: int | None = None
         #: Whether this backward was asked for the gradients of all parameters that it recorded; if
         #: not, these were asked for, by ``id``.
@@ -180,16 +151,8 @@ class BackwardPass:
         or if the call's parameters have other uses in the same call of the root, or may have.
         """
         # This runs for every layer of every backward: whatever can wait is done for all at once.
-        if (units := self.units) is not None:
-            factors = [
-                units.of_units(path, factor, param.device)
-                for param, factor in zip(params, factors, strict=True)
-            ]
-        if self.session.fp32_precision == "tf32":
-            factors = [factor.in_tf32() for factor in factors]
-        if self.coef is not None or self.norms_only:  # they are used as they come
-            self._use_now(path, params, factors)
-            return
+        if self.are_changed:
+            factors = self._changed(path, params, factors)
         if readers is not None:
             call, place = readers
             count = partial(call.count_readers, place, params)
@@ -198,75 +161,18 @@ class BackwardPass:
         self.used.append(params)
         self.factors += factors
 
-    @cached_property
-    def uses(self) -> Counter[int]:
-        """How often each parameter was used in forward, by its ``id``."""
-        return self.session.uses()
-
-    def _use_now(
+    def _changed(
         self, path: str, params: Sequence[nn.Parameter], factors: Sequence[PerSampleGrad]
-    ) -> None:
-        """``mode="two_pass"``: take the norms of what comes, or its clipped sum."""
-        for param, factor in zip(params, factors, strict=True):
-            key = id(param)
-            if factor.batch_size != self.batch_size:
-                self._check_batch_size(path, factor.batch_size)
-            if self.coef is not None:
-                self._put_clipped(param, factor, self.coef[key])
-                continue
-            if key in self.sqnorms_B:
-                raise FlashClippingError(
-                    f"{path}: a parameter that was used once in forward received a second "
-                    "gradient. Call backward() once over everything that was computed from the "
-                    "model, before the next forward()."
-                )
-            if self.uses[key] == 1:
-                self.sqnorms_B[key] = factor.sqnorms(self.backend)
-                if (doubt_B := factor.error_bound(self.backend)) is not None:
-                    self.doubts_B[key] = doubt_B
-                self.paths[key] = path
-            else:
-                self.together[key] += 1
-                self.calls.append(path)
-                self.used.append([param])
-                self.factors.append(factor)
-
-    def _put_clipped(self, param: nn.Parameter, factor: PerSampleGrad, coef_B: Tensor) -> None:
-        """``mode="two_pass"``: release what was measured. Several uses were measured as one
-        gradient, whose roundings are not those of each use by itself."""
-        key = id(param)
-        uses = self.awaiting.setdefault(key, [])
-        uses.append(factor)
-        if len(uses) >= self.together[key]:
-            del self.awaiting[key]
-            whole = merge(uses)
-            sq_B = coef_B.square() * whole.sqnorms(self.backend).to(coef_B)
-            self._note_release(key, torch.where(coef_B == 0, 0, sq_B))
-            self._put(param, whole.clipped_sum(coef_B, self.backend))
-
-    def _note_release(self, key: int, sq_B: Tensor) -> None:
-        """Count what the clipped gradients of a parameter have of each sample, squared."""
-        if self.released_B is not None:
-            sq_B = self.released_B.to(sq_B.device) + sq_B
-        self.released_B = sq_B
-
-    def check_release(self) -> None:
-        """``mode="two_pass"``: refuse a second walk whose gradients are larger than the first's.
-
-        Raises:
-            FlashClippingError: they are. On a device this comes later.
-        """
-        if self.released_B is None or self.measured_B is None:
-            return
-        released_B = self.released_B
-        narrow = any(param.dtype.itemsize < 4 for param in self.params.values())
-        most_B = (1 + (AGAIN_LOW if narrow else AGAIN)) * self.measured_B.to(released_B)
-        try:
-            check_on_device((released_B <= most_B).all(), _ANOTHER_WALK)
-        except FlashClippingError:
-            for param in self.params.values():
-                param.grad = None
-            raise
+    ) -> Sequence[PerSampleGrad]:
+        """Factors of units in the place of those of rows, and with TF32 where that is allowed."""
+        if (units := self.units) is not None:
+            factors = [
+                units.of_units(path, factor, param.device)
+                for param, factor in zip(params, factors, strict=True)
+            ]
+        if self.session.fp32_precision == "tf32":
+            factors = [factor.in_tf32() for factor in factors]
+        return factors
 
     def _check_batch_size(self, path: str, found: int) -> None:
         # Rows of units were counted where they became units.
@@ -345,7 +251,6 @@ class BackwardPass:
         self.calls.clear()
         self.used.clear()
         self.factors.clear()
-        self.awaiting.clear()
         if self.plan is not None:
             self.groups.forget()
 
@@ -356,8 +261,8 @@ class BackwardPass:
         params = self.session.trainable()
         self.params = dict(zip(map(id, params), params, strict=True))
         keys = [*map(id, chain.from_iterable(self.used))]
-        asked = os.environ.get(ENVIRONMENT_VARIABLE), self.backend, self.norms_only
-        layout = layout_of_step(keys, self.factors, params, *asked, tuple(self.sqnorms_B))
+        asked = os.environ.get(ENVIRONMENT_VARIABLE), self.backend
+        layout = layout_of_step(keys, self.factors, params, *asked, tuple(self.paths))
         plans = self.session.plans
         plan = plans.find(layout)
         if plan is None:
@@ -376,14 +281,7 @@ class BackwardPass:
         self.groups = GroupedFactors(self.backend, factors, plan)
         self.plan = plan
         del factors
-        # Squared norms [n, B] of several parameters at a time, and whose they are; and what
-        # rounding may hide of those that are released by another product.
-        blocks, doubts = self.groups.sqnorms(plan)
-        if self.sqnorms_B:
-            blocks = [*_one_by_one(self.sqnorms_B), *blocks]
-            doubts = [*_one_by_one(self.doubts_B), *doubts]
-            self.sqnorms_B.clear()
-            self.doubts_B.clear()
+        blocks, doubts = self._sqnorms(plan)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scale = 1.0
         if self.session.loss_reduction == "mean":
@@ -393,12 +291,14 @@ class BackwardPass:
         norms_PB = self._norms(params, blocks, plan, scale)
         if self.units is not None:
             norms_PB = self.units.without_lost(norms_PB)
-        own_PB = norms_PB
         norms_PB, of_norms = self._of_whole_gradients(params, norms_PB, Doubts(doubts, scale))
         coef = self._clip(params, norms_PB, of_norms, plan.one_device)
-        if self.norms_only:
-            self.measured_B = (coef * own_PB).nan_to_num(0, 0).square().sum(0)
         self.coef = Coefficients(coef * scale, params, plan)
+
+    def _sqnorms(self, plan: Plan) -> tuple[Blocks, Blocks]:
+        """Squared norms ``[n, B]`` of several parameters at a time, and whose they are; and what
+        rounding may hide of those that are released by another product."""
+        return self.groups.sqnorms(plan)
 
     def _clip(
         self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
@@ -509,10 +409,6 @@ class BackwardPass:
             param.grad.add_(grad)
         else:  # of a backward with recording off, say
             param.grad = param.grad + grad
-
-
-def _one_by_one(rows_B: Mapping[int, Tensor]) -> Blocks:
-    return [([key], row_B.unsqueeze(0)) for key, row_B in rows_B.items()]
 
 
 def stored_where_cheaper(

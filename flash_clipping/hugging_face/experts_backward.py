@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.distributed.backward_pass import ShardedBackwardPass
+from flash_clipping.distributed.backward_pass import ShardedBackwardPass, ShardedTwoWalks
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.errors import FlashClippingError
@@ -37,10 +37,8 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         self._held: dict[int, list[PerSampleGrad]] = {}
         self._of_all: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._coefs: dict[int, Tensor] = {}
-        #: ``mode="two_pass"``, of experts: squared norms ``[B]`` by parameter, as they were
-        #: measured; and the sum ``[M]`` of those that came in the second walk.
+        #: Of experts: squared norms ``[B]`` by parameter, as they were measured.
         self._sq_B: dict[int, Tensor] = {}
-        self._released_M: Tensor | float = 0.0
 
     def record(
         self,
@@ -56,20 +54,15 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         self._note_samples(path, factors[0].samples)
         self.without_samples = [*self.without_samples, *params]
         whole: Sequence[PerSampleGrad] = [factor.whole for factor in factors]
-        if readers is not None and self.coef is None and not self.norms_only:
+        if readers is not None:
             call, place = readers
             count = partial(call.count_readers, place, params)
             whole = stored_where_cheaper(whole, count, self.backend)
         for param, factor in zip(params, whole, strict=True):
-            key = id(param)
-            if self.coef is not None:
-                self._put_clipped(param, factor, self._coefs[key])
-            elif self.norms_only and self.uses[key] == 1:
-                self._measure(key, factor)
-            else:
-                self.together[key] += 1
-                self._held.setdefault(key, []).append(factor)
-        self._send_complete(params)
+            self._hold(param, factor)
+
+    def _hold(self, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        self._held.setdefault(id(param), []).append(factor)
 
     def _note_samples(self, path: str, samples: Samples) -> None:
         if self._samples is not None and self._samples.counts != samples.counts:
@@ -82,7 +75,7 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         if not self._is_of_nobody and samples.own != self.batch_size:
             self._check_batch_size(path, samples.own)
 
-    def _measure(self, key: int, factor: PerSampleGrad) -> None:
+    def _measure_of_all(self, key: int, factor: PerSampleGrad) -> None:
         self._of_all[key] = factor.sqnorms(self.backend), factor.error_bound(self.backend)
 
     def _of_whole_gradients(
@@ -95,7 +88,7 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         for key in self._held:
             factor = merge(self._held[key])
             self._held[key] = [factor]
-            self._measure(key, factor)
+            self._measure_of_all(key, factor)
         sq_M, _ = next(iter(self._of_all.values()))
         nothing_M = sq_M.new_zeros(sum(samples.counts), dtype=torch.float64)
         experts = [id(param) for param in params if id(param) in self.slots.experts]
@@ -124,9 +117,55 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         rows = [self.coef.one] if self.coef.one is not None else [self.coef[k] for k in experts]
         of_all = self._samples.gathered(torch.stack(rows))
         self._coefs = dict(zip(experts, of_all.expand(len(experts), -1), strict=True))
-        if self.measured_B is not None:
-            found = [self.coef[key].square() * self._sq_B[key] for key in experts]
-            self.measured_B = torch.stack([self.measured_B, *found]).nan_to_num(0, 0).sum(0)
+
+    def _sums_of(self, part: tuple[int, ...]) -> dict[int, Tensor]:
+        found = super()._sums_of(part)
+        for key in part:
+            if key in self._held:
+                (factor,) = self._held.pop(key)
+                found[key] = factor.clipped_sum(self._coefs[key], self.backend)
+        return found
+
+    def forget(self) -> None:
+        super().forget()
+        self._held.clear()
+        self._of_all.clear()
+
+
+class ExpertsTwoWalks(ExpertsBackwardPass, ShardedTwoWalks):
+    """Experts in parallel with two walks: of rows of a sample in all processes, in each."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        #: Squared norms ``[M]`` of what came of experts in the second walk, added up.
+        self._released_M: Tensor | float = 0.0
+
+    def record(
+        self,
+        path: str,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[Any],
+        readers: Readers | None = None,
+    ) -> None:
+        is_of_experts = id(params[0]) in self.slots.experts
+        if is_of_experts:
+            self._check_walks(path)
+        super().record(path, params, factors)
+        if is_of_experts:
+            self._send_complete(params)
+
+    def _hold(self, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        key = id(param)
+        if self.coef is not None:
+            self._release(param, factor, self._coefs[key])
+        elif self.uses[key] == 1:
+            self._measure_of_all(key, factor)
+        else:
+            self.together[key] += 1
+            super()._hold(param, factor)
+
+    def _measured(self) -> list[tuple[int, Tensor]]:
+        return [*super()._measured(), *self._sq_B.items()]
 
     def _note_release(self, key: int, sq_B: Tensor) -> None:
         if key in self.slots.experts:
@@ -142,16 +181,3 @@ class ExpertsBackwardPass(ShardedBackwardPass):
             of_others = 0 if self.released_B is None else self.released_B
             self.released_B = of_own[: len(self.measured_B)] + of_others
         super().check_release()
-
-    def _sums_of(self, part: tuple[int, ...]) -> dict[int, Tensor]:
-        found = super()._sums_of(part)
-        for key in part:
-            if key in self._held:
-                (factor,) = self._held.pop(key)
-                found[key] = factor.clipped_sum(self._coefs[key], self.backend)
-        return found
-
-    def forget(self) -> None:
-        super().forget()
-        self._held.clear()
-        self._of_all.clear()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from flash_clipping.capture.layer_inputs import positional
 from flash_clipping.errors import InvalidValue, NotServed
 from flash_clipping.hugging_face.experts import DbrxExpertsRule, ExpertsRule, Llama4ExpertsRule
-from flash_clipping.hugging_face.experts_backward import ExpertsBackwardPass
+from flash_clipping.hugging_face.experts_backward import ExpertsBackwardPass, ExpertsTwoWalks
 from flash_clipping.layers.routed_rows import SideBySide
 from flash_clipping.layers.rules import MixtureOfExpertsRule
 from flash_clipping.rules import find_rule
@@ -132,10 +132,10 @@ class ForwardByRule:
 
     Attributes:
         computes_rule: the rule, by which a wrapped model runs the layer.
-        backward_pass: the class of backward pass that a wrapped model needs.
+        backward_passes: the classes of backward passes that a wrapped model needs, by mode.
     """
 
-    backward_pass = ExpertsBackwardPass
+    backward_passes = {"one_pass": ExpertsBackwardPass, "two_pass": ExpertsTwoWalks}
 
     def __init__(self, layer: nn.Module, rule: Rule):
         self.layer, self.computes_rule = layer, rule

@@ -313,7 +313,7 @@ def test_norms_are_taken_in_fp32_whatever_a_factor_gives() -> None:
 
 def test_a_call_without_factors_says_nothing() -> None:
     wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
-    backward_pass = wrapped._session.new_backward_pass()
+    backward_pass = wrapped._session.backward_pass_class(wrapped._session)
     assert isinstance(backward_pass, BackwardPass)
     backward_pass.record("layer", [], [])
     backward_pass.take_norms()

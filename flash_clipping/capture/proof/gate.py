@@ -19,6 +19,7 @@ from flash_clipping.capture.proof.oracle import STRAY, examine
 from flash_clipping.capture.proof.probe import marks_of
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.session import ClippingSession
+from flash_clipping.capture.two_pass import TwoWalks
 from flash_clipping.errors import FlashClippingError, to_freeze
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.ops.runtime.checks import check_on_device
@@ -78,7 +79,7 @@ class Gate:
             self._trainable = trainable
             self._why.clear()
         session, args, kwargs = subject.session, subject.args, subject.kwargs
-        if session.backward_pass_class is not BackwardPass:
+        if session.backward_pass_class not in (BackwardPass, TwoWalks):
             return  # somebody else watches
         if not any(x.dim() > session.batch_axis for x in batched_inputs(args, kwargs)):
             return

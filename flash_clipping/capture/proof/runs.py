@@ -275,7 +275,7 @@ class Runs:
         args, kwargs = map_tensors(torch.clone, given, packed=True)
         session = self.session
         left, count = [param.grad for param in self.params], len(places)
-        around = session.enabled, session.comparing, session.returned
+        around = session.enabled, session.comparing
         call = None
         session.enabled = taps or probing is not None
         try:
@@ -286,8 +286,7 @@ class Runs:
             ):
                 if session.enabled:
                     call = session.begin_forward(batched_inputs(args, kwargs))
-                session.comparing, session.returned = True, None  # no two passes
-                session.probing = probing
+                session.comparing, session.probing = True, probing
                 for param in self.params:
                     param.grad = None
                 of_layers: list[Tensor] = []
@@ -335,7 +334,7 @@ class Runs:
             if call is not None:
                 call.spent = True
                 call.end()
-            session.enabled, session.comparing, session.returned = around
+            session.enabled, session.comparing = around
             session.probing = None
 
     def norms_of(
