@@ -9,7 +9,6 @@ A layer with a rule runs inside one ``torch.autograd.Function``
 from __future__ import annotations
 
 import warnings
-from itertools import repeat
 from typing import Any, NoReturn, TypeAlias
 
 from torch import Tensor, is_grad_enabled, nn
@@ -208,13 +207,11 @@ class Tap(FactorSource):
         return apply_proven_layer(self, proven, call, self.session.anchor, x, *params)
 
     def _kind_of(self, x: Tensor) -> tuple[Any, ...]:
-        """What must be the same in each call that takes the short way."""
+        """What must be the same in each call that takes the short way. Who is trainable, and where
+        parameters are, is asked once for all layers (``ParameterGuards.watch_new``)."""
         layer = self.layer
-        params = layer._parameters.values()
-        own = len(layer.__dict__), len(layer._buffers)
-        trained = map(getattr, params, repeat("requires_grad"), repeat(None))
-        devices = map(getattr, params, repeat("device"), repeat(None))
-        return x.dtype, x.device, *own, *map(id, params), *trained, *devices
+        own = len(layer.__dict__), len(layer._buffers), *map(id, layer._parameters.values())
+        return x.dtype, x.device, *own
 
     def _is_ordinary(self, args: tuple[Any, ...], axis: int, rows: DeclaredRows | None) -> bool:
         """Whether a call of these arguments needed nothing but its rule."""

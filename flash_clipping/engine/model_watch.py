@@ -61,7 +61,7 @@ _PAST_THE_TAP = (
     "linear layers)."
 )
 
-_MODE, _DTYPE = operator.attrgetter("training"), operator.attrgetter("dtype")
+_MODE, _PLACE = operator.attrgetter("training"), operator.attrgetter("dtype", "device")
 _CHILDREN, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
 
 
@@ -105,7 +105,7 @@ class ParameterGuards:
         self.count = 0
         self._guarded: dict[int, nn.Parameter] = {}
         self._looked_at: list[nn.Parameter] | None = None
-        self._dtypes: list[torch.dtype] = []
+        self._places: list[tuple[torch.dtype, torch.device]] = []
         #: Parameters whose gradients had to have their dtype before.
         self._of_one_dtype: list[nn.Parameter] = []
 
@@ -118,9 +118,10 @@ class ParameterGuards:
         if sum(map(len, hooks)) > len(found) or any(map(awaits_gradient, found)):
             for name, param in self.root.named_parameters():
                 refuse_hooks(name, param)
-        dtypes = [*map(_DTYPE, found)]
-        if found is self._looked_at and dtypes == self._dtypes:
+        places = [*map(_PLACE, found)]
+        if found is self._looked_at and places == self._places:
             return False
+        self.session.begin_epoch()
         new = {id(param): param for param in found if id(param) not in guarded}
         names = {id(param): name for name, param in self.root.named_parameters()} if new else {}
         for key, param in new.items():
@@ -136,7 +137,7 @@ class ParameterGuards:
             if param.dtype in (torch.bfloat16, torch.float16) and param.grad_dtype == param.dtype:
                 self._of_one_dtype.append(param)
                 param.grad_dtype = None  # any
-        self._looked_at, self._dtypes = found, dtypes
+        self._looked_at, self._places = found, places
         return bool(new)
 
     def remove(self) -> None:
