@@ -377,9 +377,6 @@ BATCH_NORMS: tuple[type[nn.Module], ...] = (
 #: other modules that change buffers.
 SPECTRAL_NORM: type[nn.Module] | None = _find(nn.utils.parametrizations, "_SpectralNorm")
 
-#: All kinds of dropout. Without: an error on import.
-DROPOUTS: tuple[Any, ...] = (_attribute(nn.modules.dropout, "_DropoutNd"),)
-
 
 def function_of(node: Any) -> type | None:
     """The ``torch.autograd.Function`` that a node of a graph is of; ``None`` of PyTorch's own, and

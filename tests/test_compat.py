@@ -75,7 +75,6 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "BATCH_NORMS": (["_BatchNorm"], r"_BatchNorm"),
     "function_of": (["_forward_cls"], "same"),
     "SPECTRAL_NORM": (["_SpectralNorm"], "same"),
-    "DROPOUTS": (["_DropoutNd"], r"_DropoutNd"),
     "padding_of": (
         ["_reversed_padding_repeated_twice"],
         r"Conv1d\._reversed_padding",

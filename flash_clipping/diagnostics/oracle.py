@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import DROPOUTS
 from flash_clipping.capture.declared_rows import parts_of_samples
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import random_state
@@ -151,9 +150,15 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree, packed=True)
 
 
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
 def without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
-        if isinstance(module, DROPOUTS):
+        if isinstance(module, _DROPOUTS):
             vars(module)["p"] = 0.0
         elif isinstance(getattr(module, "dropout", None), float):
             vars(module)["dropout"] = 0.0  # nn.MultiheadAttention and recurrent layers

@@ -14,6 +14,9 @@ from flash_clipping import (
     LinearGrad,
     register_rule,
 )
+from flash_clipping.capture.proof import gate
+from flash_clipping.capture.proof.oracle import Table
+from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.diagnostics import BadBatchError, check
 from flash_clipping.factors import SumGrad
 from flash_clipping.rules.linear import LinearRule
@@ -184,6 +187,19 @@ def test_a_scale_that_this_batch_does_not_need_is_caught() -> None:
     assert "outputs of a sample change with the others in its batch" in failure
     assert "Where the values of sample 0 are extreme" in beside
     assert all(status == "PASS" for status in statuses(report).values())
+
+
+def test_two_audits_follow_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def examine(subject: Subject, audit: int = 0) -> Table:
+        looked.append(audit)
+        return original(subject, audit=audit)
+
+    original = gate.examine
+    monkeypatch.setattr(gate, "examine", examine)
+    assert check(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), torch.randn(5, 4)).passed
+    assert [audit for audit in looked if audit] == [1, 2]
 
 
 def test_a_mixing_layer_that_one_sample_at_a_time_changes_is_caught() -> None:
