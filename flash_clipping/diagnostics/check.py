@@ -249,7 +249,7 @@ def _check_buffers(subject: Subject) -> None:
     if samples.count < 2:
         return
     left = []
-    for batch in (samples.all, samples.without(0)):
+    for batch in (samples.all, samples.take(range(1, samples.count))):
         model = copy.deepcopy(subject.plain)
         subject.task.value(model, batch)
         left.append({n: x for n, x in model.state_dict().items() if isinstance(x, torch.Tensor)})

@@ -53,9 +53,6 @@ class Samples(batches.Samples):
         (batch,), _ = self.batch(samples)
         return batch
 
-    def without(self, sample: int) -> Any:
-        return self.take([b for b in range(self.count) if b != sample])
-
     def other_sizes(self) -> list[int]:
         """Sizes of at least 2 that other axes of the tensors with samples have, none twice."""
         return [

@@ -280,7 +280,7 @@ def _entries(page: str) -> dict[str, list[str]]:
 
 
 class Gated(nn.Module):
-    """``block.gate`` is refused, if it is trained: its bias is used past all functions."""
+    """``block.gate`` is refused, if it is trained, where its weight is a part of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,8 +301,10 @@ def test_the_lines_on_the_page_of_errors_work(tmp_path: Path) -> None:
     x = torch.randn(4, 3, requires_grad=True)
 
     def backward() -> None:
+        gate = getattr(names["model"], "module", names["model"]).block["gate"]
         names["model"] = GradSampleModuleFlashClipping(names["model"])
-        names["model"](x).square().sum(1).mean().backward()
+        penalty = gate.weight.square().sum()
+        (names["model"](x).square().sum(1).mean() + penalty).backward()
 
     with pytest.raises(NotImplementedError, match="mixes samples"):
         backward()
