@@ -1,6 +1,6 @@
 """The package's names, where they are from. :mod:`flash_clipping` hands them on."""
 
-from flash_clipping import hugging_face, layers, noise  # noqa: F401
+from flash_clipping import hugging_face, layers, noise, one_by_one  # noqa: F401
 from flash_clipping.capture.declared_rows import samples
 from flash_clipping.capture.draws import NoStepWarning
 from flash_clipping.capture.units import Offsets

@@ -24,7 +24,7 @@ WINGS = {
 FLOORS = [
     {f"flash_clipping{name}" for name in ("", ".__main__", ".diagnostics", ".public")},
     {"flash_clipping.trainers", "flash_clipping.auditing", "flash_clipping.planning"},
-    {f"flash_clipping.{name}" for name in ("hugging_face", "noise", "pipelines")},
+    {f"flash_clipping.{name}" for name in ("hugging_face", "noise", "one_by_one", "pipelines")},
     {"flash_clipping.layers"},
     {"flash_clipping.engine"},
     {"flash_clipping.distributed"},

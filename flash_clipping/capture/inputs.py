@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -77,29 +78,17 @@ def map_tensors(
         if isinstance(leaf, PackedSequence):
             data = change(leaf.data) if packed else leaf.data
             return leaf if data is leaf.data else leaf._replace(data=data)
-        if depth == 0 or isinstance(leaf, nn.Module | type):
+        is_mapping = isinstance(leaf, Mapping)
+        if depth == 0 or isinstance(leaf, nn.Module | type) or (callable(leaf) and not is_mapping):
             return leaf
-        if isinstance(leaf, Mapping):
-            content: Mapping[Any, Any] = leaf
-        elif callable(leaf):
-            return leaf
-        else:
-            content = attributes_of(leaf)
+        content = leaf if is_mapping else attributes_of(leaf)
         changed = {}
         for key, value in content.items():
             new = map_tensors(change, value, depth - 1, packed=packed)
             before, after = pytree.tree_leaves(value), pytree.tree_leaves(new)
             if any(a is not b for a, b in zip(before, after, strict=True)):
                 changed[key] = new
-        if not changed:
-            return leaf
-        leaf = copy.copy(leaf)
-        if isinstance(leaf, MutableMapping):
-            leaf.update(changed)
-            return leaf
-        for name, new in changed.items():
-            object.__setattr__(leaf, name, new)  # a frozen dataclass has this one only
-        return leaf
+        return rebuilt(leaf, changed) if changed else leaf
 
     return pytree.tree_map(of_leaf, arguments, is_leaf=_is_packed)
 
@@ -113,6 +102,31 @@ def attributes_of(value: Any) -> dict[str, Any]:
             if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
                 found[name] = getattr(value, name)
     return found
+
+
+def parts_of(name: str, value: Any) -> dict[Any, tuple[str, Any]]:
+    """What a mapping or an object of data holds, each with its name."""
+    if isinstance(value, Mapping):
+        return {key: (f"{name}[{key!r}]", part) for key, part in value.items()}
+    if isinstance(value, nn.Module | type) or callable(value):
+        return {}
+    if hasattr(value, "_fields") or dataclasses.is_dataclass(value) or tensors_in(value):
+        fields = getattr(value, "_fields", ())
+        held = dict(zip(fields, value, strict=True)) if fields else attributes_of(value)
+        return {key: (f"{name}.{key}", part) for key, part in held.items()}
+    return {}
+
+
+def rebuilt(like: Any, content: Mapping[str, Any]) -> Any:
+    """An object of the same type that holds these in the place of its own."""
+    if hasattr(like, "_fields"):
+        return like._replace(**content)
+    made: Any = copy.copy(like)
+    # A frozen dataclass has the way of object's only.
+    put = type(made).__setitem__ if isinstance(like, Mapping) else object.__setattr__
+    for key, value in content.items():
+        put(made, key, value)
+    return made
 
 
 def _is_packed(leaf: Any) -> bool:

@@ -32,12 +32,12 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoWalks
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import sharded_model
+from flash_clipping.engine import wings
 from flash_clipping.engine.grad_ledger import GradLedger, Norms, checked_bound
 from flash_clipping.engine.installed_taps import InstalledTaps
 from flash_clipping.engine.loss_graph import LossLook
 from flash_clipping.engine.model_watch import ModelWatch, ParameterGuards, TrainableParameters
 from flash_clipping.engine.module_proxy import ModuleProxy
-from flash_clipping.engine.one_by_one import OneByOne, refuse_replay
 from flash_clipping.engine.options import (
     Backend,
     Fp32Precision,
@@ -54,6 +54,7 @@ from flash_clipping.engine.unsupported import (
     refuse_mean,
     refuse_new_class,
     refuse_one_by_one,
+    refuse_replay,
     refuse_unsupported,
     rounds_by_scale,
 )
@@ -112,7 +113,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             are known. ``"two_pass"`` keeps nothing and runs backward twice: for models under
             activation checkpointing that would not fit otherwise. ``"one_by_one"`` runs the model
             once for each sample: exact for every model, second derivatives included, and slower
-            (:mod:`flash_clipping.engine.one_by_one`).
+            (:mod:`flash_clipping.one_by_one`).
         clipping: ``"flat"``, ``"per_layer"`` or ``"automatic"``
             (:func:`~flash_clipping.finish.clipping.clipping_coefficients`).
         folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that with
@@ -232,7 +233,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         root.__deepcopy__ = partial(_plain_copy, self)
         wrapper = self if isinstance(self, nn.Module) else root
         if self.mode == "one_by_one":
-            self._installed: list[Any] = [OneByOne(self, wrapper, handles)]
+            self._installed: list[Any] = [wings.one_by_one(self, wrapper, handles)]
             self.enable_hooks()
             return
         refuse_unsupported(root)
@@ -290,8 +291,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         (:mod:`flash_clipping.capture.compiled` tells for what layers). Norms and clipped sums are
         those of the model that is not compiled.
         """
-        if self.mode == "one_by_one":
-            refuse_replay("model.compile()")
+        refuse_replay(self.mode, "model.compile()")
         self._taps.regions.compile(self._taps.of_root, compiler_of(args, kwargs))
 
     # -- forward: who is a sample? --------------------------------------------------------------

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flash_clipping.capture.inputs import tensors_in
-from flash_clipping.capture.one_sample import parts_of, rebuilt
+from flash_clipping.capture.inputs import parts_of, rebuilt, tensors_in
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidValue, checked_number
 

@@ -33,7 +33,6 @@ from flash_clipping.engine.grad_sample_module import (
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.engine.graphs.graphed_model import replay_calls
-from flash_clipping.engine.one_by_one import refuse_replay
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.options import (
     Backend,
@@ -507,8 +506,6 @@ class FlashPrivacyEngine(PrivacyEngine):
             cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
             model = cls(module, **options)
             if given["cuda_graphs"] == "auto":
-                if model.mode == "one_by_one":
-                    refuse_replay("cuda_graphs='auto'")
                 replay_calls(model)
             return model
         defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": (), "sample_of": None}

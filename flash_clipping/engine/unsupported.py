@@ -353,6 +353,15 @@ def _refuse_in_any_mode(root: nn.Module) -> None:
                 )
 
 
+def refuse_replay(mode: str, what: str) -> None:
+    """Refuse to compile a model whose samples run one at a time, or to replay its steps."""
+    if mode == "one_by_one":
+        raise NotServed(
+            f"{what}: found mode='one_by_one', in which samples run one at a time, each as it is: "
+            "nothing is compiled or replayed. Leave it out."
+        )
+
+
 def refuse_frozen(root: nn.Module) -> None:
     """Raise ``ValueError`` for a model in which nothing would be trained."""
     names = [name for name, _ in root.named_parameters()]

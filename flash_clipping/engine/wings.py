@@ -15,6 +15,9 @@ pipeline_group: Callable[[Any, dict[str, Any]], Any]
 #: Of :mod:`flash_clipping.pipelines`: the class of the private optimizer of one stage.
 stage_optimizer: type[Any]
 
+#: Of :mod:`flash_clipping.one_by_one`: stands in for the call of a wrapped model's root.
+one_by_one: Callable[[Any, Any, list[Any]], Any]
+
 #: Of :mod:`flash_clipping.noise`: how batches are drawn and noise is made; without arguments
 #: Poisson batches and independent noise.
 MechanismSpec: type[Any]

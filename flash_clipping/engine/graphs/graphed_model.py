@@ -30,11 +30,13 @@ from flash_clipping.engine.graphs.graphed_step import (
     differentiable,
     without_gradients,
 )
+from flash_clipping.engine.unsupported import refuse_replay
 from flash_clipping.errors import FlashClippingError
 
 
 def replay_calls(model: GradSampleHooksFlashClipping) -> None:
     """Replay calls of this private model as CUDA graphs: ``make_private(cuda_graphs="auto")``."""
+    refuse_replay(model.mode, "cuda_graphs='auto'")
     # It stands where nn.Module.compile() puts what replaces a module's call.
     root: Any = model._module
     if (call := call_of(root)) is not None:

@@ -33,7 +33,7 @@ from flash_clipping.engine.graphs.conditions import (
     refuse,
     rehearse,
 )
-from flash_clipping.engine.one_by_one import refuse_replay
+from flash_clipping.engine.unsupported import refuse_replay
 from flash_clipping.errors import InvalidType, InvalidValue
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.runtime.checks import device_checks
@@ -317,8 +317,8 @@ class GraphedStep:
 
     def _check(self, call: Call) -> None:
         """Raise ``FlashClippingError`` where no replay would be what the call is."""
-        if any(wrapped.mode == "one_by_one" for wrapped in call.models):
-            refuse_replay("GraphedStep")
+        for wrapped in call.models:
+            refuse_replay(wrapped.mode, "GraphedStep")
         if any(m._session.units_of_calls.are_known for m in call.models):
             refuse(
                 "clips privacy units (sample_of, or make_private(units=...)), whose number is read "

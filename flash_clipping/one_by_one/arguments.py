@@ -16,10 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from flash_clipping.capture.inputs import DEPTH, attributes_of, map_tensors, tensors_in
+from flash_clipping.capture.inputs import (
+    DEPTH,
+    attributes_of,
+    map_tensors,
+    parts_of,
+    rebuilt,
+    tensors_in,
+)
 from flash_clipping.errors import FlashClippingError
 
 #: What is left of an argument for some rows.
@@ -238,19 +245,6 @@ def _leaves(name: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str, An
             yield from _leaves(path, part, depth - 1)
 
 
-def parts_of(name: str, value: Any) -> dict[Any, tuple[str, Any]]:
-    """What a mapping or an object of data holds, each with its name."""
-    if isinstance(value, Mapping):
-        return {key: (f"{name}[{key!r}]", part) for key, part in value.items()}
-    if isinstance(value, nn.Module | type) or callable(value):
-        return {}
-    if hasattr(value, "_fields") or dataclasses.is_dataclass(value) or tensors_in(value):
-        fields = getattr(value, "_fields", ())
-        held = dict(zip(fields, value, strict=True)) if fields else attributes_of(value)
-        return {key: (f"{name}.{key}", part) for key, part in held.items()}
-    return {}
-
-
 def _is_array(value: Any) -> bool:
     """Whether it is a tensor, or an array of NumPy."""
     return isinstance(value, Tensor) or (
@@ -380,17 +374,3 @@ class Joined:
                 return joined
             return joined.index_select(axis, torch.tensor(self._places, device=joined.device))
         return torch.stack([*values]) if len({x.shape for x in values}) == 1 else [*values]
-
-
-def rebuilt(like: Any, content: Mapping[str, Any]) -> Any:
-    """An object of the same type that holds these in the place of its own."""
-    if hasattr(like, "_fields"):
-        return like._replace(**content)
-    made = copy.copy(like)
-    if isinstance(made, Mapping):
-        for key, value in content.items():
-            made[key] = value  # type: ignore[index]
-    else:
-        for name, value in content.items():
-            object.__setattr__(made, name, value)
-    return made

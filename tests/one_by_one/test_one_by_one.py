@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError
-from flash_clipping.engine.one_by_one import OneByOne
+from flash_clipping.one_by_one.mode import OneByOne
 from tests.support.one_sample import Loop, assert_clipped, one_at_a_time, seeded, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:mode=.one_by_one.")

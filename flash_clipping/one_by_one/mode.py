@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,15 @@ from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import map_tensors, refuse_layout, tensors_in
 from flash_clipping.capture.no_samples import of_nobody, refuse_no_rows
 from flash_clipping.capture.no_trace import random_state, untouched
-from flash_clipping.capture.one_sample import (
+from flash_clipping.engine.buffers import BufferWatch
+from flash_clipping.engine.loss_graph import walk
+from flash_clipping.engine.model_watch import ParameterGuards, Structure
+from flash_clipping.engine.unsupported import PIPELINES, refuse_around, refuse_in_pipeline
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.factors import accumulation_dtype
+from flash_clipping.finish.backward_pass import BackwardPass
+from flash_clipping.finish.clipping import Doubts, total_norm
+from flash_clipping.one_by_one.arguments import (
     HOLDERS,
     OF_NOBODY,
     Batch,
@@ -52,14 +60,6 @@ from flash_clipping.capture.one_sample import (
     fill,
     way_of,
 )
-from flash_clipping.engine.buffers import BufferWatch
-from flash_clipping.engine.loss_graph import walk
-from flash_clipping.engine.model_watch import ParameterGuards, Structure
-from flash_clipping.engine.unsupported import PIPELINES, refuse_around, refuse_in_pipeline
-from flash_clipping.errors import FlashClippingError, NotServed
-from flash_clipping.factors import accumulation_dtype
-from flash_clipping.finish.backward_pass import BackwardPass
-from flash_clipping.finish.clipping import Doubts, total_norm
 
 _PAST_THE_SAMPLES = (
     "added without being clipped. In mode='one_by_one' a sample's gradient is what its own run of "
@@ -103,14 +103,6 @@ _DID_NOT_RUN = (
 _JOINED = "flash_clipping.samples"
 
 
-def refuse_replay(what: str) -> NoReturn:
-    """Refuse to compile a model in this mode, or to replay its steps."""
-    raise NotServed(
-        f"{what}: found mode='one_by_one', in which samples run one at a time, each as it is: "
-        "nothing is compiled or replayed. Leave it out."
-    )
-
-
 class OneByOne:
     """Stands in for the call of a wrapped model's root, with its hooks.
 
@@ -137,16 +129,12 @@ class OneByOne:
         self._grow: list[Way | None] | None = None
         self._runs = False
         self._compiled = self.root._compiled_call_impl
-        self.install()
+        self.root._compiled_call_impl = self  # where nn.Module.compile() puts what replaces a call
         warnings.warn(
             'mode="one_by_one": samples run through the model one at a time, forward and backward, '
             "so that a step takes as many runs as the batch has samples.",
             stacklevel=6,
         )
-
-    def install(self) -> None:
-        """Stand where ``nn.Module.compile()`` puts what replaces a module's call."""
-        self.root._compiled_call_impl = self
 
     def new_pass(self, session: Any) -> SamplesPass:
         """A backward pass that begins."""
@@ -163,7 +151,7 @@ class OneByOne:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._calls = weakref.WeakSet()
-        self.install()  # copies of modules lose it
+        self.root._compiled_call_impl = self  # copies of modules lose it
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -325,8 +313,7 @@ class OneByOne:
         told = rows.of_call(self.root, tensors, (), {})
         forward = session.begin_forward(tensors, units=told.units)
         rows.note(told, forward)
-        if forward.recorded:
-            self.model.running_step.await_backward(tensors)
+        self.model.running_step.await_backward(tensors)
         return forward
 
     def _groups(self, batch: Batch, forward: ForwardCall) -> list[list[int]]:
