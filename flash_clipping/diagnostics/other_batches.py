@@ -86,7 +86,7 @@ class OtherBatches:
         yield f"In a batch of {size} copies of sample 0", self.flash, [0] * size, None
         for kind in EXTREMES[:2] if B > 1 else ():
             subject.samples.stays_in_range = kind == "in range"
-            (batch,), _ = subject.samples.batch(range(B), extreme=0)
+            (batch,), _ = subject.samples.batch(range(B), extreme=[0])
             try:
                 subject.task.value(subject.plain, batch)
             except Exception:  # the model takes no such sample

@@ -107,7 +107,7 @@ def test_one_tensor_a_sample_lengths_and_texts() -> None:
 def test_a_batch_is_cut_with_its_lists() -> None:
     x, targets, sizes = torch.randn(B, 3), boxes(1, 2, 3, 2), [torch.ones(B), torch.zeros(B)]
     samples = Samples((x, targets, sizes), {"names": ["a", "b", "c", "d"], "size": (3, 2)}, 0)
-    (rows, cut, parts), named = samples.batch([2, 0], extreme=1)
+    (rows, cut, parts), named = samples.batch([2, 0], extreme=[1])
     assert torch.equal(rows[0], x[2]) and named == {"names": ["c", "a"], "size": (3, 2)}
     assert torch.equal(cut[0]["boxes"], targets[2]["boxes"])
     assert torch.equal(cut[1]["labels"], targets[0]["labels"])

@@ -1,12 +1,12 @@
 """Batches made of the samples of one batch: in other places, fewer of them, one of them extreme,
-some of them shorter."""
+some of them shorter, or all of them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,16 @@ EXTREMES = "far", "in range", None
 #: of it is the sample as it is.
 LEFT = 0.0, 0.5, 1.0
 
+#: Samples of a batch that is looked at; fewer where something else has as many rows.
+FEW = 4, 3, 2
+
+#: The part of a batch's positions that is looked at, and the least length that texts are cut to.
+SHARE, SHORT = 4, 32
+
+
+#: The length of texts, and the part of them that is looked at.
+Window = tuple[int, slice]
+
 
 class Samples:
     """The arguments of one call, as samples.
@@ -57,6 +67,7 @@ class Samples:
         names: of ``args``.
         bags: offsets of bags beside other inputs, and the ids that they point into; what is as
             long as these belongs to them.
+        window: what texts are cut to; every axis of the arguments that is as long is cut.
     """
 
     def __init__(
@@ -69,8 +80,9 @@ class Samples:
         parts: Mapping[int, Tensor] | None = None,
         names: Sequence[str] = (),
         bags: Sequence[tuple[Tensor, Tensor]] = (),
+        window: Window | None = None,
     ) -> None:
-        self._axis, self._parts = axis, parts or {}
+        self._axis, self._parts, self._window = axis, parts or {}, window
         own = weakref.proxy(self)  # pytrees keep what they ask in a reference cycle
         self._is_leaf = lambda leaf: own._is_list(leaf)
         # Tensors of their own: a causal model's labels are often its input ids.
@@ -132,6 +144,8 @@ class Samples:
         #: Whether floats of an extreme sample are no larger than others in their places, for models
         #: that run on no other ones.
         self.stays_in_range = False
+        #: Samples that have rows in inputs without such an axis.
+        self.with_parts = {b for of_rows in self._parts.values() for b in of_rows.tolist()}
         #: What stands for no token.
         self.padding = 0
         #: Whether samples can be made shorter.
@@ -152,6 +166,40 @@ class Samples:
         """Whether this tensor of the arguments has a row for each sample."""
         return id(x) in self._ids
 
+    def few(self, seed: int) -> list[int]:
+        """Some of the samples, others for another ``seed``; all of them if there are few, or if
+        they may be ids that lie end to end."""
+        first, *others = self.tensors
+        ends = {len(x) for x in others if x.dim() == 1} - {len(first)}
+        if first.dim() == 1 and ends and self._offsets is None:
+            return [*range(self.count)]
+        others = [x for x in self.leaves if x.dim() and not self.holds(x)]
+        taken = {len(x) for x in others} | {x.shape[self._axis] for x in others if x.dim() > 1}
+        taken |= {self.count} if self.is_ambiguous else set()
+        fitting = (n for n in FEW if n <= self.count and n not in taken)
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(seed)).tolist()
+        order.sort(key=lambda b: b not in self.with_parts)
+        return sorted(order[: next(fitting, FEW[0])])
+
+    def window_of(self, count: int) -> Window | None:
+        """The length of the texts, and the part of it that ``count`` samples are cut to, where they
+        would else have more than a part of the batch's positions: where most labels are, or most
+        tokens that a mask counts. ``None`` to leave them as they are."""
+        texts = [x for x in self.leaves if self.holds(x) and x.dim() == 2 and _is_integral(x)]
+        if not self.may_be_shorter or not texts:
+            return None
+        length = texts[0].shape[1 - self._axis]
+        short = max(SHORT, self.count * length // (SHARE * count))
+        if short >= length:
+            return None
+        counts = torch.ones(length)
+        for x in texts:
+            if x.shape == texts[0].shape:
+                seen = (x != IGNORED) & ((x != 0) if bool(((x == 0) | (x == 1)).all()) else True)
+                counts = counts * (seen.sum(self._axis).cpu() + 1e-3)
+        begin = int(counts.unfold(0, short, 1).sum(1).argmax())
+        return length, slice(begin, begin + short)
+
     def _is_list(self, value: Any) -> bool:
         if isinstance(value, list) and any(id(x) in self._in_bags for x in value):
             return False
@@ -166,7 +214,7 @@ class Samples:
     def batch(
         self,
         order: Sequence[int],
-        extreme: int | None = None,
+        extreme: Collection[int] = (),
         sparse: Sequence[int] = (),
         shorter: Sequence[int] = (),
         left: float = 1.0,
@@ -175,7 +223,7 @@ class Samples:
 
         Args:
             order: the number of the sample in each place.
-            extreme: a place whose sample is changed: floats are 100 times as large, with other
+            extreme: places whose samples are changed: floats are 100 times as large, with other
                 signs where there are any. Integers, which may be indices, are the largest or the
                 smallest that a sample has there, and so are floats with :attr:`stays_in_range`.
                 Masks (no entries but 0 and 1) stay.
@@ -206,8 +254,8 @@ class Samples:
             found = x.index_select(axis, torch.tensor(order, device=x.device))
             # Places of other inputs are found by values of the text.
             is_kept = self._parts and not x.is_floating_point()
-            if extreme is not None and found.numel() and not is_kept:
-                row = found.select(axis, extreme)
+            for place in extreme if found.numel() and not is_kept else ():
+                row = found.select(axis, place)
                 row.copy_(self._extreme(x, axis, row))
             for place in sparse:
                 row = found.select(axis, place)
@@ -223,16 +271,16 @@ class Samples:
                 return leaf
             rows = unpack_sequence(leaf)
             taken = [rows[b] for b in order]
-            if extreme is not None:
-                taken[extreme] = self._extreme(leaf.data, 0, taken[extreme])
+            for place in extreme:
+                taken[place] = self._extreme(leaf.data, 0, taken[place])
             return pack_sequence(taken, enforce_sorted=False)
 
         def of_list(leaf: Any) -> Any:
             if not self._is_list(leaf):
                 return leaf
             taken = [leaf[b] for b in order]
-            if extreme is not None:
-                taken[extreme] = map_tensors(self._far, taken[extreme])
+            for place in extreme:
+                taken[place] = map_tensors(self._far, taken[place])
             return type(leaf)(taken)
 
         def cut(part: Any) -> Any:
@@ -240,9 +288,18 @@ class Samples:
 
         args, kwargs = tuple(map(cut, self.args)), {n: cut(x) for n, x in self.kwargs.items()}
         args, kwargs = map_tensors(of, (args, kwargs))
+        if self._window is not None:
+            args, kwargs = map_tensors(self._cut, (args, kwargs))
         return pytree.tree_map(
             of_leaf, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PackedSequence)
         )
+
+    def _cut(self, x: Tensor) -> Tensor:
+        assert self._window is not None
+        length, part = self._window
+        if length not in x.shape:
+            return x
+        return x[tuple([part if n == length else slice(None) for n in x.shape])]
 
     def _bags(self, order: Sequence[int], offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """The offsets of these samples, and the numbers of their ids, end to end, of so many."""
@@ -295,6 +352,10 @@ class Samples:
         # Some with the other sign: what compares entries with a threshold chooses others.
         turned = -EXTREME if self.turns_signs and bool((x < 0).any()) else EXTREME
         return (row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)).to(dtype)
+
+
+def _is_integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def _sparse(x: Tensor, row: Tensor, is_labels: bool) -> Tensor:

@@ -85,14 +85,20 @@ class Gate:
             return
         if not self._why:
             logger.info("checking which rows are samples")
-        try:
-            table = examine(subject, audit=audit)
-        except (ModelsOwnError, torch.OutOfMemoryError):
-            return  # comes in its own forward, or one sample fits
+        for small in subject.smaller(seed=audit):
+            try:
+                table = examine(small, audit=audit)
+                break
+            except ModelsOwnError:
+                pass
+            except torch.OutOfMemoryError:
+                return  # one sample fits
+        else:
+            return  # the model's own forward will raise it
         for doubt in table.doubts:
             self.next_audit = self.calls + 1
             logger.warning("rounding, or to be seen again in the next call: %s", doubt)
-        if subject.samples().are_alike and self._alike < ALIKE:
+        if small.samples().are_alike and self._alike < ALIKE:
             self._alike += 1
             self.next_audit = self.calls + 1
         known = self._why.setdefault(_kind(subject.root, args, kwargs), {})

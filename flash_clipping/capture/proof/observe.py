@@ -1,6 +1,6 @@
 """Which reads of tapped layers are samples, and which are the same for all samples.
 
-The model runs on the batch as it is, and once more on its samples in reverse order: one less, or
+The model runs on a few samples of the batch, and once more on these in reverse order: one less, or
 one more, and one of them made extreme; where it runs on one size only, on as many. What has a row
 for each sample in both runs are samples. What has as many rows in both, and the same values,
 and does not derive from an input, is a constant (positions, tables): a layer that reads it computes
@@ -12,7 +12,7 @@ nothing by themselves; the probe and the oracle tell (:mod:`flash_clipping.captu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def observe(
     loops = {tap: tap.loops for tap in taps_of(subject.root)}
     while True:  # until no answer that was taken from sizes is wrong: each is corrected once
         try:
-            whole, other = _look(subject, runs, seed)
+            small, whole, other = _look(subject, runs, seed)
         except (ModelsOwnError, torch.OutOfMemoryError):
             return subject, [], frozenset()  # its own forward will raise it
         wrong = _conclude(shown, whole, other)
@@ -86,7 +86,7 @@ def observe(
     for look in (whole, other):
         if look is not None and look.refused is not None:
             raise look.refused
-    subject = subject.of_bags(whole)
+    subject = small
     findings = _findings(whole, other)
     apart = {
         finding.read[0]
@@ -97,49 +97,68 @@ def observe(
     return subject, findings, parts
 
 
-def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Reads, Reads | None]:
-    """The batch as it is, and another one if the model runs on any.
+def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, Reads, Reads | None]:
+    """A few samples, and another batch of them if the model runs on any.
 
     Raises:
         ModelsOwnError: the model raises on the batch as it is.
     """
-    given = subject.args, subject.kwargs
-    whole = runs.look(given, seed)
-    if whole.refused is not None and runs.marks_inputs:
-        runs.marks_inputs = False  # it may mind that inputs require gradients
-        whole = runs.look(given, seed)
-    for samples, order, extreme in _others(subject.of_bags(whole)):
+    small, whole = _first_look(subject, runs, seed)
+    small = small.of_bags(whole)
+    chosen = small.chosen_samples()
+    for samples, order, extreme in _others(small):
         try:
-            other = runs.look(samples.batch(order, extreme), seed)
+            other = runs.look(samples.batch([chosen[b] for b in order], extreme), seed)
         except ModelsOwnError:
             continue
         if other.size == len(order):
-            rows = [place for place in range(other.size) if place != extreme]
+            rows = [place for place in range(other.size) if place not in extreme]
             other.places = rows, [order[place] for place in rows]
-            return whole, other
-    return whole, None
+            return small, whole, other
+    return small, whole, None
 
 
-def _others(subject: Subject) -> Iterator[tuple[Samples, list[int], int | None]]:
-    """Other batches that the model may run on: samples, their order, and the extreme place.
+def _first_look(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, Reads]:
+    """The smallest batch of the call's samples that the model runs on, and what layers read."""
+    for small in subject.smaller():
+        given = small.given()
+        try:
+            whole = runs.look(given, seed)
+            if whole.refused is not None and runs.marks_inputs:
+                runs.marks_inputs = False  # it may mind that inputs require gradients
+                whole = runs.look(given, seed)
+        except ModelsOwnError:
+            if small is subject:
+                raise
+        else:
+            if whole.refused is None or small is subject:
+                break
+        runs.marks_inputs, runs.saves = True, False
+    return small, whole
+
+
+def _others(subject: Subject) -> Iterator[tuple[Samples, list[int], list[int]]]:
+    """Other batches that the model may run on: samples, their order, and extreme places.
 
     An input may happen to have as many rows as there are samples: positions, a mask that all
     samples share. That takes another axis of that size, and a model that runs on another number
     of samples with that input as it is. Without such an axis the rows are the samples', and
     what would be left as it is could carry some of them into all others.
     """
-    samples = subject.samples()
-    size = samples.count
+    samples, size = subject.samples(), len(subject.chosen_samples())
     less, more = [*reversed(range(size - 1))], [size - 1, *reversed(range(size))]
+    if size == 4:
+        less = [1, 2, 0]  # the oracle replaces those that are kept here
     orders = [less, more] if size > 2 else [more, less]
+    are_whole = subject.chosen is None and subject.offsets is None
     for kind in EXTREMES:
-        extreme, samples.stays_in_range = 0 if kind else None, kind == "in range"
-        for narrow in range(4) if samples.is_ambiguous and subject.offsets is None else (0,):
+        extreme, samples.stays_in_range = [0] if kind else [], kind == "in range"
+        for narrow in range(4) if samples.is_ambiguous and are_whole else (subject.narrow,):
             for order in orders:
                 if order:
-                    some = subject.samples(narrow)
+                    some = replace(subject, narrow=narrow).samples()
                     some.stays_in_range = samples.stays_in_range
-                    yield some, order, extreme if len(order) > 1 else None
+                    yield some, order, extreme if len(order) > 1 else []
         if size > 1:
             yield samples, more[:size], extreme
 

@@ -9,7 +9,6 @@ shorter in the other: where rows lie may depend on lengths, which a batch may ha
 run        backward passes        what must hold
 =========  =====================  =================================================================
 taps       S                      norms of the other samples are 0 (STRAY)
-the batch  all, losses x1 .. 1000 norms of S grow as their losses do (TOGETHER)
 autograd   S                      outputs of S (VALUE) and their gradient (GRADIENT) are the same
 others     one of S               its norm is the one that is clipped by (NORM)
 the batch, the model's own loss   norms of some samples are autograd's, of the same loss of each of
@@ -20,8 +19,10 @@ samples
 The second batch is smaller than the first where nothing is drawn at random. Parameters are moved
 meanwhile (PERTURB).
 
-A round before the first step, and more as audits of later ones, with S and the rest swapped, other
-random numbers, and soon for one sample only. Nothing of the user's is changed by a round.
+A call is looked at in a few of its samples. A round before the first step, and more as audits of
+later ones, with other samples, S and the rest swapped, other random numbers, and soon for one
+sample only. Nothing of the user's is changed by a round. Hooks that are not linear in the batch and
+what values alone decide are seen by ``flash-clipping check``.
 
 Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 """
@@ -40,9 +41,9 @@ from torch import Tensor
 
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.capture.no_trace import ModelsOwnError
-from flash_clipping.capture.proof.batches import EXTREMES, LEFT, Samples
+from flash_clipping.capture.proof.batches import EXTREMES, LEFT
 from flash_clipping.capture.proof.repeatable import computed_in, perturbed, rounded_otherwise
-from flash_clipping.capture.proof.runs import AT_ONCE, MASKED, Gradient, Run, Runs, Subject
+from flash_clipping.capture.proof.runs import AT_ONCE, MASKED, Forward, Gradient, Runs, Subject
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 
 #: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
@@ -69,11 +70,8 @@ STRAY = 1e-6
 #: Seeds by which a finding is repeated.
 SEEDS = 3
 
-#: The largest factor of losses; less where gradients could overflow.
-LOUD, LOUD_FP16 = 1000.0, 16.0
-
 #: Samples of a batch for which the model's own loss is computed alone.
-ALONE = 3
+ALONE = 2
 
 #: Outputs that are looked at one by one where something is wrong with one of them.
 OUTPUTS = 16
@@ -87,7 +85,6 @@ WORDS = {
     "GRADIENT": "the clipped sum is not autograd's gradient of the same samples among others",
     "NORM": "the norm that a sample is clipped by is not that of its gradient",
     "STRAY": "the gradient of some samples reaches rows that are booked to others",
-    "TOGETHER": "a sample's gradient changes with the losses of others, or has another's rows",
 }
 
 ADVICE = (
@@ -234,73 +231,102 @@ def _in_dtype(subject: Subject, audit: int, seed: int, dtype: torch.dtype) -> Ta
 
 
 def _round_of(subject: Subject, audit: int, seed: int) -> Table:
-    """A round; another ``seed`` draws other numbers, and moves parameters otherwise."""
-    unfit: list[Table] = []
-    samples = subject.samples()
+    """The result of all rounds; another ``seed`` draws other numbers, and moves parameters
+    otherwise."""
+    chosen = subject.chosen_samples()
     try:
         with perturbed(subject.session.trainable(), seed=7 + seed):
-            for narrow in range(4) if samples.is_ambiguous else (0,):
-                found = _Oracle(subject, subject.samples(narrow), audit, seed).table()
-                if not found.unfit and not found.losses:
-                    return found
-                unfit.append(found)
-        return min(unfit, key=lambda table: (len(table.unfit), len(table.losses)))
+            return _Oracle(subject, audit, seed).table()
     except _NotFinite as error:
         kept = error.finite
     except torch.OutOfMemoryError:
-        if samples.count <= 2:
+        if len(chosen) <= 2:
             raise
-        kept = [*range(samples.count // 2)]
-    if not kept:
-        return Table()
-    args, kwargs = samples.batch(kept)
-    alone = replace(subject, args=args, kwargs=kwargs, offsets=None, bags=())
-    return _round_of(alone, audit, seed)
+        kept = chosen[: len(chosen) // 2]
+    return _round_of(replace(subject, chosen=kept), audit, seed) if kept else Table()
 
 
 @dataclass
-class _Second:
-    """Autograd's run of S among others.
+class _Outcome:
+    """A run of a batch.
 
     Attributes:
-        places: the number of the sample in each place of the batch; others than S have numbers of
-            their own.
-        at: the places of S.
+        given: its arguments.
+        places: the number of the sample in each place: in the batch through the taps 0 to B - 1,
+            and others than S have numbers of their own in another one.
+        values: outputs with a row for each sample, ``[B, entries]``.
+        possible, axes: the axes of these outputs that may hold the samples, and what was taken.
+        drawn: what was drawn at random.
+        gradients: of the backward passes.
     """
 
-    run: Run
     given: Any
-    places: list[int]
-    at: list[int]
+    places: Sequence[int]
+    values: dict[int, Tensor]
+    possible: dict[int, list[int]]
+    axes: dict[int, int]
+    drawn: list[Hashable]
+    gradients: list[Gradient]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One comparison of two runs.
+
+    Attributes:
+        left: the part of R that stands in the first run.
+        calm: whether nothing is drawn at random.
+        only: outputs that go backward, if not all.
+        axes: of outputs, the axis of the samples, if not the likely one.
+    """
+
+    left: float
+    calm: bool = False
+    only: frozenset[int] | None = None
+    axes: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What a round has found.
+
+    Attributes:
+        axes: of outputs that were compared, the axes that may hold the samples.
+        unfit: outputs that change with others in the batch, and why.
+        why: what is wrong with the gradients of the other ones together.
+    """
+
+    axes: Mapping[int, list[int]] = field(default_factory=dict)
+    unfit: Mapping[int, str] = field(default_factory=dict)
+    why: Complaint | FlashClippingError | None = None
 
 
 class _Oracle:
-    """One round, for outputs together and, where that fails, one by one."""
+    """Rounds on one batch, for outputs together and, where that fails, one by one."""
 
-    def __init__(self, subject: Subject, samples: Samples, audit: int, seed: int) -> None:
-        self.samples, self.B, self.audit, self.seed = samples, samples.count, audit, seed
+    def __init__(self, subject: Subject, audit: int, seed: int) -> None:
+        self.samples, self.audit, self.seed = subject.samples(), audit, seed
+        #: Numbers of the samples that are looked at, and of some others.
+        self.chosen = subject.chosen_samples()
+        self.B = len(self.chosen)
+        self.rest = [b for b in range(self.samples.count) if b not in self.chosen]
         self.runs = Runs(subject)
         names = {id(p): name for name, p in subject.root.named_parameters()}
         self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
         self.S, self.R = _halves(self.B, audit, by_turns=self.tolerance == TOLERANCE_WIDE)
         # Where modules run sample by sample, each chooses its own way by its values.
-        samples.turns_signs = not any(
+        self.samples.turns_signs = not any(
             getattr(vars(module).get("forward"), "loops", False)
             for module in subject.root.modules()
         )
         found = (getattr(module, "padding_idx", None) for module in subject.root.modules())
-        samples.padding = next((n for n in found if isinstance(n, int)), 0)
-        #: The part of R that stands in the first run; all in every other audit.
-        self.left = LEFT[0] if samples.may_be_shorter and not audit % 2 else LEFT[-1]
-        self.unfit: dict[int, str] = {}
-        self.returned: set[int] = set()
-        self.axes: dict[int, list[int]] = {}
+        self.samples.padding = next((n for n in found if isinstance(n, int)), 0)
+        #: Of outputs, the axes that may hold the samples.
+        self.axes: Mapping[int, list[int]] = {}
         #: The norm of the outputs that go backward.
         self.size = 0.0
-        #: By how much losses are multiplied, by sample: of S alone, and of all.
-        self.alone: dict[int, float] = {}
-        self.loud: dict[int, float] = {}
-        self.draws: dict[str, Any] = {}
+        #: The seed of what is drawn at random.
+        self.draws = 1 + audit + (seed << 8)
 
     @property
     def tolerance(self) -> float:
@@ -317,201 +343,206 @@ class _Oracle:
         unit = max((torch.finfo(kind).eps for kind in low), default=0.0)
         return perturbed(self.runs.params, partial(rounded_otherwise, unit=unit))
 
-    @property
-    def most(self) -> float:
-        """The largest factor of losses."""
-        return LOUD_FP16 if torch.float16 in self.runs.dtypes else LOUD
-
     def table(self) -> Table:
-        """The result of the round.
+        """The result of all rounds.
 
         Raises:
             FlashClippingError: the forward through the taps does.
         """
         if not self.B or not self.runs.params:
             return Table()
-        why = self._judge()
-        suspects = self.unfit.keys() if why is None else self.returned
-        several = len(self.returned) > 1
-        for number in sorted(suspects)[:OUTPUTS]:
-            # Samples may be along another axis of it that has as many entries.
-            known, axes = self.unfit.get(number), self.axes[number]
-            for axis in axes[1:] if known or not several else axes:
-                self.runs.only = {number}
-                self.runs.chosen_axes = {**(self.runs.chosen_axes or {}), number: axis}
-                self.unfit.pop(number, None)
-                of_one = self._judge()
-                if of_one is None and number not in self.unfit:
-                    why = None if not several else why
-                    break
-                known = known or self.unfit.get(number) or _text(of_one)
-            else:
-                if known:
-                    self.unfit[number] = known
-        if several and why is not None and self.returned - self.unfit.keys():
-            self.runs.only = self.returned - self.unfit.keys()
-            why = self._judge()
-        if isinstance(why, FlashClippingError) and not self.returned:
+        # In every other audit R stands in the first run as it is.
+        shorter = self.samples.may_be_shorter and not self.audit % 2
+        whole = _Round(LEFT[0] if shorter else LEFT[-1])
+        found = self._judge(whole)
+        why, axes, unfit = found.why, found.axes, dict(found.unfit)
+        if isinstance(why, FlashClippingError) and not axes:
             try:
                 raise why
             finally:
-                del why  # which holds this frame, and what failed in memory
+                del why, found  # which hold this frame, and what failed in memory
+        several = len(axes) > 1
+        for number in sorted(unfit if why is None else axes)[:OUTPUTS]:
+            # Samples may be along another axis of it that has as many entries.
+            known = unfit.get(number) or (None if several else _text(why))
+            for axis in axes[number][1:] if known else axes[number]:
+                alone = replace(whole, only=frozenset({number}), axes={number: axis})
+                of_one = self._judge(alone)
+                if of_one.why is None and not of_one.unfit:
+                    unfit.pop(number, None)
+                    why = why if several else None
+                    whole = replace(whole, axes={**whole.axes, number: axis})
+                    break
+                known = known or of_one.unfit.get(number) or _text(of_one.why)
+            else:
+                if known:
+                    unfit[number] = known
+        if several and why is not None and axes.keys() - unfit.keys():
+            rest = self._judge(replace(whole, only=frozenset(axes.keys() - unfit.keys())))
+            why, unfit = rest.why, {**unfit, **rest.unfit}
         if why is not None:
-            self.unfit = {n: self.unfit.get(n, _text(why)) for n in sorted(self.returned)}
-        fit = tuple(sorted(self.returned - self.unfit.keys()))
+            unfit = {n: unfit.get(n, _text(why)) for n in sorted(axes)}
+        fit = tuple(sorted(axes.keys() - unfit.keys()))
         failed = isinstance(why, FlashClippingError)
         losses = self._losses()
-        return Table(self.unfit, fit, self.runs.returned, losses, self.runs.dtypes, failed)
+        return Table(unfit, fit, self.runs.returned, losses, self.runs.dtypes, failed)
 
-    def _judge(self) -> Complaint | FlashClippingError | None:
-        """The finding for the outputs that may go backward; ``None`` if all is well."""
+    def _judge(self, settings: _Round) -> _Verdict:
+        """The finding for the outputs that may go backward."""
         try:
-            return self._round()
+            return self._verdict(settings)
         except FlashClippingError as error:
-            return error
+            return _Verdict(self.axes, why=error)
 
     # -- a round ------------------------------------------------------------------------------
 
-    def _round(self, calm: bool = False) -> Complaint | None:
-        S, R, B = self.S, self.R, self.B
-        self.draws = {"seed": 1 + self.audit + (self.seed << 8), "calm": calm}
-        order = [*R, *S]
-        self.loud = {b: self.most ** (order.index(b) / B) for b in range(B)}
-        if self.audit % 2:  # a hook that looks at the sign of a sum
-            self.loud |= {b: -self.loud[b] for b in R}
-        # In two audits, losses of the halves and of the whole: their sums must add up.
-        adds_up = bool(R and self.audit in (1, 2))
-        self.alone = {b: self.loud[b] if adds_up else 1.0 for b in S}
-        scales = [self.alone, self.loud, *([{b: self.loud[b] for b in R}] if adds_up else [])]
-        taps = self._first(scales, sums=3 if adds_up else 1, compiles=not self.audit)
-        self.returned, self.axes = set(taps.outputs), taps.axes
-        of_S = [_norms(taps.outputs[n], S) for n in self._fit(taps)]
+    def _verdict(self, settings: _Round) -> _Verdict:
+        S = self.S
+        taps, settings = self._first(settings)
+        fit = {n for n in taps.values if settings.only is None or n in settings.only}
+        of_S = [_norms(taps.values[n], S) for n in fit]
         if not of_S:
-            return None
+            return _Verdict(self.axes)
         self.size = float(torch.stack(of_S).norm())
-        of_samples = [g.each for g in taps.gradients if g.each is not None]
-        if of_samples and not (finite := torch.stack(of_samples).isfinite().all(0).all(0)).all():
-            raise _NotFinite(finite.nonzero().flatten().tolist())
-        other = self._second(taps)
-        if other is None:  # the model runs on this batch only
-            self.returned = set()
-            return None
-        if self.left < 1 and not all(x.isfinite().all() for x in other.run.outputs.values()):
-            self.left = LEFT[-1]  # a sample that is not finite may have been so behind its cut
-            return self._round(calm)
-        drawn = taps.drawn
-        wrong = self._other_values(taps, other.run, S, other.at)
-        if R and not calm and (other.run.drawn != drawn or (drawn and wrong)):
+        each = taps.gradients[0].each
+        if each is not None and not (finite := each.isfinite().all(0)).all():
+            raise _NotFinite([b for place, b in enumerate(self.chosen) if finite[place]])
+        settings = replace(settings, axes=taps.axes, only=frozenset(fit))
+        other = self._second(taps, settings)
+        if other is None:
+            return _Verdict()  # the model runs on this batch only
+        if settings.left < 1 and not all(x.isfinite().all() for x in other.values.values()):
+            # A sample that is not finite may have been so behind its cut.
+            return self._verdict(replace(settings, left=LEFT[-1]))
+        drawn, random = taps.drawn, bool(self.R) and not settings.calm
+        wrong = self._other_values(taps, other, fit, self.S)
+        if random and (other.drawn != drawn or (drawn and wrong)):
             # The library's layers draw in another order, or values decide how much is drawn.
-            again = self.runs.run(other.given, other.places, taps=True, **self.draws)
-            if again.drawn == drawn and not self._values_decide_draws(drawn):
-                wrong = self._other_values(taps, again, S, other.at)
-                if self._exclude("VALUE", wrong):
-                    return self._again(calm)
-            return self._round(calm=True)
-        if self._exclude("VALUE", wrong):
-            return self._again(calm)
-        return self._gradients(taps, other)
+            again = self._run(other.given, other.places, settings, taps=True)
+            wrong = self._other_values(taps, again, fit, self.S)
+            if again.drawn != drawn or not wrong:
+                return self._verdict(replace(settings, calm=True))
+        if not wrong and self.R and (settings.calm or not drawn):
+            wrong = self._other_values(taps, self._of_R(settings), fit, self.R)
+        if not wrong:
+            return _Verdict(self.axes, why=self._gradients(taps.gradients[0], other, settings))
+        unfit = {n: Complaint("VALUE", [f"{OUTPUT}{n}"], gap).text() for n, gap in wrong.items()}
+        if not fit - wrong.keys():
+            return _Verdict(self.axes, unfit)
+        rest = self._judge(replace(settings, only=frozenset(fit - wrong.keys())))
+        return replace(rest, unfit={**unfit, **rest.unfit})
 
-    def _first(self, scales: Sequence[Mapping[int, float]], **options: Any) -> Run:
+    def _run(
+        self,
+        given: Any,
+        places: Sequence[int],
+        settings: _Round,
+        scales: Sequence[Mapping[int, float]] = (),
+        taps: bool = False,
+    ) -> _Outcome:
+        """A run of a batch, and a backward pass for each of these ``scales``, the first of which
+        gives sums; places whose samples take part, and by how much their losses are multiplied."""
+
+        def take(forward: Forward) -> _Outcome:
+            only = settings.only
+            if taps and scales and not self.audit:
+                forward.compile_kernels(scales[0], only)
+            gradients = [
+                forward.backward(scale, only, sums=not n, last=scale is scales[-1])
+                for n, scale in enumerate(scales)
+            ]
+            values = {n: x.detach() for n, x in forward.outputs.items()}
+            seen = values, forward.possible, forward.axes, forward.drawn
+            return _Outcome(given, places, *seen, gradients)
+
+        options: dict[str, Any] = {"calm": settings.calm, "axes": settings.axes}
+        return self.runs.run(given, places, take, taps=taps, seed=self.draws, **options)
+
+    def _first(self, settings: _Round) -> tuple[_Outcome, _Round]:
         """The batch, through the taps, with R as short as the model runs on."""
-        for self.left in [left for left in LEFT if left >= self.left]:
+        alone = dict.fromkeys(self.S, 1.0)
+        for left in [left for left in LEFT if left >= settings.left]:
+            given = self.samples.batch(self.chosen, shorter=self.R, left=left)
+            settings = replace(settings, left=left)
             try:
-                run = self._taps(scales, **options)
+                run = self._run(given, range(self.B), settings, [alone], taps=True)
             except FlashClippingError as error:
-                if self.left == LEFT[-1]:
+                if left == LEFT[-1]:
                     raise
                 where = "\nFound where some samples of the batch are made shorter, as padding does."
                 raise FlashClippingError(f"{error.args[0]}{where}") from error
             except ModelsOwnError:
-                if self.left == LEFT[-1]:
+                if left == LEFT[-1]:
                     raise
                 continue
-            if all(g.each is None or g.each.isfinite().all() for g in run.gradients):
+            if run.gradients[0].each is None or run.gradients[0].each.isfinite().all():
                 break
-        return run
+        self.axes = run.possible
+        return run, settings
 
-    def _taps(self, scales: Sequence[Mapping[int, float]], **options: Any) -> Run:
-        """The batch, with R as short as in the first run, through the taps."""
-        places = range(self.B)
-        given = self.samples.batch(places, shorter=self.R, left=self.left)
-        return self.runs.run(given, places, scales, taps=True, **self.draws, **options)
-
-    def _values_decide_draws(self, drawn: list[Hashable]) -> bool:
-        """Whether other values draw other numbers, though as many were drawn before."""
-        S, B = set(self.S), self.B
-        for other in (self.S[0], self.R[0], self.R[-1]):
-            given = self.samples.batch([b if b in S else other for b in range(B)])
-            if self.runs.run(given, range(B), taps=True, **self.draws).drawn != drawn:
-                return True
-        return False
-
-    def _again(self, calm: bool) -> Complaint | None:
-        """Another round, without outputs that turned out to be unfit."""
-        fit = self.returned - self.unfit.keys()
-        self.runs.only = fit if self.runs.only is None else self.runs.only & fit
-        return self._round(calm) if self.runs.only else None
-
-    def _fit(self, run: Run) -> list[int]:
-        return [n for n in run.outputs if self.runs.only is None or n in self.runs.only]
-
-    def _second(self, taps: Run) -> _Second | None:
-        """Autograd's run of S among others; ``None`` if the model runs on no such batch."""
-        S, R, B = self.S, self.R, self.B
-        # For each batch, the samples in order, a number for each place, and the extreme place.
-        batches: list[tuple[list[int], list[int], int | None]] = []
-        if not taps.drawn:
-            # A smaller batch, S behind the others; a batch of 1 or 2 has a larger one.
-            others = R[:1] if B > 2 else [*R, *S][:2]
-            numbers = [B + n for n in range(len(others))]
-            batches.append(([*others, *S], [*numbers, *S], 0))
-        turned = dict(zip(R, [*R[1:], *R[:1]], strict=True))
-        order = [turned.get(b, b) for b in range(B)]
-        places = [B + b if b in turned else b for b in range(B)]
-        batches.append((order, places, R[0] if R else None))
+    def _second(self, taps: _Outcome, settings: _Round) -> _Outcome | None:
+        """Autograd's run of S among others, with the gradients of S in it, and of the first of
+        them; ``None`` if the model runs on no such batch."""
+        S, R, B, chosen = self.S, self.R, self.B, self.chosen
+        own = [chosen[b] for b in S]
+        others = self._instead(R, S)
+        # For each batch, its samples, a number for each place, and the places of others than S.
+        batches: list[tuple[list[int], list[int], list[int]]] = []
+        if not taps.drawn and R:
+            # A smaller batch, S behind another; a batch of 2 has a larger one.
+            count = 1 if B > 2 else 2
+            numbers = [*range(B, B + count), *S]
+            batches.append(([*others[:1] * count, *own], numbers, [*range(count)]))
+        for other in others:
+            order = [other if b in R else chosen[b] for b in range(B)]
+            batches.append((order, [B + b if b in R else b for b in range(B)], R))
+        last = None
         for kind, (order, places, changed) in itertools.product(EXTREMES, batches):
-            self.samples.stays_in_range, extreme = kind == "in range", changed if kind else None
-            given = self.samples.batch(order, extreme)
-            at = [places.index(b) for b in S]
+            self.samples.stays_in_range, extreme = kind == "in range", changed if kind else []
             try:
-                run = self._among(given, places, at)
+                run = self._among(self.samples.batch(order, extreme), places, settings)
             except ModelsOwnError:
                 continue
-            finite = all(run.outputs[n][at].isfinite().all() for n in run.outputs) and all(
+            rows = [places.index(b) for b in S]
+            if all(x[rows].isfinite().all() for x in run.values.values()) and all(
                 g.norms.isfinite().all() for g in run.gradients
-            )
-            if finite or extreme is None:
-                return _Second(run, given, places, at)
-        return None
+            ):
+                return run
+            last = last if extreme else run
+        return last
 
-    def _among(self, given: Any, places: Sequence[int], at: Sequence[int]) -> Run:
-        """Autograd's run of a batch, with the gradients of S in it, and of the first of them."""
-        of_S = dict(zip(at, self.alone.values(), strict=True))
-        scales = [of_S, {at[0]: of_S[at[0]]}][: len(at)]  # of one sample both are the same
-        return self.runs.run(given, places, scales, **self.draws)
+    def _instead(self, changed: Sequence[int], kept: Sequence[int]) -> list[int]:
+        """Samples that may stand in the place of each of those that are ``changed``: what some
+        have parts of, as images, is in every batch."""
+        own = [self.chosen[b] for b in (*kept, *changed)]
+        if len(changed) > 1:
+            own = own[::-1]
+        parts = self.samples.with_parts
+        rest = [b for b in self.rest if b in parts] if parts else self.rest
+        return [*rest[:1], next((b for b in own if b in parts), own[0])]
 
-    def _gradients(self, taps: Run, other: _Second) -> Complaint | None:
+    def _of_R(self, settings: _Round) -> _Outcome:
+        """The outputs of R, as they stand in the first run, among others than S."""
+        S, B, other = self.S, self.B, self._instead(self.S, self.R)[0]
+        order = [other if b in S else self.chosen[b] for b in range(B)]
+        given = self.samples.batch(order, S, shorter=self.R, left=settings.left)
+        return self._run(given, [B + b if b in S else b for b in range(B)], settings)
+
+    def _among(self, given: Any, places: Sequence[int], settings: _Round) -> _Outcome:
+        at = [places.index(b) for b in self.S]
+        scales = [dict.fromkeys(at, 1.0), {at[0]: 1.0}][: len(at)]  # of one both are the same
+        return self._run(given, places, settings, scales)
+
+    def _gradients(self, found: Gradient, other: _Outcome, settings: _Round) -> Complaint | None:
+        """What is wrong with the gradients of S."""
         S, R = self.S, self.R
-        found, expected = taps.gradients[0], other.run.gradients[0]
-        one, each = other.run.gradients[-1].norms, found.each
+        expected, one, each = other.gradients[0], other.gradients[-1].norms, found.each
         if each is None:
             each = torch.zeros(len(self.names), self.B, dtype=torch.float64)
         if R:
             gap = each[:, R].amax(1) / found.norms.norm().clamp(min=1e-300)
             if why := self._complain("STRAY", gap, STRAY):
                 return why
-        if (loud := taps.gradients[1].each) is not None:
-            scale = torch.tensor([self.loud[b] / self.alone[b] for b in S], dtype=torch.float64)
-            gap = self._gap(loud[:, S] / scale, each[:, S], each[:, S].norm(dim=1))
-            if bool((gap > self.tolerance).any()):
-                gap = self._out_of_order(each)
-            if why := self._complain("TOGETHER", gap):
-                return why
-            if len(taps.gradients) > 2:
-                of_S, whole, of_R = (g.projections for g in taps.gradients)
-                norms = torch.stack([g.norms for g in taps.gradients]).amax(0)
-                if why := self._complain("TOGETHER", self._gap(whole, of_S + of_R, norms)):
-                    return why
         error_bound = 0.0 if found.bounds is None else found.bounds[:, S[0]] - each[:, S[0]]
         error = ((each[:, S[0]] - one).abs() - error_bound).clamp(min=0)
         of_one = self._gap(error[:, None], torch.zeros_like(error[:, None]), one)
@@ -519,12 +550,14 @@ class _Oracle:
         if bool((torch.maximum(of_one, of_all) > self.tolerance).any()):
             # On the same batch: another one would be allowed what its other samples change.
             with self._rounded():
-                rounded = self._among(other.given, other.places, other.at).gradients
+                rounded = self._among(other.given, other.places, settings).gradients
             rounding = self._gap(rounded[-1].norms[:, None], one[:, None], one)
             of_one -= ROUNDING * rounding.nan_to_num(0, 0)  # no number is no rounding
             rounding = self._gap(rounded[0].projections, expected.projections, expected.norms)
             of_all -= ROUNDING * rounding.nan_to_num(0, 0)
         return self._complain("NORM", of_one) or self._complain("GRADIENT", of_all)
+
+    # -- the model's own loss -----------------------------------------------------------------
 
     def _losses(self) -> dict[int, str]:
         """What is wrong with outputs that are one number for the batch: the model's own loss.
@@ -534,7 +567,7 @@ class _Oracle:
         """
         if not self.runs.numbers:
             return {}
-        self.runs.only, order = None, [*range(self.B)] if self.B > 1 else [0, 0]
+        order = self.chosen if self.B > 1 else [*self.chosen, *self.chosen]
         reduction = self.runs.session.loss_reduction
         for sparse in ({*range(1, len(order), 2)}, set[int]()):
             try:
@@ -550,15 +583,12 @@ class _Oracle:
 
     def _losses_of(self, order: Sequence[int], sparse: AbstractSet[int]) -> dict[int, str] | None:
         """The same for one batch, with ``sparse`` places; ``None`` where no gradient is finite."""
-        given = self.samples.batch(order, sparse=[*sparse])
-        together = self.runs.run(given, order, taps=True, calm=True, losses=True).losses
+        together = self._of_losses(order, sparse, taps=True)
         why = {n: str(g) for n, g in together.items() if isinstance(g, FlashClippingError)}
-        sizes = self.runs.numbers
         reduction, compared = self.runs.session.loss_reduction, bool(why)
         times = len(order) if reduction == "mean" else 1
         for place in {(self.audit + n) % len(order) for n in range(ALONE)}:
-            given = self.samples.batch([order[place]], sparse=[0] if place in sparse else [])
-            alone, rounded = self._alone(given), None
+            alone, rounded = self._alone(order[place], place in sparse), None
             for n, g in together.items():
                 if n in why or isinstance(g, FlashClippingError) or g.each is None:
                     continue
@@ -566,12 +596,12 @@ class _Oracle:
                 is_mean_of_none = not found.any() and not expected.isfinite().all()
                 if is_mean_of_none or not found.isfinite().all():
                     continue
-                compared, self.size = True, sizes[n]
+                compared, self.size = True, self.runs.numbers[n]
                 gap = self._norms_apart(found, expected)
                 if bool((gap > self.tolerance).any()):
                     if rounded is None:
                         with self._rounded():
-                            rounded = self._alone(given)
+                            rounded = self._alone(order[place], place in sparse)
                     gap -= ROUNDING * self._norms_apart(rounded[n], expected)
                 if not bool((gap <= self.tolerance).all()):
                     ratio = float(found.norm() / expected.norm().clamp(min=1e-300))
@@ -579,35 +609,24 @@ class _Oracle:
                     why[n] = str(FlashClippingError((_SHARED + _OWN_LOSS).format(**words)))
         return why if compared else None
 
+    def _of_losses(
+        self, order: Sequence[int], sparse: AbstractSet[int], taps: bool = False
+    ) -> dict[int, Gradient | FlashClippingError]:
+        given = self.samples.batch(order, sparse=[*sparse])
+        options: dict[str, Any] = {"seed": self.draws, "calm": True}
+        return self.runs.run(given, range(len(order)), Forward.of_losses, taps=taps, **options)
+
+    def _alone(self, sample: int, is_sparse: bool) -> dict[int, Tensor]:
+        """Autograd's norms ``[P]`` of the model's own losses on one sample."""
+        losses = self._of_losses([sample], {0} if is_sparse else set())
+        return {n: g.norms for n, g in losses.items() if isinstance(g, Gradient)}
+
     def _norms_apart(self, a: Tensor, b: Tensor) -> Tensor:
         """Relative differences of norms ``[P]``; of those of the whole gradient in low precision,
         where a parameter whose gradient cancels (a bias before a softmax) has rounding alone."""
         if self.tolerance > TOLERANCE_WIDE:
             a, b = a.norm()[None], b.norm()[None]
         return self._gap(a[:, None], b[:, None], b)
-
-    def _alone(self, given: Any) -> dict[int, Tensor]:
-        """Autograd's norms ``[P]`` of the model's own losses on one sample."""
-        losses = self.runs.run(given, [0], calm=True, losses=True).losses
-        return {n: g.norms for n, g in losses.items() if isinstance(g, Gradient)}
-
-    def _out_of_order(self, each: Tensor) -> Tensor:
-        """Relative differences where gradients need not be linear in a sample's loss (a hook that
-        bounds rows): S as they are beside loud others, and which rows S reach, bit by bit."""
-        S, alone = self.S, self.alone
-        bits = [
-            {b: alone[b] for n, b in enumerate(S) if n >> bit & 1}
-            for bit in range((len(S) - 1).bit_length())
-        ]
-        scales = [{**alone, **dict.fromkeys(self.R, self.most)}, *bits]
-        together, *some = self._taps(scales, sums=len(scales)).gradients
-        assert together.each is not None
-        gap = self._gap(together.each[:, S], each[:, S], each[:, S].norm(dim=1))
-        for on, g in zip(bits, some, strict=True):
-            if g.each is not None and (off := [b for b in S if b not in on]):
-                strays = g.each[:, off].amax(1) > STRAY * g.norms.norm()
-                gap = torch.where(strays, 1.0, gap)
-        return gap
 
     # -- comparisons --------------------------------------------------------------------------
 
@@ -626,24 +645,18 @@ class _Oracle:
         return Complaint(part, names, float(gap.nan_to_num(torch.inf, torch.inf).max()))
 
     def _other_values(
-        self, a: Run, b: Run, rows_a: Sequence[int], rows_b: Sequence[int]
+        self, a: _Outcome, b: _Outcome, numbers: AbstractSet[int], rows: Sequence[int]
     ) -> dict[int, float]:
-        """The outputs whose samples have other values in ``b``, and the largest difference."""
-        gaps = {}
-        for n in self._fit(a):
-            if n not in b.outputs or a.outputs[n].shape[1] != b.outputs[n].shape[1]:
+        """Outputs in which these rows have other values in ``b``, and the largest difference."""
+        gaps, at = {}, [b.places.index(place) for place in rows]
+        for n in sorted(numbers):
+            x, y = a.values[n], b.values.get(n)
+            if y is None or x.shape[1] != y.shape[1]:
                 gaps[n] = torch.inf
                 continue
-            x, y = a.outputs[n], b.outputs[n]
-            gap = _norms(x, rows_a, y, rows_b) / (_norms(y, rows_b) + 1e-9)
+            gap = _norms(x, rows, y, at) / (_norms(y, at) + 1e-9)
             gaps[n] = float(gap.max())
         return {n: gap for n, gap in gaps.items() if gap > self.tolerance}
-
-    def _exclude(self, part: str, wrong: Mapping[int, float]) -> bool:
-        """Let nothing come back from these outputs; whether there are any."""
-        for n, gap in wrong.items():
-            self.unfit[n] = Complaint(part, [f"{OUTPUT}{n}"], gap).text()
-        return bool(wrong)
 
 
 def _halves(B: int, audit: int, by_turns: bool) -> tuple[list[int], list[int]]:

@@ -26,7 +26,7 @@ from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.reads import Read
 from flash_clipping.capture.proof.repeatable import perturbed
-from flash_clipping.capture.proof.runs import Runs, Subject, has_own_trainable, hooked
+from flash_clipping.capture.proof.runs import Forward, Runs, Subject, has_own_trainable, hooked
 from flash_clipping.capture.row_layouts import Layout
 
 #: Samples that are looked at: a small batch tells where they are as well as a large one.
@@ -97,52 +97,50 @@ def probe(subject: Subject) -> Probed:
     Raises:
         ModelsOwnError: the model raises on this batch.
     """
-    params = subject.session.trainable()
-    samples = subject.samples()
-    if not params or not samples.count:
+    params, chosen = subject.session.trainable(), subject.chosen_samples()
+    if not params or not chosen:
         return Probed()
-    runs = Runs(subject)
-    few = max(min(samples.count, SAMPLES), 2)
+    runs, samples = Runs(subject), subject.samples()
+    few = max(min(len(chosen), SAMPLES), 2)
     with perturbed(params):
         try:
-            return _probe(runs, samples, few)
+            return _probe(runs, samples, chosen, few)
         except ModelsOwnError:  # it may run on batches of this size only
-            if few == samples.count:
+            if few == len(chosen):
                 raise
-        return _probe(runs, samples, samples.count)
+        return _probe(runs, samples, chosen, len(chosen))
 
 
-def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
+def _probe(runs: Runs, samples: Samples, chosen: Sequence[int], B: int) -> Probed:
     """A probe with ``B`` samples. A second batch, in which the first of them stands among others,
     tells which outputs are its own and which layers are the same for all batches. Runs are calm:
     rows that are dropped would have no gradient."""
     places = range(B)
-    own = [b % samples.count for b in places]  # of one sample there are two copies
-    last = [*range(samples.count)][-1:0:-1] or [0]
-    others = [0, *last, *own][:B]
+    own = [chosen[b % len(chosen)] for b in places]  # of one sample there are two copies
+    last = [*chosen][-1:0:-1] or [chosen[0]]
+    others = [chosen[0], *last, *own][:B]
     outputs, values = [], []
     for order in (own, others):
         of_run = _Seen()
         with hooked(runs.root, of_run.note, has_own_trainable):
-            outputs.append(runs.run(samples.batch(order), places, calm=True).outputs)
+            found = runs.run(samples.batch(order), places, _outputs_of, calm=True)
+        outputs.append(found)
         values.append(of_run.values)
     unfit = frozenset(
         n for n, x in outputs[0].items() if n not in outputs[1] or not _same(x[0], outputs[1][n][0])
     )
-    runs.only = outputs[0].keys() - unfit
-    marks = marks_of(B)
-    scales = [dict.fromkeys(on, 1.0) for on in marks]
-    scales.append(dict.fromkeys(places, 1.0))
-
-    def next_pass() -> None:
-        seen.passes.append({})
-        if len(seen.passes) == len(scales):  # of outputs from which nothing may come back
-            runs.only = set(unfit)
-
+    fit, marks = outputs[0].keys() - unfit, marks_of(B)
     seen, given = _Seen(), samples.batch(own)
+
+    def take(forward: Forward) -> None:
+        # At last, outputs from which nothing may come back.
+        for on, only in (*((on, fit) for on in marks), (places, unfit)):
+            seen.passes.append({})
+            forward.backward(dict.fromkeys(on, 1.0), only, sums=False, also=seen.watched)
+
     try:
         with hooked(runs.root, seen.note, has_own_trainable):
-            runs.run(given, places, scales, calm=True, sums=0, before=next_pass, probing=seen)
+            runs.run(given, places, take, calm=True, probing=seen)
     finally:
         # Their hooks hold ``seen``, in a cycle that Python's collector does not see.
         seen.watched.clear()
@@ -169,6 +167,10 @@ def _probe(runs: Runs, samples: Samples, B: int) -> Probed:
     for key in {key for of in seen.passes for key, mask in of.items() if bool(mask.any())}:
         reached.update(seen.operations[key][1] if key in seen.operations else [key])
     return Probed(layouts, unfit, operations, reached)
+
+
+def _outputs_of(forward: Forward) -> dict[int, Tensor]:
+    return {n: x.detach() for n, x in forward.outputs.items()}
 
 
 def marks_of(B: int) -> list[list[int]]:

@@ -45,7 +45,7 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
         call: a forward that has run already: what was assumed there must turn out right.
 
     Returns:
-        The call with what is known of its samples.
+        The call with a few of its samples, and with what is known of these.
 
     Raises:
         FlashClippingError: layers read what is neither samples nor a constant; all are named.

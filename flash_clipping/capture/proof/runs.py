@@ -8,11 +8,11 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set as AbstractSet
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from flash_clipping.capture.declared_rows import parts_of_samples
 from flash_clipping.capture.forward_call import Doubted, ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError, own_errors, without_activations
-from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.batches import Samples, Window
 from flash_clipping.capture.proof.reads import Reads
 from flash_clipping.capture.proof.repeatable import repeatable
 from flash_clipping.capture.proxies import ParameterProxy
@@ -34,7 +34,9 @@ from flash_clipping.finish.backward_pass import BackwardPass, Session
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
 from flash_clipping.ops.error_bounds import squared_norms
-from flash_clipping.ops.runtime.backend import compiled_side_by_side
+from flash_clipping.ops.runtime.backend import compiled_side_by_side, is_triton_available
+
+T = TypeVar("T")
 
 #: Random projections of each gradient: a difference ``d`` is a random number of size ``|d|`` in
 #: each, so that a difference a thousand times the tolerance is missed once in a billion times.
@@ -67,26 +69,6 @@ class Gradient:
     bounds: Tensor | None = None
 
 
-@dataclass
-class Run:
-    """One forward, and its backward passes.
-
-    Attributes:
-        outputs: ``[B, entries]`` of every output with a row for each sample and a gradient.
-        axes: of these outputs, the axes that may hold the samples, the likely one first.
-        drawn: what was drawn at random.
-        gradients: of the backward passes.
-        losses: of outputs that are one number for the batch, where that was asked for; or why these
-            have none.
-    """
-
-    outputs: dict[int, Tensor]
-    axes: dict[int, list[int]]
-    drawn: list[Hashable]
-    gradients: list[Gradient]
-    losses: dict[int, Gradient | FlashClippingError] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Subject:
     """A call of a model that is to be proven.
@@ -96,6 +78,8 @@ class Subject:
         args, kwargs: of the call.
         offsets: where samples begin that lie end to end, and how many there are.
         bags: offsets of bags beside other inputs, and the ids that they point into.
+        chosen: the samples that are looked at, if not all.
+        narrow, window: of :class:`Samples`.
     """
 
     root: nn.Module
@@ -105,21 +89,46 @@ class Subject:
     kwargs: dict[str, Any]
     offsets: tuple[Tensor, int] | None = None
     bags: Sequence[tuple[Tensor, Tensor]] = ()
+    chosen: Sequence[int] | None = None
+    narrow: int = 0
+    window: Window | None = None
 
     def of_bags(self, reads: Reads) -> Subject:
         """The same with what was seen of bags."""
         offsets = None if reads.offsets is None else (reads.offsets, reads.size)
         return replace(self, offsets=offsets, bags=reads.bags)
 
-    def samples(self, narrow: int = 0) -> Samples:
-        """The samples of the call."""
-        axis = self.session.batch_axis
+    def samples(self) -> Samples:
+        """The samples of the call, also those that are not looked at."""
         parts = parts_of_samples(self.root, self.kwargs)
         model = compiled_module(self.root)
         forward = getattr(type(model), "forward", None)  # none of what is scripted
         names = [*inspect.signature(forward).parameters][1:] if forward is not None else ()
-        given = self.args, self.kwargs, axis, narrow, self.offsets, parts, names
-        return Samples(*given, self.bags)
+        given = self.args, self.kwargs, self.session.batch_axis, self.narrow, self.offsets
+        return Samples(*given, parts, names, self.bags, self.window)
+
+    def chosen_samples(self) -> list[int]:
+        """The numbers of the samples that are looked at."""
+        return [*range(self.samples().count)] if self.chosen is None else [*self.chosen]
+
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with the samples that are looked at."""
+        if self.chosen is None:
+            return self.args, self.kwargs
+        return self.samples().batch(self.chosen)
+
+    def smaller(self, seed: int = 0) -> Iterator[Subject]:
+        """A few samples of the call, and these shorter, in ways that the model may run on; the call
+        as it is at last. Another ``seed`` chooses other samples."""
+        samples = self.samples()
+        if self.chosen is None and samples.count and not any(x.is_meta for x in samples.leaves):
+            chosen = samples.few(seed)
+            window = samples.window_of(len(chosen))
+            if len(chosen) < samples.count or window is not None:
+                for part in (window, None) if window is not None else (None,):
+                    for narrow in range(4) if samples.is_ambiguous else (0,):
+                        yield replace(self, chosen=chosen, narrow=narrow, window=part)
+        yield self
 
 
 class Runs:
@@ -137,11 +146,6 @@ class Runs:
         devices = {x.device for x in (*tensors, *self.session.state()) if x.is_cuda}
         self._devices = list(devices)
         self._signs: dict[Hashable, Tensor] = {}
-        #: Outputs that may go backward, if not all.
-        self.only: set[int] | None = None
-        #: The outputs that had a row for each sample in the first run, and the axis of these rows:
-        #: in other batches as many entries may be something else.
-        self.chosen_axes: dict[int, int] | None = None
         #: Dtypes of inputs, of parameters, and that floats are cast to.
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
         #: How many tensors the model returned.
@@ -200,7 +204,7 @@ class Runs:
                 call.reads = None  # who asks the call for its batch keeps nothing of what was noted
         if failed is not None:
             try:
-                self._run(given, [], seed=seed, calm=True)
+                self._run(given, [], bool, seed=seed, calm=True)
                 if self.saves:
                     raise _of_taps(failed) from failed.__cause__
             finally:
@@ -219,54 +223,48 @@ class Runs:
         self,
         given: tuple[tuple[Any, ...], dict[str, Any]],
         places: Sequence[int],
-        scales: Sequence[Mapping[int, float]] = (),
+        take: Callable[[Forward], T],
         again: bool = False,
         **options: Any,
-    ) -> Run:
-        """The model on a batch; arguments as of :meth:`_run`, errors as of :meth:`look`."""
+    ) -> T:
+        """What is taken from a forward on a batch; arguments as of :meth:`_run`, errors as of
+        :meth:`look`."""
         epoch = self.session.epoch
         try:
-            return self._run(given, places, scales, **options)
+            return self._run(given, places, take, **options)
         except ModelsOwnError as error:
             if not options.get("taps") and options.get("probing") is None:
                 raise
             by_sample = self.session.epoch != epoch  # one has begun to run sample by sample
             if by_sample and not again:
-                return self.run(given, places, scales, again=True, **options)
-            alone = ("seed", "calm", "losses")
-            self._run(given, places, scales, **{k: v for k, v in options.items() if k in alone})
+                return self.run(given, places, take, again=True, **options)
+            alone = {k: v for k, v in options.items() if k not in ("taps", "probing")}
+            self._run(given, places, take, **alone)
             raise _of_taps(error) from error.__cause__
 
     def _run(
         self,
         given: tuple[tuple[Any, ...], dict[str, Any]],
         places: Sequence[int],
-        scales: Sequence[Mapping[int, float]] = (),
+        take: Callable[[Forward], T],
         *,
         taps: bool = False,
         seed: int = 0,
         calm: bool = False,
-        before: Callable[[], None] = lambda: None,
-        sums: int = 1,
+        axes: Mapping[int, int] | None = None,
         probing: Any = None,
-        compiles: bool = False,
-        losses: bool = False,
-    ) -> Run:
-        """The model on a batch.
+    ) -> T:
+        """What is taken from a forward on a batch.
 
         Args:
             given: its arguments.
             places: the number of the sample in each place of the batch, which says what goes
                 backward from its outputs.
-            scales: of each backward pass: the places that take part, and by how much their losses
-                are multiplied.
+            take: asks the forward for outputs and gradients.
             taps: whether gradients are taken as they will be clipped.
             seed, calm: what is drawn at random.
-            before: called before every backward pass.
-            sums: how many backward passes, the first ones, give sums over samples beside norms.
+            axes: of outputs, the axis of the samples, if not the likely one.
             probing: told of operations between bare parameters and samples, which run as they are.
-            compiles: whether kernels are compiled in the first of several backward passes.
-            losses: whether single numbers that the model returns go backward, each by itself.
 
         Raises:
             ModelsOwnError: the model raises, or its taps do.
@@ -298,36 +296,17 @@ class Runs:
                 with hooked(self.root, note, has_own_trainable), own_errors():
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
-                alone = [(n, x) for n, x in enumerate(tensors) if x.numel() == 1]
-                numbers = {n: x for n, x in alone if _may_be_of_samples(x)}
+                numbers = {n: x for n, x in enumerate(tensors) if x.numel() == 1}
+                numbers = {n: x for n, x in numbers.items() if _may_be_of_samples(x)}
                 self.numbers = {n: abs(float(x.detach())) for n, x in numbers.items()}
-                if not any(self._axes(x, count) for x in tensors):  # its loss alone
+                if not any(self.axes_of(x, count) for x in tensors):  # its loss alone
                     tensors += _read_by([x for x in tensors if x.requires_grad], of_layers)
                 if call is not None:
                     call.end()
                 drawn = random.end_forward()
                 self.dtypes |= random.casts
-                axes = {n: found for n, x in enumerate(tensors) if (found := self._axes(x, count))}
-                if self.chosen_axes is None:
-                    self.chosen_axes = {n: found[0] for n, found in axes.items()}
-                outputs = {
-                    n: rows
-                    for n, axis in self.chosen_axes.items()
-                    if n < len(tensors)
-                    and (rows := self._by_sample(tensors[n], axis, count)) is not None
-                }
-                of_losses = {n: self._of_number(x, taps) for n, x in numbers.items() if losses}
-                gradients = []
-                for number, scale in enumerate(scales):
-                    before()
-                    also = () if probing is None else probing.watched
-                    ahead = compiles and not number and len(scales) > 1
-                    with compiled_side_by_side() if ahead else nullcontext():
-                        gradients.append(
-                            self._backward(outputs, places, scale, taps, number < sums, also)
-                        )
-            values = {n: x.detach() for n, x in outputs.items()}
-            return Run(values, axes, drawn, gradients, of_losses)
+                forward = Forward(self, tensors, numbers, places, taps, drawn, axes or {})
+                return take(forward)
         finally:
             for param, grad in zip(self.params, left, strict=True):
                 param.grad = grad
@@ -344,22 +323,17 @@ class Runs:
         has ``count`` samples and returned ``output``, of which only parts that ``fit`` go
         backward."""
         tensors = tensors_in(output)
-        rows = {
-            n: found
-            for n, x in enumerate(tensors)
-            if fit(len(tensors), n)
-            and (axes := self._axes(x, count))
-            and (found := self._by_sample(x, axes[0], count)) is not None
-        }
+        forward = Forward(self, tensors, {}, range(count), True, [], {})
+        only = {n for n in forward.outputs if fit(len(tensors), n)}
 
         def norms(samples: Sequence[int]) -> Tensor | None:
             with self.session.apart(call):
-                scale = dict.fromkeys(samples, 1.0)
-                return self._backward(rows, range(count), scale, taps=True, sums=False).each
+                return forward.backward(dict.fromkeys(samples, 1.0), only, sums=False).each
 
         return norms
 
-    def _axes(self, x: Tensor, count: int) -> list[int]:
+    def axes_of(self, x: Tensor, count: int) -> list[int]:
+        """The axes of an output that may hold so many samples, the likely one first."""
         if not _may_be_of_samples(x):
             return []
         first = self.session.batch_axis
@@ -369,7 +343,7 @@ class Runs:
             axes.append(FOLDED)
         return axes
 
-    def _by_sample(self, x: Tensor, axis: int, count: int) -> Tensor | None:
+    def by_sample(self, x: Tensor, axis: int, count: int) -> Tensor | None:
         """An output as ``[B, entries]``, if its samples are along this axis."""
         if not _may_be_of_samples(x):
             return None
@@ -381,37 +355,18 @@ class Runs:
         x = x.movedim(axis, 0)
         return x.flatten(1) if x.dim() > 1 else x[:, None]
 
-    def _backward(
-        self,
-        outputs: Mapping[int, Tensor],
-        places: Sequence[int],
-        scale: Mapping[int, float],
-        taps: bool,
-        sums: bool,
-        also: Sequence[Tensor] = (),
-    ) -> Gradient:
-        """One backward pass of the losses of some samples, which reaches these tensors ``also``."""
-        chosen = [n for n in outputs if self.only is None or n in self.only]
-        roots = [outputs[n] for n in chosen]
-        weights = [_weights(x, places, scale) for x in roots]
-        return self._gradient(roots, weights, taps, sums, also) if roots else self._measured({})
-
-    def _of_number(self, x: Tensor, taps: bool) -> Gradient | FlashClippingError:
-        try:
-            return self._gradient([x], [None], taps)
-        except FlashClippingError as error:
-            return error
-
-    def _gradient(
+    def gradient_of(
         self,
         roots: Sequence[Tensor],
         weights: Sequence[Tensor | None],
         taps: bool,
-        sums: bool = True,
+        sums: bool,
         also: Sequence[Tensor] = (),
+        last: bool = False,
     ) -> Gradient:
+        """The result of a backward pass; arguments as of :meth:`Forward.backward`."""
         inputs = [*self.params, *also]
-        options = {"retain_graph": True, "allow_unused": True}
+        options = {"retain_graph": not last, "allow_unused": True}
         grad: Any = partial(torch.autograd.grad, roots, inputs, weights, **options)
         if not taps:
             with own_errors():
@@ -472,6 +427,86 @@ class Runs:
         found = self._measured({numbers[key]: grad for key, grad in sums.items()})
         each, bounds = (x.cpu().double() / factor for x in (backward.each, backward.bounds))
         return Gradient(found.projections / factor, found.norms / factor, each, bounds)
+
+
+class Forward:
+    """A forward that has run, while its graph is there.
+
+    Args:
+        runs: of the model.
+        tensors, numbers: what it returned; those of it that are one number for the batch.
+        places: the number of the sample in each place.
+        taps: whether gradients are taken as they will be clipped.
+        drawn: what was drawn at random.
+        axes: of outputs, the axis of the samples, if not the likely one.
+
+    Attributes:
+        possible: of every output with a row for each sample and a gradient, the axes that may hold
+            the samples, the likely one first.
+        axes: what is taken of these.
+        outputs: ``[B, entries]`` of these outputs.
+    """
+
+    def __init__(
+        self,
+        runs: Runs,
+        tensors: Sequence[Tensor],
+        numbers: Mapping[int, Tensor],
+        places: Sequence[int],
+        taps: bool,
+        drawn: list[Hashable],
+        axes: Mapping[int, int],
+    ) -> None:
+        self._runs, self._places, self._taps, self._numbers = runs, places, taps, numbers
+        self.drawn, count = drawn, len(places)
+        found = {n: runs.axes_of(x, count) for n, x in enumerate(tensors)}
+        self.possible = {n: of_one for n, of_one in found.items() if of_one}
+        self.axes = {**{n: of_one[0] for n, of_one in self.possible.items()}, **axes}
+        self.outputs = {
+            n: rows
+            for n, axis in self.axes.items()
+            if n < len(tensors) and (rows := runs.by_sample(tensors[n], axis, count)) is not None
+        }
+
+    def backward(
+        self,
+        scale: Mapping[int, float],
+        only: AbstractSet[int] | None = None,
+        *,
+        sums: bool = True,
+        also: Sequence[Tensor] = (),
+        last: bool = False,
+    ) -> Gradient:
+        """The gradient of the losses of some samples.
+
+        Args:
+            scale: places that take part, and by how much their losses are multiplied.
+            only: outputs that go backward, if not all.
+            sums: whether sums over samples are wanted beside norms.
+            also: tensors that the pass must reach.
+            last: whether the graph is not needed afterwards.
+        """
+        roots = [x for n, x in self.outputs.items() if only is None or n in only]
+        weights = [_weights(x, self._places, scale) for x in roots]
+        if not roots:
+            return self._runs._measured({})
+        return self._runs.gradient_of(roots, weights, self._taps, sums, also, last)
+
+    def compile_kernels(self, scale: Mapping[int, float], only: AbstractSet[int] | None) -> None:
+        """Compile the kernels that a backward pass wants, side by side."""
+        if self._taps and is_triton_available():
+            with compiled_side_by_side():
+                self.backward(scale, only)
+
+    def of_losses(self) -> dict[int, Gradient | FlashClippingError]:
+        """The gradients of single numbers that the model returned; or why one has none."""
+        found: dict[int, Gradient | FlashClippingError] = {}
+        for n, x in self._numbers.items():
+            try:
+                found[n] = self._runs.gradient_of([x], [None], self._taps, sums=False)
+            except FlashClippingError as error:
+                found[n] = error
+        return found
 
 
 def _of_taps(error: ModelsOwnError) -> FlashClippingError:

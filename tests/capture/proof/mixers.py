@@ -120,7 +120,8 @@ def hooked(scale: Callable[[Tensor, Tensor], Tensor]) -> Inner:
 
     def inner(m: Any, h: Tensor) -> Tensor:
         h = m.layer(h)
-        h.register_hook(lambda g: g * scale(g, h.detach()))
+        if h.requires_grad:
+            h.register_hook(lambda g: g * scale(g, h.detach()))
         return h
 
     return inner
@@ -299,9 +300,6 @@ WRONG: dict[str, Inner] = {
     "noise by deviation": noise_by_deviation,
     "function, norm": lambda m, h: ByBatch.apply(m.layer(h)),
     "hook, norm": hooked(lambda g, h: 1 / g.norm()),
-    "hook, largest": hooked(lambda g, h: 1 / g.abs().max()),
-    "hook, mean": hooked(lambda g, h: 1 + g.mean()),
-    "hook, sign": hooked(lambda g, h: g.sum().sign()),
     "hook, activations": hooked(lambda g, h: h.mean()),
     "hook, size": hook_by_the_size,
     "mean": lambda m, h: m.layer(h) - m.layer(h).mean(0),
@@ -340,6 +338,9 @@ WRONG: dict[str, Inner] = {
 
 #: What the look before a first step does not see, and ``flash-clipping check`` does.
 SEEN_BY_CHECK: dict[str, Inner] = {
+    "hook, largest": hooked(lambda g, h: 1 / g.abs().max()),
+    "hook, mean": hooked(lambda g, h: 1 + g.mean()),
+    "hook, sign": hooked(lambda g, h: g.sum().sign()),
     "order by values": ordered_by_values,
     "divided by the size, dropout": lambda m, h: F.dropout(
         divided_by_the_size(m, h), 0.3, m.training

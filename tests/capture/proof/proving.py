@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof import prove as proofs
 from flash_clipping.capture.proof.gate import Gate
 from flash_clipping.capture.proof.observe import Finding, taps_of
@@ -66,7 +67,17 @@ def prove(
     """
     root, session = wrapped._module, wrapped._session
     forward = getattr(root.forward, "original", root.forward)
-    subject = Subject(root, forward, session, args, kwargs)
+    for subject in (whole := Subject(root, forward, session, args, kwargs)).smaller(seed=audit):
+        try:
+            return _proven(subject, audit, settles)
+        except ModelsOwnError:
+            if subject is whole:
+                raise
+    raise AssertionError
+
+
+def _proven(subject: Subject, audit: int, settles: bool) -> Table:
+    root, session = subject.root, subject.session
     probed = Probed() if audit else probe(subject)
     if settles:
         settle(root, session, probed, [tap.path for tap in taps_of(root)])
