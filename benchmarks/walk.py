@@ -5,13 +5,18 @@ functions of this library and of Opacus, in the third step, when nothing is look
 time any more: how many, in how many files, and how often the next call is of another file. As
 Python itself counts, a comprehension is a call, and so is every value asked of a generator; what
 dataclasses and named tuples generate for themselves has no file, and is not counted.
+
+``--layers`` counts what one more ``Linear`` adds to a step: calls, and the conditional jumps that
+Python passes in this library's own code, taken or not.
 """
 
 from __future__ import annotations
 
 import argparse
+import dis
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +39,8 @@ PACKAGES = {
 
 STEPS = 3
 
+_JUMPS = {number for name, number in dis.opmap.items() if "JUMP" in name and "IF" in name}
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
@@ -43,6 +50,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "of a wrapped nn.Sequential(nn.Linear(8, 4)) on the CPU.",
     )
     parser.add_argument("--calls", action="store_true", help="list the calls, in order")
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="count calls and conditional jumps that one more layer adds, by function",
+    )
     parser.set_defaults(run=run)
 
 
@@ -125,6 +137,62 @@ def walk_of_a_linear() -> tuple[Walk, Walk]:
     return forward, backward
 
 
+def of_one_more_layer() -> dict[str, tuple[float, float]]:
+    """Conditional jumps and calls that a ``Linear`` adds to a step, by function: the difference of
+    models of four and of eight."""
+    few, many = (_jumps_and_calls(_step_of(n)) for n in (4, 8))
+    return {
+        where: tuple((many[kind][where] - few[kind][where]) / 4 for kind in (0, 1))
+        for where in sorted(many[1] | few[1])
+        if many[1][where] != few[1][where] or many[0][where] != few[0][where]
+    }
+
+
+def _step_of(layers: int) -> Callable[[], None]:
+    """Forward and backward of so many layers and a last one, when all is known."""
+    torch.manual_seed(0)
+    parts = [part for _ in range(layers) for part in (nn.Linear(8, 8), nn.Tanh())]
+    model = flash_clipping.GradSampleModuleFlashClipping(
+        nn.Sequential(*parts, nn.Linear(8, 2)), max_grad_norm=1.0
+    )
+    x = torch.randn(4, 8)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model.running_step.forget()
+        model(x).sum(1).mean().backward()
+
+    for _ in range(STEPS):
+        step()
+    return step
+
+
+def _jumps_and_calls(work: Callable[[], None]) -> tuple[Counter[str], Counter[str]]:
+    jumps, calls = Counter[str](), Counter[str]()
+
+    def begin(frame: FrameType, *_: Any) -> Any:
+        file = _counted(frame.f_code.co_filename)
+        if file is None or file.startswith("opacus/"):
+            return None
+        where = f"{file}: {frame.f_code.co_qualname}"
+        calls[where] += 1
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+        def pass_by(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "opcode" and frame.f_code.co_code[frame.f_lasti] in _JUMPS:
+                jumps[where] += 1
+            return pass_by
+
+        return pass_by
+
+    sys.settrace(begin)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return jumps, calls
+
+
 def _counted(file: str) -> str | None:
     for name, folder in PACKAGES.items():
         if Path(file).is_relative_to(folder):
@@ -137,6 +205,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     torch.set_num_threads(1)
     try:
         walks = walk_of_a_linear()
+        of_layer = of_one_more_layer() if options.layers else {}
     finally:
         torch.set_num_threads(threads)
     for name, walk in zip(("forward", "backward"), walks, strict=True):
@@ -146,4 +215,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if options.calls:
             for call in walk.calls:
                 print(f"    {'  ' * call.depth}{call.file}: {call.function}", file=console.file)
+    if options.layers:
+        jumps, calls = (sum(found) for found in zip(*of_layer.values(), strict=True))
+        console.print(f"one more Linear: {jumps:g} conditional jumps, {calls:g} calls")
+        for where, found in sorted(of_layer.items(), key=lambda item: -item[1][0]):
+            print(f"    {found[0]:5.2f} {found[1]:5.2f}  {where}", file=console.file)
     return 0

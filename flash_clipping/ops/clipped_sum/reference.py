@@ -62,23 +62,17 @@ def _of_one_input(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[T
 
 def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tensor]:
     """Clipped sums of operands of one dtype, summed in that dtype."""
+    A_BTd = row_scale(A_BTd, coef_B)
     # 0 · inf is NaN, so a dropped sample must be zero in both operands. Only the CPU may look
     # whether there is one; on a GPU looking would wait for the device.
-    drops = not coef_B.is_cpu or not bool(coef_B.all())
-    kept_B = (coef_B != 0).to(coef_B.dtype) if drops else None
-    is_shared_or_narrower = len(Gs) > 1 or A_BTd.shape[-1] <= Gs[0].shape[-1]
-    of_A, of_G = (coef_B, kept_B) if is_shared_or_narrower else (kept_B, coef_B)
-    apart = A_BTd.shape[1] > APART and len(A_BTd) > 1
-    if of_A is not None:
-        A_BTd = row_scale(A_BTd, of_A)
-    sums: list[Tensor] = []
+    if not (coef_B.is_cpu and bool(coef_B.all())):
+        kept_B = (coef_B != 0).to(coef_B.dtype)
+        Gs = [row_scale(G_BTp, kept_B) for G_BTp in Gs]
+    if A_BTd.shape[1] > APART and len(A_BTd) > 1:
+        return [_sum_of_samples(G_BTp, A_BTd) for G_BTp in Gs]
+    rows_Nd, sums = A_BTd.flatten(0, 1), list[Tensor]()
     for G_BTp in Gs:
-        if of_G is not None:
-            G_BTp = row_scale(G_BTp, of_G)
-        if apart:
-            sums.append(_sum_of_samples(G_BTp, A_BTd))
-        else:
-            sums.append(product_of_rows(G_BTp.flatten(0, 1), A_BTd.flatten(0, 1)))
+        sums.append(product_of_rows(G_BTp.flatten(0, 1), rows_Nd))
     return sums
 
 
