@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from training import InMemoryDataset
 
 from flash_clipping import FlashPrivacyEngine
-from flash_clipping.trainers.dashboard import ClippingStatistics, accounted_steps, line
+from flash_clipping.trainers.dashboard import ClippingStatistics, line
 
 # -- the network ----------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ def train(args: argparse.Namespace, images: Images, plain: nn.Module) -> Run:
             data_loader=loader, max_physical_batch_size=args.physical, optimizer=optimizer
         ) as parts:
             for x_BCHW, y_B in parts:
-                before = accounted_steps(engine)
+                before = len(engine.accountant)
                 y_R = y_B.repeat_interleave(args.views)
                 item_R = item_of_row(len(y_B), args.views, y_B.device)
                 optimizer.zero_grad()
@@ -266,7 +266,7 @@ def train(args: argparse.Namespace, images: Images, plain: nn.Module) -> Run:
                 losses.append(loss.loss_per_sample.detach())
                 statistics.note_backward()
                 optimizer.step()
-                step = accounted_steps(engine)
+                step = len(engine.accountant)
                 if step > before:  # the last part of a batch
                     average.update(plain)
                     if step % args.every == 0 or step == total:

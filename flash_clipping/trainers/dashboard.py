@@ -24,11 +24,6 @@ from flash_clipping.randomness.stream import seed_notice
 _MANY = 100
 
 
-def accounted_steps(engine: Any) -> int:
-    """Steps that an engine has accounted for."""
-    return sum(int(steps) for _, _, steps in engine.accountant.history)
-
-
 @dataclass(frozen=True)
 class Reading:
     """Statistics of the samples since the last reading.
@@ -146,7 +141,7 @@ class PrivacyDashboard:
         checked_number("every", every, "[1, inf)", example=50, whole=True)
         self._engine, self._delta, self._every, self._show = engine, delta, every, show
         self._model, self._statistics = model, ClippingStatistics(model)
-        self._shown = accounted_steps(engine)
+        self._shown = len(engine.accountant)
         self._values: dict[str, float] = {}
         #: Whether a line has said which datasets ε compares.
         self._is_named = False
@@ -155,12 +150,12 @@ class PrivacyDashboard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if accounted_steps(self._engine) > self._shown:
+        if len(self._engine.accountant) > self._shown:
             self._line()
 
     def update(self) -> None:
         """Between ``backward()`` and ``optimizer.step()``; for every part of a logical batch."""
-        if accounted_steps(self._engine) - self._shown >= self._every:
+        if len(self._engine.accountant) - self._shown >= self._every:
             self._line()
         self._statistics.note_backward()
 
@@ -176,7 +171,7 @@ class PrivacyDashboard:
         # The model's optimizer may have a seed of its own.
         optimizer = getattr(getattr(self._model, "running_step", None), "follower", None)
         streams = [getattr(x, "stream", None) for x in (self._engine, optimizer)]
-        self._shown = accounted_steps(self._engine)
+        self._shown = len(self._engine.accountant)
         reading = self._statistics.read()
         epsilon = self._engine.get_epsilon(self._delta)
         shown = line(self._shown, epsilon, reading)

@@ -23,7 +23,7 @@ from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.errors import InvalidValue
 from flash_clipping.randomness import SecretStream
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.dashboard import ClippingStatistics, Reading, accounted_steps
+from flash_clipping.trainers.dashboard import ClippingStatistics, Reading
 
 if TYPE_CHECKING:
     from flash_clipping.distributed.process_groups import ProcessGroups
@@ -193,7 +193,7 @@ class PrivateRun:
     @property
     def steps(self) -> int:
         """Steps that are accounted for."""
-        return accounted_steps(self.engine)
+        return len(self.engine.accountant)
 
     def epsilon(self) -> float:
         """ε that is spent, for ``target_delta``; computed once for so many steps."""
