@@ -99,6 +99,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "layout_of_dtensor": (["_spec"], "same"),
     "dtensor_of": (["_spec"], "same"),
     "check_optimizer": (["_step_skip_queue"], r"DPOptimizer\._step_skip_queue"),
+    "compute_once": (["_compute_rdp"], "same"),
     "compiled_kernel": (["triton.compiler"], "same"),
     "compilation_by_executor": (["AsyncCompileMode"], "same"),
     "early_start": (["gdc_wait"], "same"),

@@ -18,8 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant
+from opacus.accountants.analysis import rdp as analysis
 from torch import distributed as dist
 
+from flash_clipping._compat import compute_once
 from flash_clipping.engine import wings
 from flash_clipping.errors import InvalidValue
 
@@ -41,6 +43,8 @@ _MOST_NOISE = 1e6
 _MOST_POINTS = 2**25
 #: The largest ε that is computed from them; ``exp(ε)`` overflows above 709.
 _MOST_LOSS = 600.0
+
+compute_once(analysis)
 
 _Steps = list[tuple[float, float, int]]
 
@@ -136,12 +140,7 @@ class FeasiblePrvAccountant(CountsSteps, PRVAccountant):
     """
 
     def get_epsilon(
-        self,
-        delta: float,
-        *,
-        eps_error: float = 0.01,
-        delta_error: float | None = None,
-        **_: Any,
+        self, delta: float, *, eps_error: float = 0.01, delta_error: float | None = None, **_: Any
     ) -> float:
         """As in Opacus."""
         if any(multiplier == 0 for multiplier, _, _ in self.history):
@@ -177,11 +176,6 @@ def with_right_length(accountant: Any) -> Any:
 def process_of(accountant: Any) -> Any:
     """The ``MechanismSpec`` of an accountant's steps; Opacus' know one way."""
     return getattr(accountant, "process", wings.MechanismSpec())
-
-
-def relation_of(accountant: Any) -> str:
-    """The neighbouring relation of an accountant's ε, in words."""
-    return str(process_of(accountant).relation)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from flash_clipping.engine.accounting import (
     SAMPLE,
     LargeDeltaWarning,
     PlanExceededWarning,
-    relation_of,
+    process_of,
     with_right_length,
     without_hints,
 )
@@ -619,7 +619,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     @property
     def relation(self) -> str:
         """The neighbouring relation of epsilon, in words: name it wherever epsilon is reported."""
-        return relation_of(self.accountant)
+        return str(process_of(self.accountant).relation)
 
     def summary(self, delta: float, *, optimizer: Any = None) -> str:
         """The privacy spent, in a line to report: ε with δ, and the neighbouring relation.

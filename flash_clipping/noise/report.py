@@ -22,7 +22,6 @@ from flash_clipping.engine.accounting import (
     SAMPLE,
     FeasiblePrvAccountant,
     process_of,
-    relation_of,
     without_hints,
 )
 from flash_clipping.errors import InvalidValue, check_one_of, checked_number
@@ -80,7 +79,7 @@ def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
     return _report(
         neighbours,
         delta,
-        relation=relation_of(accountant),
+        relation=process_of(accountant).relation,
         unit=engine._unit,
         assumptions=[_OF_SAMPLING[process.sampling], *_ASSUMPTIONS],
         violated=["Batches are not those that are accounted for."] if warned else [],

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_clipping.engine.accounting import relation_of
 from flash_clipping.errors import checked_number
 from flash_clipping.randomness.stream import seed_notice
 
@@ -180,7 +179,7 @@ class PrivacyDashboard:
             self._values[name] = getattr(reading, name)
         self._statistics.restart()  # the time that ε takes is not the training's
         if not self._is_named:
-            shown += f"   (ε: {relation_of(self._engine.accountant)})"
+            shown += f"   (ε: {self._engine.relation})"
         self._is_named = True
         self._show(shown + seed_notice(*streams))
 

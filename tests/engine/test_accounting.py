@@ -22,7 +22,7 @@ from flash_clipping.engine.accounting import (
     FeasiblePrvAccountant,
     StepsOfRdpAccountant,
     least_noise,
-    relation_of,
+    process_of,
 )
 from flash_clipping.noise import releases
 from flash_clipping.noise.accountants import DiscreteGaussianAccountant, PldAccountant
@@ -54,7 +54,7 @@ def test_ordinary_batches_cost_what_opacus_says() -> None:
     theirs.history = [(1.2, 0.05, 60)]
     assert len(ours) == 60 and ours.history == theirs.history
     assert ours.get_epsilon(1e-5) == pytest.approx(theirs.get_epsilon(1e-5), abs=0.02)
-    assert relation_of(ours) == relation_of(theirs) == ADD_OR_REMOVE
+    assert process_of(ours).relation == process_of(theirs).relation == ADD_OR_REMOVE
 
 
 HISTORIES = [
@@ -79,6 +79,28 @@ def test_epsilon_is_that_of_opacus(history: list[tuple[float, float, int]], delt
         for more in (0, 1):
             ours.history = theirs.history = [(n, q, steps + more) for n, q, steps in history]
             assert ours.get_epsilon(delta) == theirs.get_epsilon(delta)
+
+
+@pytest.mark.parametrize("kind", ["rdp", "prv", "discrete_gaussian"])
+def test_renyi_dp_of_a_step_is_computed_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Opacus' own accountants, too: however often epsilon is asked for."""
+    from opacus.accountants.analysis import rdp
+
+    orders: list[float] = []
+    function = rdp._compute_log_a
+
+    def counted(rate: float, noise: float, order: float) -> float:
+        orders.append(order)
+        return function(rate, noise, order)
+
+    monkeypatch.setattr(rdp, "_compute_log_a", counted)
+    found = FlashPrivacyEngine(accountant=kind).accountant
+    noise = 1.23 + ord(kind[1]) / 1000  # of no other accountant's test
+    found.step(noise_multiplier=noise, sample_rate=0.0123)
+    for _ in range(5):
+        found.step(noise_multiplier=noise, sample_rate=0.0123)
+        found.get_epsilon(1e-5)
+    assert len(orders) == len({*orders}) > 0
 
 
 def test_what_a_step_costs_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
