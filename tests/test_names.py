@@ -78,7 +78,7 @@ def look(use):
     exec(use)
     if "flash_clipping.engine" in sys.modules:
         assert sys.modules["flash_clipping.engine.wings"].pipeline_group
-        for rules in ("layers.rules", "hugging_face.experts"):
+        for rules in ("layers.mixture_of_experts", "hugging_face.experts"):
             assert f"flash_clipping.{rules}" in sys.modules
     names = flash_clipping.__all__
     assert all(getattr(flash_clipping, name) is vars(flash_clipping)[name] for name in names)

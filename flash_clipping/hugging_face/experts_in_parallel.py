@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flash_clipping.capture.layer_inputs import positional
 from flash_clipping.errors import InvalidValue, NotServed
 from flash_clipping.hugging_face.experts import DbrxExpertsRule, ExpertsRule, Llama4ExpertsRule
 from flash_clipping.hugging_face.experts_backward import ExpertsBackwardPass, ExpertsTwoWalks
+from flash_clipping.layers.by_rule import by_rule
+from flash_clipping.layers.mixture_of_experts import MixtureOfExpertsRule
 from flash_clipping.layers.routed_rows import SideBySide
-from flash_clipping.layers.rules import MixtureOfExpertsRule
 from flash_clipping.rules import find_rule
-from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
+from flash_clipping.rules.registry import Rule, UnsupportedLayer
 
 _SERVED = (MixtureOfExpertsRule, ExpertsRule, DbrxExpertsRule, Llama4ExpertsRule)
 
@@ -148,31 +148,5 @@ class ForwardByRule:
         inputs = positional(layer, type(layer).__name__, rule, args, kwargs)
         if not rule.takes_samples:  # tokens: of one sample, as it does not matter here
             inputs = tuple(x.unsqueeze(0) for x in inputs)
-        output: Tensor = _ByRule.apply(layer, rule, len(inputs), *inputs, *layer.parameters())
+        output: Tensor = by_rule(rule, layer, inputs, dict(layer.named_parameters()))
         return output if rule.takes_samples else output.squeeze(0)
-
-
-class _ByRule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layer: nn.Module, rule: Rule, count: int, *tensors: Any) -> Tensor:
-        output, saved = rule.forward(layer, *tensors[:count])
-        ctx.layer, ctx.rule, ctx.count = layer, rule, count
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
-        ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
-        return output.detach()  # no view: it may be changed in place
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        both = zip(ctx.saved_tensors, ctx.others, strict=True)
-        saved = tuple(other if x is None else x for x, other in both)
-        wanted = ctx.needs_input_grad[3:]
-        named = dict(ctx.layer.named_parameters())
-        names = {n for n, is_wanted in zip(named, wanted[ctx.count :], strict=True) if is_wanted}
-        needs = GradRequest(wanted[: ctx.count], frozenset(names), "auto")
-        grads, factors = ctx.rule.backward(ctx.layer, saved, grad, needs)
-        sums = [
-            factors[name].clipped_sum(None, "auto").view_as(param) if name in names else None
-            for name, param in named.items()
-        ]
-        return None, None, None, *grads, *sums

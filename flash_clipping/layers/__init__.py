@@ -1,6 +1,5 @@
 """Layers to build models of. Each has a rule: wrapped or not, it computes the same."""
 
-from flash_clipping.layers import rules  # noqa: F401
 from flash_clipping.layers.hyper_connections import HyperConnections
 from flash_clipping.layers.mixture_of_experts import MixtureOfExperts, RoutedExperts, TopKRouter
 from flash_clipping.layers.product_key_experts import ProductKeyExperts, ProductKeyRouter

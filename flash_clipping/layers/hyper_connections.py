@@ -1,6 +1,6 @@
 """Hyper-connections as a module.
 
-B samples, S positions, n streams, D features.
+B samples, S positions, n streams, D features, K = n·D, m = n² + 2n logits.
 """
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ from torch.autograd.function import once_differentiable
 
 from flash_clipping._compat import transforms_are_active
 from flash_clipping.errors import InvalidValue
+from flash_clipping.factors import (
+    DenseGrad,
+    LinearGrad,
+    PerSampleGrad,
+    SumGrad,
+    accumulation_dtype,
+)
+from flash_clipping.layers.by_rule import by_rule
 from flash_clipping.layers.ops import hyper_connections as ops, stream_mix as mixing
 from flash_clipping.layers.ops.hyper_connections import reference as ops_reference
 from flash_clipping.layers.ops.stream_mix import reference as mixing_reference
 from flash_clipping.ops.runtime.backend import BACKENDS
+from flash_clipping.rules.registry import GradRequest, Grads, Rule, register_rule
 
 SHARE_KEPT = 5.0
 """Logit of the diagonal of ``comb`` to begin with: with four streams, 0.98 of each stays."""
@@ -36,7 +45,7 @@ class HyperConnections(nn.Module):
         x = self.hc.combine(x, y, post, comb)       # [B, S, n, D]
 
     Parameters are used in :meth:`forward` only, so in a wrapped model they are trained privately,
-    with a rule of their own (``flash_clipping.layers.rules``). Not wrapped, the module
+    with a rule of their own (:class:`HyperConnectionsRule`). Not wrapped, the module
     is differentiated like any other. Formulas stand at
     :func:`flash_clipping.layers.ops.hyper_connections.hyper_connections`.
 
@@ -133,7 +142,11 @@ class HyperConnections(nn.Module):
             with torch.autocast(x.device.type, enabled=False):
                 h, post, comb, *_ = ops_reference.hyper_connections(x_BSnD, params, self.settings)
         else:
-            h, post, comb = _Connect.apply(self.settings, self.backend, x_BSnD, *params)
+            named = dict(zip(("phi", "alpha", "bias", "gamma"), params, strict=True))
+            found: tuple[Tensor, Tensor, Tensor] = by_rule(
+                HyperConnectionsRule(), self, (x,), named, self.backend
+            )
+            return found
         return self.like(x, h), self.like(x, post), self.like(x, comb)
 
     def combine(self, x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -186,38 +199,52 @@ def _is_transformed() -> bool:
     return torch.compiler.is_compiling() or transforms_are_active()
 
 
-class _Connect(torch.autograd.Function):
-    """The forward of a module that is not wrapped."""
+@register_rule(HyperConnections)
+class HyperConnectionsRule(Rule):
+    """``dphi_b = dmix_bᵀ flat(x_b·gamma)``: a linear map with as few outputs as there are logits.
 
-    @staticmethod
-    def forward(
-        ctx: Any, settings: ops.Settings, backend: str, x: Tensor, *params: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        phi, alpha, bias, gamma = params
-        result = ops.hyper_connections(x, phi, alpha, bias, gamma, settings, backend=backend)
-        ctx.save_for_backward(x, *params, result.inv_BS, result.mix_BSm)
-        ctx.settings, ctx.backend = settings, backend
-        return result.h_BSD, result.post_BSn, result.comb_BSnn
+    The per-sample gradients of ``phi`` and ``gamma`` come from one product, which the kernel that
+    computes the input's gradient forms while it holds ``x`` anyway. With more positions than logits
+    that of ``phi`` is smaller than its operands, and kept; with fewer, these are.
+    """
 
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dh: Tensor, dpost: Tensor, dcomb: Tensor) -> Any:
-        x, phi, alpha, bias, gamma, inv, mix = ctx.saved_tensors
-        _, _, needs_x, needs_phi, _, _, needs_gamma = ctx.needs_input_grad
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        params = (layer.phi, layer.alpha, layer.bias, layer.gamma)
+        x_BSnD = layer.positions(x)
+        result = ops.hyper_connections(x_BSnD, *params, layer.settings, backend=layer.backend)
+        outputs = (result.h_BSD, result.post_BSn, result.comb_BSnn)
+        saved = (x, *params, result.inv_BS, result.mix_BSm)
+        return tuple(layer.like(x, output) for output in outputs), saved
+
+    def backward(self, layer: Any, saved: Any, grad_output: Any, needs: GradRequest) -> Grads:
+        x, phi, alpha, bias, gamma, inv_BS, mix_BSm = saved
+        x_BSnD = layer.positions(x)
+        B, S, n, D = x_BSnD.shape
+        dh, dpost, dcomb = grad_output
+        upstream = dh.reshape(B, S, D), dpost.reshape(B, S, n), dcomb.reshape(B, S, n, n)
         grads = ops.hyper_connections_backward(
-            *(x, phi, alpha, bias, gamma, inv, mix, dh, dpost, dcomb),
-            settings=ctx.settings,
-            input_grad=needs_x,
-            matrix_grad=needs_phi or needs_gamma,
-            backend=ctx.backend,
+            *(x_BSnD, phi, alpha, bias, gamma, inv_BS, mix_BSm, *upstream),
+            layer.settings,
+            input_grad=needs.input,
+            matrix_grad=not needs.params.isdisjoint(("phi", "gamma")),
+            backend=needs.backend,
         )
-        dphi = dgamma = None
+        factors: dict[str, PerSampleGrad] = {
+            "alpha": SumGrad(grads.alpha_BS3),
+            "bias": SumGrad(grads.bias_BSm),
+        }
         if grads.phi_BmK is not None and grads.gamma_BnD is not None:
-            dphi = grads.phi_BmK.sum(0).to(phi.dtype)
-            dgamma = grads.gamma_BnD.sum(0).to(gamma.dtype)
-        dalpha = grads.alpha_BS3.sum((0, 1)).to(alpha.dtype)
-        dbias = grads.bias_BSm.sum((0, 1)).to(bias.dtype)
-        return None, None, grads.x_BSnD, dphi, dalpha, dbias, dgamma
+            factors["gamma"] = DenseGrad(grads.gamma_BnD)
+            factors["phi"] = DenseGrad(grads.phi_BmK)
+            if "phi" in needs.params and grads.phi_BmK.shape[1] > S:
+                wide = accumulation_dtype(x.dtype)
+                scaled_BSnD = x_BSnD.to(wide) * gamma.to(wide)
+                factors["phi"] = LinearGrad(scaled_BSnD.flatten(2), grads.mix_BSm)
+        dx = None if grads.x_BSnD is None else grads.x_BSnD.view_as(x)
+        return dx, {name: factors[name] for name in needs.params}
 
 
 class _Mix(torch.autograd.Function):

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.nn.utils import parametrize
 
 from flash_clipping.errors import InvalidValue
+from flash_clipping.layers.by_rule import by_rule
+from flash_clipping.layers.factors import factors_of
 from flash_clipping.layers.routed_rows import (
     LowRank,
     Projection,
@@ -23,7 +25,7 @@ from flash_clipping.layers.routed_rows import (
     gated,
     gradients,
 )
-from flash_clipping.ops.segments import grouped_sums
+from flash_clipping.rules.registry import GradRequest, Grads, Rule, UnsupportedLayer, register_rule
 
 
 class MixtureOfExperts(nn.Module):
@@ -161,7 +163,8 @@ class MixtureOfExperts(nn.Module):
         Raises:
             ValueError: shapes that do not fit together, or ids that are no integers.
         """
-        y: Tensor = _Ordinary.apply(self, x, expert_ids, weights, *self._tensors())
+        params = dict(zip(self._names, self._tensors(), strict=True))
+        y: Tensor = by_rule(_Unwrapped(), self, (x, expert_ids, weights), params)
         return y
 
     def compute(
@@ -203,34 +206,51 @@ class MixtureOfExperts(nn.Module):
         )
 
 
-class _Ordinary(torch.autograd.Function):
-    """The layer for an ordinary backward: sums over all rows in the place of factors."""
+@register_rule(MixtureOfExperts)
+class MixtureOfExpertsRule(Rule):
+    """The layer's own arithmetic both ways, and factors in the place of sums over all rows."""
 
-    @staticmethod
+    folds = True  # tokens [B·T, d], as blocks of transformers hand them on
+    takes_samples = True
+    allows_computed = True  # a frozen base that is kept in fewer bits, beside LoRA
+
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
     def forward(
-        ctx: Any, layer: MixtureOfExperts, x: Tensor, ids: Tensor, weights: Tensor, *params: Tensor
-    ) -> Tensor:
-        y, saved = layer.compute(x, ids, weights)
-        ctx.save_for_backward(*(s for s in saved if isinstance(s, Tensor)))
-        ctx.others = tuple(s for s in saved if not isinstance(s, Tensor))
-        ctx.layer = layer
-        return y.detach()  # no view: it may be changed in place
+        self, layer: Any, x: Tensor, expert_ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        computed = layer.parametrizations if parametrize.is_parametrized(layer) else {}
+        for name, of in computed.items():
+            if any(param.requires_grad for param in of.parameters()):
+                raise UnsupportedLayer(
+                    f"its {name} is computed by torch.nn.utils.parametrize from trainable "
+                    "parameters, which have no per-sample gradients there; expected a frozen base. "
+                    "Freeze it (LoRA beside it, rank=, is trained).",
+                    f"{{layer}}.parametrizations.{name}.requires_grad_(False)",
+                )
+        try:
+            output: tuple[Tensor, tuple[Any, ...]] = layer.compute(x, expert_ids, weights)
+        except ValueError as error:
+            raise UnsupportedLayer(str(error)) from error
+        return output
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        layer, saved = ctx.layer, (*ctx.saved_tensors, *ctx.others)
-        _, x_wanted, _, weights_wanted, *params_wanted = ctx.needs_input_grad
-        named = zip(layer._names, params_wanted, strict=True)
-        wanted = {name for name, is_wanted in named if is_wanted}
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
+        x_wanted, _, weights_wanted = needs.inputs
         grad_x, grad_weights, found = gradients(
-            layer.arithmetic, saved, grad, wanted, x_wanted, weights_wanted
+            layer.arithmetic, saved, grad_output, needs.params, x_wanted, weights_wanted
         )
-        sums = [
-            grouped_sums(*found.operands[name], found.segments, None) if name in wanted else None
-            for name in layer._names
-        ]
-        return (None, grad_x, None, grad_weights, *sums)
+        return (grad_x, None, grad_weights), factors_of(found)
+
+
+class _Unwrapped(MixtureOfExpertsRule):
+    """For an ordinary backward, in which matrices may be computed from anything."""
+
+    def forward(
+        self, layer: Any, x: Tensor, expert_ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        found: tuple[Tensor, tuple[Any, ...]] = layer.compute(x, expert_ids, weights)
+        return found
 
 
 class TopKRouter(nn.Module):

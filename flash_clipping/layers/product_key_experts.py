@@ -1,13 +1,14 @@
 """Experts of one hidden unit each, and the router that chooses k of them for every token, by two
 projections to the logits of an axis each (product keys; PEER, arXiv 2407.04153).
 
-d features, E = s² experts, s entries of an axis, h heads, k choices of each head, L = h·k.
+d features, E = s² experts, s entries of an axis, h heads, k choices of each head, L = h·k;
+B samples, T positions, N = B·T.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from flash_clipping._compat import BATCH_NORMS, never_compiled, transforms_are_active
 from flash_clipping.errors import InvalidValue
+from flash_clipping.factors import PerSampleGrad
+from flash_clipping.layers.factors import BUFFER, ScaledEmbeddingGrad
 from flash_clipping.layers.ops.product_key import (
     product_key_backward,
     product_key_scores,
     reference,
 )
+from flash_clipping.rules.registry import GradRequest, Grads, Rule, as_BTd, register_rule
 
 MakeNorm = Callable[[int], nn.Module]
 
@@ -126,6 +130,88 @@ class ExpertTables(nn.Module):
     def extra_repr(self) -> str:
         experts, width = self.down.shape
         return f"{experts}, {width}, activation={self.activation!r}"
+
+
+@register_rule(ExpertTables)
+class ExpertTablesRule(Rule):
+    """Keeps input, output gradient and L numbers of every position, never L rows of a table: rows
+    are looked up for some positions at a time, and again in backward."""
+
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
+    def forward(
+        self, layer: Any, x: Tensor, indices: Tensor, weights: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        chosen, none = layer.experts_of(indices)
+        down_Ed, up_Ed = layer.down, layer.up
+        x_Nd, chosen_NL, none_NL, weights_NL = map(_rows, (x, chosen, none, weights))
+        before_NL = _products(down_Ed, chosen_NL, none_NL, x_Nd).masked_fill(none_NL, 0)
+        unit_NL = layer.act(before_NL) * weights_NL.masked_fill(none_NL, 0)
+        y = _sums(up_Ed, chosen_NL, none_NL, unit_NL, x.dtype).view(x.shape)
+        return y, (x, chosen, none, weights, before_NL, down_Ed, up_Ed)
+
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
+        x, chosen, none, weights, before_NL, down_Ed, up_Ed = saved
+        grad_Nd, chosen_NL, none_NL, weights_NL = map(_rows, (grad_output, chosen, none, weights))
+        with torch.enable_grad():
+            leaf_NL = before_NL.detach().requires_grad_()
+            act_NL = layer.act(leaf_NL)
+        grad_unit_NL = _products(up_Ed, chosen_NL, none_NL, grad_Nd)
+        of_act_NL = (grad_unit_NL * weights_NL).to(act_NL.dtype)
+        (grad_before_NL,) = torch.autograd.grad(act_NL, leaf_NL, of_act_NL)
+        # Of no expert: its weight may be anything. The factors do not read its scale.
+        grad_before_NL = grad_before_NL.masked_fill(none_NL, 0)
+        act_NL = act_NL.detach()
+        grads: list[Tensor | None] = [None, None, None]
+        if needs.inputs[0]:
+            grad_x_Nd = _sums(down_Ed, chosen_NL, none_NL, grad_before_NL, x.dtype)
+            grads[0] = grad_x_Nd.view(x.shape)
+        if needs.inputs[2]:
+            of_weights_NL = (grad_unit_NL * act_NL).masked_fill(none_NL, 0)
+            grads[2] = of_weights_NL.to(weights.dtype).view(weights.shape)
+        ids_BTL = as_BTd(chosen.masked_fill(none, -1))
+        factors: dict[str, PerSampleGrad] = {}
+        for name, scale_NL, rows in (
+            ("down", grad_before_NL, x),
+            ("up", act_NL * weights_NL, grad_output),
+        ):
+            if name in needs.params:
+                scale_BTL = scale_NL.view(ids_BTL.shape)
+                factors[name] = ScaledEmbeddingGrad(ids_BTL, scale_BTL, as_BTd(rows), len(down_Ed))
+        return tuple(grads), factors
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _looked_up(
+    table_Ed: Tensor, chosen_NL: Tensor, none_NL: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows ``[n, L, d]`` of a table for some positions at a time, by shapes alone; zeros in the
+    place of no expert."""
+    (N, L), d = chosen_NL.shape, table_Ed.shape[1]
+    step = max(1, BUFFER // max(1, L * d))
+    for start in range(0, max(1, N), step):  # at least once, for no position if there is none
+        n = slice(start, start + step)
+        yield n, F.embedding(chosen_NL[n], table_Ed).masked_fill(none_NL[n].unsqueeze(2), 0)
+
+
+def _products(table_Ed: Tensor, chosen_NL: Tensor, none_NL: Tensor, x_Nd: Tensor) -> Tensor:
+    """Products ``[N, L]`` of the rows chosen for each position and what stands there."""
+    pieces = _looked_up(table_Ed, chosen_NL, none_NL)
+    return torch.cat([(rows_nLd * x_Nd[n].unsqueeze(1)).sum(2) for n, rows_nLd in pieces])
+
+
+def _sums(
+    table_Ed: Tensor, chosen_NL: Tensor, none_NL: Tensor, scale_NL: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Sums ``[N, d]`` of the rows chosen for each position, times these numbers."""
+    pieces = _looked_up(table_Ed, chosen_NL, none_NL)
+    return torch.cat(
+        [(rows_nLd * scale_NL[n].unsqueeze(2)).sum(1).to(dtype) for n, rows_nLd in pieces]
+    )
 
 
 class SwiGLU(nn.Module):

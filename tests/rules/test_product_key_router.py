@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import flash_clipping
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.layers import ProductKeyExperts, ProductKeyRouter, factors, rules as rule
+from flash_clipping.layers import ProductKeyExperts, ProductKeyRouter, factors, product_key_experts
 from flash_clipping.layers.factors import ScaledEmbeddingGrad
 from flash_clipping.layers.product_key_experts import ExpertTables
 from flash_clipping.ops.runtime.backend import is_interpreting
@@ -136,7 +136,7 @@ def test_rows_that_were_declared() -> None:
     check_by_autograd(Shuffled(experts=9, k=3, heads=2).double(), inputs(4, 5), squares, steps=1)
 
 
-@pytest.mark.parametrize("module", [rule, factors])
+@pytest.mark.parametrize("module", [product_key_experts, factors])
 def test_pieces(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some positions, of a sample, of one feature: the same, whatever is formed at a time."""
     for size in (1, 100, 1000):
