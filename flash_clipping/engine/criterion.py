@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -179,7 +178,6 @@ class FlashLoss(DPLossFastGradientClipping):
                 "criterion's own scalar is such a mean or sum over samples, the scalar itself:\n"
                 "    make_private(criterion=lambda *args: criterion(*args), ...)"
             )
-        self._warn_of_parameters(criterion, module)
         #: Whether it was looked at whether it compares samples; losses of PyTorch do not.
         self._is_separable = _is_of_pytorch(criterion)
         # Opacus' class writes into the criterion that it is given.
@@ -232,21 +230,6 @@ class FlashLoss(DPLossFastGradientClipping):
         if hasattr(self.module, "check_losses"):
             self.module.check_losses(losses)
         return FlashTensor(self.module, self.optimizer, losses, self.loss_reduction)
-
-    def _warn_of_parameters(self, criterion: Any, module: Any) -> None:
-        """Warn of trainable parameters of the criterion that are not the model's."""
-        of_model = {*getattr(module, "_module", module).parameters()}
-        named = criterion.named_parameters() if isinstance(criterion, nn.Module) else ()
-        own = [n for n, p in named if p.requires_grad and p not in of_model]
-        if own:
-            warnings.warn(
-                f"criterion ({self._name}): its parameter {own[0]!r} is trainable, and not the "
-                "model's: its gradients are neither clipped nor get noise. Make the criterion a "
-                "part of the model before the optimizer is made, and call it in the model's "
-                "forward:\n    model.criterion = criterion\nIf it is not trained:\n"
-                "    criterion.requires_grad_(False)",
-                stacklevel=4,
-            )
 
     def _refuse_changed(self, buffers: list[Tensor], versions: list[int]) -> None:
         """``FlashClippingError`` if a call has changed these buffers of the criterion."""

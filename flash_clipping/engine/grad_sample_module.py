@@ -47,7 +47,6 @@ from flash_clipping.engine.options import (
     check_bounds,
     check_options,
 )
-from flash_clipping.engine.token_losses import ModelLosses
 from flash_clipping.engine.told_rows import Told, ToldRows
 from flash_clipping.engine.unsupported import (
     refuse_export,
@@ -252,10 +251,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             take_map = self.follow_rows().take_map
             handles.append(root.register_forward_pre_hook(take_map, with_kwargs=True))
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
-        self._losses = ModelLosses(root, self._session, handles)  # first: it knows the losses
+        own_losses = wings.own_losses(root, self._session, handles)  # first: it knows the losses
         handles.append(root.register_forward_hook(self._after_forward, with_kwargs=True))
         handles.append(root.register_forward_hook(self._session.leave_forward, always_call=True))
-        self._installed = [self._taps, self._losses, self._guards]
+        self._installed = [self._taps, own_losses, self._guards]
         if self._sharded is not None:
             self._watch.sharded = self._sharded
             self._sharded.add_last_hooks(handles, self._taps.all)

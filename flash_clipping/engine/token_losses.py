@@ -1,36 +1,22 @@
-"""The loss of each sample's own tokens, and refusals of losses that samples share.
+"""The loss of each sample's own tokens.
 
 A mean over the labels of the whole batch makes the gradient of one sample depend on how many labels
-the others have: with ``n_b`` labels in sample ``b``, the model's own loss is
-``sum_b S_b / sum_b n_b``, and no clipping of gradients bounds what one sample changes. The loss of
-a sample is ``S_b / n_b`` here.
+the others have: with ``n_b`` labels in sample ``b``, that is ``sum_b S_b / sum_b n_b``, and no
+clipping of gradients bounds what one sample changes. The loss of a sample is ``S_b / n_b`` here.
 
 Shape suffixes: ``B`` samples, ``T`` positions, ``V`` classes.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, InvalidType, InvalidValue
-
-#: Loss functions of transformers that are means over tokens, and whether they shift labels.
-_SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
-
-#: Arguments, besides labels, with which models of transformers compute losses that samples share.
-_SHARED_BY = {"return_loss", "output_router_logits"}
-
-_INSTEAD = """Take the loss of each sample's own labels instead of the model's:
-    output = model(**batch)
-    loss = flash_clipping.per_sample_loss(output, batch["labels"]{shift}).{reduction}()"""
+from flash_clipping.errors import InvalidType, InvalidValue
 
 
 def per_sample_loss(
@@ -97,211 +83,3 @@ def logits_of(output: Any) -> Tensor:
 def part_of(output: Any, name: str) -> Any:
     """The part of a model's output by this name; ``None`` if it is not there."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-
-
-class SampleMeans:
-    """Stands in for a model's own loss function: means over samples of the means over their tokens.
-    Where nothing is recorded, the loss function itself."""
-
-    def __init__(self, module: Any, path: str, session: ClippingSession):
-        self.module, self.path, self.session = module, path, session
-        self.original, before = module.loss_function, {*vars(module)}
-        module.loss_function = self  # its public setter
-        self._added = [name for name in vars(module) if name not in before]
-        self.shift = _SHIFTS[self.original.__name__]
-        #: How often a recorded loss was computed.
-        self.calls = 0
-        #: The number that losses of this model are divided by, where the caller gave one.
-        self.items: int | None = None
-
-    def remove(self) -> None:
-        self.module.loss_function = self.original
-        for name in self._added:
-            delattr(self.module, name)
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        *args: Any,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        given: dict[str, Any] = {"num_items_in_batch": num_items_in_batch}
-        if self.shift:
-            given["shift_labels"] = shift_labels
-        given |= {"ignore_index": ignore_index, **kwargs}
-        recording = self.session.recording
-        self.calls += recording
-        if recording and num_items_in_batch is not None:
-            self._check_items(num_items_in_batch)
-        if not recording or num_items_in_batch is not None:
-            return self.original(logits, labels, *args, **given)
-        shift = self.shift and shift_labels is None
-        labels = labels if shift_labels is None else shift_labels
-        # In fp32, as the original does.
-        losses_B = per_sample_loss(logits.float(), labels, shift=shift, ignore_index=ignore_index)
-        return losses_B.mean() if self.session.loss_reduction == "mean" else losses_B.sum()
-
-    def _check_items(self, items: Any) -> None:
-        """Refuse to divide by what depends on the batch."""
-        if self.session.loss_reduction != "sum" or not isinstance(items, int):
-            found = f" ({type(items).__name__}) and loss_reduction={self.session.loss_reduction!r}"
-        elif self.items not in (None, items):
-            found = f"={items} after {self.items}"
-        else:
-            self.items = items
-            return
-        raise FlashClippingError(
-            f"{self.path or 'the model'}: found num_items_in_batch{found}. A number of tokens "
-            "that is counted in the batch makes one sample's gradient depend on the others. Leave "
-            "it out, and each sample's loss is the mean over its own labels; or pass an int that "
-            'is the same for every batch, with loss_reduction="sum".'
-        )
-
-
-class ModelLosses:
-    """The losses that models of transformers compute themselves: the root, or what is inside of it.
-
-    Hooks are added to ``handles``.
-    """
-
-    def __init__(self, root: nn.Module, session: ClippingSession, handles: list[Any]):
-        self.session = session
-        #: The stand-ins for the models' loss functions.
-        self.stand_ins: list[SampleMeans] = []
-        self.penalised = has_penalty(root)
-        for path, module in root.named_modules():
-            cls = type(module)
-            if not is_of(cls, "transformers"):
-                continue
-            _, *parameters = inspect.signature(cls.forward).parameters
-            if not any(name.endswith("labels") or name in _SHARED_BY for name in parameters):
-                continue
-            after = partial(self.after_forward, path, parameters)
-            handles.append(module.register_forward_hook(after, with_kwargs=True))
-            original = getattr(module, "loss_function", None)
-            is_known = is_of(original, "transformers") and "labels" in parameters
-            if is_known and getattr(original, "__name__", "") in _SHIFTS:
-                self.stand_ins.append(SampleMeans(module, path, session))
-        if self.stand_ins or self.penalised:
-            handles.append(root.register_forward_pre_hook(self.before_forward, with_kwargs=True))
-
-    def remove(self) -> None:
-        while self.stand_ins:
-            self.stand_ins.pop().remove()
-
-    def before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Raise ``FlashClippingError`` in a forward whose loss holds a penalty on weights, which no
-        layer could be found to be at fault for."""
-        for stand_in in self.stand_ins:
-            stand_in.calls = 0
-        if self.penalised and self.session.enabled and kwargs.get("labels") is not None:
-            raise FlashClippingError(
-                "the model: its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), "
-                "whose gradient is no sample's and would not be clipped. Call the model without "
-                "labels. "
-                + _INSTEAD.format(shift=", shift=True", reduction=self.session.loss_reduction)
-            )
-
-    def after_forward(
-        self,
-        path: str,
-        parameters: Sequence[str],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        output: Any,
-    ) -> None:
-        """Let a backward pass fail that reaches a loss which samples share; ``parameters``: the
-        names of the arguments of the module's forward, in order."""
-        session = self.session
-        # Compiled code takes no hooks of tensors. A proof goes backward from losses itself, and
-        # sees what is compiled as well.
-        if torch.compiler.is_compiling() or not session.recording or session.comparing:
-            return
-        call, loss = session.current_forward, loss_of(output)
-        if loss is None or not loss.requires_grad or (call is not None and call.of_nobody):
-            return
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        if reason := self._shared(path, module, given, output):
-            refusal = f"{path or 'the model'}: {reason}"
-
-            def refuse(grad: Tensor | None) -> None:
-                # Where the model is one function of autograd's (mode="two_pass"), hooks of all
-                # outputs are called: those that no gradient reaches get None.
-                if session.enabled and grad is not None:
-                    raise FlashClippingError(refusal)
-
-            loss.register_hook(refuse)
-
-    def _shared(self, path: str, module: nn.Module, given: Mapping[str, Any], output: Any) -> str:
-        """Why samples share the loss; empty if they do not, as far as is known."""
-        if given.get("return_loss"):
-            return (
-                "its own loss (return_loss=True) compares the samples of a batch with each other, "
-                "so that each one's gradient depends on all others and no clipping bounds what one "
-                "changes. Use a loss in which a sample stands alone, or make each group of samples "
-                "that are compared one privacy unit of fixed size (docs/units.md)."
-            )
-        weight = getattr(module, "router_aux_loss_coef", 1.0)
-        if isinstance(part_of(output, "aux_loss"), Tensor) and weight:
-            return (
-                "its own loss holds an aux_loss, which balances the experts' loads over all "
-                "samples of the batch. Call the model with output_router_logits=False, and balance "
-                "each sample by itself (docs/mixture-of-experts.md)."
-            )
-        by_position = self.session.positions is not None
-        inside = f"{path}." if path else ""
-        means = any(
-            stand_in.calls and f"{stand_in.path}.".startswith(inside) for stand_in in self.stand_ins
-        )
-        if means and not by_position:
-            return ""
-        for name, labels in given.items():
-            if not name.endswith("labels") or labels is None:
-                continue
-            if not isinstance(labels, Tensor):
-                found = type(labels).__name__
-                return (
-                    f"its own loss of {name} ({found}) may divide by what is counted in all "
-                    "samples of the batch, boxes or masks. Compute the loss of every sample by "
-                    f"itself from the model's other outputs.{ONE_BY_ONE}"
-                )
-            if by_position:
-                return (
-                    f"its own loss of {name} is a mean over rows, whose parts are units. Compute "
-                    "losses of positions from the logits, as docs/units.md does."
-                )
-            is_of_tokens = labels.dim() > 1 and labels.shape[1] > 1
-            if is_of_tokens and len(labels) and not labels.is_floating_point():
-                return (
-                    f"its own loss of {name} {tuple(labels.shape)} is a mean over the labels of "
-                    "the whole batch, so that each sample's gradient depends on how many labels "
-                    "the others have, and no clipping bounds what one sample changes. "
-                    + _INSTEAD.format(shift="", reduction=self.session.loss_reduction)
-                )
-        return ""
-
-
-def has_penalty(model: Any) -> bool:
-    """Whether PEFT's AdaLoRA adds a penalty on its weights to the model's own loss."""
-    adapters = getattr(model, "peft_config", {})
-    return any(hasattr(config, "orth_reg_weight") for config in adapters.values())
-
-
-def is_of(thing: Any, library: str) -> bool:
-    """Whether a class, or one that it derives from, or a function comes from a library."""
-    kinds = thing.__mro__ if isinstance(thing, type) else (thing,)
-    modules = [getattr(kind, "__module__", None) or "" for kind in kinds]
-    return any(name.partition(".")[0] == library for name in modules)
-
-
-def loss_of(output: Any) -> Tensor | None:
-    """The loss in an output of transformers: by its name, or first in a tuple."""
-    loss = output[0] if isinstance(output, tuple) and output else part_of(output, "loss")
-    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None

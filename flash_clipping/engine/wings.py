@@ -15,8 +15,10 @@ pipeline_group: Callable[[Any, dict[str, Any]], Any]
 #: Of :mod:`flash_clipping.pipelines`: the class of the private optimizer of one stage.
 stage_optimizer: type[Any]
 
-#: Of :mod:`flash_clipping.one_by_one`: stands in for the call of a wrapped model's root.
+#: Of :mod:`flash_clipping.one_by_one`: stands in for the call of a wrapped model's root; and of
+#: :mod:`flash_clipping.hugging_face`: hooks for losses that such a model computes itself.
 one_by_one: Callable[[Any, Any, list[Any]], Any]
+own_losses: Callable[[Any, Any, list[Any]], Any]
 
 #: Of :mod:`flash_clipping.noise`: how batches are drawn and noise is made; without arguments
 #: Poisson batches and independent noise.

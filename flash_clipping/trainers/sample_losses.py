@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping.capture.no_trace import random_state, untouched
-from flash_clipping.engine.token_losses import has_penalty, loss_of, part_of, per_sample_loss
+from flash_clipping.engine.token_losses import part_of, per_sample_loss
 from flash_clipping.errors import InvalidValue
+from flash_clipping.hugging_face.losses import has_penalty, loss_of
 from flash_clipping.ops.runtime.checks import check_on_device
 
 #: Labels with this value count nothing, in per_sample_loss as well.

@@ -183,13 +183,13 @@ class Center(nn.Module):
 
 def test_a_criterion_that_learns_is_warned_of() -> None:
     criterion = Center(learns=True)
-    with pytest.warns(UserWarning, match=r"criterion \(Center\): its parameter 'centers'") as found:
-        private(criterion)
-    exec(str(found[0].message).splitlines()[-1].strip(), {"criterion": criterion})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message="Batches are not drawn")
-        private(criterion)
+    for learns in (True, False):
+        model, _, loss, _, (x, y) = private(criterion.requires_grad_(learns))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", UserWarning)
+            loss(model(x[:16]), y[:16]).backward()
+        said = ["Center.centers" in str(one.message) for one in found]
+        assert said.count(True) == learns
 
 
 def test_a_criterion_that_remembers_is_refused() -> None:

@@ -18,6 +18,7 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
     per_sample_loss,
 )
+from flash_clipping.hugging_face.losses import ModelLosses
 from tests.support.hugging_face import gpt2, tiny
 from tests.support.oracle import assert_close, per_sample_truth
 from tests.support.wrapping import WRAPPERS
@@ -217,7 +218,7 @@ def test_labels_that_are_no_tensor_are_refused() -> None:
     """Of detection: boxes of all images are counted."""
     model = tiny("BertForMaskedLM")
     wrapped = GradSampleModuleFlashClipping(model)
-    losses = wrapped._losses
+    losses = next(part for part in wrapped._installed if isinstance(part, ModelLosses))
     loss = model(torch.randint(17, (2, 4))).logits.sum()
     losses.after_forward("", [], model, (), {"labels": [{"boxes": 1}]}, {"loss": loss})
     with pytest.raises(FlashClippingError, match=r"labels \(list\) may divide"):
