@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad, UnitMap
@@ -88,32 +87,8 @@ class LostRows(DeclaredRows):
 _declared: ContextVar[DeclaredRows | None] = ContextVar("declared_rows", default=None)
 
 
-#: What holds for layers that are called now.
-declared_rows = _declared.get
-
-
-class PickedRows(TorchFunctionMode):
-    """Sees which rows of ``tokens [M, d]``, where those of a sample lie together, are picked by an
-    index: layers read these until others are."""
-
-    def __init__(self, tokens: Tensor, count: int):
-        super().__init__()
-        self.tokens, self.count = tokens, count
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is Tensor.__getitem__ and args[0] is self.tokens:
-            *before, index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            is_of_rows = isinstance(index, Tensor) and index.dtype == torch.int64
-            is_of_rows = is_of_rows and index.dim() == 1 and before in ([], [None])
-            each, rest = divmod(len(self.tokens), self.count)
-            # Otherwise layers read rows of which nothing is known, and are refused.
-            _declared.set(
-                None if rest or not is_of_rows else DeclaredRows(index // each, self.count)
-            )
-        return result
+#: What holds for layers that are called now, and lets others hold, inside of :func:`declared`.
+declared_rows, declare = _declared.get, _declared.set
 
 
 @contextmanager

@@ -27,10 +27,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
 
 from flash_clipping._compat import gate_of_experts
 from flash_clipping.capture.around import around
-from flash_clipping.capture.declared_rows import PickedRows, declared
+from flash_clipping.capture.declared_rows import DeclaredRows, declare, declared
 from flash_clipping.capture.tap import RefusedByRule, Tap
 from flash_clipping.factors import PerSampleGrad
 from flash_clipping.layers.exchange import are_parts
@@ -361,6 +362,28 @@ class JetMoeExpertsRule(Rule):
         return (grad, None), factors_of(found)
 
 
+class _PickedRows(TorchFunctionMode):
+    """Sees which rows of ``tokens [M, d]``, where those of a sample lie together, are picked by an
+    index: layers read these until others are."""
+
+    def __init__(self, tokens: Tensor, count: int):
+        super().__init__()
+        self.tokens, self.count = tokens, count
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and args[0] is self.tokens:
+            *before, index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            is_of_rows = isinstance(index, Tensor) and index.dtype == torch.int64
+            is_of_rows = is_of_rows and index.dim() == 1 and before in ([], [None])
+            each, rest = divmod(len(self.tokens), self.count)
+            # Otherwise layers read rows of which nothing is known, and are refused.
+            declare(None if rest or not is_of_rows else DeclaredRows(index // each, self.count))
+        return result
+
+
 @around(f"{_SWITCH}Experts", f"{_NLLB}Experts")
 class _PicksRows(Tap):
     """Calls ordinary layers on rows that it picks from its tokens."""
@@ -373,7 +396,7 @@ class _PicksRows(Tap):
         is_recorded = session.enabled and not session.bypassed and not is_dynamo_compiling()
         if not is_recorded or not count:
             return self.original(hidden_states, *args, **kwargs)
-        with declared(None), PickedRows(hidden_states, count):
+        with declared(None), _PickedRows(hidden_states, count):
             return self.original(hidden_states, *args, **kwargs)
 
 
