@@ -6,6 +6,8 @@ Shape suffixes: ``B`` samples, ``P`` parameters, ``n`` elements of one of them, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,7 +21,9 @@ from flash_clipping.ops.error_bounds import squared_norms
 from flash_clipping.ops.linear import linear_sqnorm_blocks
 from flash_clipping.ops.outer import sum_parts, weighted_sum, weighted_sums_many
 from flash_clipping.ops.rows import row_sums
-from flash_clipping.ops.runtime.shapes import Group, Normalized
+from flash_clipping.ops.runtime.shapes import Group
+
+_ROWS, _NORMALIZED = attrgetter("rows_BTn"), attrgetter("normalized")
 
 #: Rows ``[n, B]`` of several parameters, and the ids of these.
 Blocks: TypeAlias = list[tuple[Sequence[int], Tensor]]
@@ -65,20 +69,15 @@ class GroupedFactors:
         self.others: dict[int, PerSampleGrad] = {}
         #: Sums that come with others, until their turn.
         self._ready: dict[int, Tensor] = {}
-        # Without comprehensions: they cost small models, which wait for the host.
+        # Without comprehensions and loops: they cost small models, which wait for the host.
         for keys in plan.linear:
             A_BTd = factors[keys[0]].A_BTd
             for key in keys:
                 self.linear[key] = A_BTd, factors[key].G_BTp
         for keys in plan.sums:
-            rows: list[Tensor] = []
-            x_hats: list[Normalized | None] = []
-            sizes: list[int] = []
-            for key in keys:
-                factor = factors[key]
-                rows += (factor.rows_BTn,)
-                x_hats += (factor.normalized,)
-                sizes += (factor.rows_BTn.shape[2],)
+            found = [*map(factors.__getitem__, keys)]
+            rows, x_hats = [*map(_ROWS, found)], [*map(_NORMALIZED, found)]
+            sizes = [*map(Tensor.size, rows, repeat(2))]
             memo = plan.memos["row_sums", keys[0]]
             grads_BN, sq_PB = row_sums(rows, x_hats, backend=backend, memo=memo)
             self.stacks.append(VectorStack(keys, sizes, grads_BN, sq_PB))
@@ -90,10 +89,8 @@ class GroupedFactors:
             sq_BP = squared_norms(grads.view(B * P, n), dtype).view(B, P)
             stack = keys, [n] * P, grads.view(B, P * n), sq_BP.T
             self.stacks.append(VectorStack(*stack))
-        for key in plan.stored:
-            self.stored[key] = factors[key]
-        for key in plan.others:
-            self.others[key] = factors[key]
+        for kept, keys in ((self.stored, plan.stored), (self.others, plan.others)):
+            kept.update(zip(keys, map(factors.__getitem__, keys), strict=True))
 
     def forget(self) -> None:
         """Let go of all of them."""
@@ -114,10 +111,8 @@ class GroupedFactors:
             memo = plan.memos["linear_sqnorms"]
             groups: list[Group] = []
             for members in plan.linear:
-                Gs: list[Tensor] = []
-                for key in members:
-                    Gs += (self.linear[key][1],)
-                groups += ((self.linear[members[0]][0], Gs),)
+                As, Gs = zip(*map(self.linear.__getitem__, members), strict=True)
+                groups += ((As[0], Gs),)
             for block in linear_sqnorm_blocks(groups, backend=self.backend, memo=memo):
                 keys: list[int] = []
                 for group, layer in block.order:
@@ -125,7 +120,7 @@ class GroupedFactors:
                 blocks += ((keys, block.sq_RB),)
                 if block.doubt_RB is not None:
                     doubts += ((keys, block.doubt_RB),)
-            del groups, Gs
+            del groups, As, Gs
         for stack in self.stacks:
             blocks += ((stack.keys, stack.sq_PB),)
         in_parts: list[int] = []
