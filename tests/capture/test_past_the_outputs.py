@@ -62,3 +62,29 @@ def test_a_layer_by_itself_while_a_call_waits_is_refused() -> None:
     output = module(x)
     with pytest.raises(FlashClippingError, match=r"a \(Linear\).*the wrapped model itself"):
         (output.square().sum(1) + module._module.a(x).square().sum(1)).mean().backward()
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_after_a_refusal_that_is_kept_the_next_backward_is_whole(needs_grad: bool) -> None:
+    """Its frames hold the pass that was refused, which must not take the next one's gradients."""
+    module = wrapped()
+    x, other = torch.randn(2, B, D, dtype=torch.float64)
+    module(x).square().sum(1).mean().backward()
+    norms, expected = module.get_norm_sample(), [p.grad for p in module.parameters()]
+    module.zero_grad(set_to_none=True)
+    first = module(x.clone().requires_grad_(needs_grad))
+    second = module(other.clone().requires_grad_(needs_grad))
+    if needs_grad:  # several calls whose inputs wait for their gradients
+        refused = [first.square().sum(1).mean(), second.square().sum(1).mean()]
+    else:
+        refused = [module._module.kept[0].square().sum(1).mean()]
+    with pytest.raises(FlashClippingError, match="two_pass") as kept:
+        torch.autograd.backward(refused, retain_graph=True)
+    assert kept.value.__traceback__ is not None
+    if needs_grad:
+        del second, refused
+        module.zero_grad(set_to_none=True)
+    first.square().sum(1).mean().backward()
+    torch.testing.assert_close(module.get_norm_sample(), norms)
+    for param, grad in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad)
