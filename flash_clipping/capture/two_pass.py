@@ -218,8 +218,8 @@ class TwoWalks(BackwardPass):
                 self.take_norms()
                 assert self.coef is not None
                 left = [self.coef[key].square() * sq_B for key, sq_B in self._measured()]
-                if left:
-                    left = [x.nan_to_num(0, 0).to(left[0]) for x in left]
+                if left:  # what cancels may come out below zero
+                    left = [x.nan_to_num(0, 0).clamp(min=0).to(left[0]) for x in left]
                     self.measured_B = torch.stack(left).sum(0)
                 self.forget()
                 self.stand_in()
@@ -314,7 +314,7 @@ class TwoWalks(BackwardPass):
             del self._awaiting[key]
             whole = merge(uses)
             sq_B = coef_B.square() * whole.sqnorms(self.backend).to(coef_B)
-            self._note_release(key, torch.where(coef_B == 0, 0, sq_B))
+            self._note_release(key, torch.where(coef_B == 0, 0, sq_B).clamp(min=0))
             self._put(param, whole.clipped_sum(coef_B, self.backend))
 
     def _note_release(self, key: int, sq_B: Tensor) -> None:
