@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.factors import LinearGrad, SumGrad
 
 B, K, C = 6, 5, 1e-3
 
@@ -92,3 +93,18 @@ def test_nothing_larger_than_measured_is_released(
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         assert torch.cat([g.flatten() for g in grads]).norm() <= C * 1.001
     assert refused == 0 if is_served else refused > 0
+
+
+def test_norms_that_rounding_leaves_below_zero_are_as_large_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gram matrices in fp32 give such squares where a sample's positions cancel."""
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(nn.Linear(K, 2), max_grad_norm=C, mode="two_pass")
+    flash(torch.randn(B, 3, K)).sum().backward()
+    flash.zero_grad(set_to_none=True)
+    for factor in (LinearGrad, SumGrad):
+        sqnorms = factor.sqnorms
+        monkeypatch.setattr(factor, "sqnorms", lambda *args, of=sqnorms: -1e-9 * of(*args))
+    flash(torch.randn(B, 3, K)).sum().backward()
+    assert flash.get_norm_sample().eq(0).all()
