@@ -14,7 +14,6 @@ the module runs it is the whole, unsharded parameter: that is what layers comput
 * ``model.py``: puts these in the place of what an ordinary model has; rehearsals that all
   processes run at the same time; batches without samples;
 * ``tensor_parallel.py``: layers that are cut over processes which share their samples;
-  ``transformers_plan.py``: such as ``transformers`` has cut;
 * ``experts.py``: experts of which each process has its own, and the samples that reach them.
 
 But in tensor parallelism a process has its own samples; their norms and coefficients are its own,

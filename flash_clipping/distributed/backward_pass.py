@@ -26,10 +26,11 @@ from flash_clipping.finish.backward_pass import BackwardPass, Readers
 class ShardedBackwardPass(BackwardPass):
     """Factors belong to unsharded parameters; sums go to the shards that take their places."""
 
+    session: ClippingSession
+
     def __init__(self, session: ClippingSession, slots: ParameterSlots, reducer: Reducer):
         super().__init__(session)
         self.slots, self.reducer = slots, reducer
-        self._session = session
         #: What of the sums is on its way.
         self._reduction: Reduction | None = None
 
@@ -44,7 +45,7 @@ class ShardedBackwardPass(BackwardPass):
     @cached_property
     def _is_of_nobody(self) -> bool:
         """Whether this process has drawn no sample: its row runs as the others' do."""
-        return self._session.are_of_nobody()
+        return self.session.are_of_nobody()
 
     def record(
         self,

@@ -22,7 +22,6 @@ from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups, device_of
 from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.distributed.tensor_parallel import TensorParallelLayers
-from flash_clipping.distributed.transformers_plan import lay_out_by_hooks
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.clipping import Doubts
 
@@ -180,10 +179,11 @@ class ShardedModel:
             passes, options["layers"] = tensor_parallel.BACKWARD_PASSES, self.layers
         session.backward_pass_class = partial(passes[mode], **options)
 
-    def add_first_hooks(self, handles: list[Any]) -> None:
-        """Hooks that come before taps, and before all others of the wrapped model."""
+    def add_first_hooks(self, handles: list[Any], lay_out: Callable[..., None]) -> None:
+        """Hooks that come before taps, and before all others of the wrapped model; ``lay_out`` puts
+        those around layers that others have cut."""
         if self.layers is not None:
-            lay_out_by_hooks(self.root, handles)
+            lay_out(self.root, handles)
             handles.append(
                 self.root.register_forward_pre_hook(self.layers.before, with_kwargs=True)
             )
@@ -196,10 +196,7 @@ class ShardedModel:
             self.layers.surround(self.together.taps, handles)
         for module in self.slots.gathering:
             # After the module's own, which gathers parameters.
-            handles.append(module.register_forward_pre_hook(self._look))
-
-    def _look(self, module: nn.Module, _: Any) -> None:
-        self.slots.look(module)
+            handles.append(module.register_forward_pre_hook(self.slots.look))
 
     def _watch(self, name: str, unsharded: nn.Parameter) -> None:
         """Refuse gradients that autograd brings to an unsharded parameter."""

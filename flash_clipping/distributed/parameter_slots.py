@@ -109,8 +109,8 @@ class ParameterSlots:
         """The modules that ``fully_shard`` was applied to."""
         return [*self._of_module]
 
-    def look(self, module: nn.Module) -> None:
-        """See the unsharded parameters of a module that has gathered them."""
+    def look(self, module: nn.Module, _: Any = None) -> None:
+        """A hook: see the unsharded parameters of a module that has gathered them."""
         for slot in self._of_module[module]:
             param, held = slot.tensor, slot.held
             if isinstance(param, ParameterProxy) or param is None:

@@ -202,7 +202,7 @@ class Reducer:
             if id(param) in self.slots.experts:
                 replicas = tuple(mesh.get_group(dim) for dim in range(mesh.ndim - 1))
             elif self.adds_up:
-                over = _scattered(param.placements)
+                over = int(param.placements[0].is_replicate())  # after replicas, if there are
                 replicas = (mesh.get_group(0),) if over else ()
             shard = _Shard(param, over)
             group = None if over is None else mesh.get_group(over)
@@ -258,11 +258,6 @@ class Reduction:
         bucket, part = self.waiting.popleft()
         found = sums(part)
         self.flying.append(bucket.launch([*map(found.get, part)]))
-
-
-def _scattered(placements: Any) -> int:
-    """The dimension of the mesh over which ``fully_shard`` cuts: after replicas, if there are."""
-    return 1 if placements[0].is_replicate() else 0
 
 
 def _gathered_shape(param: Any, over: int) -> list[int]:

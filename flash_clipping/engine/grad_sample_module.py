@@ -237,7 +237,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             return
         refuse_unsupported(root)
         if self._sharded is not None:
-            self._sharded.add_first_hooks(handles)
+            self._sharded.add_first_hooks(handles, wings.lay_out_by_hooks)
         self._taps = InstalledTaps(
             root,
             self._session,

@@ -267,10 +267,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             super().signal_skip_step(do_skip)
             return
         sampler = getattr(caller.f_locals.get("self"), "sampler", None)
-        if getattr(sampler, "gives_parts", False):
-            do_skip = not sampler.is_last_part  # type: ignore[union-attr]
-        else:
+        if (is_last := getattr(sampler, "is_last_part", None)) is None:
             self._refuse_parts_of(sampler)
+        else:
+            do_skip = not is_last
         if caller is not self._loop:
             self._loop, self._ahead = caller, None
             self._step_skip_queue.clear()

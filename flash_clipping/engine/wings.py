@@ -32,3 +32,7 @@ check_noise_grid: Callable[[Any, dict[str, Any]], None]
 begin_process: Callable[[Any, Any, Any, Any], None]
 discrete_noisy_means: Callable[..., list[Tensor]]
 make_report: Callable[[Any, float, Any], dict[str, Any]]
+
+#: Of :mod:`flash_clipping.hugging_face`: hooks around the layers that ``transformers`` has cut over
+#: processes.
+lay_out_by_hooks: Callable[[Any, list[Any]], None]

@@ -79,12 +79,10 @@ class Round:
         return pytree.tree_map_only(Tensor, lambda x: self._of_tensor(x, axis), values)
 
     def _of_tensor(self, x: Tensor, axis: int) -> Tensor:
-        part = x.narrow(axis, self.start, self.rows)
-        missing = self.capacity - part.shape[axis]
-        if not missing:
-            return part
-        again = torch.arange(missing, device=x.device) % part.shape[axis]
-        return torch.cat([part, part.index_select(axis, again)], axis)
+        if self.count == self.capacity:
+            return x.narrow(axis, self.start, self.count)
+        index = self.start + torch.arange(self.capacity, device=x.device) % self.rows
+        return x.index_select(axis, index)
 
 
 def rounds(samples: int, capacity: int) -> list[Round]:

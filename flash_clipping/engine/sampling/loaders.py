@@ -499,27 +499,26 @@ def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
 def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> None:
     """Announce batches to the model; warn when steps were not sampled as they are accounted."""
     sampler, session = loader.batch_sampler, module._session
-    units = session.units_of_calls
-    units.from_loader = getattr(sampler, "units", None) is not None
-    units.are_items = isinstance(sampler, PoissonSampler)
+    is_ours = isinstance(sampler, PoissonSampler)
+    in_order = is_ours and sampler.taken is not None
+    session.units_of_calls.from_loader = is_ours and sampler.units is not None
+    session.units_of_calls.are_items = is_ours
     session.padding.rows = getattr(sampler, "rows", None)
-    announce = getattr(sampler, "announce", None)
-    session.whole_batches = announce is not None and announce.strict
-    if isinstance(sampler, PoissonSampler):
+    session.whole_batches = is_ours and sampler.announce.strict
+    if is_ours:
         sampler.announce.follow(module)
         module.forbid_grad_accumulation()  # a second backward is of the same samples
     elif not isinstance(sampler, _POISSON) and len(loader) != 1:  # nor all of the data
         _warn(engine, f"poisson_sampling=False, and a loader with {type(sampler).__name__}")
     #: Steps on batches that nobody announced: BatchMemoryManager's, whose workers collate.
     silent, account = 0, optimizer.step_hooks[0]
-    in_order = getattr(sampler, "taken", None) is not None
 
     def note_step(optimizer: Any) -> None:
         nonlocal silent
         draw = getattr(optimizer.step_record, "draw", None)
         if in_order:
             sampler.check_step(draw)  # before noise is drawn, too, where it is correlated
-        elif isinstance(sampler, PoissonSampler):
+        elif is_ours:
             silent += draw is None
             if draw is not None and draw.stepped:
                 _warn(engine, f"a second step on batch {draw.number} of the loader")

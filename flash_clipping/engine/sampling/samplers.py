@@ -139,7 +139,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         part_size: where the loader cuts batches into parts, the most samples of one.
         parts: in how many parts all processes then have to cut the batches that were drawn in this
             epoch, until they are taken.
-        is_last_part: whether the batch ends with the part that was given last.
+        is_last_part: whether the batch ends with the part that ``BatchMemoryManager`` was given
+            last; ``None`` where it is given batches, and splits them itself.
 
     Guarantees:
         PyTorch's, NumPy's and Python's generators are neither read nor changed while batches are
@@ -155,7 +156,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     may_be_split = False
     #: Steps that were taken, where they must take batches in order; ``None``: they need not.
     taken: int | None = None
-    is_last_part = True
+    is_last_part: bool | None = None
     part_size: int | None = None
     #: Samples, in the batch that was drawn last, of the process that has most of them.
     _most = 0
@@ -204,17 +205,12 @@ class PoissonSampler(UniformWithReplacementSampler):
             )
         self._sample_rate = value
 
-    @property
-    def gives_parts(self) -> bool:
-        """Whether ``BatchMemoryManager`` is given parts that fit, and splits nothing itself."""
-        return self.announce.in_parts
-
     def __iter__(self) -> Iterator[list[int]]:
         return self._batches(self._limit_for(sys._getframe(1)), self.gives_a_row)
 
     def _batches(self, limit: int | None, gives_a_row: bool) -> Iterator[list[int]]:
         """An epoch, in parts of ``limit`` samples at most."""
-        self.announce.in_parts, self.is_last_part = limit is not None, True
+        self.announce.in_parts, self.is_last_part = limit is not None, None
         self.announce.draws.begin_epoch()
         self.pending = pending = deque[DrawnBatch]()
         self.parts, first = deque(), self.taken
@@ -228,7 +224,7 @@ class PoissonSampler(UniformWithReplacementSampler):
                     self.parts.append(self._parts_of(self.part_size))
                 parts = 1 if limit is None else self._parts_of(limit)
                 for number in range(parts):
-                    self.is_last_part = number == parts - 1
+                    self.is_last_part = None if limit is None else number == parts - 1
                     own, part = indices[number::parts], draw
                     if parts > 1:  # those that count are the first of the batch
                         counted = len(range(number, draw.samples, parts))

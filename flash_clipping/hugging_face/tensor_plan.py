@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flash_clipping._compat import hooks_of_module
 from flash_clipping.errors import NotServed
@@ -34,6 +33,9 @@ def lay_out_by_hooks(root: nn.Module, handles: list[Any]) -> None:
     Raises:
         NotImplementedError: a style, or a layer with it, that is not known here.
     """
+    # Not there where PyTorch was built without torch.distributed.
+    from torch.distributed.tensor import Replicate, Shard
+
     found = []
     for path, layer in root.named_modules():
         *_, of_backward = hooks_of_module(layer)
@@ -63,6 +65,8 @@ def lay_out_by_hooks(root: nn.Module, handles: list[Any]) -> None:
 
 def _before(style: Any, mesh: Any, wanted: Any, layer: nn.Module, args: Any) -> tuple[Any, ...]:
     """Lay a layer's input out."""
+    from torch.distributed.tensor import DTensor
+
     x, *others = args
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [style.input_layouts], run_check=False)
