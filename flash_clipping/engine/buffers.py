@@ -86,20 +86,20 @@ class BufferWatch:
                 if self.session.captured is not None:
                     self._refuse(module, name, "assigns it anew while a CUDA graph is captured")
                 if not _same_bits(new.get(name), old.get(name)):
-                    self._refuse(module, name, "assigns it anew, with other values")
+                    line = "with torch.no_grad(): model(x)" if old.get(name) is None else ""
+                    self._refuse(module, name, "assigns it anew, with other values", line)
 
-    def _refuse(self, module: nn.Module, name: str, what: str) -> NoReturn:
+    def _refuse(self, module: nn.Module, name: str, what: str, line: str = "") -> NoReturn:
         path = next((path for path, m in self.root.named_modules() if m is module), "")
         raise NotServed(
             f"{path or 'the model'} ({type(module).__name__}): its buffer {name!r} is changed by "
             f"forward, which {what}. Forward may read buffers only: what it keeps of samples "
             "there (running statistics, loads of experts, codebooks) gets no noise, and is saved "
             "with the model. Use a layer without such a buffer (nn.GroupNorm has no statistics), "
-            "put this module into eval mode if it changes nothing then, or make the value outside "
-            "of forward, of what is public. A mask or table that is made once, of angles of rotary "
-            "embeddings, stays as it is after one plain forward of the longest input, before the "
-            "model is wrapped. strict=False leaves buffers alone, and what they "
-            f"keep of samples is not private.\n    {module_at(path)}.eval()"
+            "put this module into eval mode if it changes nothing then, or make the value before. "
+            "A mask or table that is made once stays as it is after one plain forward of the "
+            "longest input, before the model is wrapped. strict=False leaves buffers alone, and "
+            f"what they keep is not private.\n    {line or module_at(path) + '.eval()'}"
         )
 
 

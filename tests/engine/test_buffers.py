@@ -151,6 +151,17 @@ def test_a_buffer_that_forward_changes_is_refused(use: Forward) -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+def test_the_line_of_a_mask_that_is_made_once() -> None:
+    model, (x,) = model_of(mask_of_shape), batch()
+    with pytest.raises(NotImplementedError, match="longest input") as found:
+        GradSampleModuleFlashClipping(copy.deepcopy(model))(x)
+    line = str(found.value).splitlines()[-1].strip()
+    exec(line, {"torch": torch, "model": model, "x": x})  # noqa: S102
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, (x[:, :-1],)).backward()
+    assert flash.get_norm_sample().min() > 0
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("use", [in_place, assigned])

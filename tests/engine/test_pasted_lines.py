@@ -18,7 +18,6 @@ from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proxies import UnsupportedUse
 from flash_clipping.errors import to_freeze
 from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
-from tests.support.uses import Scaling
 
 D = 6
 
@@ -98,17 +97,6 @@ def by_frequencies(x: Tensor, gain: Tensor) -> Tensor:
     return x + F.embedding(ids, gain[None], scale_grad_by_freq=True)
 
 
-class Reaches(nn.Module):
-    """Uses a layer's parameter past the layer and all functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Scaling.apply(x, self.linear.bias)
-
-
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     "scale_grad_by_freq": lambda: Around(nn.Embedding(9, D, scale_grad_by_freq=True), ids=True),
     "bag": lambda: Around(nn.EmbeddingBag(9, D, mode="max"), ids=True),
@@ -120,7 +108,6 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "lazy": lambda: Around(nn.LazyLinear(D)),
     "recurrent": lambda: Around(nn.LSTM(D, D, batch_first=True)),
     "frequencies": lambda: Around(Scales(by_frequencies)),
-    "elsewhere": lambda: Around(Reaches()),
     "experts": lambda: Around(Chosen()),
     "buffer": lambda: Around(Keeps()),
     "computed base": lambda: Around(rounded_mixture()),
@@ -140,7 +127,7 @@ def step(model: nn.Module, x: Tensor, **options: Any) -> Any:
 
 
 #: Refusals that nothing serves but a mode: the last line keeps what is trained.
-KEPT = {"frequencies", "elsewhere", "experts", "complex"}
+KEPT = {"frequencies", "experts", "complex"}
 
 
 @pytest.mark.filterwarnings("ignore")

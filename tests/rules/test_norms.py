@@ -91,21 +91,33 @@ def test_frozen_between_forward_and_backward_is_refused(mode: str) -> None:
     assert module.backward_count == 0
 
 
-@pytest.mark.parametrize("transform", ["vjp", "vmap"])
-def test_a_layer_inside_a_transform_is_refused(transform: str) -> None:
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
+class Inside(nn.Module):
+    def __init__(self, transform: str) -> None:
+        super().__init__()
+        self.layer, self.transform = nn.Linear(3, 3), transform
 
-        def forward(self, x: Tensor) -> Tensor:
-            if transform == "vmap":
-                return torch.func.vmap(self.layer)(x)
-            return torch.func.vjp(self.layer, x)[0]
+    def forward(self, x: Tensor) -> Tensor:
+        if self.transform == "vmap":
+            return torch.func.vmap(self.layer)(x)
+        return torch.func.vjp(self.layer, x)[0]
 
-    module = GradSampleModuleFlashClipping(Inside())
+
+def test_a_layer_inside_a_transform_is_refused() -> None:
+    module = GradSampleModuleFlashClipping(Inside("vmap"))
     with pytest.raises(FlashClippingError, match=r"layer \(Linear\): .*transform of torch.func"):
         module(torch.randn(4, 2, 3))
+
+
+def test_a_layer_inside_a_transform_that_runs_sample_by_sample() -> None:
+    model, x = Inside("vjp").double(), torch.randn(4, 2, 3, dtype=torch.float64)
+    truth = per_sample_truth(model, (x,), squares)
+    module = GradSampleModuleFlashClipping(model)
+    squares(module, (x,)).mean().backward()
+    torch.testing.assert_close(module.get_norm_sample(), truth.norms)
+
+
+def squares(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return model(batch[0]).square().sum((1, 2))
 
 
 def test_a_parameter_replaced_between_steps() -> None:
