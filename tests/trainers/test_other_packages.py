@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
@@ -190,6 +191,50 @@ def test_a_detector() -> None:
         return tuple(part[b : b + 1] for part in batch)
 
     check_loop(Detector(), draw, lambda model, batch: model(*batch), one, mode="one_by_one")
+
+
+class Speech(nn.Module):
+    """Texts to frames as Tacotron 2 has it: a prenet that reads frames time first, attention over
+    the text in a loop of cells, and convolutions behind it."""
+
+    def __init__(self, bins: int = 3, D: int = 6) -> None:
+        super().__init__()
+        self.text, self.before = nn.Embedding(9, D), nn.Conv1d(D, D, 3, padding=1)
+        self.encoder = nn.LSTM(D, D // 2, batch_first=True, bidirectional=True)
+        self.prenet, self.cell = nn.Linear(bins, D), nn.LSTMCell(2 * D, D)
+        self.query, self.out = nn.Linear(D, D), nn.Linear(2 * D, bins)
+        self.postnet = nn.Sequential(nn.Conv1d(bins, D, 3, padding=1), nn.GroupNorm(2, D))
+        self.last = nn.Conv1d(D, bins, 3, padding=1)
+
+    def forward(self, ids: Tensor, frames: Tensor) -> Tensor:
+        memory = self.encoder(self.before(self.text(ids).mT).mT)[0]
+        frames = frames.transpose(0, 1)
+        read = torch.relu(self.prenet(torch.cat([torch.zeros_like(frames[:1]), frames])))
+        context, state = memory.mean(1), None
+        made = []
+        for frame in read[:-1]:
+            state = self.cell(torch.cat([frame, context], 1), state)
+            weights = (memory @ self.query(state[0])[:, :, None]).softmax(1)
+            context = (weights * memory).sum(1)
+            made.append(self.out(torch.cat([state[0], context], 1)))
+        mel = torch.stack(made, 1)
+        return mel + self.last(torch.tanh(self.postnet(mel.mT))).mT
+
+
+def test_speech() -> None:
+    """Its recurrent layer is refused by name, and runs sample by sample; or is replaced."""
+    torch.manual_seed(0)
+
+    def draw() -> Any:
+        return {"ids": torch.randint(0, 9, (B, 4)), "frames": torch.randn(B, 7, 3).double()}
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        return (model(**batch) - batch["frames"]).square().mean((1, 2))
+
+    with pytest.raises(NotImplementedError, match=r"encoder \(LSTM\)"):
+        check_loop(Speech(), draw, losses, rows)
+    check_loop(Speech(), draw, losses, rows, mode="one_by_one")
+    check_loop(ModuleValidator.fix(Speech()), draw, losses, rows)
 
 
 @pytest.mark.parametrize("layer", ["GCNConv", "GATConv", "TransformerConv"])
