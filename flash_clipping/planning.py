@@ -18,6 +18,7 @@ import torch
 from opacus.accountants import create_accountant
 from torch import Tensor, nn
 
+from flash_clipping.capture.no_trace import without_gradients
 from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     least_noise,
@@ -25,7 +26,6 @@ from flash_clipping.engine.accounting import (
     without_hints,
 )
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.engine.graphs.graphed_step import without_gradients
 from flash_clipping.engine.micro_batches import free_memory
 from flash_clipping.errors import InvalidValue, checked_number
 

@@ -10,7 +10,6 @@ from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from flash_clipping.engine.graphs.graphed_step import GraphedStep
 from flash_clipping.engine.micro_batches import MicroBatches
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
@@ -23,6 +22,7 @@ from flash_clipping.factors.convolution import ConvolutionGrad
 from flash_clipping.factors.embedding import EmbeddingGrad
 from flash_clipping.factors.linear import LinearGrad
 from flash_clipping.finish.clipping import clipping_coefficients
+from flash_clipping.graphs.graphed_step import GraphedStep
 from flash_clipping.ops.runtime.backend import is_triton_available
 from flash_clipping.pipelines.schedule import PrivateSchedule
 from flash_clipping.randomness import SecretStream, SeededNoiseWarning

@@ -17,14 +17,17 @@ LIBRARY = Path(flash_clipping.__file__).parent
 #: may name them.
 WINGS = {
     f"flash_clipping.{name}"
-    for name in ("hugging_face", "layers", "noise", "pipelines", "trainers")
+    for name in ("graphs", "hugging_face", "layers", "noise", "one_by_one", "pipelines", "trainers")
 }
 
 #: From top to bottom. Folders on one floor do not import each other, but for the top.
 FLOORS = [
     {f"flash_clipping{name}" for name in ("", ".__main__", ".diagnostics", ".public")},
     {"flash_clipping.trainers", "flash_clipping.auditing", "flash_clipping.planning"},
-    {f"flash_clipping.{name}" for name in ("hugging_face", "noise", "one_by_one", "pipelines")},
+    {
+        f"flash_clipping.{name}"
+        for name in ("graphs", "hugging_face", "noise", "one_by_one", "pipelines")
+    },
     {"flash_clipping.layers"},
     {"flash_clipping.engine"},
     {"flash_clipping.distributed"},

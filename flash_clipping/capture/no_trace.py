@@ -9,7 +9,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -146,6 +146,19 @@ def _refill(container: Any, content: list[Any]) -> None:
     else:
         deque.clear(container)
         deque.extend(container, content)
+
+
+@contextlib.contextmanager
+def without_gradients(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Nothing in ``p.grad`` at first; afterwards what was there before."""
+    before = [param.grad for param in params]
+    try:
+        for param in params:
+            param.grad = None
+        yield
+    finally:
+        for param, grad in zip(params, before, strict=True):
+            param.grad = grad
 
 
 @contextlib.contextmanager

@@ -44,8 +44,6 @@ class _Shard:
         device: where it is, on the CPU by ``CPUOffloadPolicy``.
     """
 
-    __slots__ = "device", "dim", "gathered", "own", "param", "part", "sent"
-
     def __init__(self, param: Any, over: int | None):
         own = local_of(param)
         self.param, self.dim, self.own, self.device = param, 0, own.shape, own.device

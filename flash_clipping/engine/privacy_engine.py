@@ -32,7 +32,6 @@ from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
-from flash_clipping.engine.graphs.graphed_model import replay_calls
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.options import (
     Backend,
@@ -248,7 +247,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as
                 CUDA graphs wherever that gives the same, after three steps with batches of one
                 shape; one warning says why not
-                (:mod:`flash_clipping.engine.graphs.graphed_model`). Memory of a step is kept;
+                (:mod:`flash_clipping.graphs.graphed_model`). Memory of a step is kept;
                 flash only.
             distributed: ``False``: each process of ``torch.distributed`` trains a model of its own,
                 and releases it by itself. By default such a model must be a
@@ -506,7 +505,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
             model = cls(module, **options)
             if given["cuda_graphs"] == "auto":
-                replay_calls(model)
+                wings.replay_calls(model)
             return model
         defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": (), "sample_of": None}
         asked = [key for key, default in defaults.items() if options[key] != default]  # by name

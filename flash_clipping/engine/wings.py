@@ -15,10 +15,16 @@ pipeline_group: Callable[[Any, dict[str, Any]], Any]
 #: Of :mod:`flash_clipping.pipelines`: the class of the private optimizer of one stage.
 stage_optimizer: type[Any]
 
-#: Of :mod:`flash_clipping.one_by_one`: stands in for the call of a wrapped model's root; and of
-#: :mod:`flash_clipping.hugging_face`: hooks for losses that such a model computes itself.
+#: Of :mod:`flash_clipping.one_by_one`: stands in for the call of a wrapped model's root.
 one_by_one: Callable[[Any, Any, list[Any]], Any]
+
+#: Of :mod:`flash_clipping.graphs`: lets the calls of a private model be replayed.
+replay_calls: Callable[[Any], None]
+
+#: Of :mod:`flash_clipping.hugging_face`: hooks for losses that a model computes itself, and around
+#: layers that ``transformers`` has cut over processes.
 own_losses: Callable[[Any, Any, list[Any]], Any]
+lay_out_by_hooks: Callable[[Any, list[Any]], None]
 
 #: Of :mod:`flash_clipping.noise`: how batches are drawn and noise is made; without arguments
 #: Poisson batches and independent noise.
@@ -32,7 +38,3 @@ check_noise_grid: Callable[[Any, dict[str, Any]], None]
 begin_process: Callable[[Any, Any, Any, Any], None]
 discrete_noisy_means: Callable[..., list[Tensor]]
 make_report: Callable[[Any, float, Any], dict[str, Any]]
-
-#: Of :mod:`flash_clipping.hugging_face`: hooks around the layers that ``transformers`` has cut over
-#: processes.
-lay_out_by_hooks: Callable[[Any, list[Any]], None]

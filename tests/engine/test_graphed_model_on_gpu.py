@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.engine.graphs.graphed_model import replay_calls
+from flash_clipping.graphs.graphed_model import replay_calls
 from tests.support.graphs import assert_same_tensors
 from tests.support.models import CASES
 from tests.support.oracle import assert_close

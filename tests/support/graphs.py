@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flash_clipping import GradSampleModuleFlashClipping, GraphedStep
-from flash_clipping.engine.graphs.graphed_model import GraphedModel
-from flash_clipping.engine.graphs.graphed_step import Graph
+from flash_clipping.graphs.graphed_model import GraphedModel
+from flash_clipping.graphs.graphed_step import Graph
 from tests.support.models import squared_loss
 from tests.support.sums import norm_of
 
@@ -24,7 +24,7 @@ from tests.support.sums import norm_of
 class PlayedByHand(GraphedStep):
     """Captures and replays without a device."""
 
-    def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device:
+    def _device(self, modules: list[nn.Module], tensors: list[Tensor]) -> torch.device:
         return torch.device("cpu")
 
     def _record(self, graph: Graph, work: Callable[[], Any]) -> Any:
@@ -61,7 +61,7 @@ class PlayedByHand(GraphedStep):
 class CallsByHand(GraphedModel):
     """Captures and replays without a device: the forward runs again, unseen."""
 
-    def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device:
+    def _device(self, modules: list[nn.Module], tensors: list[Tensor]) -> torch.device:
         return torch.device("cpu")
 
     def _record(self, call: Any, work: Callable[[], Any]) -> Any:

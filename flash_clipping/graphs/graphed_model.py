@@ -19,19 +19,19 @@ from flash_clipping._compat import call_of, has_lasting_node, memory_id, pytree
 from flash_clipping.capture.batch_size_checks import check_against_loader
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
+from flash_clipping.capture.no_trace import without_gradients
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
-from flash_clipping.engine.graphs.conditions import PLAIN, hooks_of, reason, refuse, rehearse
-from flash_clipping.engine.graphs.graphed_step import (
+from flash_clipping.engine.unsupported import refuse_replay
+from flash_clipping.errors import FlashClippingError
+from flash_clipping.graphs.conditions import PLAIN, hooks_of, reason, refuse, rehearse
+from flash_clipping.graphs.graphed_step import (
     Call,
     Graph,
     GraphedStep,
     Use,
     captures,
     differentiable,
-    without_gradients,
 )
-from flash_clipping.engine.unsupported import refuse_replay
-from flash_clipping.errors import FlashClippingError
 
 
 def replay_calls(model: GradSampleHooksFlashClipping) -> None:

@@ -21,10 +21,14 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import has_lasting_node, memory_id, pytree, references_to
 from flash_clipping.capture.draws import DrawnBatch
+from flash_clipping.capture.no_trace import without_gradients
 from flash_clipping.capture.session import GraphedResults
 from flash_clipping.engine.grad_ledger import Norms
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
-from flash_clipping.engine.graphs.conditions import (
+from flash_clipping.engine.unsupported import refuse_replay
+from flash_clipping.errors import InvalidType, InvalidValue
+from flash_clipping.finish.clipping import total_norm
+from flash_clipping.graphs.conditions import (
     PLAIN,
     Key,
     are_odd,
@@ -33,9 +37,6 @@ from flash_clipping.engine.graphs.conditions import (
     refuse,
     rehearse,
 )
-from flash_clipping.engine.unsupported import refuse_replay
-from flash_clipping.errors import InvalidType, InvalidValue
-from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.ops.runtime.tables import sources_kept
 
@@ -60,19 +61,6 @@ def captures(model: GradSampleHooksFlashClipping) -> Iterator[GraphedResults]:
         model.running_step.norms = norms
 
 
-@contextmanager
-def without_gradients(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Nothing in ``p.grad`` at first; afterwards what was there before."""
-    before = [param.grad for param in params]
-    try:
-        for param in params:
-            param.grad = None
-        yield
-    finally:
-        for param, grad in zip(params, before, strict=True):
-            param.grad = grad
-
-
 @dataclass
 class Use:
     """What a loop did with one call: which of its results (by number, among all leaves) got a
@@ -87,7 +75,8 @@ class Call:
     """A call that a graph may be for.
 
     Attributes:
-        args, kwargs, leaves, structure: its arguments, as they are and flat.
+        args, kwargs, leaves, structure, tensors: its arguments, as they are and flat, and the
+            tensors among them.
         modules, models: of the model, and those of them that are private.
         key: what a graph for it is found by.
         uses: of the last calls with this key, while they run as they are.
@@ -97,14 +86,12 @@ class Call:
     kwargs: dict[str, Any]
     leaves: list[Any]
     structure: pytree.TreeSpec
+    tensors: list[Tensor]
     modules: list[nn.Module]
     models: list[GradSampleHooksFlashClipping]
     device: torch.device
     key: Key
     uses: list[Use]
-
-    def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
 
 @dataclass
@@ -260,17 +247,18 @@ class GraphedStep:
                 self._foreign(leaf)
                 return None
         modules = list(self._module().modules())  # once: walking the tree is most of a call's time
-        device = self._device(modules, leaves)
-        if device is None or are_odd(leaves):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        device = self._device(modules, tensors)
+        if device is None or are_odd(tensors):
             return None
         private = [m for m in (self.model, *modules) if isinstance(m, GradSampleHooksFlashClipping)]
         models = list({id(m): m for m in private}.values())
         if any(wrapped._watch.gate.is_next for wrapped in models):  # replays prove nothing
             return None
-        if may_be_nobody(leaves, models):
+        if may_be_nobody(tensors, models):
             return None
         key = key_of(leaves, structure, modules, models, device)
-        return Call(args, kwargs, leaves, structure, modules, models, device, key, [])
+        return Call(args, kwargs, leaves, structure, tensors, modules, models, device, key, [])
 
     def _foreign(self, leaf: Any) -> None:
         """An argument is neither a tensor nor a plain value."""
@@ -280,7 +268,7 @@ class GraphedStep:
             "nothing else by its contents. Pass dict(batch) where a tokenizer made the batch."
         )
 
-    def _device(self, modules: Sequence[nn.Module], leaves: Sequence[Any]) -> torch.device | None:
+    def _device(self, modules: list[nn.Module], tensors: list[Tensor]) -> torch.device | None:
         """The GPU that everything is on, or ``None`` without one."""
         of_model = {
             tensor.device
@@ -290,7 +278,7 @@ class GraphedStep:
         }
         if not any(device.type == "cuda" for device in of_model):
             return None
-        devices = of_model | {x.device for x in leaves if isinstance(x, Tensor)}
+        devices = of_model | {x.device for x in tensors}
         if len(devices) > 1:
             listed = " and ".join(sorted(map(str, devices)))
             raise InvalidValue(
@@ -462,10 +450,9 @@ class GraphedStep:
     # -- a replay ----------------------------------------------------------------------------------
 
     def _replay(self, graph: Graph, call: Call) -> Any:
-        inputs = call.tensors()
         with torch.no_grad():
-            sessions = [wrapped._session for wrapped, _ in graph.of_models]
-            draws = [session.draws.of_forward(inputs, session.batch_axis) for session in sessions]
+            sessions = [wrapped._session for wrapped in call.models]
+            draws = [one.draws.of_forward(call.tensors, one.batch_axis) for one in sessions]
             self._fill(graph, call, draws)
             graph.replays[0]()
             self._leave(graph, draws)
@@ -478,7 +465,7 @@ class GraphedStep:
             draws: the batch of each private model.
         """
         self.replays += 1
-        for fixed, given in zip(graph.inputs, call.tensors(), strict=True):
+        for fixed, given in zip(graph.inputs, call.tensors, strict=True):
             fixed.copy_(given, non_blocking=True)
         for (wrapped, _), draw in zip(graph.of_models, draws, strict=True):
             wrapped._watch.gate.calls += 1

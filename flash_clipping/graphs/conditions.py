@@ -65,13 +65,8 @@ def key_of(
         *map(id, modules),
         *[_Same(kind.forward) for kind in kinds],
         *[_settings(module) for module in modules],
-        *[(id(param), param.requires_grad, _place(param)) for param in _params(modules)],
-        *[
-            _place(buffer)
-            for module in modules
-            for buffer in module._buffers.values()
-            if buffer is not None
-        ],
+        *[(id(p), p.requires_grad, _place(p)) for p in _own(modules, "_parameters")],
+        *[_place(buffer) for buffer in _own(modules, "_buffers")],
     )
     return Key((str(structure), *map(_layout, leaves)), hooks_of(modules), settings)
 
@@ -81,12 +76,13 @@ def hooks_of(modules: Sequence[nn.Module]) -> Hashable:
     return (
         *chain.from_iterable(global_hooks()),
         *[tuple(chain.from_iterable(hooks_of_module(module))) for module in modules],
-        *[tuple(hooks_of_parameter(param) or ()) for param in _params(modules)],
+        *[tuple(hooks_of_parameter(param) or ()) for param in _own(modules, "_parameters")],
     )
 
 
-def _params(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    return [p for module in modules for p in module._parameters.values() if p is not None]
+def _own(modules: Sequence[nn.Module], kind: str) -> list[Tensor]:
+    """Their parameters, or buffers, module by module."""
+    return [x for module in modules for x in getattr(module, kind).values() if x is not None]
 
 
 def _layout(leaf: Any) -> Hashable:
@@ -148,22 +144,21 @@ _EVERY_MODULE = vars(nn.Module()).keys()
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def are_odd(leaves: Sequence[Any]) -> bool:
+def are_odd(tensors: Sequence[Tensor]) -> bool:
     """Whether there are tensors that no copy can stand in for: gradients flow back to them, or
     they are no plain memory; or hold nothing."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return any(
         x.requires_grad or type(x) is not Tensor or x.layout != torch.strided or not x.numel()
         for x in tensors
     )
 
 
-def may_be_nobody(leaves: Sequence[Any], models: Iterable[GradSampleHooksFlashClipping]) -> bool:
+def may_be_nobody(tensors: Sequence[Tensor], models: Sequence[Any]) -> bool:
     """Whether these may be of a batch without samples, whose row is no sample of the capture's."""
     sessions = [wrapped._session for wrapped in models]
     if any(session.drawn == 0 for session in sessions):
         return True
-    has_one = any(isinstance(x, Tensor) and 1 in x.shape[:2] for x in leaves)
+    has_one = any(1 in x.shape[:2] for x in tensors)
     return has_one and any(session.draws.have_nobody for session in sessions)
 
 
