@@ -405,7 +405,6 @@ def test_what_the_look_before_a_first_step_does_not_see(name: str) -> None:
     report = check(model, x, loss if "hook" in name else None, strict=False)
     found = {
         "order by values": "Where the values of sample 0 are extreme: norms change",
-        "divided by the size, dropout": "the outputs of a sample change with the others",
     }
     expected = found.get(name, "parameters differ from the oracle")
     assert any(expected in failure for failure in report.failures), report

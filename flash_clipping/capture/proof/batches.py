@@ -44,7 +44,7 @@ LEFT = 0.0, 0.5, 1.0
 FEW = 4, 3, 2
 
 #: The part of a batch's positions that is looked at, and the least length that texts are cut to.
-SHARE, SHORT = 4, 32
+SHARE, SHORT = 8, 32
 
 
 #: The length of texts, and the part of them that is looked at.

@@ -12,7 +12,7 @@ nothing by themselves; the probe and the oracle tell (:mod:`flash_clipping.captu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -138,29 +138,18 @@ def _first_look(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, Reads
 
 
 def _others(subject: Subject) -> Iterator[tuple[Samples, list[int], list[int]]]:
-    """Other batches that the model may run on: samples, their order, and extreme places.
-
-    An input may happen to have as many rows as there are samples: positions, a mask that all
-    samples share. That takes another axis of that size, and a model that runs on another number
-    of samples with that input as it is. Without such an axis the rows are the samples', and
-    what would be left as it is could carry some of them into all others.
-    """
+    """Other batches that the model may run on: samples, their order, and extreme places."""
     samples, size = subject.samples(), len(subject.chosen_samples())
     less, more = [*reversed(range(size - 1))], [size - 1, *reversed(range(size))]
     if size == 4:
         less = [1, 2, 0]  # the oracle replaces those that are kept here
     orders = [less, more] if size > 2 else [more, less]
-    are_whole = subject.chosen is None and subject.offsets is None
+    if size > 1:
+        orders.append(more[:size])
     for kind in EXTREMES:
-        extreme, samples.stays_in_range = [0] if kind else [], kind == "in range"
-        for narrow in range(4) if samples.is_ambiguous and are_whole else (subject.narrow,):
-            for order in orders:
-                if order:
-                    some = replace(subject, narrow=narrow).samples()
-                    some.stays_in_range = samples.stays_in_range
-                    yield some, order, extreme if len(order) > 1 else []
-        if size > 1:
-            yield samples, more[:size], extreme
+        samples.stays_in_range = kind == "in range"
+        for order in filter(None, orders):
+            yield samples, order, [0] if kind and len(order) > 1 else []
 
 
 # -- conclusions ----------------------------------------------------------------------------------

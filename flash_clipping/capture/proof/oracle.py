@@ -16,8 +16,8 @@ single                            them alone: of its mean over the batch, or its
 samples
 =========  =====================  =================================================================
 
-The second batch is smaller than the first where nothing is drawn at random. Parameters are moved
-meanwhile (PERTURB).
+The second batch is smaller than the first where nothing is drawn by places of samples. Parameters
+are moved meanwhile (PERTURB).
 
 A call is looked at in a few of its samples. A round before the first step, and more as audits of
 later ones, with other samples, S and the rest swapped, other random numbers, and soon for one
@@ -30,7 +30,7 @@ Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Mapping, Sequence, Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,7 +43,7 @@ from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import EXTREMES, LEFT
 from flash_clipping.capture.proof.repeatable import computed_in, perturbed, rounded_otherwise
-from flash_clipping.capture.proof.runs import AT_ONCE, MASKED, Forward, Gradient, Runs, Subject
+from flash_clipping.capture.proof.runs import MASKED, Forward, Gradient, Runs, Subject
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 
 #: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
@@ -256,7 +256,7 @@ class _Outcome:
             and others than S have numbers of their own in another one.
         values: outputs with a row for each sample, ``[B, entries]``.
         possible, axes: the axes of these outputs that may hold the samples, and what was taken.
-        drawn: what was drawn at random.
+        drawn, drew_by_place: what was drawn at random, as of :class:`Forward`.
         gradients: of the backward passes.
     """
 
@@ -265,7 +265,8 @@ class _Outcome:
     values: dict[int, Tensor]
     possible: dict[int, list[int]]
     axes: dict[int, int]
-    drawn: list[Hashable]
+    drawn: int
+    drew_by_place: bool
     gradients: list[Gradient]
 
 
@@ -275,13 +276,13 @@ class _Round:
 
     Attributes:
         left: the part of R that stands in the first run.
-        calm: whether nothing is drawn at random.
+        varies: whether each draw is another one.
         only: outputs that go backward, if not all.
         axes: of outputs, the axis of the samples, if not the likely one.
     """
 
     left: float
-    calm: bool = False
+    varies: bool = True
     only: frozenset[int] | None = None
     axes: Mapping[int, int] = field(default_factory=dict)
 
@@ -414,15 +415,14 @@ class _Oracle:
         if settings.left < 1 and not all(x.isfinite().all() for x in other.values.values()):
             # A sample that is not finite may have been so behind its cut.
             return self._verdict(replace(settings, left=LEFT[-1]))
-        drawn, random = taps.drawn, bool(self.R) and not settings.calm
-        wrong = self._other_values(taps, other, fit, self.S)
-        if random and (other.drawn != drawn or (drawn and wrong)):
-            # The library's layers draw in another order, or values decide how much is drawn.
+        wrong = self._other_values(taps, other, fit, S)
+        if wrong and taps.drawn and settings.varies:
+            # The library's layers may draw in another order, or values decide how much is drawn.
             again = self._run(other.given, other.places, settings, taps=True)
-            wrong = self._other_values(taps, again, fit, self.S)
-            if again.drawn != drawn or not wrong:
-                return self._verdict(replace(settings, calm=True))
-        if not wrong and self.R and (settings.calm or not drawn):
+            wrong = self._other_values(taps, again, fit, S)
+            if not wrong or again.drawn != taps.drawn:
+                return self._verdict(replace(settings, varies=False))
+        if not wrong and self.R:
             wrong = self._other_values(taps, self._of_R(settings), fit, self.R)
         if not wrong:
             return _Verdict(self.axes, why=self._gradients(taps.gradients[0], other, settings))
@@ -452,11 +452,11 @@ class _Oracle:
                 for n, scale in enumerate(scales)
             ]
             values = {n: x.detach() for n, x in forward.outputs.items()}
-            seen = values, forward.possible, forward.axes, forward.drawn
+            seen = values, forward.possible, forward.axes, forward.drawn, forward.drew_by_place
             return _Outcome(given, places, *seen, gradients)
 
-        options: dict[str, Any] = {"calm": settings.calm, "axes": settings.axes}
-        return self.runs.run(given, places, take, taps=taps, seed=self.draws, **options)
+        draws: dict[str, Any] = {"seed": self.draws, "orders": True, "varies": settings.varies}
+        return self.runs.run(given, places, take, taps=taps, axes=settings.axes, **draws)
 
     def _first(self, settings: _Round) -> tuple[_Outcome, _Round]:
         """The batch, through the taps, with R as short as the model runs on."""
@@ -488,7 +488,7 @@ class _Oracle:
         others = self._instead(R, S)
         # For each batch, its samples, a number for each place, and the places of others than S.
         batches: list[tuple[list[int], list[int], list[int]]] = []
-        if not taps.drawn and R:
+        if not taps.drew_by_place and R:
             # A smaller batch, S behind another; a batch of 2 has a larger one.
             count = 1 if B > 2 else 2
             numbers = [*range(B, B + count), *S]
@@ -613,8 +613,8 @@ class _Oracle:
         self, order: Sequence[int], sparse: AbstractSet[int], taps: bool = False
     ) -> dict[int, Gradient | FlashClippingError]:
         given = self.samples.batch(order, sparse=[*sparse])
-        options: dict[str, Any] = {"seed": self.draws, "calm": True}
-        return self.runs.run(given, range(len(order)), Forward.of_losses, taps=taps, **options)
+        places = range(len(order))
+        return self.runs.run(given, places, Forward.of_losses, taps=taps, seed=self.draws)
 
     def _alone(self, sample: int, is_sparse: bool) -> dict[int, Tensor]:
         """Autograd's norms ``[P]`` of the model's own losses on one sample."""
@@ -679,18 +679,12 @@ def _norms(
 ) -> Tensor:
     """Norms of these rows of outputs ``[B, F]``, or of their differences, in float64, on the CPU.
 
-    Masked scores do not count. Logits stay where they are, and are copied some columns at a time:
-    there may be no room for more, and their way to the CPU takes seconds.
+    Masked scores do not count.
     """
-    squares = torch.zeros(len(rows), dtype=torch.float64, device=x.device)
-    width = max(1, AT_ONCE // max(1, len(rows)))
-    for begin in range(0, x.shape[1], width):
-        columns = slice(begin, begin + width)
-        part = _finite(x[:, columns][list(rows)])
-        if y is not None:
-            part -= _finite(y[:, columns][list(rows_y)])
-        squares += part.square().sum(1)
-    return squares.sqrt().cpu()
+    part = _finite(x[list(rows)])
+    if y is not None:
+        part -= _finite(y[list(rows_y)])
+    return part.square().sum(1).sqrt().cpu()
 
 
 def _finite(x: Tensor) -> Tensor:

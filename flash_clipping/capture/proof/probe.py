@@ -22,15 +22,11 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import tensors_in
-from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.reads import Read
 from flash_clipping.capture.proof.repeatable import perturbed
 from flash_clipping.capture.proof.runs import Forward, Runs, Subject, has_own_trainable, hooked
 from flash_clipping.capture.row_layouts import Layout
-
-#: Samples that are looked at: a small batch tells where they are as well as a large one.
-SAMPLES = 3
 
 #: Relative difference of two outputs that are the same but for rounding; of 16 bits.
 SAME, SAME_LOW = 1e-4, 0.1
@@ -100,30 +96,23 @@ def probe(subject: Subject) -> Probed:
     params, chosen = subject.session.trainable(), subject.chosen_samples()
     if not params or not chosen:
         return Probed()
-    runs, samples = Runs(subject), subject.samples()
-    few = max(min(len(chosen), SAMPLES), 2)
     with perturbed(params):
-        try:
-            return _probe(runs, samples, chosen, few)
-        except ModelsOwnError:  # it may run on batches of this size only
-            if few == len(chosen):
-                raise
-        return _probe(runs, samples, chosen, len(chosen))
+        return _probe(Runs(subject), subject.samples(), chosen)
 
 
-def _probe(runs: Runs, samples: Samples, chosen: Sequence[int], B: int) -> Probed:
-    """A probe with ``B`` samples. A second batch, in which the first of them stands among others,
-    tells which outputs are its own and which layers are the same for all batches. Runs are calm:
-    rows that are dropped would have no gradient."""
+def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
+    """A second batch, in which the first sample stands among others, tells which outputs are its
+    own and which layers are the same for all batches."""
+    B = max(len(chosen), 2)
     places = range(B)
     own = [chosen[b % len(chosen)] for b in places]  # of one sample there are two copies
-    last = [*chosen][-1:0:-1] or [chosen[0]]
-    others = [chosen[0], *last, *own][:B]
+    rest = [b for b in range(samples.count) if b not in chosen]
+    others = [chosen[0], *[rest[0] if rest else chosen[-1 if B > 2 else 0]] * (B - 1)]
     outputs, values = [], []
     for order in (own, others):
         of_run = _Seen()
         with hooked(runs.root, of_run.note, has_own_trainable):
-            found = runs.run(samples.batch(order), places, _outputs_of, calm=True)
+            found = runs.run(samples.batch(order), places, _outputs_of)
         outputs.append(found)
         values.append(of_run.values)
     unfit = frozenset(
@@ -140,7 +129,7 @@ def _probe(runs: Runs, samples: Samples, chosen: Sequence[int], B: int) -> Probe
 
     try:
         with hooked(runs.root, seen.note, has_own_trainable):
-            runs.run(given, places, take, calm=True, probing=seen)
+            runs.run(given, places, take, probing=seen)
     finally:
         # Their hooks hold ``seen``, in a cycle that Python's collector does not see.
         seen.watched.clear()

@@ -104,9 +104,6 @@ DIFFERENT, DIFFERENT_LOW = 1e-3, 5e-2
 #: Features of a row that its digest is made of; of longer rows, as many at equal distances.
 FEATURES = 1 << 16
 
-#: Elements that are read at one time.
-PART = 1 << 26
-
 
 def is_low(x: Tensor) -> bool:
     """Whether what computed these values may have rounded to a few digits."""
@@ -136,14 +133,10 @@ def digest_of(x: Tensor, axis: int) -> Tensor | None:
         if rows.is_complex():
             rows = torch.view_as_real(rows).flatten(1)
         signs = _signs(rows.shape[1], rows.device).double()
-        # On the device: activations of a large model take the host seconds. In parts, as float64
-        # is up to four times as large as what is read.
-        found = []
-        for part in rows.split(max(1, PART // rows.shape[1])):
-            wide = part.to(torch.float64).nan_to_num(0.0, 1e30, -1e30)
-            size = wide.square().mean(1, keepdim=True).sqrt()
-            found.append(torch.cat([wide @ signs / wide.shape[1] ** 0.5, size], 1))
-        return torch.cat(found).cpu()
+        # On the device: activations of a large model take the host seconds.
+        wide = rows.to(torch.float64).nan_to_num(0.0, 1e30, -1e30)
+        size = wide.square().mean(1, keepdim=True).sqrt()
+        return torch.cat([wide @ signs / wide.shape[1] ** 0.5, size], 1).cpu()
 
 
 @functools.lru_cache(maxsize=8)

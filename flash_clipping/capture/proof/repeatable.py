@@ -1,15 +1,14 @@
-"""Runs of a model that can be repeated: the same random numbers, nothing left behind.
+"""Runs of a model that can be repeated: chance is the same for all samples, and nothing is left.
 
-Random numbers stay in (a model that only mixes samples while it drops would look right without),
-but both runs of a comparison draw the same ones. *Calm* runs draw none: they compare batches of
-different sizes, and models whose values decide how much is drawn. Generators of Python and NumPy
-begin each draw of a calm run anew, so that no sample gets what is left by those before it.
+Random floats are one number, dropout keeps the same features of every row, permutations move every
+sample, and generators of Python and NumPy begin each draw anew, so that no sample gets what is left
+by those before it: runs of batches of different sizes are compared, and of models whose values
+decide how much is drawn.
 """
 
 from __future__ import annotations
 
 import functools
-import numbers
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -26,7 +25,7 @@ from flash_clipping._compat import (
     is_autocasting,
     pytree,
 )
-from flash_clipping.capture.declared_rows import declared_rows
+from flash_clipping.capture.draws import scrambled
 from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
 from flash_clipping.capture.proof.assertions import refuse_assertions
 from flash_clipping.ops.runtime.backend import without_tf32
@@ -34,29 +33,8 @@ from flash_clipping.ops.runtime.backend import without_tf32
 #: Entries of a parameter that tell how far they are spread.
 ENTRIES = 4096
 
-#: Draws of a calm run that begin anew.
+#: Draws of Python's and NumPy's generators that begin anew.
 DRAWS_ALIKE = 10_000
-
-
-def _calm_result(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a random operator with the chance taken out: nothing is dropped, floats are one
-    value, and integers the least one."""
-    if name == "native_dropout":
-        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-    if name == "bernoulli_" and not (len(args) > 1 and isinstance(args[1], Tensor)):
-        return args[0].fill_(1)
-    if name == "bernoulli" and len(args) > 1 and not isinstance(args[1], Tensor):
-        return torch.ones_like(args[0])  # dropout under vmap
-    result = func(*args, **kwargs)
-    if torch.Tag.nondeterministic_seeded not in func.tags or name.startswith("_scaled_dot"):
-        return result
-    for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
-            leaf.fill_(0.5)
-    if name in ("randint", "random_") and isinstance(result, Tensor):
-        given = dict(zip(arguments_of(func), args, strict=False))
-        result.fill_(given.get("low", given.get("from", 0)))
-    return result
 
 
 def without_dropout(
@@ -80,38 +58,37 @@ def _place_of_dropout(func: Any) -> int | None:
 
 
 class Repeatable(DispatchMode):
-    """Makes random operators draw the same in every run, and notes what they drew; and raises what
-    would end the process on a GPU.
+    """Takes chance out of random operators, and raises what would end the process on a GPU.
 
-    Operators that take numbers from a generator of the model's own get the seeded one, and
     ``randperm`` moves every sample: a permutation that leaves a sample in its place shows nothing.
 
     Args:
-        calm: draw nothing.
+        orders: the order of a vector of random floats moves every entry: a permutation may be made
+            of it.
+        varies: each draw is another one, by the generator of PyTorch: what runs again in backward
+            must draw the same there. Otherwise nothing is dropped, and floats are 0.5.
         until: ends this mode.
     """
 
-    def __init__(self, calm: bool, until: ExitStack) -> None:
+    def __init__(self, orders: bool, varies: bool, until: ExitStack) -> None:
         super().__init__()
-        self._calm, self._until = calm, until
+        self._orders, self._varies, self._until = orders, varies, until
         #: Whether any operator did something else than without this mode.
         self._changed = False
-        #: The name of every draw, in order, and sizes of it.
-        self.drawn: list[Hashable] = []
+        #: How many operators have drawn.
+        self.drawn = 0
+        #: Whether what was drawn may depend on the place of a sample in the batch.
+        self.drew_by_place = False
         #: Dtypes that floats were cast to: by autocast in the model's own code, say.
         self.casts: set[torch.dtype] = set()
         self._before = _outside_torch()
 
-    def end_forward(self) -> list[Hashable]:
-        """All draws so far, in order; of Python's and NumPy's generators whether they moved.
-
-        Operators of backward are watched only where checkpoints might draw there what was changed
-        in forward.
-        """
+    def end_forward(self) -> None:
+        """Operators of backward are watched only where checkpoints might draw there what was
+        changed in forward."""
         if not self._changed:
             self._until.close()
-        outside = ["outside of PyTorch"] if _outside_torch() != self._before else []
-        return [*self.drawn, *outside]
+        self.drew_by_place |= _outside_torch() != self._before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -128,22 +105,50 @@ class Repeatable(DispatchMode):
             kwargs, self._changed = {**kwargs, "generator": None}, True
         if name == "randperm":
             self._changed = True
-            self.drawn.append((name, args[0]))
             like = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
             return torch.arange(args[0], **{"dtype": torch.int64, **like}).roll(1)
         plain_args, plain_kwargs = without_dropout(func, args, kwargs)
         if _place_of_dropout(func) is not None and (plain_args, plain_kwargs) == (args, kwargs):
             return func(*args, **kwargs)  # its probability is 0 already, or left out
-        if self._calm:
-            self._changed = True
-            result = _calm_result(func, name, plain_args, plain_kwargs)
-        else:
-            result = func(*args, **kwargs)
-        shapes = [tuple(x.shape) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        # As many rows may be other samples' in another batch, whose draws these get then.
-        rows = declared_rows()
-        self.drawn.append((name, *shapes[:1], *([] if rows is None else rows.index_M.tolist())))
+        self._changed = True
+        return self._alike(func, name, plain_args, plain_kwargs)
+
+    def _alike(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a random operator, the same for all samples."""
+        self.drawn += 1
+        number = int(torch.randint(1 << 16, ())) if self._varies else 1 << 15
+        if name == "native_dropout":
+            kept = self._features(args[0].bool(), number)
+            return args[0] * kept, kept
+        if name == "bernoulli_" and not (len(args) > 1 and isinstance(args[1], Tensor)):
+            return self._features(args[0], number)
+        if name == "bernoulli" and len(args) > 1 and not isinstance(args[1], Tensor):
+            return self._features(args[0].clone(), number)  # dropout under vmap
+        # As many numbers are taken from the generator for batches of all sizes.
+        state = torch.get_rng_state()
+        result = func(*args, **kwargs)
+        torch.set_rng_state(state)
+        if torch.Tag.nondeterministic_seeded not in func.tags or name.startswith("_scaled_dot"):
+            return result
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+                leaf.fill_(number / (1 << 16))
+                if self._orders and leaf.dim() == 1 and len(leaf) > 1:
+                    self.drew_by_place = True
+                    leaf.copy_((torch.arange(len(leaf)) / len(leaf)).roll(1))
+        if name in ("randint", "random_") and isinstance(result, Tensor):
+            given = dict(zip(arguments_of(func), args, strict=False))
+            result.fill_(given.get("low", given.get("from", 0)))
+        self.drew_by_place |= name == "multinomial"
         return result
+
+    def _features(self, x: Tensor, number: int) -> Tensor:
+        """``x`` with 1 for features that are kept, the same of every row, and 0 for others."""
+        x.fill_(1)
+        if self._varies and x.dim() > 1 and x.shape[-1] > 1:
+            numbers = torch.arange(1, x.shape[-1] + 1, device=x.device)
+            x.copy_((scrambled(numbers + number) & 3 != 0).expand_as(x))
+        return x
 
 
 def _own_generators(root: nn.Module) -> list[tuple[Any, Any]]:
@@ -165,23 +170,21 @@ def _outside_torch() -> Hashable:
 
 
 @contextmanager
-def _draws_outside(drawn: list[Hashable], calm: bool) -> Iterator[None]:
-    """Functions of ``random`` and ``numpy.random`` note what they draw: name, sizes of arguments.
+def _draws_outside(seed: int) -> Iterator[None]:
+    """Functions of ``random`` and ``numpy.random`` begin anew in each draw.
 
     Masks of frames (SpecAugment) are drawn by the length of each sample, so that others' lengths
-    decide where in the stream a sample's draws begin. ``calm`` draws begin anew each time: they are
-    the same wherever they are in a run. After :data:`DRAWS_ALIKE` of them generators go on as
-    usual: a loop may wait for a number.
+    decide where in the stream a sample's draws begin. After :data:`DRAWS_ALIKE` draws generators go
+    on as usual: a loop may wait for a number.
     """
     numpy = sys.modules.get("numpy")
     generators = random.Random if numpy is None else (random.Random, numpy.random.RandomState)
-    left = [DRAWS_ALIKE if calm else 0]
+    left = [DRAWS_ALIKE]
 
-    def draw(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        drawn.append((name, *map(_size, args), *map(_size, kwargs.values())))
+    def draw(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
         if left[0] >= 0:
-            function.__self__.seed(0)  # type: ignore[attr-defined]
+            function.__self__.seed(seed)  # type: ignore[attr-defined]
         return function(*args, **kwargs)
 
     functions = [
@@ -193,24 +196,23 @@ def _draws_outside(drawn: list[Hashable], calm: bool) -> Iterator[None]:
     ]
     try:
         for module, name, function in functions:
-            setattr(module, name, functools.partial(draw, name, function))
+            setattr(module, name, functools.partial(draw, function))
         yield
     finally:
         for module, name, function in functions:
             setattr(module, name, function)
 
 
-def _size(arg: Any) -> Hashable:
-    if hasattr(arg, "__len__"):
-        return getattr(arg, "shape", None) or len(arg)
-    return hash(arg) if isinstance(arg, numbers.Real) else type(arg).__name__
-
-
 @contextmanager
 def repeatable(
-    root: nn.Module, devices: Sequence[torch.device], seed: int, calm: bool = False
+    root: nn.Module,
+    devices: Sequence[torch.device],
+    seed: int,
+    orders: bool = False,
+    varies: bool = False,
 ) -> Iterator[Repeatable]:
-    """Runs of ``root`` in here draw what ``seed`` says, and leave no trace.
+    """Runs of ``root`` in here draw what ``seed`` says, and leave no trace; ``orders`` and
+    ``varies`` as of :class:`Repeatable`.
 
     Buffers, attributes of modules and all generators are put back. Products of fp32 are in fp32: by
     TF32, which PyTorch allows in convolutions, runs of two batches would differ by more than a sum
@@ -225,12 +227,12 @@ def repeatable(
             without_tf32(),
             random_state(list(devices), seed),
             checkpoints_replaced(PlainCheckpoint),
+            _draws_outside(seed),
             ExitStack() as until,
         ):
-            draws = Repeatable(calm, until)
-            with _draws_outside(draws.drawn, calm):
-                until.enter_context(draws)
-                yield draws
+            draws = Repeatable(orders, varies, until)
+            until.enter_context(draws)
+            yield draws
     finally:
         torch.seed = new_seed
         for holder, state in generators:

@@ -48,9 +48,6 @@ FOLDED = -1
 #: Masked scores (the least number of a dtype) are no values.
 MASKED = 1e4
 
-#: Numbers of outputs that are computed with at once: logits may leave no room for more.
-AT_ONCE = 2**23
-
 
 @dataclass
 class Gradient:
@@ -159,7 +156,7 @@ class Runs:
         self.saves = False
 
     def look(self, given: tuple[tuple[Any, ...], dict[str, Any]], seed: int = 0) -> Reads:
-        """What layers read in the forward alone, through the taps and without chance.
+        """What layers read in the forward alone, through the taps.
 
         Raises:
             ModelsOwnError: the model raises.
@@ -183,7 +180,7 @@ class Runs:
             call = session.begin_forward(batched_inputs(args, kwargs), reads, self._units)
             try:
                 with (
-                    repeatable(self.root, self._devices, seed, calm=True),
+                    repeatable(self.root, self._devices, seed),
                     nullcontext() if self.saves else without_activations(),
                     collectives_refused(),
                     warnings.catch_warnings(),
@@ -204,7 +201,7 @@ class Runs:
                 call.reads = None  # who asks the call for its batch keeps nothing of what was noted
         if failed is not None:
             try:
-                self._run(given, [], bool, seed=seed, calm=True)
+                self._run(given, [], bool, seed=seed)
                 if self.saves:
                     raise _of_taps(failed) from failed.__cause__
             finally:
@@ -250,7 +247,8 @@ class Runs:
         *,
         taps: bool = False,
         seed: int = 0,
-        calm: bool = False,
+        orders: bool = False,
+        varies: bool = False,
         axes: Mapping[int, int] | None = None,
         probing: Any = None,
     ) -> T:
@@ -262,7 +260,7 @@ class Runs:
                 backward from its outputs.
             take: asks the forward for outputs and gradients.
             taps: whether gradients are taken as they will be clipped.
-            seed, calm: what is drawn at random.
+            seed, orders, varies: what is drawn at random, as of :func:`repeatable`.
             axes: of outputs, the axis of the samples, if not the likely one.
             probing: told of operations between bare parameters and samples, which run as they are.
 
@@ -279,7 +277,7 @@ class Runs:
         try:
             with (
                 session.apart(),
-                repeatable(self.root, self._devices, seed, calm) as random,
+                repeatable(self.root, self._devices, seed, orders, varies) as random,
                 torch.enable_grad(),
             ):
                 if session.enabled:
@@ -303,9 +301,10 @@ class Runs:
                     tensors += _read_by([x for x in tensors if x.requires_grad], of_layers)
                 if call is not None:
                     call.end()
-                drawn = random.end_forward()
+                random.end_forward()
                 self.dtypes |= random.casts
-                forward = Forward(self, tensors, numbers, places, taps, drawn, axes or {})
+                forward = Forward(self, tensors, numbers, places, taps, axes or {})
+                forward.drawn, forward.drew_by_place = random.drawn, random.drew_by_place
                 return take(forward)
         finally:
             for param, grad in zip(self.params, left, strict=True):
@@ -323,7 +322,7 @@ class Runs:
         has ``count`` samples and returned ``output``, of which only parts that ``fit`` go
         backward."""
         tensors = tensors_in(output)
-        forward = Forward(self, tensors, {}, range(count), True, [], {})
+        forward = Forward(self, tensors, {}, range(count), True, {})
         only = {n for n in forward.outputs if fit(len(tensors), n)}
 
         def norms(samples: Sequence[int]) -> Tensor | None:
@@ -437,7 +436,6 @@ class Forward:
         tensors, numbers: what it returned; those of it that are one number for the batch.
         places: the number of the sample in each place.
         taps: whether gradients are taken as they will be clipped.
-        drawn: what was drawn at random.
         axes: of outputs, the axis of the samples, if not the likely one.
 
     Attributes:
@@ -445,7 +443,11 @@ class Forward:
             the samples, the likely one first.
         axes: what is taken of these.
         outputs: ``[B, entries]`` of these outputs.
+        drawn: how many operators drew at random; ``drew_by_place``: whether that may depend on the
+            place of a sample in the batch.
     """
+
+    drawn, drew_by_place = 0, False
 
     def __init__(
         self,
@@ -454,11 +456,10 @@ class Forward:
         numbers: Mapping[int, Tensor],
         places: Sequence[int],
         taps: bool,
-        drawn: list[Hashable],
         axes: Mapping[int, int],
     ) -> None:
         self._runs, self._places, self._taps, self._numbers = runs, places, taps, numbers
-        self.drawn, count = drawn, len(places)
+        count = len(places)
         found = {n: runs.axes_of(x, count) for n, x in enumerate(tensors)}
         self.possible = {n: of_one for n, of_one in found.items() if of_one}
         self.axes = {**{n: of_one[0] for n, of_one in self.possible.items()}, **axes}
@@ -618,17 +619,10 @@ def _weights(x: Tensor, places: Sequence[int], scale: Mapping[int, float]) -> Te
     sample, 0 for samples that take no part."""
     entries = x.shape[1]
     columns = math.isqrt(entries) or 1
-    numbers = torch.tensor([float(b) for b in places], device=x.device)
+    numbers = torch.tensor([float(b) for b in places], device=x.device)[:, None]
     amounts = torch.tensor([scale.get(place, 0.0) for place in range(len(places))])
-    step = torch.arange(float(-(-entries // columns)), device=x.device)
-    down = torch.cos(1.3 * step + 2.1 * numbers[:, None]) + 0.1
-    along = torch.cos(0.7 * torch.arange(float(columns), device=x.device) + numbers[:, None])
-    amounts, along = amounts.to(x.device)[:, None], along[:, None] + 0.3
-    weights, x = torch.empty_like(x, memory_format=torch.contiguous_format), x.detach()
-    rows = max(1, AT_ONCE // (columns * max(1, len(x))))
-    for begin in range(0, len(step), rows):
-        part = slice(begin * columns, (begin + rows) * columns)
-        seen = x[:, part].abs() < MASKED
-        w = (down[:, begin : begin + rows, None] * along).flatten(1)[:, : seen.shape[1]]
-        weights[:, part] = torch.where(seen, (w * amounts).to(x.dtype), 0)
-    return weights
+    down = torch.cos(1.3 * torch.arange(-(-entries // columns), device=x.device) + 2.1 * numbers)
+    along = torch.cos(0.7 * torch.arange(columns, device=x.device) + numbers)
+    weights = (down[:, :, None] + 0.1) * (along[:, None] + 0.3)
+    weights = weights.flatten(1)[:, :entries] * amounts.to(x.device)[:, None]
+    return torch.where(x.detach().abs() < MASKED, weights.to(x.dtype), 0)

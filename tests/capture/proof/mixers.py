@@ -321,6 +321,7 @@ WRONG: dict[str, Inner] = {
     "attends over samples": attends_over_samples,
     "class token of others": class_token_of_others,
     "divided by the size": divided_by_the_size,
+    "divided by the size, dropout": lambda m, h: F.dropout(divided_by_the_size(m, h), 0.3),
     "outlier guard": outlier_guard,
     "behind zero gates": behind_zero_gates,
     "behind two zero gates": behind_two_zero_gates,
@@ -342,9 +343,6 @@ SEEN_BY_CHECK: dict[str, Inner] = {
     "hook, mean": hooked(lambda g, h: 1 + g.mean()),
     "hook, sign": hooked(lambda g, h: g.sum().sign()),
     "order by values": ordered_by_values,
-    "divided by the size, dropout": lambda m, h: F.dropout(
-        divided_by_the_size(m, h), 0.3, m.training
-    ),
 }
 
 #: The same of outputs: a gradient does not show what is only added to them.

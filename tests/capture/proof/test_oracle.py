@@ -401,8 +401,8 @@ def test_an_error_names_the_parameters() -> None:
 def test_a_sample_that_is_not_finite_shows_nothing(name: str, poison: float) -> None:
     """The others are compared."""
     x = torch.randn(B, T, K)
-    x[2, 1] = poison
-    model = Around({**RIGHT, "mean": lambda m, h: m.layer(h) - h.detach()[3:].mean(0)}[name])
+    x[0, 1] = poison
+    model = Around({**RIGHT, "mean": lambda m, h: m.layer(h) - h.detach()[1:].mean(0)}[name])
     assert bool(why_refused(model, x)) == (name == "mean")
 
 
@@ -429,10 +429,10 @@ def test_a_batch_that_does_not_fit_twice_is_looked_at_in_part(name: str) -> None
     flash = wrapped(model, x)
     model.limited = True
     if name == "dropout":
-        assert prove(flash, (x,), {}).outputs == (0,)
+        assert prove(flash, (x,), {}, audit=1).outputs == (0,)
     else:
         with pytest.raises(FlashClippingError, match="output 0"):
-            prove(flash, (x,), {})
+            prove(flash, (x,), {}, audit=1)
     model.limited = False
 
 
@@ -452,11 +452,7 @@ def test_a_model_that_runs_on_one_batch_only_is_not_shown_to_be_right() -> None:
     assert not table.outputs and not table.unfit
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 2**20])
-def test_norms_of_outputs_are_taken_some_columns_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
-    monkeypatch.setattr(oracle, "AT_ONCE", at_once)
+def test_masked_scores_do_not_count_in_norms_of_outputs() -> None:
     x, y = torch.randn(2, 3, 11, dtype=torch.float64)
     rows = [2, 0, 1]
     x[1, 4], y[1, 4], x[2, 10], y[0, 0] = -torch.inf, -1e30, torch.nan, torch.inf
@@ -469,14 +465,10 @@ def test_norms_of_outputs_are_taken_some_columns_at_a_time(
 
 
 @pytest.mark.parametrize("entries", [0, 1, 7, 1001])
-def test_gradients_given_to_outputs_do_not_depend_on_how_many_are_computed_at_once(
-    monkeypatch: pytest.MonkeyPatch, entries: int
-) -> None:
+def test_gradients_given_to_outputs_leave_masked_scores_out(entries: int) -> None:
     x = torch.randn(3, entries, dtype=torch.bfloat16)
     x[1, 2:5], x[2, 3:4] = -torch.inf, torch.nan
-    given = x, [4, 0, 9], {0: 1.0, 2: -3.0}
-    whole = runs._weights(*given)
+    whole = runs._weights(x, [4, 0, 9], {0: 1.0, 2: -3.0})
     assert (whole[1] == 0).all() and (whole[2, 3:4] == 0).all()
     assert (whole[0] != 0).all() and (whole[2, :3] != 0).all()
-    monkeypatch.setattr(runs, "AT_ONCE", 50)
-    assert torch.equal(runs._weights(*given), whole)
+    assert whole.shape == x.shape and whole.dtype == x.dtype
