@@ -99,7 +99,7 @@ class BufferWatch:
             "put this module into eval mode if it changes nothing then, or make the value before. "
             "A mask or table that is made once stays as it is after one plain forward of the "
             "longest input, before the model is wrapped. strict=False leaves buffers alone, and "
-            f"what they keep is not private.\n    {line or module_at(path) + '.eval()'}"
+            f"what they keep is not private.\n    {line or module_at(path) + '.training = False'}"
         )
 
 

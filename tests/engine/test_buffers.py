@@ -162,6 +162,29 @@ def test_the_line_of_a_mask_that_is_made_once() -> None:
     assert flash.get_norm_sample().min() > 0
 
 
+def test_the_line_of_a_counter_leaves_other_modules_in_training() -> None:
+    """Performer's counter is in a module that holds the whole net, and its dropout."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.net = nn.Dropout(0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.calls += 1
+            return self.net(x)
+
+    model, x = nn.Sequential(nn.Linear(D, D), Counts()).double(), batch()[0]
+    with pytest.raises(NotImplementedError, match="writes into it in place") as found:
+        GradSampleModuleFlashClipping(copy.deepcopy(model))(x)
+    exec(str(found.value).splitlines()[-1].strip(), {"model": model})  # noqa: S102
+    flash = GradSampleModuleFlashClipping(model)
+    squares(flash, (x,)).backward()
+    assert model[1].net.training
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("use", [in_place, assigned])
