@@ -13,8 +13,8 @@ def check_against_loader(
     session: ClippingSession, forward: ForwardCall, advice: str = ONE_BY_ONE
 ) -> None:
     """Refuse a batch that is not what the loader drew; ``advice`` ends the message."""
-    drawn = session.drawn
-    if drawn is None and forward.draw is not None and not session.draws.strict:
+    drawn = session.rows.drawn
+    if drawn is None and forward.draw is not None and not session.rows.draws.strict:
         drawn = forward.draw.rows
     if (
         drawn is None
@@ -27,12 +27,13 @@ def check_against_loader(
     if max(forward.batch_sizes, default=drawn) < drawn and advice:
         advice = " Leave samples out of the dataset:\n    dataset = Subset(dataset, indices)"
     sizes = " or ".join(map(str, forward.batch_sizes)) or "unknown size"
+    axis, is_first = session.options.batch_axis, session.options.batch_first
     raise FlashClippingError(
         f"the model: the loader drew {drawn} samples, but the model is called with a batch of "
-        f"{sizes} (the size of axis {session.batch_axis} of its inputs). Samples that are packed "
+        f"{sizes} (the size of axis {axis} of its inputs). Samples that are packed "
         "end to end into one row, or flattened into their tokens, are not recognised: give the "
         "model one row per sample, padded to one length. If samples lie along axis "
-        f"{1 - session.batch_axis}, use batch_first={not session.batch_first}.{advice}"
+        f"{1 - axis}, use batch_first={not is_first}.{advice}"
     )
 
 
@@ -40,9 +41,9 @@ def check_losses(session: ClippingSession, losses: Tensor) -> None:
     """Refuse per-sample losses that are not as many as the samples of the last forward."""
     call = session.current_forward
     samples = None if call is None or call.of_nobody else call.batch_size
-    if not session.enabled or samples is None or not losses.dim():
+    if not session.mode.enabled or samples is None or not losses.dim():
         return
-    counts = losses.shape[:1] if session.batch_first else losses.shape[:2]
+    counts = losses.shape[:1] if session.options.batch_first else losses.shape[:2]
     if call is not None and call.units is not None:
         # All are added up, whoever they belong to. Of a row with several units there is no loss:
         # a mean over its positions would be shared by all of these.
@@ -57,10 +58,11 @@ def check_losses(session: ClippingSession, losses: Tensor) -> None:
                 "on logits.flatten(0, 1) and labels.flatten(), without shape=."
             )
     if samples not in counts:
+        axis, is_first = session.options.batch_axis, session.options.batch_first
         raise FlashClippingError(
             f"the criterion: found {counts[0]} losses, but the model was called with a batch "
-            f"of {samples} samples (the size of axis {session.batch_axis} of its input). One of "
+            f"of {samples} samples (the size of axis {axis} of its input). One of "
             "the two does not count samples: give the model inputs whose axis "
-            f"{session.batch_axis} is the batch (batch_first={session.batch_first}), and the "
+            f"{axis} is the batch (batch_first={is_first}), and the "
             "criterion one row per sample."
         )

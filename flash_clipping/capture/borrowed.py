@@ -44,10 +44,13 @@ def until_borrowed(forward: Callable[..., Any], session: Any, lost: set[int]) ->
         nonlocal is_known
         if is_known:
             return forward(*args, **kwargs)
-        session.lost = lost
+        session.proof.lost = lost
         output = forward(*args, **kwargs)
         refuse_until_lent(session, tensors_in(output))
-        session.lost, is_known = None, True  # a run that was refused in its midst shows nothing
+        session.proof.lost, is_known = (
+            None,
+            True,
+        )  # a run that was refused in its midst shows nothing
         return output
 
     return run
@@ -56,7 +59,7 @@ def until_borrowed(forward: Callable[..., Any], session: Any, lost: set[int]) ->
 def refuse_until_lent(session: Any, tensors: Sequence[Tensor]) -> None:
     """Raise ``UsesOthers`` in a look that may let what these are, or are computed from, have
     stand-ins."""
-    if (lost := session.lost) is not None:
+    if (lost := session.proof.lost) is not None:
         found = [x for x in used_past_taps(tensors) if id(x) not in lost]
         if found:
             raise UsesOthers(found)

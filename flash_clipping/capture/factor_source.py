@@ -53,7 +53,7 @@ class Guard(dict[None, None]):
 
     def __missing__(self, grad: Tensor) -> None:
         # Gradients of a probe are autograd's own.
-        if self.session.enabled and self.session.probing is None:
+        if self.session.mode.enabled and self.session.mode.probing is None:
             raise FlashClippingError(
                 f"{self.name}: this parameter received a gradient from outside the module that "
                 f"owns it; it would be {self.why}"
@@ -93,7 +93,7 @@ class FactorSource:
     @property
     def folds(self) -> bool:
         """Whether what is recorded of its rows becomes that of samples, not of units."""
-        return self.folded and self.session.positions is None
+        return self.folded and self.session.rows.positions is None
 
     def parts(self, rows: int, samples: int | None) -> int:
         """How many consecutive rows are one sample's, as :meth:`record` will have it; 1 where that
@@ -126,7 +126,7 @@ class FactorSource:
 
     def running_backward_pass(self, recomputed: bool) -> BackwardPass:
         """The running backward pass; a new one if this is the first layer that it reached."""
-        backward_pass = self.session.running_pass()
+        backward_pass = self.session.calls.running_pass()
         if backward_pass is None:
             if recomputed:
                 raise FlashClippingError(
@@ -176,7 +176,7 @@ class FactorSource:
             )
         try:
             for factor in factors:
-                is_0 = (factor.sqnorms(self.session.backend) == 0).all()
+                is_0 = (factor.sqnorms(self.session.options.backend) == 0).all()
                 check_on_device(
                     is_0,
                     f"{self.path}: a gradient reaches this layer for the first time, and none has "
@@ -185,7 +185,7 @@ class FactorSource:
                     f"what the loss is computed from with a row for each sample.{instead}",
                 )
         except FlashClippingError:
-            self.session.proven_with = -1  # the next forward looks again
+            self.session.proof.proven_with = -1  # the next forward looks again
             raise
 
     def _fold(self, factor: PerSampleGrad, samples: int | None) -> PerSampleGrad:

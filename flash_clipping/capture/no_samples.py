@@ -59,8 +59,13 @@ class WatchedForward(RootForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = self.session
-        call = session.returning
-        if call is not None and call.of_nobody and session.recording and not session.is_sharded:
+        call = session.calls.returning
+        if (
+            call is not None
+            and call.of_nobody
+            and session.recording
+            and not session.options.is_sharded
+        ):
             return of_nobody(self.layer, session, self.original, args, kwargs)
         if self.watched or not session.recording or is_dynamo_compiling():
             return self.original(*args, **kwargs)
@@ -86,7 +91,7 @@ def of_nobody(
 
 def without_gradients(x: Tensor, session: ClippingSession, anchor: Sequence[Tensor]) -> Tensor:
     """The same values; a backward pass from them is one of a batch without samples."""
-    params = session.trainable()
+    params = session.options.trainable()
     found: Tensor = NoSamples.apply(session, params, x.detach(), *anchor, *params)
     return found
 
@@ -111,7 +116,7 @@ class NoSamples(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        if ctx.session.enabled:
+        if ctx.session.mode.enabled:
             # Its end leaves zeros wherever nothing was recorded.
             ctx.session.begin_backward().without_samples = ctx.params
         return (None,) * len(ctx.needs_input_grad)
@@ -121,8 +126,8 @@ def step_without_samples(module: Any) -> None:
     """Leave what a backward of a batch without samples leaves, where the loader drew such a batch
     for this wrapped model and nothing ran on it."""
     session: ClippingSession = module._session
-    draw, params = session.draws.without_samples(), session.trainable()
-    if draw is None or not params or not session.enabled or module._sharded is not None:
+    draw, params = session.rows.draws.without_samples(), session.options.trainable()
+    if draw is None or not params or not session.mode.enabled or module._sharded is not None:
         return
     call = session.begin_forward([])
     call.draw = draw
@@ -132,9 +137,11 @@ def step_without_samples(module: Any) -> None:
 def refuse_no_rows(root: nn.Module, session: ClippingSession, tensors: Sequence[Tensor]) -> None:
     """Raise ``FlashClippingError`` for a call of the root with these, of which the first has no
     element, if that is one without rows. Bags make samples of what they read."""
-    sizes = [x.shape[session.batch_axis] for x in tensors if x.dim() > session.batch_axis]
+    sizes = [
+        x.shape[session.options.batch_axis] for x in tensors if x.dim() > session.options.batch_axis
+    ]
     has_bags = any(isinstance(module, nn.EmbeddingBag) for module in root.modules())
-    is_empty = sizes[:1] == [0] or session.units_of_calls.sample_of is not None
+    is_empty = sizes[:1] == [0] or session.rows.units_of_calls.sample_of is not None
     if is_empty and not (has_bags and any(sizes)):
         raise FlashClippingError(
             "the model: called with a batch without rows. Where no sample was drawn, the loader "

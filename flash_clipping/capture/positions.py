@@ -118,8 +118,8 @@ def note_read(path: str, session: ClippingSession, rows: Tensor, recomputed: boo
         call.begin_call(path)
         x = rows if rows.dim() > 1 else rows.unsqueeze(1)
         call.reads.note(call.next_read(path), x, 0, None, True)
-    elif path not in session.units_of_calls.proven:
-        session.units_of_calls.apart.clear()
+    elif path not in session.rows.units_of_calls.proven:
+        session.rows.units_of_calls.apart.clear()
         raise FlashClippingError(
             f"{path}: this layer was reached for the first time, and units are parts of rows: it "
             "was not seen whether documents reach each other in what it reads. It is looked at "
@@ -191,7 +191,7 @@ def _are_alike(x: Tensor, y: Tensor) -> bool:
 def unrecorded(session: ClippingSession, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A layer that is not recorded, which positions that are not finite do not leave either: one
     without trainable parameters, or in the first forward of re-entrant checkpointing."""
-    units = session.positions
+    units = session.rows.positions
     if units is None:
         return own(*args, **kwargs)
     R, T = units.shape
@@ -240,7 +240,7 @@ class _FinitePositions(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, session: ClippingSession, values: bool, gradients: bool
     ) -> Tensor:
-        ctx.lost_N, ctx.backend = _lost_on(x, session), session.backend
+        ctx.lost_N, ctx.backend = _lost_on(x, session), session.options.backend
         ctx.gradients = gradients
         return _finite(x, ctx.lost_N, ctx.backend) if values else x.view_as(x)
 
@@ -264,7 +264,7 @@ class _LayerByPosition(TappedLayer):
         output = TappedLayer.forward(ctx, tap, *others_inputs_and_params)
         given = [x for x in others_inputs_and_params if isinstance(x, Tensor)]
         parts = output if isinstance(output, tuple) else (output,)
-        ctx.lost_N, backend = _lost_on(parts[0], tap.session), tap.session.backend
+        ctx.lost_N, backend = _lost_on(parts[0], tap.session), tap.session.options.backend
         found = tuple(_own_finite(part, ctx.lost_N, given, backend) for part in parts)
         return found if isinstance(output, tuple) else found[0]
 
@@ -272,7 +272,7 @@ class _LayerByPosition(TappedLayer):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         def finite(grads: tuple[Any, ...], saved: tuple[Any, ...]) -> tuple[Any, ...]:
             shared = [x for x in (*grad_outputs, *saved) if isinstance(x, Tensor)]
-            backend = ctx.tap.session.backend
+            backend = ctx.tap.session.options.backend
             return tuple(_own_finite(grad, ctx.lost_N, shared, backend) for grad in grads)
 
         return backward_of(ctx, grad_outputs, finite)
@@ -283,8 +283,8 @@ apply_layer_by_position = apply_of(_LayerByPosition)
 
 def _lost_on(x: Tensor, session: ClippingSession) -> Tensor:
     """Where positions that are not finite are noted, beside ``x``."""
-    assert session.positions is not None
-    return session.positions.lost_on(x.device)
+    assert session.rows.positions is not None
+    return session.rows.positions.lost_on(x.device)
 
 
 def _own_finite(x: Any, lost_N: Tensor, shared: Sequence[Tensor], backend: str) -> Any:

@@ -35,7 +35,7 @@ class PerSampleView(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> Any:
         tap: Any = ctx.tap
-        if not tap.session.enabled:
+        if not tap.session.mode.enabled:
             return None, grads.sum(0), None
         tap.record([ctx.param], [DenseGrad(grads)], ctx.recomputed, samples=ctx.samples)
         return None, None, None
@@ -62,7 +62,7 @@ def forward_by_sample(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         ReadsNoSamples: no argument has a row for each sample.
         FlashClippingError: an argument or a result cannot be divided into samples.
     """
-    session, axis = tap.session, tap.session.batch_axis
+    session, axis = tap.session, tap.session.options.batch_axis
     leaves, spec = pytree.tree_flatten((args, kwargs))
     divided = [
         isinstance(x, Tensor)
@@ -80,7 +80,7 @@ def forward_by_sample(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not B:
         _refuse(tap, "the batch has no samples")
     # Heads, windows or streams of each sample lie one behind the other, as the oracle will see.
-    is_compared = not axis and session.has_oracle
+    is_compared = not axis and session.proof.has_oracle
     if any(size % B or (size != B and not is_compared) for size in sizes):
         _refuse(tap, f"its inputs have different numbers of samples: {sizes}")
     for leaf in leaves if B > 1 else ():

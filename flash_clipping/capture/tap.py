@@ -192,7 +192,7 @@ class Tap(FactorSource):
         that is special. What may have changed since then is asked in two comparisons: of what this
         thread does now, and of the kind of the call. All else takes the short way off
         (:meth:`~flash_clipping.capture.session.ClippingSession.begin_epoch`)."""
-        call = self.session.proven_call
+        call = self.session.calls.proven_call
         if call is None or (len(args), len(kwargs)) != (1, 0):
             return self(*args, **kwargs)
         now = is_grad_enabled(), transforms_are_active(), is_dynamo_compiling(), declared_rows()
@@ -204,7 +204,7 @@ class Tap(FactorSource):
         proven = self._when_proven
         params = proven[1]
         call.used.append(params)
-        return apply_proven_layer(self, proven, call, self.session.anchor, x, *params)
+        return apply_proven_layer(self, proven, call, self.session.options.anchor, x, *params)
 
     def _kind_of(self, x: Tensor) -> tuple[Any, ...]:
         """What must be the same in each call that takes the short way. Who is trainable, and where
@@ -233,17 +233,17 @@ class Tap(FactorSource):
         """A call of it was recorded; ``shared`` layers read its input, or 0 where its parameters
         have other uses. If the call was an ordinary one, the next takes the short way."""
         session, self.shared = self.session, shared
-        if self._ordinary is None or self._ordinary[0] != session.epoch:
+        if self._ordinary is None or self._ordinary[0] != session.proof.epoch:
             return
         layer, (_, kind) = self.layer, self._ordinary
         forward = vars(layer).get("forward")
         if getattr(forward, "__self__", forward) is not self:
             return  # something else stands around it
         names = frozenset(trainable[0])
-        needs = [GradRequest((wanted,), names, session.backend) for wanted in (False, True)]
+        needs = [GradRequest((wanted,), names, session.options.backend) for wanted in (False, True)]
         self._when_proven, self._short_kind = (*trainable, needs[0], needs[1]), kind
         layer.forward = self.proven
-        session.on_short_way.append(self)
+        session.proof.on_short_way.append(self)
 
     def leave_short_way(self) -> None:
         """Ask everything again in the next call."""
@@ -253,17 +253,17 @@ class Tap(FactorSource):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Layers that are not proven, or of several inputs, come here in every forward.
         session = self.session
-        if not session.enabled or session.bypassed:
-            if session.seen is not None:
+        if not session.mode.enabled or session.mode.bypassed:
+            if session.mode.seen is not None:
                 return noted_call(self, args, kwargs)
             return self.original(*args, **kwargs)
         if is_dynamo_compiling():
             return traced_call(self, args, kwargs)
-        if ACTIVE and not session.by_itself:
+        if ACTIVE and not session.mode.by_itself:
             return by_itself(self, args, kwargs)  # Dynamo has given this up, not what it calls
         rule = self.rule
         if (
-            session.probing is not None
+            session.mode.probing is not None
             and (rule is not None or self.loops)
             and not self._is_constant(args, kwargs)
         ):
@@ -320,7 +320,7 @@ class Tap(FactorSource):
         """A layer without a rule, or without a trainable parameter."""
         session, rule = self.session, None if self.computed else self.rule
         if not params:
-            if session.positions is not None:
+            if session.rows.positions is not None:
                 return unrecorded(session, self.original, args, kwargs)
             if rule is not None and rule.allows_children and not rule.folds:
                 # Its children's parameters may be trainable, and its own forward reads them.
@@ -334,7 +334,7 @@ class Tap(FactorSource):
                 "it (flash_clipping.register_rule), or freeze its parameters."
                 f"{to_freeze(self.path)}"
             )
-        if recorded and (units := session.positions) is not None:
+        if recorded and (units := session.rows.positions) is not None:
             if self.loops:
                 refuse_layer(self.path, "its forward runs once for each sample")
             run = lambda rows: self._bare_forward((rows,), {})  # noqa: E731
@@ -425,13 +425,13 @@ class Tap(FactorSource):
             with parameter_proxies(self, self.owners):
                 output = self.original(*args, **kwargs)
             looks = call is not None and call.reads is not None
-            if not (self._bypass_looked_for or looks or session.probing or in_backward()):
+            if not (self._bypass_looked_for or looks or session.mode.probing or in_backward()):
                 refuse_bypassed(self, (args, kwargs), output)
                 # From now on backward alone will notice. Comparisons run without checkpoints.
-                self._bypass_looked_for = not self.session.comparing
+                self._bypass_looked_for = not self.session.mode.comparing
             return output
         except UnsupportedUse as unsupported:
-            if session.probing is not None:
+            if session.mode.probing is not None:
                 return self.original(*args, **kwargs)
             session.doubt(self.path)
             if getattr(unsupported.tap, "layer", None) not in [*self.layer.modules()]:
@@ -469,7 +469,7 @@ class Tap(FactorSource):
 
     def _untapped_forward(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A rule's own way through a layer whose own parameters are frozen."""
-        axis = rule.batch_axis(self.layer, self.session.batch_axis)
+        axis = rule.batch_axis(self.layer, self.session.options.batch_axis)
 
         def ordinary(*inputs: Any, **named: Any) -> Any:
             inputs = positional(self.layer, self.path, rule, inputs, named)
@@ -501,11 +501,11 @@ class Tap(FactorSource):
             )
         session, (trainable, call, recomputed) = self.session, use
         params = trainable[1]
-        if session.positions is not None:
+        if session.rows.positions is not None:
             return self._apply_by_position(rule, use, args)
         if session.known.layouts and self.path in session.known.layouts and not laid_out:
             return self._apply_laid_out(rule, use, args, session.known.layouts[self.path])
-        axis = rule.batch_axis(self.layer, session.batch_axis)
+        axis = rule.batch_axis(self.layer, session.options.batch_axis)
         x = args[0]
         if not isinstance(x, Tensor) or x.device != params[0].device:
             refuse_input(self.path, x, params[0])
@@ -542,11 +542,25 @@ class Tap(FactorSource):
         if folds:
             args = rows_by_sample(session, args, axis, call)
         place = 0 if call is None else call.note_reader(args[0])
-        given = self, trainable, call, place, recomputed, rows, session.anchor, *args, *params
+        given = (
+            self,
+            trainable,
+            call,
+            place,
+            recomputed,
+            rows,
+            session.options.anchor,
+            *args,
+            *params,
+        )
         output = apply_tapped_layer(*given)
         self._ordinary = None
-        if call is not None and call is session.proven_call and self._is_ordinary(args, axis, rows):
-            self._ordinary = session.epoch, self._kind_of(args[0])
+        if (
+            call is not None
+            and call is session.calls.proven_call
+            and self._is_ordinary(args, axis, rows)
+        ):
+            self._ordinary = session.proof.epoch, self._kind_of(args[0])
         if folds:
             return output.flatten(0, 1)
         return _moved(output, axis) if axis else output
@@ -574,17 +588,17 @@ class Tap(FactorSource):
         """Apply the rule where units are parts of rows: every position is a row."""
         session, (trainable, call, recomputed) = self.session, use
         params = trainable[1]
-        assert session.positions is not None
+        assert session.rows.positions is not None
         if declared_rows() is not None or any(isinstance(x, ParameterProxy) for x in args):
             refuse_layer(self.path, "it is called inside samples(...), or reads parameters")
         if not isinstance(args[0], Tensor) or args[0].device != params[0].device:
             refuse_input(self.path, args[0], params[0])
-        positions = Positions(self.path, session.positions)
+        positions = Positions(self.path, session.rows.positions)
         rows = positions.taken(rule, self.layer, session, args, recomputed)
         # Rows are made anew for every layer: who shares an input is seen by what they are made of.
         place = 0 if call is None else call.note_reader(args[0])
         output = apply_layer_by_position(
-            self, trainable, call, place, recomputed, None, session.anchor, *rows, *params
+            self, trainable, call, place, recomputed, None, session.options.anchor, *rows, *params
         )
         found = tuple(
             positions.back(part.flatten(0, 1) if self._rule_folds else part)

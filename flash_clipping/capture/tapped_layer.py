@@ -99,7 +99,7 @@ def backward_of(
             saved[place] = value
     session = tap.session
     wanted = ctx.needs_input_grad[len(_NONE) : -len(params)]
-    needs = GradRequest(wanted, frozenset(names), session.backend)
+    needs = GradRequest(wanted, frozenset(names), session.options.backend)
     grads, by_name = rule.backward(tap.layer, saved, grad_output, needs)
     try:
         factors = [by_name[name] for name in names]
@@ -120,7 +120,7 @@ def backward_of(
     if hand_on is not None:
         grads = hand_on(grads, saved)
     rest = len(needs.inputs) - len(grads)
-    if session.enabled:
+    if session.mode.enabled:
         readers = None if ctx.call is None else (ctx.call, ctx.place)
         if readers is not None:
             tap.note_recorded(ctx.trainable, ctx.call.count_readers(ctx.place, params))
@@ -162,15 +162,15 @@ class ProvenLayer(torch.autograd.Function):
         needs = needs_with if ctx.needs_input_grad[4] else needs_without
         grad, by_name = tap.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
         factors: Sequence[PerSampleGrad] = [*map(by_name.__getitem__, names)]
-        if not session.enabled:
+        if not session.mode.enabled:
             return None, None, None, None, grad, *_ordinary(factors, params, session)
-        running = session.running_pass()
+        running = session.calls.running_pass()
         if running is None:
             running = tap.running_backward_pass(recomputed=False)
         shape = grad_output.shape
         if tap.worth_storing.get(shape) is not False:
             # Per-sample gradients, formed now, where that is cheapest.
-            found = stored_where_cheaper(factors, lambda: tap.shared, session.backend)
+            found = stored_where_cheaper(factors, lambda: tap.shared, session.options.backend)
             tap.worth_storing.setdefault(shape, found is not factors)
             factors = found
         running.record(tap.path, params, factors)
@@ -182,7 +182,7 @@ def _ordinary(
 ) -> list[Tensor]:
     """Gradients summed over the batch, as autograd has them."""
     return [
-        factor.clipped_sum(None, session.backend).view_as(param)
+        factor.clipped_sum(None, session.options.backend).view_as(param)
         for param, factor in zip(params, factors, strict=True)
     ]
 

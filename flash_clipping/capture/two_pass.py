@@ -204,7 +204,7 @@ class TwoWalks(BackwardPass):
         """Norms over all calls of the root, then clipped gradients."""
         walked, self.walked = self.walked, []
         self.uses = self._session.uses()
-        devices = [*{param.device for param in self.session.trainable() if param.is_cuda}]
+        devices = [*{param.device for param in self.session.options.trainable() if param.is_cuda}]
         if devices and is_current_stream_capturing():
             devices = []  # whose generators nobody may read then
         done, self._walks, self._has_walked = False, True, True
@@ -401,7 +401,7 @@ class _TwoPass(torch.autograd.Function):
             )
         call.grads = list(grad_outputs)
         session, forward = call.root.session, call.forward
-        if not session.enabled:  # ordinary gradients
+        if not session.mode.enabled:  # ordinary gradients
             call.walk(last=True)
             call.forget()
             return None, None, *(tensor.grad for tensor in call.inner_inputs)
@@ -414,7 +414,7 @@ class _TwoPass(torch.autograd.Function):
             )
         # Somebody may wait for the gradient of the model's input, so that it cannot be put off.
         in_the_midst = any(tensor.requires_grad for tensor in call.inner_inputs)
-        is_first = session.running_pass() is None and call.root.walked_in != graph_task()
+        is_first = session.calls.running_pass() is None and call.root.walked_in != graph_task()
         backward_pass = session.begin_backward(forward)
         if in_the_midst and (not is_first or session.live_calls() > 1):
             session.end_backward(norms_taken=False)

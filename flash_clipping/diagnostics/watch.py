@@ -89,7 +89,7 @@ class Flash:
         self.module = GradSampleModuleFlashClipping(copy.deepcopy(subject.plain), **subject.options)
         if watched:
             session = self.module._session
-            session.backward_pass_class = partial(
+            session.calls.backward_pass_class = partial(
                 _WatchedTwoWalks if self.module.mode == "two_pass" else _WatchedBackwardPass,
                 flash=self,
             )

@@ -35,9 +35,9 @@ class ShardedBackwardPass(BackwardPass):
         self._reduction: Reduction | None = None
 
     def stand_in(self) -> None:
-        if self.session.recomputed:
+        if self.session.calls.recomputed:
             raise FlashClippingError(
-                f"{', '.join(self.session.recomputed)}: found a module that uses its own "
+                f"{', '.join(self.session.calls.recomputed)}: found a module that uses its own "
                 "parameters under activation checkpointing, in a sharded model. Checkpoint the "
                 "layers inside of it, or use these parameters outside of the checkpoint."
             )
@@ -83,7 +83,7 @@ class ShardedBackwardPass(BackwardPass):
     def add_clipped_sums(self) -> None:
         """Reduce the sums of all trainable parameters, in an order that all processes share."""
         self._reducing().finish(self._sums_of)
-        self.session.note_sums(self.slots.trainable())
+        self.session.options.note_sums(self.slots.trainable())
 
     def _sums_of(self, part: tuple[int, ...]) -> dict[int, Tensor]:
         """This process's clipped sums of these parameters; without those that backward did not

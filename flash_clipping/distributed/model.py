@@ -135,7 +135,9 @@ class SynchronizedProbe:
     def _is_unsettled(self) -> bool:
         """Whether this process might want to rehearse again."""
         shown = self.session.known
-        if self.session.units_of_calls.apart:  # every position is a row, in all that layers read
+        if (
+            self.session.rows.units_of_calls.apart
+        ):  # every position is a row, in all that layers read
             return False
         return any(tap.path not in shown.reads for tap in self.taps if tap.trainable()[1])
 
@@ -168,16 +170,16 @@ class ShardedModel:
         self.together = SynchronizedProbe(root, session, self.slots, self.processes)
         #: Whether the call of the model that runs is of nobody's row.
         self.is_empty = False
-        session.trainable = self.slots.recorded
-        session.state = lambda: chain(self.slots.tensors(), root.buffers())
-        session.clip = partial(self._clip, session.clip)
+        session.options.trainable = self.slots.recorded
+        session.options.state = lambda: chain(self.slots.tensors(), root.buffers())
+        session.options.clip = partial(self._clip, session.options.clip)
         passes = self.slots.backward_passes or BACKWARD_PASSES
         options: dict[str, Any] = {"slots": self.slots, "reducer": self.reducer}
         self.layers: TensorParallelLayers | None = None
         if self.processes.tensor is not None:
             self.layers = TensorParallelLayers(session, self.processes)
             passes, options["layers"] = tensor_parallel.BACKWARD_PASSES, self.layers
-        session.backward_pass_class = partial(passes[mode], **options)
+        session.calls.backward_pass_class = partial(passes[mode], **options)
 
     def add_first_hooks(self, handles: list[Any], lay_out: Callable[..., None]) -> None:
         """Hooks that come before taps, and before all others of the wrapped model; ``lay_out`` puts

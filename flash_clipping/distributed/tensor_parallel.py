@@ -183,8 +183,8 @@ class LocalBoundary(Rule):
                 "some of its parameters are DTensors over a tensor mesh, and its weight is none. "
                 "Parallelize all of the layer."
             )
-        layout = layout_of(self.inner, weight, x, self.session.batch_axis)
-        if self.session.positions is not None and layout.share is Share.TERM:
+        layout = layout_of(self.inner, weight, x, self.session.options.batch_axis)
+        if self.session.rows.positions is not None and layout.share is Share.TERM:
             raise UnsupportedLayer(
                 "found parts of the positions in each process, and a map of all of them (sample_of "
                 "with a map of positions). Leave SequenceParallel out of the plan."
@@ -249,7 +249,7 @@ class LocalBoundary(Rule):
     def backward(
         self, layer: nn.Module, saved: tuple[Any, ...], grad_output: Any, needs: GradRequest
     ) -> tuple[Any, Mapping[str, PerSampleGrad]]:
-        if not self.session.enabled:
+        if not self.session.mode.enabled:
             raise FlashClippingError(
                 f"{self.path}: hooks were enabled in forward and are disabled in backward, which "
                 "leaves ordinary gradients. That is not built for layers that are cut over "
@@ -300,7 +300,7 @@ class TensorParallelLayers:
         processes: ProcessGroups,
     ):
         self.session, self.mesh, self.between_steps = session, processes.tensor, processes.mesh
-        session.layers_are_cut = True
+        session.options.layers_are_cut = True
         #: Of parameters, by their ``id``, as layers have found them in forward.
         self._shares: dict[int, Share] = {}
         #: Numbers of the rows that the model was called with since the last backward, the latest.
@@ -353,7 +353,7 @@ class TensorParallelLayers:
                 "all processes of a tensor mesh have alike: give it those, and lay them out inside "
                 "(PrepareModuleInput on a module below the model)."
             )
-        marks_R = _marks_of(tensors, self.session.batch_axis)
+        marks_R = _marks_of(tensors, self.session.options.batch_axis)
         if marks_R is not None:
             self._marks.append(marks_R)
 

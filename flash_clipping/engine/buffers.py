@@ -51,7 +51,7 @@ class BufferWatch:
         """Note what is there."""
         of_all = [*map(_BUFFERS, modules)]  # most have none
         modes = (*map(_MODE, compress(modules, of_all)),)
-        is_new = modes not in self._compared and self.session.captured is None
+        is_new = modes not in self._compared and self.session.calls.captured is None
         self._modes = modes if is_new else None
         self._before = {}
         for module, buffers in compress(zip(modules, of_all, strict=True), of_all):
@@ -83,7 +83,7 @@ class BufferWatch:
             for name in new.keys() | old.keys():
                 if new.get(name) is old.get(name):
                     continue
-                if self.session.captured is not None:
+                if self.session.calls.captured is not None:
                     self._refuse(module, name, "assigns it anew while a CUDA graph is captured")
                 if not _same_bits(new.get(name), old.get(name)):
                     line = "with torch.no_grad(): model(x)" if old.get(name) is None else ""

@@ -249,7 +249,12 @@ class FlashLoss(DPLossFastGradientClipping):
         """``FlashClippingError`` for one that compares samples, by a batch that can be halved."""
         session: Any = getattr(self.module, "_session", None)
         call = None if session is None else session.current_forward
-        if call is None or not call.recorded or not session.enabled or not session.batch_first:
+        if (
+            call is None
+            or not call.recorded
+            or not session.mode.enabled
+            or not session.options.batch_first
+        ):
             return
         samples = call.batch_size
         if samples is None or samples < 4 or call.units is not None:
@@ -274,7 +279,7 @@ class FlashLoss(DPLossFastGradientClipping):
         if losses.dim() < 2:
             return losses
         session = getattr(self.module, "_session", None)
-        call = None if session is None or session.batch_first else session.current_forward
+        call = None if session is None or session.options.batch_first else session.current_forward
         samples = None if call is None else call.batch_size
         if samples is not None and samples != len(losses):
             losses = losses.movedim(1, 0)

@@ -58,7 +58,7 @@ from flash_clipping.engine.unsupported import (
     rounds_by_scale,
 )
 from flash_clipping.errors import HALVE_PARTS, InvalidValue
-from flash_clipping.finish.clipping import Doubts, clipping_coefficients, total_norm
+from flash_clipping.finish.clipping import ClipOptions, Doubts, clipping_coefficients, total_norm
 from flash_clipping.ops.runtime.checks import device_checks
 
 _NOTHING = Told()
@@ -174,7 +174,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self._graphs: Any = None
         self._loss_look = LossLook(m)
         self._trainable = TrainableParameters([part for part in m.modules() if part._parameters])
-        self._session = ClippingSession(
+        options = ClipOptions(
             clip=self._clip,
             note_sums=self.running_step.note_sums,
             trainable=self._trainable,
@@ -183,16 +183,16 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             batch_first=batch_first,
             backend=backend,
             fp32_precision=fp32_precision,
-            sample_of=sample_of,
         )
+        self._session = ClippingSession(options, sample_of)
         #: What a model has besides that ``fully_shard`` was applied to.
         self._sharded = sharded_model(m, self._session, mode)
-        self._session.is_sharded = self._sharded is not None
-        self._session.has_oracle = self._sharded is None
+        self._session.options.is_sharded = self._sharded is not None
+        self._session.proof.has_oracle = self._sharded is None
         if mode == "two_pass" and self._sharded is None:
-            self._session.backward_pass_class = TwoWalks
+            self._session.calls.backward_pass_class = TwoWalks
         #: Of backward passes that take layers the short way: nobody watches them.
-        self._usual_pass = None if mode == "two_pass" else self._session.backward_pass_class
+        self._usual_pass = None if mode == "two_pass" else self._session.calls.backward_pass_class
         GradSampleHooksFastGradientClipping.__init__(
             self,
             m,
@@ -276,12 +276,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def enable_hooks(self) -> None:
         """Record backward passes: they leave norms, coefficients and clipped sums."""
         super().enable_hooks()
-        self._session.enabled = True
+        self._session.mode.enabled = True
 
     def disable_hooks(self) -> None:
         """Leave backward passes alone: they give ordinary gradients."""
         super().disable_hooks()
-        self._session.enabled, self._session.proven_call = False, None
+        self._session.mode.enabled, self._session.calls.proven_call = False, None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model's forward and backward, with arguments as of ``torch.compile``.
@@ -299,7 +299,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         session = self._session
-        if not session.enabled:
+        if not session.mode.enabled:
             return args, kwargs
         if device_checks.sent:
             device_checks.raise_found()
@@ -314,22 +314,22 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         told = self._told.of_call(module, tensors, args, kwargs) if self._told else _NOTHING
         if not told.is_known:
             self._watch.look_at(module, tensors, args, kwargs)
-        session.returning = forward = session.begin_forward(tensors, units=told.units)
+        session.calls.returning = forward = session.begin_forward(tensors, units=told.units)
         forward.counted_rows = EVERY_ROW
         if self._told is not None:
             self._told.note(told, forward)
         if forward.recorded:
             self.running_step.await_backward(tensors)
             # Watched backward passes (diagnostics, pipelines) see all layers alike.
-            if told.units is None and session.backward_pass_class is self._usual_pass:
-                session.proven_call = forward
+            if told.units is None and session.calls.backward_pass_class is self._usual_pass:
+                session.calls.proven_call = forward
         return args, kwargs
 
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         session = self._session
-        call, session.returning = session.returning, None
+        call, session.calls.returning = session.calls.returning, None
         if call is None:
             return
         self._watch.after_forward(module, args, kwargs, output)
@@ -346,7 +346,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             self._watch.check_reached(subject, call, output)
 
         def start_backward(grad: Tensor, call: ForwardCall = call) -> None:
-            if session.enabled:
+            if session.mode.enabled:
                 session.begin_backward(call)
 
         leaves = (output,) if isinstance(output, Tensor) else tensors_in(output)
@@ -364,7 +364,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         Raises:
             FlashClippingError: in forward, where the model is called with a batch of another size.
         """
-        self._session.drawn = n
+        self._session.rows.drawn = n
         self.follow_rows()
 
     def follow_rows(self) -> ToldRows:
@@ -386,7 +386,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         Raises:
             FlashClippingError: there is no batch, or it has no such rows.
         """
-        self._session.draws.expect_rows(order)
+        self._session.rows.draws.expect_rows(order)
 
     def check_losses(self, losses: Tensor) -> None:
         """Refuse per-sample losses that are not as many as the samples of the last forward.
@@ -404,14 +404,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Publish the norms of one backward; return its coefficients, which are by upper bounds of
         what is released (:mod:`flash_clipping.ops.error_bounds`)."""
         session, step = self._session, self.running_step
-        if self._rounds_by_scale and session.loss_reduction == "mean":
+        if self._rounds_by_scale and session.options.loss_reduction == "mean":
             refuse_mean(self._rounds_by_scale)
         step.awaits_backward = False
         counted, draw = session.rows_and_draw()
         is_padded = counted.rows is not None
         if is_padded:
             norms_PB = counted.norms(norms_PB)
-        if session.captured is None:
+        if session.calls.captured is None:
             step.begin_backward(params, self.clipping, self.grad_accumulation_allowed)
         total_B = total_norm(norms_PB)
         if self.clipping == "per_layer":
@@ -427,12 +427,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             coef = torch.where(holds.to(coef.device, non_blocking=True), coef, 0)
         # A coefficient of 0 is of a sample that is not finite, or of padding.
         positive = counted.positive(coef) if is_padded else coef
-        if session.captured is None:
+        if session.calls.captured is None:
             step.count_backward(total_B, draw)
-            session.non_finite.note(positive)
+            session.calls.non_finite.note(positive)
         else:  # every replay publishes its own
-            session.captured.norms.append(step.norms)
-            session.captured.coefs.append(positive)
+            session.calls.captured.norms.append(step.norms)
+            session.calls.captured.coefs.append(positive)
         return coef
 
     def _coefficients(self, upper: Tensor) -> Tensor:
@@ -447,13 +447,13 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """Take the gradients of a backward pass for samples' own, whatever ``loss_reduction`` says.
         Yields whether that is so: with hooks disabled gradients and loss are left alone."""
         session = self._session
-        before = session.loss_reduction
-        if session.enabled:
-            session.loss_reduction = "sum"
+        before = session.options.loss_reduction
+        if session.mode.enabled:
+            session.options.loss_reduction = "sum"
         try:
-            yield session.enabled
+            yield session.mode.enabled
         finally:
-            session.loss_reduction = before
+            session.options.loss_reduction = before
 
     # -- what users ask for ---------------------------------------------------------------------
 
@@ -542,7 +542,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """The parameters that are trainable now, in the model's order."""
         if self._sharded is not None:  # layers record whole parameters, users see shards
             return self._sharded.slots.trainable()
-        return [*self._session.trainable()]
+        return [*self._session.options.trainable()]
 
     @trainable_parameters.setter
     def trainable_parameters(self, value: Any) -> None:

@@ -209,7 +209,7 @@ class MicroBatches:
         found = ""
         if type(optimizer) not in (FlashDPOptimizer, DistributedFlashDPOptimizer):
             found = f"{type(optimizer).__name__}, whose processes must run as many parts"
-        elif session.whole_batches or session.units_of_calls.sample_of is not None:
+        elif session.rows.whole_batches or session.rows.units_of_calls.sample_of is not None:
             found = "batches that must come whole (units, max_batch_size, batches in an order)"
         if found:
             raise FlashClippingError(
@@ -255,7 +255,7 @@ class MicroBatches:
                 "    for x, y in loader:"
             )
         module = self._module
-        rows = _Rows(batch, module._session.batch_axis)
+        rows = _Rows(batch, module._session.options.batch_axis)
         if rows.count is None:
             raise FlashClippingError(
                 "MicroBatches: found tensors that have "
@@ -269,7 +269,7 @@ class MicroBatches:
                 module.expect_samples(size)
             return run(*part)
 
-        before = module._session.drawn
+        before = module._session.rows.drawn
         try:
             return self._step.run(rows, work)
         finally:

@@ -278,7 +278,7 @@ class ModelWatch:
         arguments but for their values, and what may have changed since the last one. ``tensors``
         are those in its arguments."""
         session, gate = self.session, self.gate
-        kind: list[Any] = [session.epoch, self.guards.count]
+        kind: list[Any] = [session.proof.epoch, self.guards.count]
         kind += (module.training, torch.is_grad_enabled(), [*map(_MODE, self._structure.modules)])
         for x in tensors:
             kind.append(x.shape)
@@ -292,7 +292,7 @@ class ModelWatch:
         if kind == self.covered:
             gate.calls += 1
             # Not in a capture, which nothing may wait in: the next call makes up for it.
-            if gate.calls < gate.next_audit or session.captured is not None:
+            if gate.calls < gate.next_audit or session.calls.captured is not None:
                 return
             if session.may_prove():
                 self._audit(self.subject(module, args, kwargs), gate.take_audit())
@@ -301,7 +301,7 @@ class ModelWatch:
         elif session.may_prove():
             is_proven = self._is_proven(module, args, kwargs)
             if self.prove_if(not is_proven, self.subject(module, args, kwargs)):
-                session.proven_with = self.guards.count
+                session.proof.proven_with = self.guards.count
             else:
                 # Processes of shards must ask each other; and what is known may depend on sizes.
                 depends = self.sharded is not None or session.known.depends_on_sizes
@@ -317,7 +317,7 @@ class ModelWatch:
     def _is_proven(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it was shown which rows are samples in calls such as this one."""
         session = self.session
-        if session.proven_with != self.guards.count:
+        if session.proof.proven_with != self.guards.count:
             return False
         if self.sharded is not None:  # its processes look at the beginning only
             return True
@@ -357,7 +357,7 @@ class ModelWatch:
     def _prove(self, subject: Subject, call: ForwardCall | None, positions: Units | None) -> None:
         session = self.session
         session.begin_epoch()
-        session.has_oracle = self.sharded is None and positions is None
+        session.proof.has_oracle = self.sharded is None and positions is None
         if call is None and positions is None and not self.taps.regions.any_compiled:
             found = self._run_lending(subject)
         else:
@@ -375,7 +375,7 @@ class ModelWatch:
             except UsesOthers as uses:
                 self.taps.lend(subject.root, uses.params)
             finally:
-                session.lost = None
+                session.proof.lost = None
 
     def _run(
         self, subject: Subject, call: ForwardCall | None = None, positions: Units | None = None

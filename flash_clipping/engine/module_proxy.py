@@ -74,11 +74,11 @@ class ModuleProxy(nn.Module):
         @functools.wraps(generate)
         def run(*args: Any, **kwargs: Any) -> Any:
             session = self._session
-            before, session.enabled = session.enabled, False
+            before, session.mode.enabled = session.mode.enabled, False
             try:
                 return generate(*args, **kwargs)
             finally:
-                session.enabled = before
+                session.mode.enabled = before
 
         return run
 

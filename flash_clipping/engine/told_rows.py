@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.batch_size_checks import check_against_loader
 from flash_clipping.capture.draws import DrawnBatch
-from flash_clipping.capture.forward_call import ForwardCall
+from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.proof.positions import are_apart
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
@@ -29,6 +30,25 @@ class Told(NamedTuple):
     is_known: bool = False
 
 
+def draw_of(session: ClippingSession, tensors: list[Tensor]) -> DrawnBatch | None:
+    """The loader's batch that the root is called with; a call that is recorded and is of several,
+    or of other rows, is refused."""
+    rows, axis = session.rows, session.options.batch_axis
+    draws = rows.draws
+    known = draws.waiting or draws.strict or draws.have_nobody
+    if not known or in_backward() or session.calls.captured is not None:
+        return None
+    if not torch.is_grad_enabled():
+        draws.look(tensors, axis)
+        return None
+    if draws.paused:
+        return None
+    counted = rows.drawn is not None or rows.units_of_calls.sample_of is not None
+    if counted and not draws.strict:
+        return draws.of_part()  # somebody else counts; or rows are no samples
+    return draws.of_forward(tensors, axis)
+
+
 class ToldRows:
     """Finds what is told of calls of a wrapped model: draw, number of rows, padding and units.
 
@@ -46,7 +66,7 @@ class ToldRows:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take the map of units out of a call's arguments, where the model does not know it."""
-        self.given, kwargs = self.session.units_of_calls.argument(module, args, kwargs)
+        self.given, kwargs = self.session.rows.units_of_calls.argument(module, args, kwargs)
         return args, kwargs
 
     def of_call(
@@ -54,10 +74,12 @@ class ToldRows:
     ) -> Told:
         """What is told of a call that begins, with these tensors among its arguments."""
         session, (given, self.given) = self.session, (self.given, None)
-        draw, units = session.draw_of(tensors), None
-        nobody = session.are_nobody(draw)
-        if session.units_of_calls.are_known:
-            units = session.units_of(given, tensors, draw, nobody)
+        draw, nobody, units = draw_of(session, tensors), False, None
+        if torch.is_grad_enabled() and not in_backward():
+            if session.rows.padding.rows is None:  # no mask says which rows count
+                nobody = session.rows.drawn == 0 or (draw is not None and not draw.samples)
+            if session.rows.units_of_calls.are_known:
+                units = self._units_of(given, tensors, draw, nobody)
         if (watch := self.watch) is None:
             return Told(draw, nobody, units)
         if self.sharded is not None:
@@ -69,9 +91,25 @@ class ToldRows:
             watch.prove_if(unknown, watch.subject(module, args, kwargs), positions=units)
         return Told(draw, nobody, units, is_known=True)
 
+    def _units_of(
+        self, given: Any, tensors: list[Tensor], draw: DrawnBatch | None, nobody: bool
+    ) -> Units | None:
+        """The units of a call, where these are no rows, by this map if it got one, which must
+        fit."""
+        if nobody:
+            none = torch.empty(0, dtype=torch.int64)
+            return Units(none, 0, none)
+        rows = self.session.rows
+        drawn = rows.drawn
+        if drawn is None and draw is not None and not rows.draws.ahead:
+            drawn = draw.samples
+        return rows.units_of_calls.of_call(given, tensors, drawn, draw)
+
     def note(self, told: Told, forward: ForwardCall) -> None:
         """The call is recorded as this one. Raises an error for another size than was told."""
         session = self.session
         forward.draw, forward.of_nobody = told.draw, told.nobody
-        forward.counted_rows = session.padding.of_call(told.draw, session.captured is not None)
+        forward.counted_rows = session.rows.padding.of_call(
+            told.draw, session.calls.captured is not None
+        )
         check_against_loader(session, forward, ONE_BY_ONE if self.watch is not None else "")

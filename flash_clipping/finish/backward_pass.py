@@ -12,7 +12,7 @@ import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain, repeat
@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from flash_clipping._compat import will_run
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.factors import PerSampleGrad, SumGrad, UnitMap, accumulation_dtype, merge
-from flash_clipping.finish.clipping import ClipFunction, Coefficients, Doubts
+from flash_clipping.finish.clipping import ClipOptions, Coefficients, Doubts
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, Plans, layout_of_step, plan_of
 from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE, full_precision
@@ -61,21 +61,23 @@ class Units(Protocol):
     def of_units(self, path: str, factor: PerSampleGrad, device: torch.device) -> PerSampleGrad: ...
 
 
+class Running(Protocol):
+    """What runs, and what outlives it."""
+
+    recomputed: dict[str, Callable[[], AbstractContextManager[None]]]
+    plans: Plans
+
+
 class Session(Protocol):
     """What a backward pass asks of its session
     (:class:`~flash_clipping.capture.session.ClippingSession`), and of taps and modules nothing
     else: how to clip, what forward did, and who is told what is left."""
 
-    anchor: Tensor
-    clip: ClipFunction
-    note_sums: Callable[[Iterable[nn.Parameter]], None]
-    trainable: Callable[[], list[nn.Parameter]]
-    loss_reduction: str
-    batch_first: bool
-    backend: str
-    fp32_precision: str
-    recomputed: dict[str, Callable[[], AbstractContextManager[None]]]
-    plans: Plans
+    @property
+    def options(self) -> ClipOptions: ...
+
+    @property
+    def calls(self) -> Running: ...
 
     def units(self) -> Units | None: ...
 
@@ -92,11 +94,11 @@ class BackwardPass:
 
     def __init__(self, session: Session):
         self.session = session
-        self.backend = session.backend
+        self.backend = session.options.backend
         #: Which privacy unit each row belongs to that layers record.
         self.units: Units | None = session.units()
         #: Whether factors are changed before they are kept.
-        self.are_changed = self.units is not None or session.fp32_precision == "tf32"
+        self.are_changed = self.units is not None or session.options.fp32_precision == "tf32"
         #: Layer calls whose factors are held to the end, by path and by parameters, and these
         #: factors, one per parameter. Flat: what a step keeps alive brings the garbage collector.
         self.calls: list[str] = []
@@ -124,14 +126,14 @@ class BackwardPass:
         self.is_checkpointed = False
 
         self._stand_ins = ExitStack()
-        if session.recomputed:
+        if session.calls.recomputed:
             self.stand_in()
 
     # -- recording ----------------------------------------------------------------------------
 
     def stand_in(self) -> None:
         """Let checkpoints recompute with stand-ins, as they computed."""
-        for make in self.session.recomputed.values():
+        for make in self.session.calls.recomputed.values():
             self._stand_ins.enter_context(make())
 
     def put_back(self) -> None:
@@ -170,14 +172,14 @@ class BackwardPass:
                 units.of_units(path, factor, param.device)
                 for param, factor in zip(params, factors, strict=True)
             ]
-        if self.session.fp32_precision == "tf32":
+        if self.session.options.fp32_precision == "tf32":
             factors = [factor.in_tf32() for factor in factors]
         return factors
 
     def _check_batch_size(self, path: str, found: int) -> None:
         # Rows of units were counted where they became units.
         expected = set() if self.units is not None else self.session.expected_batch_sizes()
-        axis = "first" if self.session.batch_first else "second"
+        axis = "first" if self.session.options.batch_first else "second"
         advice = (
             f"The batch must be the {axis} axis of the input of every layer that has parameters: "
             "keep other axes (windows, positions) behind it, declare modules whose rows are parts "
@@ -225,7 +227,7 @@ class BackwardPass:
         Raises:
             FlashClippingError: it was asked for by ``torch.autograd.grad``.
         """
-        if self.is_checkpointed or will_run(get_gradient_edge(self.session.anchor).node):
+        if self.is_checkpointed or will_run(get_gradient_edge(self.session.options.anchor).node):
             return bool(self.used or self.without_samples)
         recorded = [*chain(*self.used, self.without_samples)]
         self.asked = {id(param) for param in recorded if self._will_get(param)}
@@ -258,12 +260,12 @@ class BackwardPass:
         """Complete the norms of all parameters and turn them into coefficients."""
         if self.units is not None:
             self.batch_size = self.units.count
-        params = self.session.trainable()
+        params = self.session.options.trainable()
         self.params = dict(zip(map(id, params), params, strict=True))
         keys = [*map(id, chain.from_iterable(self.used))]
         asked = os.environ.get(ENVIRONMENT_VARIABLE), self.backend
         layout = layout_of_step(keys, self.factors, params, *asked, tuple(self.paths))
-        plans = self.session.plans
+        plans = self.session.calls.plans
         plan = plans.find(layout)
         if plan is None:
             self._check_uses()
@@ -284,7 +286,7 @@ class BackwardPass:
         blocks, doubts = self._sqnorms(plan)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scale = 1.0
-        if self.session.loss_reduction == "mean":
+        if self.session.options.loss_reduction == "mean":
             # Over rows, whoever they belong to.
             units = self.units
             scale = float(self.batch_size or 0) if units is None else units.scale_of_mean()
@@ -304,7 +306,7 @@ class BackwardPass:
         self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
     ) -> Tensor:
         """Coefficients by these norms."""
-        return self.session.clip(params, norms_PB, doubts, one_device)
+        return self.session.options.clip(params, norms_PB, doubts, one_device)
 
     def _check_uses(self) -> None:
         """Look at the batch size of every use of a parameter."""
@@ -378,7 +380,7 @@ class BackwardPass:
             if param.grad is None:
                 self._put(param, torch.zeros_like(param, dtype=accumulation_dtype(param.dtype)))
         params = self.params
-        self.session.note_sums(
+        self.session.options.note_sums(
             params.values()
             if self.is_for_all
             else [param for key, param in params.items() if key in self.asked]

@@ -5,10 +5,11 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from flash_clipping.ops.error_bounds import upper_bound
 from flash_clipping.ops.runtime.tables import to_device
 
 Clipping = Literal["flat", "per_layer", "automatic"]
+
+_keys = itertools.count()
 
 #: Added to a norm before dividing by it; Opacus uses the same figure.
 NORM_EPSILON = 1e-6
@@ -128,6 +131,43 @@ def clipping_coefficients(
         coef = (bound / (norms + NORM_EPSILON)).clamp_(max=1.0)
     # bound / inf is 0 already; what is NaN comes from a norm that is.
     return coef.nan_to_num_(nan=0.0, posinf=math.inf)
+
+
+@dataclass
+class ClipOptions:
+    """How a model's samples are clipped, and who is told.
+
+    Attributes:
+        clip: from per-parameter norms to coefficients; also where norms are published.
+        note_sums: told of the parameters whose clipped sums are in ``p.grad``.
+        trainable: the trainable parameters, in order.
+        state: yields the model's parameters and buffers.
+        layers_are_cut: over processes, which see DTensors (tensor parallelism).
+        is_sharded: processes share the parameters, and all run forward and backward alike.
+        anchor: an input of every tapped layer, which users cannot name: autograd comes by its node
+            only in a backward that was asked for the gradients of all parameters.
+        key: tells models apart in compiled code.
+    """
+
+    clip: ClipFunction
+    note_sums: Callable[[Iterable[nn.Parameter]], None]
+    trainable: Callable[[], list[nn.Parameter]]
+    state: Callable[[], Iterator[Tensor]]
+    loss_reduction: str
+    batch_first: bool
+    backend: str
+    fp32_precision: str = "ieee"
+    layers_are_cut: bool = False
+    is_sharded: bool = False
+    anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
+    key: int = field(default_factory=lambda: next(_keys))
+
+    def __post_init__(self) -> None:
+        #: Axis of every tapped layer's input that holds the samples.
+        self.batch_axis = 0 if self.batch_first else 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, key=next(_keys))
 
 
 class Coefficients:

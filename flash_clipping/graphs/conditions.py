@@ -55,7 +55,12 @@ def key_of(
     for wrapped in models:
         bound, session = wrapped.max_grad_norm, wrapped._session
         bounds += [tuple(bound) if isinstance(bound, Sequence) else bound, wrapped.clipping]
-        bounds += [wrapped.loss_reduction, session.enabled, session.backend, session.padding.rows]
+        bounds += [
+            wrapped.loss_reduction,
+            session.mode.enabled,
+            session.options.backend,
+            session.rows.padding.rows,
+        ]
     settings = (
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
@@ -156,10 +161,10 @@ def are_odd(tensors: Sequence[Tensor]) -> bool:
 def may_be_nobody(tensors: Sequence[Tensor], models: Sequence[Any]) -> bool:
     """Whether these may be of a batch without samples, whose row is no sample of the capture's."""
     sessions = [wrapped._session for wrapped in models]
-    if any(session.drawn == 0 for session in sessions):
+    if any(session.rows.drawn == 0 for session in sessions):
         return True
     has_one = any(1 in x.shape[:2] for x in tensors)
-    return has_one and any(session.draws.have_nobody for session in sessions)
+    return has_one and any(session.rows.draws.have_nobody for session in sessions)
 
 
 # -- a step is looked at once before it is captured: what a replay would not do is refused ---------
@@ -192,7 +197,7 @@ def rehearse(
     additions = {
         id(param): wrapped.running_step.clipped_backwards - count
         for wrapped, count in zip(models, counts, strict=True)
-        if wrapped.mode == "one_pass" and wrapped._session.enabled
+        if wrapped.mode == "one_pass" and wrapped._session.mode.enabled
         for param in wrapped.trainable_parameters
     }
     # Gradients in one memory, as views of one sum are, count their changes together.

@@ -21,6 +21,7 @@ from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.no_trace import without_gradients
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
+from flash_clipping.engine.told_rows import draw_of
 from flash_clipping.engine.unsupported import refuse_replay
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.graphs.conditions import PLAIN, hooks_of, reason, refuse, rehearse
@@ -71,7 +72,7 @@ class GraphedModel(GraphedStep):
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         waits = self._waiting is not None and self._waiting() is not None
-        if self.off is not None or waits or not self.model._session.enabled or in_backward():
+        if self.off is not None or waits or not self.model._session.mode.enabled or in_backward():
             return None
         return super()._call(args, kwargs)
 
@@ -94,7 +95,7 @@ class GraphedModel(GraphedStep):
         super()._check(call)
         if self.model.mode != "one_pass":
             refuse(f"is clipped with mode={self.model.mode!r}")
-        own = {memory_id(x.untyped_storage()) for x in self.model._session.state()}
+        own = {memory_id(x.untyped_storage()) for x in self.model._session.options.state()}
         for module in call.modules:
             for name, value in vars(module).items():
                 is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
@@ -109,7 +110,9 @@ class GraphedModel(GraphedStep):
     def _meets_others(self) -> bool:
         session = self.model._session
         return (
-            session.live_calls() > 0 or has_lasting_node(session.anchor) or super()._meets_others()
+            session.live_calls() > 0
+            or has_lasting_node(session.options.anchor)
+            or super()._meets_others()
         )
 
     # -- the first calls: what the loop does with their results ------------------------------------
@@ -137,7 +140,7 @@ class GraphedModel(GraphedStep):
             use.grads.clear()  # the backward is of several calls
             return
         use.grads.add(number)
-        use.reductions.add(session.loss_reduction)
+        use.reductions.add(session.options.loss_reduction)
 
     # -- a capture ---------------------------------------------------------------------------------
 
@@ -157,15 +160,15 @@ class GraphedModel(GraphedStep):
                     number: torch.full_like(results[number], 2.0**-10)
                     for number in sorted(graph.use.grads)
                 }
-            reduction = session.loss_reduction
-            session.loss_reduction = next(iter(graph.use.reductions))
+            reduction = session.options.loss_reduction
+            session.options.loss_reduction = next(iter(graph.use.reductions))
             try:
                 torch.autograd.backward(
                     [results[number] for number in graph.output_grads],
                     list(graph.output_grads.values()),
                 )
             finally:
-                session.loss_reduction = reduction
+                session.options.loss_reduction = reduction
                 results.clear()  # with the nodes of parameters on this stream
 
         def trial() -> None:
@@ -186,10 +189,10 @@ class GraphedModel(GraphedStep):
     def _replay(self, graph: Graph, call: Call) -> Any:
         session = self.model._session
         tensors = batched_inputs(call.args, call.kwargs)
-        draw = session.draw_of(tensors)
+        draw = draw_of(session, tensors)
         forward = session.begin_forward(tensors)
         forward.draw = draw
-        forward.counted_rows = session.padding.of_call(draw, False)
+        forward.counted_rows = session.rows.padding.of_call(draw, False)
         check_against_loader(session, forward)
         forward.ended = True
         self.model.running_step.await_backward(tensors)
@@ -210,12 +213,12 @@ class GraphedModel(GraphedStep):
             problem = "backward() came a second time"
         elif session.live_calls() > 1:
             problem = "backward() is of several calls of the model"
-        elif not session.enabled:
+        elif not session.mode.enabled:
             problem = "hooks were disabled between forward and backward"
         elif not set(given) <= set(graph.output_grads):
             problem = "another result of the model got a gradient"
-        elif session.loss_reduction not in graph.use.reductions:
-            problem = f"loss_reduction is {session.loss_reduction!r}"
+        elif session.options.loss_reduction not in graph.use.reductions:
+            problem = f"loss_reduction is {session.options.loss_reduction!r}"
         if problem is not None:
             raise FlashClippingError(
                 f"cuda_graphs='auto': found that {problem}, unlike in the first steps, which were "

@@ -53,7 +53,7 @@ def captures(model: GradSampleHooksFlashClipping) -> Iterator[GraphedResults]:
     params = model.trainable_parameters
     norms = model.running_step.norms
     if params:
-        model._session.padding.prepare(params[0].device)
+        model._session.rows.padding.prepare(params[0].device)
     try:
         with model._session.captures() as captured, device_checks.captured() as captured.checks:
             yield captured
@@ -307,7 +307,7 @@ class GraphedStep:
         """Raise ``FlashClippingError`` where no replay would be what the call is."""
         for wrapped in call.models:
             refuse_replay(wrapped.mode, "GraphedStep")
-        if any(m._session.units_of_calls.are_known for m in call.models):
+        if any(m._session.rows.units_of_calls.are_known for m in call.models):
             refuse(
                 "clips privacy units (sample_of, or make_private(units=...)), whose number is read "
                 "on the host: every replay would have that of the capture. Give one row for each "
@@ -452,7 +452,9 @@ class GraphedStep:
     def _replay(self, graph: Graph, call: Call) -> Any:
         with torch.no_grad():
             sessions = [wrapped._session for wrapped in call.models]
-            draws = [one.draws.of_forward(call.tensors, one.batch_axis) for one in sessions]
+            draws = [
+                one.rows.draws.of_forward(call.tensors, one.options.batch_axis) for one in sessions
+            ]
             self._fill(graph, call, draws)
             graph.replays[0]()
             self._leave(graph, draws)
@@ -469,7 +471,7 @@ class GraphedStep:
             fixed.copy_(given, non_blocking=True)
         for (wrapped, _), draw in zip(graph.of_models, draws, strict=True):
             wrapped._watch.gate.calls += 1
-            wrapped._session.padding.before_replay(draw, graph.device)
+            wrapped._session.rows.padding.before_replay(draw, graph.device)
 
     def _leave(self, graph: Graph, draws: Sequence[DrawnBatch | None]) -> None:
         """Leave what the replayed backward passes would have left: norms, checks, gradients."""
@@ -486,7 +488,7 @@ class GraphedStep:
             for holds, message, error in captured.checks:
                 device_checks.add((holds.clone(), message, error))
             for coef in captured.coefs:
-                wrapped._session.non_finite.note(coef)
+                wrapped._session.calls.non_finite.note(coef)
         for param, grad in graph.grads:
             if param.grad is not None:
                 param.grad.add_(grad)

@@ -393,7 +393,9 @@ class _PicksRows(Tap):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         session, call = self.session, self.session.current_forward
         count = session.samples() if call is None else call.batch_size
-        is_recorded = session.enabled and not session.bypassed and not is_dynamo_compiling()
+        is_recorded = (
+            session.mode.enabled and not session.mode.bypassed and not is_dynamo_compiling()
+        )
         if not is_recorded or not count:
             return self.original(hidden_states, *args, **kwargs)
         with declared(None), _PickedRows(hidden_states, count):

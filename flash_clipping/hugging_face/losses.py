@@ -69,12 +69,13 @@ class SampleMeans:
         labels = labels if shift_labels is None else shift_labels
         # In fp32, as the original does.
         losses_B = per_sample_loss(logits.float(), labels, shift=shift, ignore_index=ignore_index)
-        return losses_B.mean() if self.session.loss_reduction == "mean" else losses_B.sum()
+        return losses_B.mean() if self.session.options.loss_reduction == "mean" else losses_B.sum()
 
     def _check_items(self, items: Any) -> None:
         """Refuse to divide by what depends on the batch."""
-        if self.session.loss_reduction != "sum" or not isinstance(items, int):
-            found = f" ({type(items).__name__}) and loss_reduction={self.session.loss_reduction!r}"
+        reduction = self.session.options.loss_reduction
+        if reduction != "sum" or not isinstance(items, int):
+            found = f" ({type(items).__name__}) and loss_reduction={reduction!r}"
         elif self.items not in (None, items):
             found = f"={items} after {self.items}"
         else:
@@ -126,12 +127,14 @@ class ModelLosses:
         layer could be found to be at fault for."""
         for stand_in in self.stand_ins:
             stand_in.calls = 0
-        if self.penalised and self.session.enabled and kwargs.get("labels") is not None:
+        if self.penalised and self.session.mode.enabled and kwargs.get("labels") is not None:
             raise FlashClippingError(
                 "the model: its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), "
                 "whose gradient is no sample's and would not be clipped. Call the model without "
                 "labels. "
-                + _INSTEAD.format(shift=", shift=True", reduction=self.session.loss_reduction)
+                + _INSTEAD.format(
+                    shift=", shift=True", reduction=self.session.options.loss_reduction
+                )
             )
 
     def after_forward(
@@ -148,7 +151,7 @@ class ModelLosses:
         session = self.session
         # Compiled code takes no hooks of tensors. A proof goes backward from losses itself, and
         # sees what is compiled as well.
-        if torch.compiler.is_compiling() or not session.recording or session.comparing:
+        if torch.compiler.is_compiling() or not session.recording or session.mode.comparing:
             return
         call, loss = session.current_forward, loss_of(output)
         if loss is None or not loss.requires_grad or (call is not None and call.of_nobody):
@@ -160,7 +163,7 @@ class ModelLosses:
             def refuse(grad: Tensor | None) -> None:
                 # Where the model is one function of autograd's (mode="two_pass"), hooks of all
                 # outputs are called: those that no gradient reaches get None.
-                if session.enabled and grad is not None:
+                if session.mode.enabled and grad is not None:
                     raise FlashClippingError(refusal)
 
             loss.register_hook(refuse)
@@ -181,7 +184,7 @@ class ModelLosses:
                 "samples of the batch. Call the model with output_router_logits=False, and balance "
                 "each sample by itself (docs/mixture-of-experts.md)."
             )
-        by_position = self.session.positions is not None
+        by_position = self.session.rows.positions is not None
         inside = f"{path}." if path else ""
         means = any(
             stand_in.calls and f"{stand_in.path}.".startswith(inside) for stand_in in self.stand_ins
@@ -209,7 +212,7 @@ class ModelLosses:
                     f"its own loss of {name} {tuple(labels.shape)} is a mean over the labels of "
                     "the whole batch, so that each sample's gradient depends on how many labels "
                     "the others have, and no clipping bounds what one sample changes. "
-                    + _INSTEAD.format(shift="", reduction=self.session.loss_reduction)
+                    + _INSTEAD.format(shift="", reduction=self.session.options.loss_reduction)
                 )
         return ""
 

@@ -45,6 +45,7 @@ from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.loss_graph import walk
 from flash_clipping.engine.model_watch import ParameterGuards, Structure
+from flash_clipping.engine.told_rows import draw_of
 from flash_clipping.engine.unsupported import PIPELINES, refuse_around, refuse_in_pipeline
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import accumulation_dtype
@@ -114,7 +115,7 @@ class OneByOne:
 
     def __init__(self, model: Any, wrapper: nn.Module, handles: list[Any]):
         self.model, self.root, self.session = model, model._module, model._session
-        self.session.backward_pass_class = self.new_pass
+        self.session.calls.backward_pass_class = self.new_pass
         self.guards = ParameterGuards(
             self.root, model._trainable, self.session, handles, _PAST_THE_SAMPLES
         )
@@ -157,12 +158,12 @@ class OneByOne:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, call, given = self.session, call_of(self.root), None
-        if session.units_of_calls.sample_of is not None:
-            given, kwargs = session.units_of_calls.argument(self.root, args, kwargs)
-        if self._runs or not session.enabled:
+        if session.rows.units_of_calls.sample_of is not None:
+            given, kwargs = session.rows.units_of_calls.argument(self.root, args, kwargs)
+        if self._runs or not session.mode.enabled:
             return call(*args, **kwargs)
         if not torch.is_grad_enabled():
-            session.draw_of(tensors_in((args, kwargs)))
+            draw_of(session, tensors_in((args, kwargs)))
             return call(*args, **kwargs)
         session.enter_forward()
         self._runs = True
@@ -177,7 +178,9 @@ class OneByOne:
     ) -> Any:
         session = self.session
         self._look_before(args, kwargs)
-        batch = Batch(args, kwargs, session.batch_axis, session.drawn, self._are_samples)
+        batch = Batch(
+            args, kwargs, session.options.batch_axis, session.rows.drawn, self._are_samples
+        )
         forward = self._begin(batch, given)
         if forward.of_nobody:
             return of_nobody(self.root, session, call, args, kwargs)
@@ -214,7 +217,7 @@ class OneByOne:
             self._buffers.after_forward(self._structure.modules)
         self._structure.check()
         groups = [rows for rows in groups if rows]
-        join = Joined(groups, session.batch_axis, session.loss_reduction == "mean")
+        join = Joined(groups, session.options.batch_axis, session.options.loss_reduction == "mean")
         join.ways = self._ways_to_join(call, batch, groups, outputs)
         own = {id(x) for x in tensors_in((outputs, kept))}
 
@@ -261,7 +264,9 @@ class OneByOne:
             ]
             # Losses may be 0 for any sample.
             open_yet = [now and not x.any() for now, x in zip(same, first, strict=True)]
-            of_parameters = {memory_id(p.untyped_storage()) for p in self.session.trainable()}
+            of_parameters = {
+                memory_id(p.untyped_storage()) for p in self.session.options.trainable()
+            }
             if any(same) and (other := self._run(call, *batch.with_other_values(groups[0]))):
                 for n, x in enumerate(first):
                     if not same[n] or not torch.equal(x, other[n]):
@@ -276,7 +281,7 @@ class OneByOne:
 
     def _run(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that another run of the model returns; none if it does not run."""
-        devices = [*{x.device for x in self.session.state() if x.is_cuda}]
+        devices = [*{x.device for x in self.session.options.state() if x.is_cuda}]
         with (
             suppress(*_DID_NOT_RUN),
             untouched(self.root),
@@ -415,7 +420,7 @@ class _Run:
         session, of_run = owner.session, weakref.ref(self)
 
         def enter(grad: Tensor) -> None:
-            if session.enabled:
+            if session.mode.enabled:
                 session.begin_backward(forward).enter(of_run())
 
         for x in results:
@@ -465,7 +470,7 @@ class Samples:
 
     def __init__(self, forward: ForwardCall, session: Any, count: int):
         self.forward, self.session, self.count = forward, session, count
-        self.params: list[nn.Parameter] = session.trainable()
+        self.params: list[nn.Parameter] = session.options.trainable()
         #: Autograd's node of each sample.
         self._forks: dict[int, weakref.ref[Any]] = {}
         #: Whether a backward has gone through them; and whether it may be derived.
@@ -475,7 +480,7 @@ class Samples:
         """What stands for each parameter, by its ``id``, in the run of this sample."""
         if not self.params:  # all are frozen
             return {}
-        made = _Fork.apply(self, number, self.session.anchor, *self.params)
+        made = _Fork.apply(self, number, self.session.options.anchor, *self.params)
         self._forks[number] = weakref.ref(made[0].grad_fn)
         return dict(zip(map(id, self.params), made, strict=True))
 
@@ -515,7 +520,7 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         session = ctx.samples.session
-        if not session.enabled:
+        if not session.mode.enabled:
             return None, None, None, *grads
         with torch.no_grad():
             session.begin_backward().take(ctx.samples, ctx.number, grads)
@@ -602,7 +607,7 @@ class SamplesPass(BackwardPass):
             )
         self.arrived[id(samples)] = samples, set()
         self.used = [samples.params]
-        if self.session.loss_reduction == "mean":  # what arrives is one part of B
+        if self.session.options.loss_reduction == "mean":  # what arrives is one part of B
             units = self.units
             self.scale = units.scale_of_mean() if units is not None else float(samples.count)
 
@@ -676,7 +681,7 @@ class SamplesPass(BackwardPass):
             count = reached[0].count if self.units is None else self.units.count
             norms_PB = torch.stack([self.norms_P.get(b, none_P) for b in range(count)], 1)
         one_device = len({param.device for param in params}) == 1
-        self.session.clip(params, norms_PB, Doubts((), self.scale), one_device)
+        self.session.options.clip(params, norms_PB, Doubts((), self.scale), one_device)
         for param in params:
             if not self.is_for_all and id(param) not in self.asked:
                 continue
@@ -685,7 +690,7 @@ class SamplesPass(BackwardPass):
             elif param.grad is None:
                 self._put(param, torch.zeros_like(param, dtype=accumulation_dtype(param.dtype)))
         asked = [p for p in params if self.is_for_all or id(p) in self.asked]
-        self.session.note_sums(asked)
+        self.session.options.note_sums(asked)
 
     def forget(self) -> None:
         super().forget()

@@ -177,7 +177,7 @@ class PrivateSchedule:
         self.capacity = count * microbatch_size
         self._stage, self._microbatches, self._size = stage, count, microbatch_size
         self._session = module._session
-        self._session.backward_pass_class = partial(StageBackwardPass, hold=self._hold)
+        self._session.calls.backward_pass_class = partial(StageBackwardPass, hold=self._hold)
         #: Backward passes that wait for coefficients, by their micro-batch; the one that runs.
         self._held: dict[int, StageBackwardPass] = {}
         self._microbatch = 0
@@ -222,7 +222,7 @@ class PrivateSchedule:
             ValueError: another optimizer than :class:`PipelineFlashDPOptimizer` follows the module.
         """
         self._check_optimizer()
-        axis = self._session.batch_axis
+        axis = self._session.options.batch_axis
         of_rounds = rounds(self._count(args, kwargs, target), self.capacity)
         if losses is not None:
             losses.clear()
@@ -253,14 +253,16 @@ class PrivateSchedule:
     @contextmanager
     def _step(self) -> Iterator[None]:
         session, schedule = self._session, self.schedule
-        before = session.drawn, schedule.scale_grads
+        before = session.rows.drawn, schedule.scale_grads
         # These are the batch's; the module is called with micro-batches. Sums are no means.
-        session.drawn, schedule.scale_grads = None, False
-        session.draws.paused = True
+        session.rows.drawn, schedule.scale_grads = None, False
+        session.rows.draws.paused = True
         self._running = True
         try:
             self.module.running_step.begin_backward(
-                session.trainable(), self.module.clipping, self.module.grad_accumulation_allowed
+                session.options.trainable(),
+                self.module.clipping,
+                self.module.grad_accumulation_allowed,
             )
             yield
         except RuntimeError as error:
@@ -273,8 +275,8 @@ class PrivateSchedule:
             for backward_pass in self._held.values():
                 backward_pass.forget()
             self._held.clear()
-            session.drawn, schedule.scale_grads = before
-            session.draws.paused = False
+            session.rows.drawn, schedule.scale_grads = before
+            session.rows.draws.paused = False
 
     def _recorded(self, run: Callable[..., Any], *, backward: bool) -> Callable[..., Any]:
         """A method of the stage, for one micro-batch, whose number comes first."""
@@ -289,18 +291,18 @@ class PrivateSchedule:
                     )
                 return run(number, *args, **kwargs)
             self._microbatch = number
-            self._session.enabled = True
+            self._session.mode.enabled = True
             try:
                 return run(number, *args, **kwargs)
             finally:
-                self._session.enabled = False
+                self._session.mode.enabled = False
 
         return recorded
 
     def _count(self, args: Any, kwargs: Any, target: Any) -> int:
         """Samples in the batch."""
-        axis, drawn = self._session.batch_axis, self._session.drawn
-        draws, given = self._session.draws, tensors_in((args, kwargs, target))
+        axis, drawn = self._session.options.batch_axis, self._session.rows.drawn
+        draws, given = self._session.rows.draws, tensors_in((args, kwargs, target))
         # What this process was called with is compared with the batch, where that matters.
         self._draw = draws.of_forward(given, axis) if given else draws.next()
         if drawn is None and self._draw is not None and not draws.ahead:
@@ -338,8 +340,8 @@ class PrivateSchedule:
             raise FlashClippingError(
                 f"PrivateSchedule: micro-batch {number} has {found} samples in this stage; "
                 f"expected microbatch_size={self._size}. Chunk along axis "
-                f"{self._session.batch_axis} (args_chunk_spec, kwargs_chunk_spec), and let stages "
-                "hand on a row for every sample."
+                f"{self._session.options.batch_axis} (args_chunk_spec, kwargs_chunk_spec), and let "
+                "stages hand on a row for every sample."
             )
         if number in self._held:
             raise FlashClippingError(
@@ -356,7 +358,7 @@ class PrivateSchedule:
                 count different numbers of samples (on a GPU later).
         """
         M, B = self._microbatches, self._size
-        trainable = bool(self._session.trainable())
+        trainable = bool(self._session.options.trainable())
         if trainable and len(self._held) < M:
             missing = sorted({*range(M)} - {*self._held})
             raise FlashClippingError(
@@ -388,7 +390,7 @@ class PrivateSchedule:
         with torch.no_grad():
             found = self._norms(of_round.count)
             coef_n = self.module._coefficients(found.upper)
-            self._session.non_finite.note(coef_n)
+            self._session.calls.non_finite.note(coef_n)
             coef_MB = F.pad(coef_n, (0, self.capacity - of_round.count)).view(-1, self._size)
             for number in sorted(self._held):
                 self._held.pop(number).complete(coef_MB[number])

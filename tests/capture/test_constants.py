@@ -114,7 +114,7 @@ def test_rows_of_a_table_cost_no_table_per_sample() -> None:
     for kind in ("embedding", "looked_up", "looked_up_T", "looked_up_first", "looked_up_BT"):
         model = AtPositions(kind) if kind == "embedding" else OnConstants(kind)
         flash = GradSampleModuleFlashClipping(model)
-        flash._session.backward_pass_class = Watched
+        flash._session.calls.backward_pass_class = Watched
         squares(flash, (torch.randn(3, 5, 4),)).backward()
         assert sum(isinstance(factor, EmbeddingGrad) for factor in seen) == 1, kind
         seen.clear()

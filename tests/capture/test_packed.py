@@ -76,7 +76,7 @@ def test_gradients_that_are_stored() -> None:
     are read by one layer each."""
     flash = check(Reader().double(), [list(enumerate(documents()))])
     names = {id(param): name for name, param in flash._module.named_parameters()}
-    (plan,) = [plan for _, plan in flash._session.plans._plans.values()]
+    (plan,) = [plan for _, plan in flash._session.calls.plans._plans.values()]
     of_documents = {names[key] for key in plan.others}
     assert of_documents == {"table.weight", "places.weight", "qkv.weight"}
 

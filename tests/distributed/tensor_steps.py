@@ -182,8 +182,8 @@ def beside_same_operands(tensor: Any, kind: str) -> dict[str, float]:
                 own[id(param)] = both * factor.batch_size  # the loss is a mean
             super().record(path, params, factors, readers)
 
-    assert isinstance(session.backward_pass_class, partial)
-    session.backward_pass_class = partial(Noted, **session.backward_pass_class.keywords)
+    assert isinstance(session.calls.backward_pass_class, partial)
+    session.calls.backward_pass_class = partial(Noted, **session.calls.backward_pass_class.keywords)
     ids, y = batch()
     loss_of(flash(ids), y).backward()
     grads = {}

@@ -222,7 +222,7 @@ def test_nothing_is_compared_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> No
     model(*batch())
     flash = GradSampleModuleFlashClipping(model)
     flash(*batch())
-    monkeypatch.setattr(flash._session, "captured", object())
+    monkeypatch.setattr(flash._session.calls, "captured", object())
     with torch.no_grad(), pytest.raises(NotImplementedError, match="CUDA graph is captured"):
         flash(*batch())
 

@@ -431,7 +431,7 @@ def padded() -> tuple[Any, Tensor, Tensor, int]:
     pytest.importorskip("dp_accounting")
     made = private(accountant="pld", max_batch_size=20, noise_multiplier=1.0)
     for x, y in made[3]:
-        count = made[0]._session.draws.waiting[-1].samples
+        count = made[0]._session.rows.draws.waiting[-1].samples
         if 2 < count < 18:
             return made, x, y, count
     raise AssertionError

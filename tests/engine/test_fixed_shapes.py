@@ -72,7 +72,7 @@ def partly_padded(module: Any, loader: Any) -> tuple[Tensor, Tensor, int]:
     """A batch of which some rows count."""
     loader.batch_sampler._sample_rate = 0.06
     for x, y, _ in loader:
-        count = module._session.draws.waiting[-1].samples
+        count = module._session.rows.draws.waiting[-1].samples
         if 1 < count < ROWS - 1:
             return x, y, count
         with torch.no_grad():
@@ -133,7 +133,7 @@ def test_padding_adds_nothing(mode: str, workers: int) -> None:
     stream._sample_rate = 0.03  # batches of all sizes
     for _ in range(1 if workers else 6):
         for x, y, _ in loader:
-            count = module._session.draws.waiting[-1].samples
+            count = module._session.rows.draws.waiting[-1].samples
             met[count] += 1
             assert len(x) == ROWS
             optimizer.zero_grad()
@@ -180,7 +180,7 @@ def test_padding_is_no_sample_to_the_dashboard() -> None:
     _, _, module, optimizer, criterion, loader = private()
     statistics, expected = ClippingStatistics(module), 0
     for x, y, _ in loader:
-        expected += module._session.draws.waiting[-1].samples
+        expected += module._session.rows.draws.waiting[-1].samples
         optimizer.zero_grad()
         criterion(module(x), y).backward()
         statistics.note_backward()
@@ -289,7 +289,7 @@ def test_a_compiled_model_sees_one_shape() -> None:
     module.compile(backend=backend)
     counts = set()
     for number, (x, y, _) in enumerate(loader):
-        counts.add(module._session.draws.waiting[-1].samples)
+        counts.add(module._session.rows.draws.waiting[-1].samples)
         optimizer.zero_grad()
         criterion(module(x), y).backward()
         optimizer.step()

@@ -60,7 +60,7 @@ def test_adapters(dtype: torch.dtype, of_norms: float, of_sums: float) -> None:
     for _ in range(2):  # the second time as remembered
         module.zero_grad(set_to_none=True)
         case.loss(module, batch).mean().backward()
-    (plan,) = [plan for _, plan in module._session.plans._plans.values()]
+    (plan,) = [plan for _, plan in module._session.calls.plans._plans.values()]
     assert [len(keys) for keys in plan.vectors] == [2, 2]  # those that have a shape in common
     assert len(plan.stored) == 2 and not plan.linear
     assert_close(module.get_norm_sample(), truth.norms, of_norms, "norms")
@@ -101,13 +101,13 @@ def test_everything_runs_on_the_stream_of_the_caller(mode: str) -> None:
     expected = [p.grad for p in model.parameters()]
     torch.cuda.synchronize()
     streams: list[int] = []
-    clip = module._session.clip
+    clip = module._session.options.clip
 
     def note_stream(*args: object) -> Tensor:
         streams.append(torch.cuda.current_stream().cuda_stream)
         return clip(*args)
 
-    module._session.clip = note_stream
+    module._session.options.clip = note_stream
     side = torch.cuda.Stream()
     for _ in range(30):  # which of autograd's threads ends a backward differs from time to time
         module.zero_grad(set_to_none=True)

@@ -83,7 +83,7 @@ def test_a_row_of_nobody_is_not_replayed() -> None:
     assert graphed.step.replays == replays
     assert not any(param.grad.any() for param in graphed.model.parameters())
     graphed.model.expect_samples(None)
-    graphed.model._session.draws.have_nobody = True  # a loader has given such a row
+    graphed.model._session.rows.draws.have_nobody = True  # a loader has given such a row
     with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
         graphed.results(x)
 
@@ -367,7 +367,7 @@ def test_a_capture_that_fails_leaves_nothing() -> None:
     with pytest.raises(RuntimeError, match="injected"):
         graphed.step(batches(1)[0])
     assert all(p.grad is g for p, g in zip(graphed.plain.parameters(), kept, strict=True))
-    assert graphed.model._session.captured is None and not graphed.step._graphs
+    assert graphed.model._session.calls.captured is None and not graphed.step._graphs
     handle.remove()
     for x in batches(2, start=80):
         assert_same_tensors(graphed.results(x), eager.results(x))

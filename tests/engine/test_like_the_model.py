@@ -251,7 +251,7 @@ def test_generate_leaves_no_trace(training: bool) -> None:
     output = wrapped(input_ids=tokens, labels=tokens)
     generated = wrapped.generate(tokens, **settings)
     assert torch.equal(generated, plain.generate(tokens, **settings))
-    assert wrapped._session.enabled
+    assert wrapped._session.mode.enabled
     output.loss.backward()
     norms = wrapped.get_norm_sample()
     assert norms.shape == (3,)
@@ -267,7 +267,7 @@ def test_generate_goes_past_the_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = type(wrapped._module).prepare_inputs_for_generation
 
     def prepare(self: object, *args: object, **kwargs: object) -> object:
-        seen.append(wrapped._session.enabled)
+        seen.append(wrapped._session.mode.enabled)
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(wrapped._module), "prepare_inputs_for_generation", prepare)
@@ -275,7 +275,7 @@ def test_generate_goes_past_the_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [False, False]
     with pytest.raises(ValueError):
         wrapped.generate(torch.randint(17, (2, 3)), max_new_tokens=-1)
-    assert wrapped._session.enabled
+    assert wrapped._session.mode.enabled
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

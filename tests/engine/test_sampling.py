@@ -319,7 +319,7 @@ def test_empty_local_batches_are_batches() -> None:
 
 def told(module: Any) -> list[int]:
     """Rows of the batches that the loader gave and no forward has used."""
-    return [draw.rows for draw in module._session.draws.waiting if not draw.used]
+    return [draw.rows for draw in module._session.rows.draws.waiting if not draw.used]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=["here", "workers"])
@@ -329,7 +329,7 @@ def test_every_batch_is_announced(options: dict[str, Any]) -> None:
     for _ in range(2):
         for x, y in loader:
             assert told(module) == [len(x)]
-            numbers.append(module._session.draws.waiting[-1].number)
+            numbers.append(module._session.rows.draws.waiting[-1].number)
             step(module, optimizer, criterion, x, y)
             assert told(module) == []
     assert numbers == [*range(2 * len(loader))]
@@ -361,7 +361,7 @@ def test_physical_batches_are_announced(wrap_model: bool) -> None:
     ) as batches:
         for x, y in batches:
             assert told(module) == [len(x)] and len(x) <= 2
-            numbers.append(module._session.draws.waiting[-1].number)
+            numbers.append(module._session.rows.draws.waiting[-1].number)
             step(model, optimizer, criterion, x, y)
     assert sorted(set(numbers)) == [*range(len(loader))] and len(numbers) > len(loader)
 
@@ -442,7 +442,7 @@ class NoIterableItems(Dataset):  # type: ignore[type-arg]
 def test_items_may_be_anything_that_collates() -> None:
     module, *_, loader = private(DataLoader(NoIterableItems(), batch_size=1))
     assert min(len(batch) for batch in loader) == 1
-    assert module._session.draws.have_nobody
+    assert module._session.rows.draws.have_nobody
 
 
 def test_epsilon_says_what_it_is_for() -> None:

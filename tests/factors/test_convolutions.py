@@ -195,4 +195,4 @@ def test_the_precision_is_read_or_refused() -> None:
     with pytest.raises(ValueError, match="fp32_precision='high' is unknown; expected one of ieee"):
         GradSampleModuleFlashClipping(nn.Conv2d(1, 1, 1), fp32_precision="high")  # type: ignore[arg-type]
     private = Private(nn.Sequential(nn.Linear(6, 3)), fp32_precision="tf32")
-    assert private.model._session.fp32_precision == "tf32"
+    assert private.model._session.options.fp32_precision == "tf32"

@@ -104,7 +104,7 @@ def test_batches_of_changing_sizes(wrapped: GradSampleModuleFlashClipping) -> No
     sizes = [(3, 4), (5, 4), (3, 4), (3, 7)]
     for seed, (samples, positions) in enumerate(sizes):
         check_step(wrapped, draw(samples, positions, seed))
-    assert len(wrapped._session.plans._plans) == 3
+    assert len(wrapped._session.calls.plans._plans) == 3
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def test_stacks_of_any_shape_however_they_are_clipped(shape: tuple[int, ...]) ->
             expected = torch.einsum("b,b...->...", coef_B, truth.grads[name])
             assert param.grad is not None and param.grad.shape == param.shape
             assert_close(param.grad, expected, 1e-5, name)
-    (plan,) = [plan for _, plan in wrapped._session.plans._plans.values()]
+    (plan,) = [plan for _, plan in wrapped._session.calls.plans._plans.values()]
     assert [len(keys) for keys in plan.vectors] == [4]
 
 
@@ -255,7 +255,7 @@ def test_an_interrupt_between_rows_and_order_leaves_no_half_of_either(
     torch.manual_seed(0)
     wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
     check_step(wrapped, draw(3, 4, 0))
-    (plan,) = [plan for _, plan in wrapped._session.plans._plans.values()]
+    (plan,) = [plan for _, plan in wrapped._session.calls.plans._plans.values()]
     assert plan.order is not None
     # As after a step whose norms came in another order.
     plan.rows_of, plan.order = plan.rows_of[::-1], len(plan.rows_of) - 1 - plan.order
@@ -278,7 +278,7 @@ def test_another_backend_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> N
     for asked in ("triton", "torch", "triton"):
         monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, asked)
         check_step(wrapped, draw(3, 4, 0))
-    without, with_kernels = [plan for _, plan in wrapped._session.plans._plans.values()]
+    without, with_kernels = [plan for _, plan in wrapped._session.calls.plans._plans.values()]
     assert len(without.products[None]) == 1
     assert len(with_kernels.products[None]) < len(with_kernels.linear)
 
@@ -313,7 +313,7 @@ def test_norms_are_taken_in_fp32_whatever_a_factor_gives() -> None:
 
 def test_a_call_without_factors_says_nothing() -> None:
     wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
-    backward_pass = wrapped._session.backward_pass_class(wrapped._session)
+    backward_pass = wrapped._session.calls.backward_pass_class(wrapped._session)
     assert isinstance(backward_pass, BackwardPass)
     backward_pass.record("layer", [], [])
     backward_pass.take_norms()

@@ -250,7 +250,7 @@ def test_iterators_give_batches_by_their_numbers(workers: int) -> None:
     stepped, refused = [], []
     for batches in (old, old, new, new, new, old, new, iter(loader), old):
         x, rows = next(batches)
-        number, taken = module._session.draws.waiting[-1].number, BATCHES + len(stepped)
+        number, taken = module._session.rows.draws.waiting[-1].number, BATCHES + len(stepped)
         assert numbers[frozenset(rows.tolist())] == number % BATCHES
         if number == taken:
             step(module, optimizer, x)

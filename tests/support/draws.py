@@ -8,5 +8,5 @@ from typing import Any
 def drawn(module: Any) -> int:
     """How many samples, or units, the batch has that the loader of a private model, or of its
     hooks, gave last. Where it has none, its row is nobody's."""
-    samples: int = module._session.draws.waiting[-1].samples
+    samples: int = module._session.rows.draws.waiting[-1].samples
     return samples

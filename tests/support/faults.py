@@ -177,7 +177,7 @@ def assert_nothing_is_left(trainer: Trainer, fault: Fault, where: str) -> bool:
     if in_a_cycle:
         gc.collect()
     assert not left(), f"{where}: tensors of the failed step are alive: {left()}"
-    assert trainer.module._session.running_pass() is None, where
+    assert trainer.module._session.calls.running_pass() is None, where
     return in_a_cycle
 
 

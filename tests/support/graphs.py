@@ -72,10 +72,10 @@ class CallsByHand(GraphedModel):
 
         def replay() -> None:
             session = self.model._session
-            current = session._current_forward
+            current = session.calls.current
             params = list(self._module().parameters())
             before = [p.grad for p in params]
-            known = list(session._forwards)
+            known = list(session.calls.forwards)
             with session.captures() as again, torch.enable_grad():
                 for p in params:
                     p.grad = None
@@ -98,9 +98,9 @@ class CallsByHand(GraphedModel):
                     fixed.copy_(param.grad)
             for p, grad in zip(params, before, strict=True):
                 p.grad = grad
-            for forward in session._forwards:
+            for forward in session.calls.forwards:
                 forward.spent |= forward not in known
-            session._current_forward = current
+            session.calls.current = current
 
         call.replays.append(replay)
         return output

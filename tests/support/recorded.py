@@ -22,9 +22,9 @@ def recorded_factors(model: nn.Module, step: Callable[[], Any]) -> dict[str, set
 
     taps = [vars(module).get("forward") for module in model.modules()]
     session = next(tap.session for tap in taps if hasattr(tap, "session"))
-    before, session.backward_pass_class = session.backward_pass_class, Watched
+    before, session.calls.backward_pass_class = session.calls.backward_pass_class, Watched
     try:
         step()
     finally:
-        session.backward_pass_class = before
+        session.calls.backward_pass_class = before
     return found

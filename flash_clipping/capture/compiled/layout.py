@@ -200,10 +200,12 @@ class Wired(torch.autograd.Function):
             )
         of_slots = [(slot.tap, slot.factors(grads)) for slot in layout.slots]
         found = [(tap, factors) for tap, factors in of_slots if factors]
-        if not session.enabled:  # since forward
+        if not session.mode.enabled:  # since forward
             sums: dict[nn.Parameter, Tensor] = {}
             for param, factor in [pair for _, factors in found for pair in factors]:
-                grad = factor.clipped_sum(None, session.backend).view_as(param).to(param.dtype)
+                grad = (
+                    factor.clipped_sum(None, session.options.backend).view_as(param).to(param.dtype)
+                )
                 sums[param] = sums[param] + grad if param in sums else grad
             return None, None, *[sums.get(param) for param in layout.params]
         if found:
@@ -255,7 +257,7 @@ def layout_of(taps: Sequence[Tap], known: Calls, trainables: Sequence[Any]) -> L
             if calls:
                 layout.refused.append((tap.path, why))
             # Neither goes from one graph to the next.
-            if calls and tap.session.layers_are_cut:
+            if calls and tap.session.options.layers_are_cut:
                 layout.uncompiled = (
                     f"{tap.path}: {why}. Gradients that are DTensors cannot go from one graph to "
                     "the next: leave this part uncompiled, or freeze the layer's parameters."
@@ -304,7 +306,7 @@ def why_without_wires(tap: Tap, calls: Sequence[Seen | None]) -> str | None:
             return "its per-sample gradients are formed outside of compiled code"
         if tap.borrows:
             return "it uses parameters that another module owns"
-        if tap.folded or tap.session.batch_axis:
+        if tap.folded or tap.session.options.batch_axis:
             return "it uses its parameters itself, and rows are not samples there"
         if kinds == {"unused"} or (kinds <= {"own", "unused"} and kind_of(tap) == "own"):
             return None

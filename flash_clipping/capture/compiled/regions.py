@@ -117,19 +117,19 @@ class Region:
         session, call = self.session, self.session.current_forward
         if (
             self.compiled is None
-            or session.bypassed  # a run that only looks
-            or session.comparing
+            or session.mode.bypassed  # a run that only looks
+            or session.mode.comparing
             or (call is not None and call.reads is not None)  # a look at what is read
         ):
             return self.inner(*args, **kwargs)
-        if session.positions is not None:
+        if session.rows.positions is not None:
             raise FlashClippingError(
                 f"{self.path}: it is compiled, and units are parts of rows (sample_of with a map "
                 "of positions), which compiled layers do not know. Leave the model uncompiled; or "
                 "give every document a row of its own, with a map of rows."
             )
         if not session.recording:
-            if session.enabled and call is not None and call.recorded and not in_backward():
+            if session.mode.enabled and call is not None and call.recorded and not in_backward():
                 # The first forward of re-entrant checkpointing, without autograd. How often a layer
                 # is used is not known then: none may pass for used once.
                 for tap in self.taps:
@@ -137,7 +137,9 @@ class Region:
             return self._run(None, args, kwargs)
         if (call is None or call.ended) and not in_backward():
             return self.inner(*args, **kwargs)  # where taps refuse it
-        if session.layers_are_cut:  # AOTAutograd gives what is awaited no gradient of its kind
+        if (
+            session.options.layers_are_cut
+        ):  # AOTAutograd gives what is awaited no gradient of its kind
             args, kwargs = map_tensors(arrived, (args, kwargs))
         kind, sizes = kind_and_sizes(args, kwargs)
         # What is the same for all samples gets a row for each, as many as the model has now.
@@ -194,7 +196,7 @@ class Region:
     def _run(self, layout: Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled region, with wires if there is a layout of them."""
         assert self.compiled is not None
-        key = self.session.key
+        key = self.session.options.key
         if layout is not None and layout.refused and self.fullgraph:
             # Layers without wires, where they may not break the graph.
             lines = "\n".join(f"{path}: {why}" for path, why in layout.refused)
@@ -206,8 +208,10 @@ class Region:
                 f"{to_freeze(*(path for path, _ in layout.refused))}"
             )
         session = self.session
-        before, call = ACTIVE.pop(key, None), session.proven_call
-        session.proven_call = None  # what the compiler gives up records itself by its own wires
+        before, call = ACTIVE.pop(key, None), session.calls.proven_call
+        session.calls.proven_call = (
+            None  # what the compiler gives up records itself by its own wires
+        )
         try:
             if layout is not None:
                 ACTIVE[key] = layout.calls, self._make(layout)
@@ -216,7 +220,7 @@ class Region:
                 note_escaped(output)
             return output
         finally:
-            session.proven_call = call
+            session.calls.proven_call = call
             ACTIVE.pop(key, None)
             if before is not None:
                 ACTIVE[key] = before
@@ -225,17 +229,17 @@ class Region:
         """The wires of one call."""
         session = self.session
         session.count_use(*[slot.params for slot in layout.slots])
-        if session.numbered is not self.taps:
-            for tap in session.numbered:  # this region may call what is not in it
+        if session.mode.numbered is not self.taps:
+            for tap in session.mode.numbered:  # this region may call what is not in it
                 tap.number = -1
             for number, tap in enumerate(self.taps):
                 tap.number = number
-            session.numbered = self.taps
+            session.mode.numbered = self.taps
         if not layout.wires:
             return ()
         call = session.current_forward
         handed = Handed(self.path, layout, session, call, in_backward())
-        wires: Sequence[Tensor] = Wired.apply(handed, session.anchor, *layout.params)
+        wires: Sequence[Tensor] = Wired.apply(handed, session.options.anchor, *layout.params)
         return wires
 
     # -- what wires are like ----------------------------------------------------------------------
@@ -253,9 +257,9 @@ class Region:
         args, kwargs = map_tensors(
             lambda x: x.detach().clone().requires_grad_(x.requires_grad), (args, kwargs)
         )
-        tensors = [*tensors_in((args, kwargs)), *session.state()]
+        tensors = [*tensors_in((args, kwargs)), *session.options.state()]
         devices = {x.device for x in tensors if x.is_cuda}
-        before, session.seen = session.seen, {}
+        before, session.mode.seen = session.mode.seen, {}
         try:
             with (
                 untouched(self.module),
@@ -267,11 +271,11 @@ class Region:
                 noting_misuse() as misuse,
             ):
                 note_escaped(self.inner(*args, **kwargs))
-            calls = [session.seen.get(id(tap), []) for tap in self.taps]
+            calls = [session.mode.seen.get(id(tap), []) for tap in self.taps]
             if misuse:
                 calls = [[_refused(seen, misuse[0]) for seen in of_tap] for of_tap in calls]
         finally:
-            session.seen = before
+            session.mode.seen = before
         self._shapes.setdefault(kind, Affine()).add(sizes, calls)
         _keep(self._known, key, calls)
         return calls

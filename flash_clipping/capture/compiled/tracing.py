@@ -117,7 +117,7 @@ def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tapped layer while Dynamo traces it: on its wires, or between two graphs."""
     if not torch.is_grad_enabled():
         return tap.original(*args, **kwargs)
-    active = ACTIVE.get(tap.session.key)
+    active = ACTIVE.get(tap.session.options.key)
     # A tap's own number is asked for last: code that depends on it serves one tap.
     if active is not None and _may_claim() and tap.number >= 0:
         calls = active[0][tap.number]
@@ -161,7 +161,7 @@ def _on_wires(
                 return False, None
         rows = PerSampleParameters.apply(*params, *wires)
         return True, _on_own_parameters(tap, rows, args, kwargs)
-    x, wiring, axis = _only_tensor(args, kwargs), tap.wiring, tap.session.batch_axis
+    x, wiring, axis = _only_tensor(args, kwargs), tap.wiring, tap.session.options.batch_axis
     assert x is not None and wiring is not None
     for name in ("weight", "bias") if tap.boundary is None else ():
         param = getattr(tap.layer, name, None)
@@ -245,7 +245,7 @@ def _on_own_parameters(
 def by_itself(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer as it is uncompiled, with all that it calls."""
     session = tap.session
-    if session.layers_are_cut:
+    if session.options.layers_are_cut:
         raise FlashClippingError(
             f"{tap.path}: found a break between two compiled graphs at this layer, in a model "
             "whose layers are cut over processes. Gradients that are DTensors do not go from one "
@@ -255,11 +255,11 @@ def by_itself(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "Hooks that were disabled are such a break too: use the model before it is wrapped. So "
             "are inputs that lie otherwise than in the first call: lay them out alike in all calls."
         )
-    before, session.by_itself = session.by_itself, True
+    before, session.mode.by_itself = session.mode.by_itself, True
     try:
         return tap(*args, **kwargs)
     finally:
-        session.by_itself = before
+        session.mode.by_itself = before
 
 
 # -- what runs before ------------------------------------------------------------------------------
@@ -275,14 +275,14 @@ def kind_of(tap: Any) -> Kind | None:
     if not tap.trainable()[1]:
         return None
     if tap.rule is None:
-        if tap.by_function or tap.loops or tap.borrows or tap.folded or session.batch_axis:
+        if tap.by_function or tap.loops or tap.borrows or tap.folded or session.options.batch_axis:
             return None
         if tap.path in shown.proven:
             return "own"
         return "unused" if shown.proven and tap.path not in shown.reads else None
     if tap.path in shown.proven:
         return "samples"
-    if tap.path in shown.constants and not (tap.folded or session.batch_axis):
+    if tap.path in shown.constants and not (tap.folded or session.options.batch_axis):
         return "same for all"
     return None
 
@@ -303,10 +303,10 @@ def _noted_call(
     tap: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     session = tap.session
-    assert session.seen is not None
-    of_tap = session.seen.setdefault(id(tap), [])
+    assert session.mode.seen is not None
+    of_tap = session.mode.seen.setdefault(id(tap), [])
     note_use(args, kwargs)
-    call, axis = session.current_forward, session.batch_axis
+    call, axis = session.current_forward, session.options.batch_axis
     batch_size, kind = None if call is None else call.batch_size, kind_of(tap)
     if kind in ("own", "unused") and batch_size is not None:
         params = [param for _, _, param in _own_parameters(tap)]
@@ -342,6 +342,6 @@ def _noted_call(
 def _serves_same_for_all(tap: Any) -> bool:
     """Whether a layer may read what is the same for all samples."""
     wiring = tap.wiring
-    if tap.computed or tap.folded or tap.session.batch_axis or wiring is None:
+    if tap.computed or tap.folded or tap.session.options.batch_axis or wiring is None:
         return False
     return wiring.any_axes and wiring.serves(tap.layer) and bool(tap.trainable()[1])

@@ -79,9 +79,9 @@ class Gate:
             self._trainable = trainable
             self._why.clear()
         session, args, kwargs = subject.session, subject.args, subject.kwargs
-        if session.backward_pass_class not in (BackwardPass, TwoWalks):
+        if session.calls.backward_pass_class not in (BackwardPass, TwoWalks):
             return  # somebody else watches
-        if not any(x.dim() > session.batch_axis for x in batched_inputs(args, kwargs)):
+        if not any(x.dim() > session.options.batch_axis for x in batched_inputs(args, kwargs)):
             return
         if not self._why:
             logger.info("checking which rows are samples")
@@ -124,7 +124,7 @@ class Gate:
     ) -> None:
         """Refuse gradients that come back to unfit outputs of a call with these arguments."""
         all_whys = [why for found in self._why.values() for why in found.values() if why]
-        if not session.enabled or not all_whys:
+        if not session.mode.enabled or not all_whys:
             return
         tensors = tensors_in(output)
         known = self._why.get(_kind(root, args, kwargs), {})
@@ -143,7 +143,7 @@ def _kind(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Has
 
 
 def _refuse_gradient(session: ClippingSession, why: str, may_be_0: bool, grad: Any) -> None:
-    if not session.enabled or grad is None:  # two passes go through all outputs
+    if not session.mode.enabled or grad is None:  # two passes go through all outputs
         return
     if not may_be_0:
         raise FlashClippingError(why)

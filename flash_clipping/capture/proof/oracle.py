@@ -235,7 +235,7 @@ def _round_of(subject: Subject, audit: int, seed: int) -> Table:
     otherwise."""
     chosen = subject.chosen_samples()
     try:
-        with perturbed(subject.session.trainable(), seed=7 + seed):
+        with perturbed(subject.session.options.trainable(), seed=7 + seed):
             return _Oracle(subject, audit, seed).table()
     except _NotFinite as error:
         kept = error.finite
@@ -333,7 +333,7 @@ class _Oracle:
     def tolerance(self) -> float:
         """Known once the model has run: what it casts floats to counts."""
         low = [TOLERANCE[kind] for kind in self.runs.dtypes if kind in TOLERANCE]
-        if self.runs.session.fp32_precision == "tf32":
+        if self.runs.session.options.fp32_precision == "tf32":
             low.append(TOLERANCE[torch.float16])  # which has as many digits
         return max(low, default=TOLERANCE_WIDE)
 
@@ -568,7 +568,7 @@ class _Oracle:
         if not self.runs.numbers:
             return {}
         order = self.chosen if self.B > 1 else [*self.chosen, *self.chosen]
-        reduction = self.runs.session.loss_reduction
+        reduction = self.runs.session.options.loss_reduction
         for sparse in ({*range(1, len(order), 2)}, set[int]()):
             try:
                 why: dict[int, str] = {}
@@ -585,7 +585,7 @@ class _Oracle:
         """The same for one batch, with ``sparse`` places; ``None`` where no gradient is finite."""
         together = self._of_losses(order, sparse, taps=True)
         why = {n: str(g) for n, g in together.items() if isinstance(g, FlashClippingError)}
-        reduction, compared = self.runs.session.loss_reduction, bool(why)
+        reduction, compared = self.runs.session.options.loss_reduction, bool(why)
         times = len(order) if reduction == "mean" else 1
         for place in {(self.audit + n) % len(order) for n in range(ALONE)}:
             alone, rounded = self._alone(order[place], place in sparse), None

@@ -46,19 +46,19 @@ def are_apart(
     kwargs: dict[str, Any],
 ) -> bool:
     """Whether documents were seen not to reach each other in calls such as this one."""
-    known = session.units_of_calls.apart
+    known = session.rows.units_of_calls.apart
     return not len(units.map) or (watched, _kind_of_call(args, kwargs)) in known
 
 
 def prove_positions(subject: Subject, units: Units, watched: int) -> None:
     """See that every layer reads positions in order, and documents do not reach each other.
 
-    Leaves in ``session.units_of_calls`` what was shown, for so many ``watched`` parameters.
+    Leaves in ``session.rows.units_of_calls`` what was shown, for so many ``watched`` parameters.
 
     Raises:
         FlashClippingError: they do, or it cannot be seen; all layers are named.
     """
-    known = subject.session.units_of_calls
+    known = subject.session.rows.units_of_calls
     runs = Runs(subject, units)
 
     def reads_where(stays_N: Tensor, changed: list[Tensor]) -> Reads:

@@ -93,7 +93,7 @@ def probe(subject: Subject) -> Probed:
     Raises:
         ModelsOwnError: the model raises on this batch.
     """
-    params, chosen = subject.session.trainable(), subject.chosen_samples()
+    params, chosen = subject.session.options.trainable(), subject.chosen_samples()
     if not params or not chosen:
         return Probed()
     with perturbed(params):
@@ -139,7 +139,7 @@ def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
         nothing = torch.zeros(shape, dtype=torch.bool)
         masks = [of.get(key, nothing) for of in seen.passes]
         owners = owners_of(masks[: len(marks)], marks, B)
-        first_axis = 0 if key in seen.operations else runs.session.batch_axis
+        first_axis = 0 if key in seen.operations else runs.session.options.batch_axis
         layout = layout_of_owners(owners, B, first_axis)
         if layout is UNREACHED and masks[-1].any():
             layout = UNFIT

@@ -52,25 +52,25 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     """
     session = subject.session
     samples = subject.samples()
-    if not samples.count or not session.trainable():
+    if not samples.count or not session.options.trainable():
         return subject
     if any(x.is_meta for x in samples.leaves):
         return subject  # without values nothing can be shown, and nothing is released
     guessed = frozenset(read[0] for read in call.guesses) if call is not None else frozenset()
     if call is not None:
-        tried = session.looked_for.get(guessed, 0)
-        session.looked_for[guessed] = tried + 1
+        tried = session.proof.looked_for.get(guessed, 0)
+        session.proof.looked_for[guessed] = tried + 1
         if tried >= ATTEMPTS:
             for path, *_ in call.ambiguous:
                 raise FlashClippingError(_refusal_of_guess(path))
             return subject
-    before, session.doubted = session.known, set()
+    before, session.proof.doubted = session.known, set()
     session.known = before.to_look()
     try:
         runs = Runs(subject)
-        seed = sum(session.looked_for.values())
+        seed = sum(session.proof.looked_for.values())
         subject, findings, parts = observe(subject, runs, seed)
-        if parts and not session.has_oracle:  # their values have to tell
+        if parts and not session.proof.has_oracle:  # their values have to tell
             session.known.note_parts(parts)
             subject, findings, _ = observe(subject, runs, seed)
         declared = session.known.declared & session.known.reads.keys()
@@ -79,7 +79,7 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
         session.known = before.merged_with(session.known)
     except BaseException:
         session.known = before.without_reads()
-        session.proven_with = -1  # the next forward looks again
+        session.proof.proven_with = -1  # the next forward looks again
         raise
     session.known.coverage.note(subject.root, subject.args, subject.kwargs)
     if call is not None:
@@ -97,8 +97,8 @@ def _settle_findings(
         FlashClippingError: it does not.
     """
     session, paths = subject.session, {finding.read[0] for finding in findings} | declared
-    words = refusal(findings, subject.root, session.batch_first)
-    if not session.has_oracle:
+    words = refusal(findings, subject.root, session.options.batch_first)
+    if not session.proof.has_oracle:
         if findings:
             raise FlashClippingError(words)
         return
@@ -165,7 +165,7 @@ def settle(
     root: nn.Module, session: ClippingSession, probed: Probed, paths: Collection[str]
 ) -> None:
     """Tell these layers' taps where the samples are."""
-    known, usual = session.known, Layout(session.batch_axis)
+    known, usual = session.known, Layout(session.options.batch_axis)
     for module_path, calls in probed.layouts.items():
         tap = tap_of(root.get_submodule(module_path))
         if tap is None or not module_path:
@@ -221,7 +221,7 @@ def _own_axis(tap: Tap) -> int | None:
     """The axis that the tap's rule knows samples along, if it does."""
     if tap.rule is None or type(tap.rule).batch_axis is Rule.batch_axis:
         return None
-    return tap.rule.batch_axis(tap.layer, tap.session.batch_axis)
+    return tap.rule.batch_axis(tap.layer, tap.session.options.batch_axis)
 
 
 def _from_own_axis(tap: Tap, calls: Sequence[SampleLayout]) -> list[SampleLayout]:

@@ -101,7 +101,7 @@ class Subject:
         model = compiled_module(self.root)
         forward = getattr(type(model), "forward", None)  # none of what is scripted
         names = [*inspect.signature(forward).parameters][1:] if forward is not None else ()
-        given = self.args, self.kwargs, self.session.batch_axis, self.narrow, self.offsets
+        given = self.args, self.kwargs, self.session.options.batch_axis, self.narrow, self.offsets
         return Samples(*given, parts, names, self.bags, self.window)
 
     def chosen_samples(self) -> list[int]:
@@ -138,9 +138,9 @@ class Runs:
 
     def __init__(self, subject: Subject, units: Units | None = None) -> None:
         self.root, self.forward, self.session = subject.root, subject.forward, subject.session
-        self.params, self._units = self.session.trainable(), units
+        self.params, self._units = self.session.options.trainable(), units
         tensors = batched_inputs(subject.args, subject.kwargs)
-        devices = {x.device for x in (*tensors, *self.session.state()) if x.is_cuda}
+        devices = {x.device for x in (*tensors, *self.session.options.state()) if x.is_cuda}
         self._devices = list(devices)
         self._signs: dict[Hashable, Tensor] = {}
         #: Dtypes of inputs, of parameters, and that floats are cast to.
@@ -226,13 +226,13 @@ class Runs:
     ) -> T:
         """What is taken from a forward on a batch; arguments as of :meth:`_run`, errors as of
         :meth:`look`."""
-        epoch = self.session.epoch
+        epoch = self.session.proof.epoch
         try:
             return self._run(given, places, take, **options)
         except ModelsOwnError as error:
             if not options.get("taps") and options.get("probing") is None:
                 raise
-            by_sample = self.session.epoch != epoch  # one has begun to run sample by sample
+            by_sample = self.session.proof.epoch != epoch  # one has begun to run sample by sample
             if by_sample and not again:
                 return self.run(given, places, take, again=True, **options)
             alone = {k: v for k, v in options.items() if k not in ("taps", "probing")}
@@ -271,18 +271,18 @@ class Runs:
         args, kwargs = map_tensors(torch.clone, given, packed=True)
         session = self.session
         left, count = [param.grad for param in self.params], len(places)
-        around = session.enabled, session.comparing
+        around = session.mode.enabled, session.mode.comparing
         call = None
-        session.enabled = taps or probing is not None
+        session.mode.enabled = taps or probing is not None
         try:
             with (
                 session.apart(),
                 repeatable(self.root, self._devices, seed, orders, varies) as random,
                 torch.enable_grad(),
             ):
-                if session.enabled:
+                if session.mode.enabled:
                     call = session.begin_forward(batched_inputs(args, kwargs))
-                session.comparing, session.probing = True, probing
+                session.mode.comparing, session.mode.probing = True, probing
                 for param in self.params:
                     param.grad = None
                 of_layers: list[Tensor] = []
@@ -312,8 +312,8 @@ class Runs:
             if call is not None:
                 call.spent = True
                 call.end()
-            session.enabled, session.comparing = around
-            session.probing = None
+            session.mode.enabled, session.mode.comparing = around
+            session.mode.probing = None
 
     def norms_of(
         self, call: ForwardCall, output: Any, fit: Callable[[int, int], bool], count: int
@@ -335,7 +335,7 @@ class Runs:
         """The axes of an output that may hold so many samples, the likely one first."""
         if not _may_be_of_samples(x):
             return []
-        first = self.session.batch_axis
+        first = self.session.options.batch_axis
         axes = [axis for axis, n in enumerate(x.shape) if n == count]
         axes.sort(key=lambda axis: axis != first)
         if axes and axes[0] != first and x.dim() > first and x.shape[first] % count == 0:
@@ -346,7 +346,7 @@ class Runs:
         """An output as ``[B, entries]``, if its samples are along this axis."""
         if not _may_be_of_samples(x):
             return None
-        first = self.session.batch_axis
+        first = self.session.options.batch_axis
         if axis == FOLDED and x.dim() > first and x.shape[first] % count == 0:
             x, axis = x.unflatten(first, (count, -1)), first
         if not 0 <= axis < x.dim() or x.shape[axis] != count:
@@ -377,15 +377,15 @@ class Runs:
             found = [a if b is None else b for a, b in zip(own, left, strict=True)]
             return self._measured(dict(enumerate(found)), sums)
         session = self.session
-        before, plans = session.backward_pass_class, session.plans
+        before, plans = session.calls.backward_pass_class, session.calls.plans
         taken: list[Gradient] = []
         tell: Any = partial(_Collects, runs=self, tell=taken.append, sums=sums)
-        session.backward_pass_class, session.plans = tell, Plans()
+        session.calls.backward_pass_class, session.calls.plans = tell, Plans()
         try:
             with own_errors():
                 grad()
         finally:
-            session.backward_pass_class, session.plans = before, plans
+            session.calls.backward_pass_class, session.calls.plans = before, plans
         return taken[0] if taken else self._measured({})
 
     def _measured(self, grads: Mapping[int, Tensor | None], sums: bool = True) -> Gradient:

@@ -125,7 +125,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
         _refuse_others(tap, name, others)
-        if tap.session.probing is not None:
+        if tap.session.mode.probing is not None:
             use = use or f"{tap.path} in {name}"
             return _probed(tap, use, len(batched), func, leaves, spec)
         by_sample = all(batched) and not axis and layout is None
@@ -307,7 +307,7 @@ def _probed(
     call = tap.session.current_forward
     of_call, end = (0, 0) if call is None else call.turns.get(tap.path, (0, 0))
     reads = [(tap.path, of_call, end - 1 - n) for n in range(count)]
-    return tap.session.probing.operation(tap.path, use, reads, leaves[place], compute)
+    return tap.session.mode.probing.operation(tap.path, use, reads, leaves[place], compute)
 
 
 def _row_of(
@@ -429,7 +429,7 @@ def _axis_of(name: str, leaves: list[Any], bare: ParameterProxy) -> int:
     plain = next((leaf for leaf in leaves if is_plain(leaf)), None)
     if plain is None or plain.dim() < 3 or plain.shape[-1] != bare.shape[-1]:
         return 0
-    return bare.tap.session.batch_axis
+    return bare.tap.session.options.batch_axis
 
 
 def _laid_out(
@@ -439,15 +439,15 @@ def _laid_out(
     what that goes by, where any layout is known or looked for; and how many samples there are."""
     session = tap.session
     call = session.current_forward
-    if len(tensors) != 1 or session.batch_axis or session.positions is not None:
+    if len(tensors) != 1 or session.options.batch_axis or session.rows.positions is not None:
         return None, "", 0
-    if not session.known.layouts and session.probing is None:
+    if not session.known.layouts and session.mode.probing is None:
         return None, "", 0
     wanted = {id(param) for bare in bares for param in bare.leaves.values()}
     # Of a parameter that is tied, under one name: the outermost module's.
     names = {
         id(param): f"{tap.path}: {its_name}"
-        for _, its_name, param in reversed(session.stood_in)
+        for _, its_name, param in reversed(session.calls.stood_in)
         if id(param) in wanted
     }
     # Of what a module has returned, the module's.

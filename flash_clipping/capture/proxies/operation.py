@@ -432,7 +432,7 @@ def _by_rule(
         for name, leaf in leaves.items()
     }
     trained = [takes[name] for name, leaf in leaves.items() if isinstance(leaf, ParameterProxy)]
-    needs = GradRequest((is_wanted,), frozenset(trained), operation.tap.session.backend)
+    needs = GradRequest((is_wanted,), frozenset(trained), operation.tap.session.options.backend)
     made = formula(G, needs, **given) if given["input"] is samples else None
     if made is None:
         return None

@@ -463,7 +463,7 @@ def circumstances() -> Any:
 @contextlib.contextmanager
 def parameter_proxies(tap: FactorSource, owners: list[nn.Module]) -> Iterator[None]:
     """Stand in for the trainable parameters of these modules while the body runs."""
-    stood_in = tap.session.stood_in  # of all modules that are running, outermost first
+    stood_in = tap.session.calls.stood_in  # of all modules that are running, outermost first
     before = len(stood_in)
     outside, tap.entered = tap.entered, circumstances()
     try:

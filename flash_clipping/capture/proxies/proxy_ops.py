@@ -103,7 +103,7 @@ def mixed(
 def note_recomputation(tap: FactorSource, recomputed: bool) -> None:
     """A checkpoint inside the module's forward will run this operation again."""
     if tap.entered not in (None, circumstances()) and not recomputed:
-        tap.session.recomputed[tap.path] = functools.partial(recomputable, tap)
+        tap.session.calls.recomputed[tap.path] = functools.partial(recomputable, tap)
 
 
 def of_samples(bare: ParameterProxy, count: int, rank: int, parts: int = 0) -> Tensor:
@@ -277,13 +277,16 @@ def _recorded(
     by_param: dict[nn.Parameter, PerSampleGrad] = {}
     for param, factor in factors:
         by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
-    if tap.session.enabled:
+    if tap.session.mode.enabled:
         found = list(by_param), list(by_param.values())
         tap.record(*found, recomputed, readers, samples=samples)
         return [None] * len(params)
     # An ordinary backward: ordinary gradients.
     return [
-        by_param[param].clipped_sum(None, tap.session.backend).view_as(param).to(param.dtype)
+        by_param[param]
+        .clipped_sum(None, tap.session.options.backend)
+        .view_as(param)
+        .to(param.dtype)
         if param in by_param
         else None
         for param in params
@@ -302,7 +305,7 @@ def note_served(func: Callable[..., Any], bare: ParameterProxy, x: Tensor) -> No
     tap = bare.tap
     entered = tap.entered in (None, circumstances()) and torch.is_grad_enabled()
     if entered and not in_backward() and not tap.by_function:
-        tap.served[func] = tap.session.epoch, x.dtype, x.dim()
+        tap.served[func] = tap.session.proof.epoch, x.dtype, x.dim()
 
 
 def _known(func: Any, bare: ParameterProxy, x: Tensor, reads: int = 1) -> ForwardCall | None:
@@ -314,8 +317,8 @@ def _known(func: Any, bare: ParameterProxy, x: Tensor, reads: int = 1) -> Forwar
     if (
         call is None
         or call.reads is not None
-        or session.probing is not None
-        or tap.served.get(func) != (session.epoch, x.dtype, x.dim())
+        or session.mode.probing is not None
+        or tap.served.get(func) != (session.proof.epoch, x.dtype, x.dim())
         or session.known.layouts
         or tap.entered not in (None, circumstances())
         or not torch.is_grad_enabled()
@@ -393,13 +396,13 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         refuse_second(ctx.tap)
-        needs = GradRequest((ctx.needs_input_grad[2],), _WEIGHT, ctx.tap.session.backend)
+        needs = GradRequest((ctx.needs_input_grad[2],), _WEIGHT, ctx.tap.session.options.backend)
         grad, factors = linear_backward(x, weight, G, needs)
         factor = factors["weight"]
-        if ctx.tap.session.enabled:
+        if ctx.tap.session.mode.enabled:
             ctx.tap.record([ctx.weight], [factor], False, samples=ctx.samples)
             return None, None, grad, None
-        return None, None, grad, factor.clipped_sum(None, ctx.tap.session.backend)
+        return None, None, grad, factor.clipped_sum(None, ctx.tap.session.options.backend)
 
 
 # Transforms of torch.func were refused before.

@@ -481,7 +481,7 @@ def refuse_units(given: dict[str, Any]) -> None:
 def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
     """Raise ``FlashClippingError`` for steps on other batches than were drawn: parts that somebody
     else cut, or several together (``by_hand``)."""
-    if module is None or not module._session.whole_batches:
+    if module is None or not module._session.rows.whole_batches:
         return
     if by_hand:
         raise FlashClippingError(
@@ -501,10 +501,10 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
     sampler, session = loader.batch_sampler, module._session
     is_ours = isinstance(sampler, PoissonSampler)
     in_order = is_ours and sampler.taken is not None
-    session.units_of_calls.from_loader = is_ours and sampler.units is not None
-    session.units_of_calls.are_items = is_ours
-    session.padding.rows = getattr(sampler, "rows", None)
-    session.whole_batches = is_ours and sampler.announce.strict
+    session.rows.units_of_calls.from_loader = is_ours and sampler.units is not None
+    session.rows.units_of_calls.are_items = is_ours
+    session.rows.padding.rows = getattr(sampler, "rows", None)
+    session.rows.whole_batches = is_ours and sampler.announce.strict
     if is_ours:
         sampler.announce.follow(module)
         module.forbid_grad_accumulation()  # a second backward is of the same samples
@@ -525,7 +525,7 @@ def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> Non
             elif draw is None and silent > sampler.drawn - sampler.announce.given:
                 found = "a step on a batch that the loader which make_private returned did not give"
                 _warn(engine, f"{found} for it")
-        session.draws.note_step(draw)
+        session.rows.draws.note_step(draw)
         if draw is not None:
             draw.stepped = True
         account(optimizer)

@@ -55,13 +55,13 @@ class BatchSizeNotifier:
     def follow(self, module: Any) -> None:
         """Give to this wrapped model, or hooks, from now on."""
         self._module = weakref.ref(module)
-        module._session.draws = Draws(self.strict)
+        module._session.rows.draws = Draws(self.strict)
         module.follow_rows()
 
     @property
     def draws(self) -> Draws:
         module = None if self._module is None else self._module()
-        return Draws() if module is None else module._session.draws
+        return Draws() if module is None else module._session.rows.draws
 
     def __call__(self, draw: DrawnBatch) -> None:
         """The loop is given this batch, or a part of one."""

@@ -42,8 +42,11 @@ def every_state(flash: Any) -> dict[str, Any]:
         }
         hooks = [key for key in vars(module) if key.endswith("_hooks")]
         found[f"{name} hooks"] = {key: [*(vars(module)[key] or ())] for key in hooks}
-    known = ("enabled", "bypassed", "comparing", "plans", "backward_pass_class")
-    found["session"] = {name: getattr(session, name) for name in known}
-    found["pass"] = session.running_pass()
+    known = {"enabled", "bypassed", "comparing", "plans", "backward_pass_class"}
+    parts = session.mode, session.calls
+    found["session"] = {
+        name: vars(part)[name] for part in parts for name in sorted(known & vars(part).keys())
+    }
+    found["pass"] = session.calls.running_pass()
     found["folded"] = set(session.known.folded), dict(session.known.layouts)
     return found

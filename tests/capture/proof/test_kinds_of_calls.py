@@ -71,9 +71,9 @@ def test_an_argument_that_counts_steps_does_not_hide_another() -> None:
     flash = GradSampleModuleFlashClipping(Reverses())
     for number in range(VALUES + 2):
         step(flash, step=number)
-    proofs = flash._session.epoch
+    proofs = flash._session.proof.epoch
     step(flash, step=VALUES + 2)
-    assert flash._session.epoch == proofs
+    assert flash._session.proof.epoch == proofs
     refused(flash, "reversed", step=VALUES + 3)
 
 

@@ -46,7 +46,7 @@ def test_own_rows_are_served_and_looked_at_once() -> None:
         x = torch.randn(B, T, K)
         flash.zero_grad()
         flash(x).square().sum().backward()
-        epochs.append(flash._session.epoch)
+        epochs.append(flash._session.proof.epoch)
         if step % 3 == 2:
             plain = EveryThird(reverses=False)
             plain.load_state_dict(model.state_dict())
