@@ -55,8 +55,8 @@ class Samples:
     """The arguments of one call, as samples.
 
     An input with as many rows as there are samples may be something else (positions, a mask that
-    all samples share). ``narrow`` leaves out inputs of fewer axes: 0 takes all that fit, 1 those
-    with more than one axis, 2 those with the most axes, 3 the first one alone.
+    all samples share). ``narrow`` leaves out some: 0 takes all that fit, 1 those with the most
+    axes, 2 the first one alone.
 
     Args:
         args, kwargs: of the call.
@@ -133,11 +133,9 @@ class Samples:
             for axis, n in enumerate(x.shape)
             if axis != self._axis_of(x)
         )
-        if narrow == 3:
-            found = found[:1]
-        elif narrow:
-            least = 2 if narrow == 1 else max((x.dim() for x in found), default=0)
-            found = [x for x in found if x.dim() >= least]
+        if narrow and found:
+            most = max(x.dim() for x in found)
+            found = found[:1] if narrow == 2 else [x for x in found if x.dim() == most]
         self._ids = {id(x) for x in found}
         #: Whether some entries of an extreme sample get the other sign.
         self.turns_signs = True
@@ -185,7 +183,8 @@ class Samples:
         """The length of the texts, and the part of it that ``count`` samples are cut to, where they
         would else have more than a part of the batch's positions: where most labels are, or most
         tokens that a mask counts. ``None`` to leave them as they are."""
-        texts = [x for x in self.leaves if self.holds(x) and x.dim() == 2 and _is_integral(x)]
+        texts = [x for x in self.leaves if self.holds(x) and x.dim() == 2]
+        texts = [x for x in texts if not (x.is_floating_point() or x.is_complex())]
         if not self.may_be_shorter or not texts:
             return None
         length = texts[0].shape[1 - self._axis]
@@ -352,10 +351,6 @@ class Samples:
         # Some with the other sign: what compares entries with a threshold chooses others.
         turned = -EXTREME if self.turns_signs and bool((x < 0).any()) else EXTREME
         return (row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)).to(dtype)
-
-
-def _is_integral(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex())
 
 
 def _sparse(x: Tensor, row: Tensor, is_labels: bool) -> Tensor:

@@ -417,9 +417,12 @@ class _Oracle:
             return self._verdict(replace(settings, left=LEFT[-1]))
         wrong = self._other_values(taps, other, fit, S)
         if wrong and taps.drawn and settings.varies:
-            # The library's layers may draw in another order, or values decide how much is drawn.
-            again = self._run(other.given, other.places, settings, taps=True)
-            wrong = self._other_values(taps, again, fit, S)
+            # Layers may run sample by sample, or draw in another order through the taps, or values
+            # may decide how much is drawn.
+            again = other
+            if other.drawn == taps.drawn:
+                again = self._run(other.given, other.places, settings, taps=True)
+                wrong = self._other_values(taps, again, fit, S)
             if not wrong or again.drawn != taps.drawn:
                 return self._verdict(replace(settings, varies=False))
         if not wrong and self.R:

@@ -109,11 +109,14 @@ def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
     rest = [b for b in range(samples.count) if b not in chosen]
     others = [chosen[0], *[rest[0] if rest else chosen[-1 if B > 2 else 0]] * (B - 1)]
     outputs, values = [], []
+
+    def outputs_of(forward: Forward) -> dict[int, Tensor]:
+        return {n: x.detach() for n, x in forward.outputs.items()}
+
     for order in (own, others):
         of_run = _Seen()
         with hooked(runs.root, of_run.note, has_own_trainable):
-            found = runs.run(samples.batch(order), places, _outputs_of)
-        outputs.append(found)
+            outputs.append(runs.run(samples.batch(order), places, outputs_of))
         values.append(of_run.values)
     unfit = frozenset(
         n for n, x in outputs[0].items() if n not in outputs[1] or not _same(x[0], outputs[1][n][0])
@@ -156,10 +159,6 @@ def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
     for key in {key for of in seen.passes for key, mask in of.items() if bool(mask.any())}:
         reached.update(seen.operations[key][1] if key in seen.operations else [key])
     return Probed(layouts, unfit, operations, reached)
-
-
-def _outputs_of(forward: Forward) -> dict[int, Tensor]:
-    return {n: x.detach() for n, x in forward.outputs.items()}
 
 
 def marks_of(B: int) -> list[list[int]]:

@@ -118,12 +118,14 @@ class Subject:
         """A few samples of the call, and these shorter, in ways that the model may run on; the call
         as it is at last. Another ``seed`` chooses other samples."""
         samples = self.samples()
-        if self.chosen is None and samples.count and not any(x.is_meta for x in samples.leaves):
+        may_fail = self.session.proof.has_oracle  # where it is sharded, other processes would wait
+        is_chosen = self.chosen is not None or any(x.is_meta for x in samples.leaves)
+        if samples.count and not is_chosen and (may_fail or not samples.is_ambiguous):
             chosen = samples.few(seed)
-            window = samples.window_of(len(chosen))
+            window = samples.window_of(len(chosen)) if may_fail else None
             if len(chosen) < samples.count or window is not None:
                 for part in (window, None) if window is not None else (None,):
-                    for narrow in range(4) if samples.is_ambiguous else (0,):
+                    for narrow in range(3) if samples.is_ambiguous else (0,):
                         yield replace(self, chosen=chosen, narrow=narrow, window=part)
         yield self
 

@@ -178,3 +178,13 @@ def test_the_part_of_a_text_that_has_labels_is_looked_at() -> None:
     flash = GradSampleModuleFlashClipping(Loss())
     with pytest.raises(FlashClippingError, match="the model's own loss asks of a sample changes"):
         flash(ids, labels).backward()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_only_what_any_model_runs_on_is_tried_where_other_processes_wait(is_sharded: bool) -> None:
+    flash = GradSampleModuleFlashClipping(OfWholeTexts(256, False))
+    flash._session.proof.has_oracle = not is_sharded
+    subject = flash._watch.subject(flash._module, (torch.randint(0, 9, (8, 256)),), {})
+    shapes = [tuple(small.given()[0][0].shape) for small in subject.smaller()]
+    cut = [] if is_sharded else [(4, 64)]
+    assert shapes == [*cut, (4, 256), (8, 256)]

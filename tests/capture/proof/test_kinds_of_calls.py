@@ -275,3 +275,17 @@ def test_a_look_goes_on_where_a_module_begins_to_run_sample_by_sample(mode: str)
     """A checkpoint, which it began in, would be run again otherwise than at first."""
     torch.manual_seed(0)
     check_by_autograd(InCheckpoint().double(), (torch.randn(B, K).double(),), squares, mode=mode)
+
+
+class DropsAndScales(ScaledByFunction):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(F.dropout(x, 0.3))
+
+
+def test_a_module_that_runs_sample_by_sample_may_drop_features() -> None:
+    """It draws once for each sample, the model by itself once for all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, K), DropsAndScales(), nn.Linear(K, 2)).double()
+    flash = GradSampleModuleFlashClipping(model)
+    flash(torch.randn(B, K).double()).square().sum().backward()
+    assert flash.get_norm_sample().shape == (B,)
