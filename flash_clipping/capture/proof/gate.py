@@ -34,16 +34,14 @@ FIRST_AUDIT = 32
 #: where samples are alike, what mixes them is not seen.
 ALIKE = 4
 
-#: How many tensors the model returned, and the number of one of them.
-_Place = tuple[int, int]
-
 
 class Gate:
     """Asks the oracle about calls of a model, and lets only gradients of fit outputs back."""
 
     def __init__(self) -> None:
-        #: Why an output is unfit, or "", by the kind of the call and by its place.
-        self._why: dict[Hashable, dict[_Place, str]] = {}
+        #: Why an output is unfit, or "", by the kind of the call, how many tensors it returned, and
+        #: the number of the output.
+        self._why: dict[Hashable, dict[tuple[int, int], str]] = {}
         #: A number that is another one when other parameters are trainable.
         self._trainable = 0
         #: Calls that were counted, and at which of them the next audit is due.

@@ -2,8 +2,8 @@
 
 *The gradient of a sample, through the taps, in its batch, equals plain autograd's for that sample
 among other companions.* A round compares two runs of the model. Half of the samples, S, stand in
-both; the rest of the batch is replaced in one of them, by other samples and an extreme one, and
-shorter in the other: where rows lie may depend on lengths, which a batch may happen not to show.
+both; the others, R, are an extreme sample in one of them, and shorter in the other: where rows lie
+may depend on lengths, which a batch may happen not to show.
 
 =========  =====================  =================================================================
 run        backward passes        what must hold
@@ -20,9 +20,8 @@ The second batch is smaller than the first where nothing is drawn by places of s
 are moved meanwhile (PERTURB).
 
 A call is looked at in a few of its samples. A round before the first step, and more as audits of
-later ones, with other samples, S and the rest swapped, other random numbers, and soon for one
-sample only. Nothing of the user's is changed by a round. Hooks that are not linear in the batch and
-what values alone decide are seen by ``flash-clipping check``.
+later ones, with other samples, S and the rest swapped, and other random numbers. Nothing of the
+user's is changed. Hooks that are not linear in the batch are left to ``flash-clipping check``.
 
 Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 """
@@ -188,8 +187,8 @@ def examine(subject: Subject, *, audit: int = 0) -> Table:
 
     Args:
         subject: a call of a model.
-        audit: 0 before the first step, then the number of the audit: another one swaps halves,
-            draws otherwise, and from the third on looks at one sample.
+        audit: 0 before the first step, then the number of the audit: another one swaps halves, and
+            draws otherwise.
 
     Raises:
         FlashClippingError: the forward through the taps does.
@@ -326,6 +325,8 @@ class _Oracle:
         self.axes: Mapping[int, list[int]] = {}
         #: The norm of the outputs that go backward.
         self.size = 0.0
+        #: Whether the second batch of the last round had an extreme sample.
+        self.runs_on_extremes = False
         #: The seed of what is drawn at random.
         self.draws = 1 + audit + (seed << 8)
 
@@ -398,10 +399,9 @@ class _Oracle:
     # -- a round ------------------------------------------------------------------------------
 
     def _verdict(self, settings: _Round) -> _Verdict:
-        S = self.S
         taps, settings = self._first(settings)
         fit = {n for n in taps.values if settings.only is None or n in settings.only}
-        of_S = [_norms(taps.values[n], S) for n in fit]
+        of_S = [_norms(taps.values[n], self.S) for n in fit]
         if not of_S:
             return _Verdict(self.axes)
         self.size = float(torch.stack(of_S).norm())
@@ -415,18 +415,18 @@ class _Oracle:
         if settings.left < 1 and not all(x.isfinite().all() for x in other.values.values()):
             # A sample that is not finite may have been so behind its cut.
             return self._verdict(replace(settings, left=LEFT[-1]))
-        wrong = self._other_values(taps, other, fit, S)
+        wrong = self._other_values(taps, other, fit, self.S)
         if wrong and taps.drawn and settings.varies:
             # Layers may run sample by sample, or draw in another order through the taps, or values
             # may decide how much is drawn.
-            again = other
-            if other.drawn == taps.drawn:
-                again = self._run(other.given, other.places, settings, taps=True)
-                wrong = self._other_values(taps, again, fit, S)
-            if not wrong or again.drawn != taps.drawn:
+            again = self._run(other.given, other.places, settings, taps=True)
+            wrong = self._other_values(taps, again, fit, self.S)
+            if not wrong or not other.drawn == again.drawn == taps.drawn:
                 return self._verdict(replace(settings, varies=False))
-        if not wrong and self.R:
-            wrong = self._other_values(taps, self._of_R(settings), fit, self.R)
+        if not wrong and self.R and (of_R := self._of_R(settings)) is not None:
+            wrong = self._other_values(taps, of_R, fit, self.R)
+            if wrong and taps.drawn and settings.varies:
+                return self._verdict(replace(settings, varies=False))
         if not wrong:
             return _Verdict(self.axes, why=self._gradients(taps.gradients[0], other, settings))
         unfit = {n: Complaint("VALUE", [f"{OUTPUT}{n}"], gap).text() for n, gap in wrong.items()}
@@ -510,6 +510,7 @@ class _Oracle:
             if all(x[rows].isfinite().all() for x in run.values.values()) and all(
                 g.norms.isfinite().all() for g in run.gradients
             ):
+                self.runs_on_extremes = bool(extreme)
                 return run
             last = last if extreme else run
         return last
@@ -524,12 +525,16 @@ class _Oracle:
         rest = [b for b in self.rest if b in parts] if parts else self.rest
         return [*rest[:1], next((b for b in own if b in parts), own[0])]
 
-    def _of_R(self, settings: _Round) -> _Outcome:
-        """The outputs of R, as they stand in the first run, among others than S."""
+    def _of_R(self, settings: _Round) -> _Outcome | None:
+        """The outputs of R, as they stand in the first run, among others than S; ``None`` if there
+        is no such batch that the model runs on."""
         S, B, other = self.S, self.B, self._instead(self.S, self.R)[0]
         order = [other if b in S else self.chosen[b] for b in range(B)]
-        given = self.samples.batch(order, S, shorter=self.R, left=settings.left)
-        return self._run(given, [B + b if b in S else b for b in range(B)], settings)
+        extreme = S if self.runs_on_extremes else []
+        given = self.samples.batch(order, extreme, shorter=self.R, left=settings.left)
+        with suppress(ModelsOwnError):
+            return self._run(given, [B + b if b in S else b for b in range(B)], settings)
+        return None
 
     def _among(self, given: Any, places: Sequence[int], settings: _Round) -> _Outcome:
         at = [places.index(b) for b in self.S]
@@ -671,9 +676,6 @@ def _halves(B: int, audit: int, by_turns: bool) -> tuple[list[int], list[int]]:
     S, R = order[:half], order[half:]
     if audit % 2 and R:
         S, R = R, S
-    if audit > 2:
-        chosen = order[audit % B]
-        S, R = [chosen], [b for b in order if b != chosen]
     return sorted(S), sorted(R)
 
 

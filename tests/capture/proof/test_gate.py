@@ -100,7 +100,7 @@ def test_audits_are_seldom() -> None:
 
 
 def test_an_audit_waits_for_a_batch_with_samples() -> None:
-    """The third looks at one sample, which a Poisson batch may not have."""
+    """A Poisson batch may have none."""
     flash = first_step(Around(RIGHT["plain"]))
     gate = flash._watch.gate
     gate.calls = gate.next_audit = before = 4 * FIRST_AUDIT

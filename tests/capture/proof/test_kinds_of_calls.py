@@ -198,7 +198,9 @@ def test_a_model_that_runs_on_no_extreme_sample_is_looked_at_without() -> None:
     """The longest span from the last start is not in the text."""
     start, length = torch.tensor([[0, 4], [5, 0], [0, 1], [1, 0]]), torch.tensor([[8, 4], [1, 8]])
     batch = torch.randn(B, 8, K), start, length.repeat(2, 1)
-    GradSampleModuleFlashClipping(Spans())(*batch).square().sum().backward()
+    flash = GradSampleModuleFlashClipping(Spans())
+    flash(*batch).square().sum().backward()
+    assert [*flash._watch.gate._why.values()] == [{(1, 0): ""}], "it was not compared"
     model = Spans()
     model.after = lambda y: y - y.mean(0).detach()
     with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
