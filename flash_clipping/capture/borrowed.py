@@ -60,7 +60,8 @@ def refuse_until_lent(session: Any, tensors: Sequence[Tensor]) -> None:
     """Raise ``UsesOthers`` in a look that may let what these are, or are computed from, have
     stand-ins."""
     if (lost := session.proof.lost) is not None:
-        found = [x for x in used_past_taps(tensors) if id(x) not in lost]
+        watched = {id(x) for x in session.options.trainable()} - lost
+        found = [x for x in used_past_taps(tensors) if id(x) in watched]
         if found:
             raise UsesOthers(found)
 

@@ -14,6 +14,7 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader
 
+from flash_clipping._compat import explain_flash_mode
 from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import has_shards, is_sharded, processes_of
 from flash_clipping.distributed.process_groups import shared_stream
@@ -76,6 +77,8 @@ _OF_MODEL = (*ModelOptions.__annotations__, "max_grad_norm", "clipping")
 
 #: The noise's stream in a checkpoint.
 _IN_CHECKPOINTS = "noise_stream_state_dict"
+
+explain_flash_mode()
 
 Private: TypeAlias = tuple[
     GradSampleModuleFlashClipping, FlashDPOptimizer, FlashLoss | FlashAdaptiveLoss, DataLoader[Any]

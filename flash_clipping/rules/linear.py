@@ -43,18 +43,18 @@ def linear_backward(
     weight: Tensor,
     G: Tensor,
     needs: GradRequest,
-    rows: Callable[[Tensor], Tensor] = on_16_bytes,
+    rows: Callable[[Tensor], Tensor] | None = None,
 ) -> Grads:
     """The gradient of ``A`` in ``Y = A W^T + b``, and factors of ``weight`` and ``bias``:
     ``g_b = G_b^T A_b``.
 
     Any number of axes between the batch and the features counts as positions. ``rows`` makes
-    ``[B, T, p]`` of ``G``, as whoever reads the factor wants it.
+    ``[B, T, p]`` of ``G``, if not :func:`on_16_bytes`.
     """
     grad_input = G @ weight if needs.inputs[0] else None
     if "weight" not in needs.params:
         return grad_input, {"bias": DenseGrad(SumGrad(as_BTd(G)).dense())}
-    G_BTp = rows(G)
+    G_BTp = on_16_bytes(G) if rows is None else rows(G)
     outer = LinearGrad(as_BTd(x), G_BTp)
     if "bias" not in needs.params:
         return grad_input, {"weight": outer}

@@ -183,7 +183,7 @@ def test_out_of_memory_at_operators_of_a_step(mode: str, clipping: str) -> None:
             fault = Fault(at, torch.OutOfMemoryError("injected"))
             halved += step(training, batch, fault).max_physical_batch_size != 6
             training.check(expected)
-    assert halved >= len(proofs) + own - 4  # proofs take some for their own
+    assert halved >= own - 4  # looks and audits try other batches
 
 
 def test_where_no_sample_fits() -> None:

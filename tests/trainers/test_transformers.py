@@ -238,7 +238,7 @@ def test_out_of_memory_at_operators_of_a_training(
         assert spent == history
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
-    assert halved >= 6  # in proofs, which are most of it, fewer samples are compared
+    assert halved >= 5  # looks, which are most of it, try other batches
 
 
 @pytest.mark.parametrize("fits", [100, 6])
@@ -559,7 +559,7 @@ def test_noise_is_never_drawn_again(tmp_path: Path) -> None:
 
 def test_steps_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``cuda_graphs="auto"``: batches of one shape, as of a collator that pads to one length."""
-    monkeypatch.setattr("flash_clipping.engine.privacy_engine.replay_calls", replay_by_hand)
+    monkeypatch.setattr("flash_clipping.engine.wings.replay_calls", replay_by_hand)
     (found, replays), (expected, none) = (trained_with(tmp_path, g) for g in ("auto", "off"))
     assert replays > 10 and not none
     assert_same_tensors(found, expected)

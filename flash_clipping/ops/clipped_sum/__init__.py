@@ -118,7 +118,7 @@ def in_turn(pairs: Sequence[Pair], *, backend: str = "auto") -> list[list[int]]:
         kinds.setdefault(kind_of(A, G) if on_kernels else A.device, []).append(i)
     parts: list[list[int]] = []
     for members in kinds.values():
-        room = 0
+        room = -1
         for i in members:
             A, G = pairs[i]
             elements = A.shape[2] * G.shape[2]
