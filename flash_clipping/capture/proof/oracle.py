@@ -44,6 +44,7 @@ from flash_clipping.capture.proof.batches import EXTREMES, LEFT
 from flash_clipping.capture.proof.repeatable import computed_in, perturbed, rounded_otherwise
 from flash_clipping.capture.proof.runs import MASKED, Forward, Gradient, Runs, Subject
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
+from flash_clipping.ops.runtime.backend import compiled_side_by_side, is_triton_available
 
 #: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
 #: rounding gives in a deep model where kernels or the order of rows differ.
@@ -446,12 +447,13 @@ class _Oracle:
         """A run of a batch, and a backward pass for each of these ``scales``, the first of which
         gives sums; places whose samples take part, and by how much their losses are multiplied."""
 
+        def compile_kernels(forward: Forward) -> None:
+            with compiled_side_by_side():
+                forward.backward(scales[0], settings.only)
+
         def take(forward: Forward) -> _Outcome:
-            only = settings.only
-            if taps and scales and not self.audit:
-                forward.compile_kernels(scales[0], only)
             gradients = [
-                forward.backward(scale, only, sums=not n, last=scale is scales[-1])
+                forward.backward(scale, settings.only, sums=not n, last=scale is scales[-1])
                 for n, scale in enumerate(scales)
             ]
             values = {n: x.detach() for n, x in forward.outputs.items()}
@@ -459,6 +461,9 @@ class _Oracle:
             return _Outcome(given, places, *seen, gradients)
 
         draws: dict[str, Any] = {"seed": self.draws, "orders": True, "varies": settings.varies}
+        if taps and scales and not self.audit and is_triton_available():
+            # In a run of its own, as what is recomputed in backward may draw.
+            self.runs.run(given, places, compile_kernels, taps=taps, axes=settings.axes, **draws)
         return self.runs.run(given, places, take, taps=taps, axes=settings.axes, **draws)
 
     def _first(self, settings: _Round) -> tuple[_Outcome, _Round]:

@@ -34,7 +34,6 @@ from flash_clipping.finish.backward_pass import BackwardPass, Session
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
 from flash_clipping.ops.error_bounds import squared_norms
-from flash_clipping.ops.runtime.backend import compiled_side_by_side, is_triton_available
 
 T = TypeVar("T")
 
@@ -494,12 +493,6 @@ class Forward:
         if not roots:
             return self._runs._measured({})
         return self._runs.gradient_of(roots, weights, self._taps, sums, also, last)
-
-    def compile_kernels(self, scale: Mapping[int, float], only: AbstractSet[int] | None) -> None:
-        """Compile the kernels that a backward pass wants, side by side."""
-        if self._taps and is_triton_available():
-            with compiled_side_by_side():
-                self.backward(scale, only)
 
     def of_losses(self) -> dict[int, Gradient | FlashClippingError]:
         """The gradients of single numbers that the model returned; or why one has none."""

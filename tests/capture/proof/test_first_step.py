@@ -12,9 +12,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping._compat import pytree
+from flash_clipping.capture.proof import oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -188,3 +190,23 @@ def test_only_what_any_model_runs_on_is_tried_where_other_processes_wait(is_shar
     shapes = [tuple(small.given()[0][0].shape) for small in subject.smaller()]
     cut = [] if is_sharded else [(4, 64)]
     assert shapes == [*cut, (4, 256), (8, 256)]
+
+
+def test_kernels_are_compiled_apart_from_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are kernels, a backward pass has them compiled. What a recomputation draws in it
+    would be other numbers than in the pass that is compared."""
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(self.layers, x, **options)
+
+    monkeypatch.setattr(oracle, "is_triton_available", lambda: True)
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(Recomputed())
+    flash(torch.randn(1, 8)).sum().backward()
+    assert flash.get_norm_sample().isfinite().all()
