@@ -109,7 +109,6 @@ class ToldRows:
         """The call is recorded as this one. Raises an error for another size than was told."""
         session = self.session
         forward.draw, forward.of_nobody = told.draw, told.nobody
-        forward.counted_rows = session.rows.padding.of_call(
-            told.draw, session.calls.captured is not None
-        )
+        captured = session.calls.captured is not None
+        forward.counted_rows = session.rows.padding.of_call(told.draw, captured)
         check_against_loader(session, forward, ONE_BY_ONE if self.watch is not None else "")

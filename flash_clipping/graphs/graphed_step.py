@@ -452,9 +452,8 @@ class GraphedStep:
     def _replay(self, graph: Graph, call: Call) -> Any:
         with torch.no_grad():
             sessions = [wrapped._session for wrapped in call.models]
-            draws = [
-                one.rows.draws.of_forward(call.tensors, one.options.batch_axis) for one in sessions
-            ]
+            given = call.tensors
+            draws = [x.rows.draws.of_forward(given, x.options.batch_axis) for x in sessions]
             self._fill(graph, call, draws)
             graph.replays[0]()
             self._leave(graph, draws)

@@ -114,10 +114,8 @@ class ModelLosses:
             if is_known and getattr(original, "__name__", "") in _SHIFTS:
                 self.stand_ins.append(SampleMeans(module, path, session))
         if self.stand_ins or self.penalised:
-            hook = root.register_forward_pre_hook(
-                self.before_forward, with_kwargs=True, prepend=True
-            )
-            handles.append(hook)  # before anything is looked at
+            first = partial(root.register_forward_pre_hook, with_kwargs=True, prepend=True)
+            handles.append(first(self.before_forward))  # before anything is looked at
 
     def remove(self) -> None:
         while self.stand_ins:

@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence, Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from flash_clipping.capture.proof.batches import EXTREMES, LEFT
 from flash_clipping.capture.proof.repeatable import computed_in, perturbed, rounded_otherwise
 from flash_clipping.capture.proof.runs import MASKED, Forward, Gradient, Runs, Subject
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
-from flash_clipping.ops.runtime.backend import compiled_side_by_side, is_triton_available
+from flash_clipping.ops.runtime.backend import compiled_side_by_side, compiles_kernels
 
 #: Relative difference that is a mistake, by the lowest dtype of a run: a hundred times what
 #: rounding gives in a deep model where kernels or the order of rows differ.
@@ -447,10 +448,6 @@ class _Oracle:
         """A run of a batch, and a backward pass for each of these ``scales``, the first of which
         gives sums; places whose samples take part, and by how much their losses are multiplied."""
 
-        def compile_kernels(forward: Forward) -> None:
-            with compiled_side_by_side():
-                forward.backward(scales[0], settings.only)
-
         def take(forward: Forward) -> _Outcome:
             gradients = [
                 forward.backward(scale, settings.only, sums=not n, last=scale is scales[-1])
@@ -461,9 +458,11 @@ class _Oracle:
             return _Outcome(given, places, *seen, gradients)
 
         draws: dict[str, Any] = {"seed": self.draws, "orders": True, "varies": settings.varies}
-        if taps and scales and not self.audit and is_triton_available():
+        if taps and scales and not self.audit and compiles_kernels():
             # In a run of its own, as what is recomputed in backward may draw.
-            self.runs.run(given, places, compile_kernels, taps=taps, axes=settings.axes, **draws)
+            backward = methodcaller("backward", scales[0], settings.only)
+            with compiled_side_by_side():
+                self.runs.run(given, places, backward, taps=taps, axes=settings.axes, **draws)
         return self.runs.run(given, places, take, taps=taps, axes=settings.axes, **draws)
 
     def _first(self, settings: _Round) -> tuple[_Outcome, _Round]:

@@ -105,6 +105,11 @@ def is_triton_available() -> bool:
     return _import_error() is None and (torch.cuda.is_available() or is_interpreting())
 
 
+def compiles_kernels() -> bool:
+    """Whether kernels are compiled before they run, as they are on a GPU."""
+    return is_triton_available() and not is_interpreting()
+
+
 def resolve(backend: str, tensor: Tensor) -> str:
     """Turn ``backend`` into ``"triton"`` or ``"torch"`` for an operation on ``tensor``.
 
@@ -200,7 +205,7 @@ def compiled_side_by_side() -> Iterator[None]:
     nothing is other than outside.
     """
     global compilation
-    way = None if is_interpreting() or not is_triton_available() else compilation_by_executor()
+    way = compilation_by_executor() if compiles_kernels() else None
     if way is None or compilation is not None:
         yield
         return

@@ -13,7 +13,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.capture.proof import runs
+from flash_clipping.capture.proof import oracle
 from flash_clipping.capture.proof.gate import FIRST_AUDIT, Gate
 from flash_clipping.capture.proof.runs import Runs
 from tests.capture.proof.mixers import RIGHT, WRONG, WRONG_AFTER, Around, B, K, T
@@ -66,7 +66,7 @@ def test_evaluation_is_looked_at_by_itself() -> None:
 
 
 def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a backward pass of its own: the one that is compared runs what was compiled."""
+    """In a run of its own: the one that is compared runs what was compiled."""
     backwards: list[str] = []
 
     @contextmanager
@@ -81,8 +81,8 @@ def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPa
         backwards.append("through taps" if args[2] else "plain")
         return measured(self, *args)
 
-    monkeypatch.setattr(runs, "is_triton_available", lambda: True)
-    monkeypatch.setattr(runs, "compiled_side_by_side", side_by_side)
+    monkeypatch.setattr(oracle, "compiles_kernels", lambda: True)
+    monkeypatch.setattr(oracle, "compiled_side_by_side", side_by_side)
     monkeypatch.setattr(Runs, "gradient_of", gradient_of)
     flash = first_step(Around(RIGHT["plain"]))
     assert backwards[:4] == ["begins", "through taps", "ends", "through taps"]
