@@ -9,6 +9,7 @@ A layer with a rule runs inside one ``torch.autograd.Function``
 from __future__ import annotations
 
 import warnings
+from itertools import repeat
 from typing import Any, NoReturn, TypeAlias
 
 from torch import Tensor, is_grad_enabled, nn
@@ -189,9 +190,8 @@ class Tap(FactorSource):
 
     def proven(self, *args: Any, **kwargs: Any) -> Any:
         """The short way of a layer that has gone the long one (:meth:`__call__`) and met nothing
-        that is special. What may have changed since then is asked in two comparisons: of what this
-        thread does now, and of the kind of the call. All else takes the short way off
-        (:meth:`~flash_clipping.capture.session.ClippingSession.begin_epoch`)."""
+        special. Two comparisons ask what may have changed: what this thread does, and the kind of
+        the call. All else ends the short way (``ClippingSession.begin_epoch``)."""
         call = self.session.calls.proven_call
         if call is None or (len(args), len(kwargs)) != (1, 0):
             return self(*args, **kwargs)
@@ -207,11 +207,11 @@ class Tap(FactorSource):
         return apply_proven_layer(self, proven, call, self.session.options.anchor, x, *params)
 
     def _kind_of(self, x: Tensor) -> tuple[Any, ...]:
-        """What must be the same in each call that takes the short way. Who is trainable, and where
-        parameters are, is asked once for all layers (``ParameterGuards.watch_new``)."""
-        layer = self.layer
-        own = len(layer.__dict__), len(layer._buffers), *map(id, layer._parameters.values())
-        return x.dtype, x.device, *own
+        """What must be the same in each call that takes the short way, also in the midst of a
+        forward. Where parameters are is asked once a call (``ParameterGuards.watch_new``)."""
+        layer, params = self.layer, self.layer._parameters.values()
+        own = *map(id, params), *map(getattr, params, repeat("requires_grad"), repeat(None))
+        return x.dtype, x.device, len(layer.__dict__), len(layer._buffers), *own
 
     def _is_ordinary(self, args: tuple[Any, ...], axis: int, rows: DeclaredRows | None) -> bool:
         """Whether a call of these arguments needed nothing but its rule."""

@@ -287,6 +287,47 @@ def test_backward_for_some_parameters_only() -> None:
 # -- RMS norms of other libraries -----------------------------------------------------------------
 
 
+class Toggles(nn.Module):
+    """Makes a layer trainable, or not, in the midst of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 6), nn.Linear(6, 2)
+        self.trains: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        if self.trains is not None:
+            self.head.weight.requires_grad_(self.trains)
+        y: Tensor = self.head(h)
+        if self.trains is False:
+            self.head.weight.requires_grad_(True)
+        return y
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_forward_that_makes_a_layer_trainable_or_not(trains: bool) -> None:
+    net, x = Toggles().double(), torch.randn(4, 3, dtype=torch.float64)
+    net.head.weight.requires_grad_(not trains)
+    clipped = GradSampleModuleFlashClipping(net, max_grad_norm=C, loss_reduction="sum")
+    for _ in range(2):
+        clipped(x).square().sum().backward()
+        clipped.zero_grad()
+        clipped.running_step.forget()
+    net.trains = trains
+    clipped(x).square().sum().backward()
+    norms = clipped.get_norm_sample()
+    plain = Toggles().double()
+    plain.load_state_dict(net.state_dict())
+    plain.head.weight.requires_grad_(not trains)
+    plain.trains = trains
+    for row, norm in zip(x, norms, strict=True):
+        plain.zero_grad()
+        plain(row[None]).square().sum().backward()
+        truth = [p.grad.square().sum() for p in plain.parameters() if p.grad is not None]
+        torch.testing.assert_close(norm.square(), torch.stack(truth).sum())
+
+
 class Foreign(nn.Module):
     """As ``transformers`` write it. ``plus``: added to the weight; ``dtype``: of the statistics."""
 
