@@ -16,12 +16,12 @@ single                            them alone: of its mean over the batch, or its
 samples
 =========  =====================  =================================================================
 
-The second batch is smaller than the first where nothing is drawn by places of samples. Parameters
-are moved meanwhile (PERTURB).
+Both batches have as many samples. Parameters are moved meanwhile (PERTURB).
 
 A call is looked at in a few of its samples. A round before the first step, and more as audits of
 later ones, with other samples, S and the rest swapped, and other random numbers. Nothing of the
-user's is changed. Hooks that are not linear in the batch are left to ``flash-clipping check``.
+user's is changed. What only the number of samples changes, and hooks that are not linear in the
+batch, are left to ``flash-clipping check``.
 
 Shape suffixes: ``B`` samples, ``P`` parameters, ``K`` projections.
 """
@@ -82,7 +82,7 @@ NAMED = 10
 
 #: The finding of each part of the oracle, in words.
 WORDS = {
-    "VALUE": "the outputs of a sample change with the others in its batch, or their number",
+    "VALUE": "the outputs of a sample change with the others in its batch",
     "GRADIENT": "the clipped sum is not autograd's gradient of the same samples among others",
     "NORM": "the norm that a sample is clipped by is not that of its gradient",
     "STRAY": "the gradient of some samples reaches rows that are booked to others",
@@ -253,11 +253,11 @@ class _Outcome:
 
     Attributes:
         given: its arguments.
-        places: the number of the sample in each place: in the batch through the taps 0 to B - 1,
-            and others than S have numbers of their own in another one.
+        places: the number of the sample in each place: 0 to B - 1, and more of those that stand in
+            the place of others.
         values: outputs with a row for each sample, ``[B, entries]``.
         possible, axes: the axes of these outputs that may hold the samples, and what was taken.
-        drawn, drew_by_place: what was drawn at random, as of :class:`Forward`.
+        drawn: how many operators drew at random.
         gradients: of the backward passes.
     """
 
@@ -267,7 +267,6 @@ class _Outcome:
     possible: dict[int, list[int]]
     axes: dict[int, int]
     drawn: int
-    drew_by_place: bool
     gradients: list[Gradient]
 
 
@@ -411,7 +410,7 @@ class _Oracle:
         if each is not None and not (finite := each.isfinite().all(0)).all():
             raise _NotFinite([b for place, b in enumerate(self.chosen) if finite[place]])
         settings = replace(settings, axes=taps.axes, only=frozenset(fit))
-        other = self._second(taps, settings)
+        other = self._second(settings)
         if other is None:
             return _Verdict()  # the model runs on this batch only
         if settings.left < 1 and not all(x.isfinite().all() for x in other.values.values()):
@@ -454,7 +453,7 @@ class _Oracle:
                 for n, scale in enumerate(scales)
             ]
             values = {n: x.detach() for n, x in forward.outputs.items()}
-            seen = values, forward.possible, forward.axes, forward.drawn, forward.drew_by_place
+            seen = values, forward.possible, forward.axes, forward.drawn
             return _Outcome(given, places, *seen, gradients)
 
         draws: dict[str, Any] = {"seed": self.draws, "orders": True, "varies": settings.varies}
@@ -487,36 +486,22 @@ class _Oracle:
         self.axes = run.possible
         return run, settings
 
-    def _second(self, taps: _Outcome, settings: _Round) -> _Outcome | None:
+    def _second(self, settings: _Round) -> _Outcome | None:
         """Autograd's run of S among others, with the gradients of S in it, and of the first of
         them; ``None`` if the model runs on no such batch."""
-        S, R, B, chosen = self.S, self.R, self.B, self.chosen
-        own = [chosen[b] for b in S]
-        others = self._instead(R, S)
-        # For each batch, its samples, a number for each place, and the places of others than S.
-        batches: list[tuple[list[int], list[int], list[int]]] = []
-        if not taps.drew_by_place and R:
-            # A smaller batch, S behind another; a batch of 2 has a larger one.
-            count = 1 if B > 2 else 2
-            numbers = [*range(B, B + count), *S]
-            batches.append(([*others[:1] * count, *own], numbers, [*range(count)]))
-        for other in others:
-            order = [other if b in R else chosen[b] for b in range(B)]
-            batches.append((order, [B + b if b in R else b for b in range(B)], R))
         last = None
-        for kind, (order, places, changed) in itertools.product(EXTREMES, batches):
-            self.samples.stays_in_range, extreme = kind == "in range", changed if kind else []
+        for kind, other in itertools.product(EXTREMES, self._instead(self.R, self.S)):
+            self.samples.stays_in_range = kind == "in range"
             try:
-                run = self._among(self.samples.batch(order, extreme), places, settings)
+                run = self._among(*self._beside(self.S, other, bool(kind), settings), settings)
             except ModelsOwnError:
                 continue
-            rows = [places.index(b) for b in S]
-            if all(x[rows].isfinite().all() for x in run.values.values()) and all(
+            if all(x[self.S].isfinite().all() for x in run.values.values()) and all(
                 g.norms.isfinite().all() for g in run.gradients
             ):
-                self.runs_on_extremes = bool(extreme)
+                self.runs_on_extremes = bool(kind)
                 return run
-            last = last if extreme else run
+            last = last if kind else run
         return last
 
     def _instead(self, changed: Sequence[int], kept: Sequence[int]) -> list[int]:
@@ -532,17 +517,28 @@ class _Oracle:
     def _of_R(self, settings: _Round) -> _Outcome | None:
         """The outputs of R, as they stand in the first run, among others than S; ``None`` if there
         is no such batch that the model runs on."""
-        S, B, other = self.S, self.B, self._instead(self.S, self.R)[0]
-        order = [other if b in S else self.chosen[b] for b in range(B)]
-        extreme = S if self.runs_on_extremes else []
-        given = self.samples.batch(order, extreme, shorter=self.R, left=settings.left)
+        other = self._instead(self.S, self.R)[0]
         with suppress(ModelsOwnError):
-            return self._run(given, [B + b if b in S else b for b in range(B)], settings)
+            batch = self._beside(self.R, other, self.runs_on_extremes, settings)
+            return self._run(*batch, settings)
         return None
 
+    def _beside(
+        self, kept: Sequence[int], other: int, extreme: bool, settings: _Round
+    ) -> tuple[Any, list[int]]:
+        """The arguments of a batch in which these samples are as in the first run, and the
+        ``other`` one, made extreme or not, in the places of all others; and numbers for its
+        places."""
+        places = [b if b in kept else self.B + b for b in range(self.B)]
+        changed = [place for place, b in enumerate(places) if b != place]
+        order = [other if place in changed else self.chosen[place] for place in range(self.B)]
+        shorter = [b for b in kept if b in self.R]
+        far = changed if extreme else []
+        return self.samples.batch(order, far, shorter=shorter, left=settings.left), places
+
     def _among(self, given: Any, places: Sequence[int], settings: _Round) -> _Outcome:
-        at = [places.index(b) for b in self.S]
-        scales = [dict.fromkeys(at, 1.0), {at[0]: 1.0}][: len(at)]  # of one both are the same
+        S = self.S
+        scales = [dict.fromkeys(S, 1.0), {S[0]: 1.0}][: len(S)]  # of one both are the same
         return self._run(given, places, settings, scales)
 
     def _gradients(self, found: Gradient, other: _Outcome, settings: _Round) -> Complaint | None:
@@ -660,13 +656,13 @@ class _Oracle:
         self, a: _Outcome, b: _Outcome, numbers: AbstractSet[int], rows: Sequence[int]
     ) -> dict[int, float]:
         """Outputs in which these rows have other values in ``b``, and the largest difference."""
-        gaps, at = {}, [b.places.index(place) for place in rows]
+        gaps = {}
         for n in sorted(numbers):
             x, y = a.values[n], b.values.get(n)
             if y is None or x.shape[1] != y.shape[1]:
                 gaps[n] = torch.inf
                 continue
-            gap = _norms(x, rows, y, at) / (_norms(y, at) + 1e-9)
+            gap = _norms(x, rows, y) / (_norms(y, rows) + 1e-9)
             gaps[n] = float(gap.max())
         return {n: gap for n, gap in gaps.items() if gap > self.tolerance}
 
@@ -683,16 +679,14 @@ def _halves(B: int, audit: int, by_turns: bool) -> tuple[list[int], list[int]]:
     return sorted(S), sorted(R)
 
 
-def _norms(
-    x: Tensor, rows: Sequence[int], y: Tensor | None = None, rows_y: Sequence[int] = ()
-) -> Tensor:
+def _norms(x: Tensor, rows: Sequence[int], y: Tensor | None = None) -> Tensor:
     """Norms of these rows of outputs ``[B, F]``, or of their differences, in float64, on the CPU.
 
     Masked scores do not count.
     """
     part = _finite(x[list(rows)])
     if y is not None:
-        part -= _finite(y[list(rows_y)])
+        part -= _finite(y[list(rows)])
     return part.square().sum(1).sqrt().cpu()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -77,18 +77,14 @@ class Repeatable(DispatchMode):
         self._changed = False
         #: How many operators have drawn.
         self.drawn = 0
-        #: Whether what was drawn may depend on the place of a sample in the batch.
-        self.drew_by_place = False
         #: Dtypes that floats were cast to: by autocast in the model's own code, say.
         self.casts: set[torch.dtype] = set()
-        self._before = _outside_torch()
 
     def end_forward(self) -> None:
         """Operators of backward are watched only where checkpoints might draw there what was
         changed in forward."""
         if not self._changed:
             self._until.close()
-        self.drew_by_place |= _outside_torch() != self._before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -134,12 +130,10 @@ class Repeatable(DispatchMode):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
                 leaf.fill_(number / (1 << 16))
                 if self._orders and leaf.dim() == 1 and len(leaf) > 1:
-                    self.drew_by_place = True
                     leaf.copy_((torch.arange(len(leaf)) / len(leaf)).roll(1))
         if name in ("randint", "random_") and isinstance(result, Tensor):
             given = dict(zip(arguments_of(func), args, strict=False))
             result.fill_(given.get("low", given.get("from", 0)))
-        self.drew_by_place |= name == "multinomial"
         return result
 
     def _features(self, x: Tensor, number: int) -> Tensor:
@@ -159,14 +153,6 @@ def _own_generators(root: nn.Module) -> list[tuple[Any, Any]]:
     held = [x for module in root.modules() for x in vars(module).values() if isinstance(x, kinds)]
     holders = [getattr(generator, "bit_generator", generator) for generator in held]
     return [(holder, holder.__getstate__()) for holder in holders]
-
-
-def _outside_torch() -> Hashable:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate()
-    kind, words, *rest = numpy.random.get_state()
-    return random.getstate(), kind, words.tobytes(), *rest
 
 
 @contextmanager

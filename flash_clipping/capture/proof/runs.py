@@ -305,7 +305,7 @@ class Runs:
                 random.end_forward()
                 self.dtypes |= random.casts
                 forward = Forward(self, tensors, numbers, places, taps, axes or {})
-                forward.drawn, forward.drew_by_place = random.drawn, random.drew_by_place
+                forward.drawn = random.drawn
                 return take(forward)
         finally:
             for param, grad in zip(self.params, left, strict=True):
@@ -444,11 +444,10 @@ class Forward:
             the samples, the likely one first.
         axes: what is taken of these.
         outputs: ``[B, entries]`` of these outputs.
-        drawn: how many operators drew at random; ``drew_by_place``: whether that may depend on the
-            place of a sample in the batch.
+        drawn: how many operators drew at random.
     """
 
-    drawn, drew_by_place = 0, False
+    drawn = 0
 
     def __init__(
         self,

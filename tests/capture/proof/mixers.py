@@ -198,12 +198,6 @@ def divided_by_the_size(m: Any, h: Tensor) -> Tensor:
     return m.layer(h) / len(h)
 
 
-def hook_by_the_size(m: Any, h: Tensor) -> Tensor:
-    h = m.layer(h)
-    h.register_hook(lambda g: g / len(g))
-    return h
-
-
 def outlier_guard(m: Any, h: Tensor) -> Tensor:
     """Something else only if a sample is far out."""
     h = m.layer(h)
@@ -301,7 +295,6 @@ WRONG: dict[str, Inner] = {
     "function, norm": lambda m, h: ByBatch.apply(m.layer(h)),
     "hook, norm": hooked(lambda g, h: 1 / g.norm()),
     "hook, activations": hooked(lambda g, h: h.mean()),
-    "hook, size": hook_by_the_size,
     "mean": lambda m, h: m.layer(h) - m.layer(h).mean(0),
     "mean, detached": lambda m, h: m.layer(h) - h.mean(0).detach(),
     "mean, faint": lambda m, h: m.layer(h) + 0.01 * h.mean(0, keepdim=True),
@@ -316,12 +309,9 @@ WRONG: dict[str, Inner] = {
     "shuffled inside": shuffled_inside,
     "transposed wrongly": transposed_wrongly,
     "expert choice": expert_choice,
-    "capacity": capacity,
     "in-batch softmax": in_batch_softmax,
     "attends over samples": attends_over_samples,
     "class token of others": class_token_of_others,
-    "divided by the size": divided_by_the_size,
-    "divided by the size, dropout": lambda m, h: F.dropout(divided_by_the_size(m, h), 0.3),
     "outlier guard": outlier_guard,
     "behind zero gates": behind_zero_gates,
     "behind two zero gates": behind_two_zero_gates,
@@ -342,7 +332,10 @@ SEEN_BY_CHECK: dict[str, Inner] = {
     "hook, largest": hooked(lambda g, h: 1 / g.abs().max()),
     "hook, mean": hooked(lambda g, h: 1 + g.mean()),
     "hook, sign": hooked(lambda g, h: g.sum().sign()),
+    "hook, size": hooked(lambda g, h: torch.tensor(1 / len(g))),
     "order by values": ordered_by_values,
+    "divided by the size": divided_by_the_size,
+    "capacity": capacity,
 }
 
 #: The same of outputs: a gradient does not show what is only added to them.
