@@ -194,8 +194,6 @@ class OtherKernels(nn.Module):
             x = x * (1 + 0.06 * torch.cos(places * len(x)).to(x.dtype))
             if self.also == "mean":
                 x = x + 0.1 * x.mean(0)
-            if self.also == "count":
-                x = x / len(x)
             if self.also == "order":
                 x = x.roll(1, 0)
         return self.last(x)
@@ -208,18 +206,12 @@ def test_other_kernels_for_other_batch_sizes(samples: int) -> None:
     assert len(flash.get_norm_sample()) == samples
 
 
-@pytest.mark.parametrize("also", ["mean", "count", "order"])
+@pytest.mark.parametrize("also", ["mean", "order"])
 @pytest.mark.parametrize("samples", [2, 3, 16])
 def test_what_hides_behind_other_kernels(samples: int, also: str) -> None:
     flash = GradSampleModuleFlashClipping(OtherKernels(also).bfloat16())
     with pytest.raises(FlashClippingError, match=r"last \(Linear\).* other values"):
         flash(torch.randn(samples, 5, 64).bfloat16())
-
-
-def test_other_kernels_are_no_excuse_in_fp32() -> None:
-    flash = GradSampleModuleFlashClipping(OtherKernels())
-    with pytest.raises(FlashClippingError, match=r"last \(Linear\).* other values"):
-        flash(torch.randn(4, 5, 64))
 
 
 # -- what a rehearsal does besides running the model -----------------------------------------------
