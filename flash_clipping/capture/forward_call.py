@@ -77,8 +77,6 @@ class ForwardCall:
     answers: dict[tuple[str, torch.Size, torch.dtype], bool | None] = field(default_factory=dict)
     #: Reads of which it was not shown whether they are samples, and what was assumed.
     guesses: dict[Read, bool] = field(default_factory=dict)
-    #: Those of them in which samples may lie along another axis as well, by its size.
-    ambiguous: set[Read] = field(default_factory=set)
 
     def begin_call(self, path: str) -> None:
         """Note that a layer that is not proven is called."""

@@ -112,7 +112,6 @@ class ProofState:
         proven_with: parameters that were watched at the last proof; new ones ask for another.
         lost: while parameters are looked for that are used past all taps: those, by ``id``, that no
             module can stand in for.
-        looked_for: how often layers, by their paths, were looked for that only some forwards reach.
         has_oracle: the oracle can be asked about calls.
     """
 
@@ -121,7 +120,6 @@ class ProofState:
     doubted: set[str] = field(default_factory=set)
     proven_with: int = 0
     lost: set[int] | None = None
-    looked_for: dict[frozenset[str], int] = field(default_factory=dict)
     has_oracle: bool = True
 
 
@@ -284,13 +282,10 @@ class ClippingSession:
         return forward
 
     @contextmanager
-    def apart(self, call: ForwardCall | None = None) -> Iterator[None]:
-        """Calls of the root in here have nothing to do with the user's before, but for ``call``."""
+    def apart(self) -> Iterator[None]:
+        """Calls of the root in here have nothing to do with the user's before."""
         before = self.calls.forwards, self.calls.current
         self.calls.forwards, self.calls.proven_call = weakref.WeakSet(), None
-        if call is not None:
-            self.calls.forwards.add(call)
-            self.calls.current = weakref.ref(call)
         try:
             yield
         finally:
@@ -409,9 +404,6 @@ class ClippingSession:
                 )
             if not recomputed:
                 call.guesses[read] = answer
-                others = x.shape[1:-1] if x.is_floating_point() else x.shape[1:]
-                if answer and size > 1 and (found != size or (not axis and size in others)):
-                    call.ambiguous.add(read)
         if call.reads is not None:
             of_parts = path in self.known.folded
             call.reads.note(read, x, axis, rows, answer, sure=sure, beside=beside, folded=of_parts)

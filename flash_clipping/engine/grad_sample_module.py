@@ -342,8 +342,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if not (is_dynamo_compiling() or self._loss_look.ended):
             self._loss_look.follow(tensors_in(output), call.batch_size, call.thread)
         in_two_passes = self.mode == "two_pass"  # which looks at outputs itself
-        if call.guesses and not in_two_passes:
-            self._watch.check_reached(subject, call, output)
 
         def start_backward(grad: Tensor, call: ForwardCall = call) -> None:
             if session.mode.enabled:

@@ -26,7 +26,7 @@ from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import refuse_graphs
 from flash_clipping.capture.proof.coverage import is_plain
-from flash_clipping.capture.proof.gate import FIRST_AUDIT, Gate, check_reached
+from flash_clipping.capture.proof.gate import FIRST_AUDIT, Gate
 from flash_clipping.capture.proof.positions import prove_positions
 from flash_clipping.capture.proof.prove import prove
 from flash_clipping.capture.proof.remembered import key_of, recall, remember
@@ -370,11 +370,6 @@ class ModelWatch:
             elif call is None and positions is None and (audit := self.gate.due()):
                 self._audit(subject, audit)
             return wanted
-
-    def check_reached(self, subject: Subject, call: ForwardCall, output: Any) -> None:
-        """Look at a call that has reached layers that no proof did."""
-        if self.sharded is None and call.units is None and not self.taps.regions.any_compiled:
-            check_reached(subject, call, output, self.gate.is_fit)
 
     @told_to_who_waits()
     def _prove(self, subject: Subject, call: ForwardCall | None, positions: Units | None) -> None:

@@ -1,26 +1,23 @@
-"""Gradients of outputs that are not each sample's own are refused in backward; a call that reaches
-layers that no run of a proof has reached is looked at itself."""
+"""Gradients of outputs that are not each sample's own are refused in backward."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.coverage import modes_of, of_arguments
-from flash_clipping.capture.proof.oracle import STRAY, examine
-from flash_clipping.capture.proof.probe import marks_of
-from flash_clipping.capture.proof.runs import Runs, Subject
+from flash_clipping.capture.proof.oracle import examine
+from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoWalks
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.ops.runtime.checks import check_on_device
 
@@ -108,10 +105,6 @@ class Gate:
             why = why or table.losses.get(number, "")
             known[place] = known.get(place) or why
 
-    def is_fit(self, returned: int, number: int) -> bool:
-        """Whether no call was seen in which this output, of so many, was unfit."""
-        return not any(known.get((returned, number)) for known in self._why.values())
-
     def refuse(
         self,
         root: nn.Module,
@@ -146,48 +139,3 @@ def _refuse_gradient(session: ClippingSession, why: str, may_be_0: bool, grad: A
     if not may_be_0:
         raise FlashClippingError(why)
     check_on_device(grad == 0, why)
-
-
-# -- layers that a call reaches first --------------------------------------------------------------
-
-
-def check_reached(
-    subject: Subject, call: ForwardCall, output: Any, fit: Callable[[int, int], bool]
-) -> None:
-    """See whether samples reach their own rows in ``call``, where a layer took something for
-    samples that was not shown to be. If they do, that counts as shown.
-
-    Args:
-        subject: the call.
-        output: what it returned.
-        fit: whether an output may go backward: of so many, the one with this number.
-
-    Raises:
-        FlashClippingError: some rows are booked to other samples.
-    """
-    shown, count = subject.session.known, subject.samples().count
-    reads = [read for read in call.guesses if shown.is_samples(read, any_call=False) is None]
-    if not reads or count < 2:
-        return
-    norms = Runs(subject).norms_of(call, output, fit, count)
-    for on in marks_of(count):
-        try:
-            each = norms(on)
-        except (ModelsOwnError, torch.OutOfMemoryError):
-            return  # its graph allows one backward only
-        if each is None:
-            return
-        others = [b for b in range(count) if b not in on]
-        if bool((each[:, others].amax(1) > STRAY * each.norm(dim=1)).any()):
-            paths = dict.fromkeys(read[0] for read in reads)
-            raise FlashClippingError(
-                f"{', '.join(paths)}: reached for the first time, and the gradient of some samples "
-                "reaches rows that are booked to others. Keep the order of the batch in what these "
-                f"layers read, or freeze their parameters.{to_freeze(*paths)}"
-            )
-    for read in sorted(reads):
-        path, of_call, place = read
-        calls = shown.reads.setdefault(path, [])
-        calls += [[] for _ in range(of_call + 1 - len(calls))]
-        if place == len(calls[of_call]):
-            calls[of_call].append(call.guesses[read])

@@ -1,8 +1,7 @@
 """Where the samples are in what each layer returns: seen from gradients, not from sizes or values.
 
-The outputs of one sample go backward alone; the rows of a layer's output gradient that are not 0
-are that sample's. A pass for each bit of a sample's number, and one for those without it, are
-enough for many samples. A row that got a gradient in both has two samples; one that got none is
+The outputs of each sample go backward alone; the rows of a layer's output gradient that are not 0
+are that sample's. A row that got a gradient of two has several samples; one that got none is
 padding, and nobody's. Layers whose samples may lie along another axis work position by position:
 samples lie in what they read as they do in what they return. Of parameters that modules use by
 themselves, the operand and the result of every operation with samples are looked at.
@@ -121,12 +120,12 @@ def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
     unfit = frozenset(
         n for n, x in outputs[0].items() if n not in outputs[1] or not _same(x[0], outputs[1][n][0])
     )
-    fit, marks = outputs[0].keys() - unfit, marks_of(B)
+    fit = outputs[0].keys() - unfit
     seen, given = _Seen(), samples.batch(own)
 
     def take(forward: Forward) -> None:
         # At last, outputs from which nothing may come back.
-        for on, only in (*((on, fit) for on in marks), (places, unfit)):
+        for on, only in (*(([b], fit) for b in places), (places, unfit)):
             seen.passes.append({})
             forward.backward(dict.fromkeys(on, 1.0), only, sums=False, also=seen.watched)
 
@@ -141,7 +140,7 @@ def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
     for key, shape in seen.shapes.items() if seen.passes else ():
         nothing = torch.zeros(shape, dtype=torch.bool)
         masks = [of.get(key, nothing) for of in seen.passes]
-        owners = owners_of(masks[: len(marks)], marks, B)
+        owners = owners_of(masks[:B])
         first_axis = 0 if key in seen.operations else runs.session.options.batch_axis
         layout = layout_of_owners(owners, B, first_axis)
         if layout is UNREACHED and masks[-1].any():
@@ -161,27 +160,12 @@ def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
     return Probed(layouts, unfit, operations, reached)
 
 
-def marks_of(B: int) -> list[list[int]]:
-    """Which samples take part in each backward pass: each alone, or by the bits of their numbers
-    and by the inverted bits."""
-    bits = max((B - 1).bit_length(), 1)
-    if 2 * bits >= B:
-        return [[b] for b in range(B)]
-    with_bit = [[b for b in range(B) if b >> bit & 1] for bit in range(bits)]
-    return [*with_bit, *([b for b in range(B) if b not in on] for on in with_bit)]
-
-
-def owners_of(masks: Sequence[Tensor], marks: Sequence[Sequence[int]], B: int) -> Tensor:
-    """The sample of each row, from the rows that got a gradient in each pass."""
+def owners_of(masks: Sequence[Tensor]) -> Tensor:
+    """The sample of each row, from the rows that got a gradient of each sample."""
     reached = torch.stack([mask.cpu() for mask in masks])
-    codes = torch.zeros(len(marks), B, dtype=torch.bool)
-    for number, on in enumerate(marks):
-        codes[number, list(on)] = True
-    owners = torch.full(reached.shape[1:], MANY)
+    owners = reached.int().argmax(0)
     owners[~reached.any(0)] = NOBODY
-    for b in range(B):
-        code = codes[:, b].view(-1, *[1] * owners.dim())
-        owners[(reached == code).all(0)] = b
+    owners[reached.sum(0) > 1] = MANY
     return owners
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import compiled_module
 from flash_clipping.capture.declared_rows import parts_of_samples
-from flash_clipping.capture.forward_call import Doubted, ForwardCall, in_backward
+from flash_clipping.capture.forward_call import Doubted, in_backward
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError, own_errors, without_activations
 from flash_clipping.capture.proof.batches import Samples, Window
@@ -157,7 +157,8 @@ class Runs:
         self.saves = False
 
     def look(self, given: tuple[tuple[Any, ...], dict[str, Any]], seed: int = 0) -> Reads:
-        """What layers read in the forward alone, through the taps.
+        """What layers read in the forward alone, through the taps. Without a ``seed`` nothing is
+        dropped.
 
         Raises:
             ModelsOwnError: the model raises.
@@ -181,7 +182,7 @@ class Runs:
             call = session.begin_forward(batched_inputs(args, kwargs), reads, self._units)
             try:
                 with (
-                    repeatable(self.root, self._devices, seed),
+                    repeatable(self.root, self._devices, seed, varies=seed > 0),
                     nullcontext() if self.saves else without_activations(),
                     collectives_refused(),
                     warnings.catch_warnings(),
@@ -315,22 +316,6 @@ class Runs:
                 call.end()
             session.mode.enabled, session.mode.comparing = around
             session.mode.probing = None
-
-    def norms_of(
-        self, call: ForwardCall, output: Any, fit: Callable[[int, int], bool], count: int
-    ) -> Callable[[Sequence[int]], Tensor | None]:
-        """From samples of a ``call`` of the user's to norms that these alone give, ``[P, B]``; it
-        has ``count`` samples and returned ``output``, of which only parts that ``fit`` go
-        backward."""
-        tensors = tensors_in(output)
-        forward = Forward(self, tensors, {}, range(count), True, {})
-        only = {n for n in forward.outputs if fit(len(tensors), n)}
-
-        def norms(samples: Sequence[int]) -> Tensor | None:
-            with self.session.apart(call):
-                return forward.backward(dict.fromkeys(samples, 1.0), only, sums=False).each
-
-        return norms
 
     def axes_of(self, x: Tensor, count: int) -> list[int]:
         """The axes of an output that may hold so many samples, the likely one first."""

@@ -20,7 +20,6 @@ from flash_clipping.capture.proof.probe import (
     UNREACHED,
     SampleLayout,
     layout_of_owners,
-    marks_of,
     owners_of,
     probe,
 )
@@ -112,7 +111,7 @@ def test_tokens_that_were_chosen_are_routed() -> None:
 
 
 def test_many_samples_that_must_come_together() -> None:
-    """A model of one batch size is looked at by the bits of numbers."""
+    """A model of one batch size is looked at whole."""
 
     class Fixed(Around):
         def forward(self, x: Tensor) -> Any:
@@ -123,14 +122,12 @@ def test_many_samples_that_must_come_together() -> None:
     ]
 
 
-@pytest.mark.parametrize("B", [1, 2, 3, 5, 8, 64, 100])
-def test_bits_tell_every_owner_and_rows_that_have_two(B: int) -> None:
-    marks = marks_of(B)
-    assert len(marks) <= max(2 * (B - 1).bit_length(), 1)
+@pytest.mark.parametrize("B", [1, 2, 5])
+def test_every_owner_and_rows_that_have_two(B: int) -> None:
     rows: list[set[int]] = [{b} for b in range(B)] + [set()]
     rows += [{0, B - 1}, {*range(B)}] if B > 1 else []
-    masks = [torch.tensor([bool({*on} & owners) for owners in rows]) for on in marks]
-    found = owners_of(masks, marks, B).tolist()
+    masks = [torch.tensor([b in owners for owners in rows]) for b in range(B)]
+    found = owners_of(masks).tolist()
     assert found == [*range(B), NOBODY, *([MANY, MANY] if B > 1 else [])]
 
 
