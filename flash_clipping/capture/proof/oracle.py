@@ -71,7 +71,7 @@ STRAY = 1e-6
 #: Seeds by which a finding is repeated.
 SEEDS = 3
 
-#: Samples of a batch for which the model's own loss is computed alone.
+#: Samples of a batch for which the model's own loss is computed alone, where it returns more.
 ALONE = 2
 
 #: Outputs that are looked at one by one where something is wrong with one of them.
@@ -154,6 +154,8 @@ class Table:
         returned: how many tensors the model returned.
         losses: outputs that are one number for the batch, and neither the mean nor the sum of what
             they are for its samples, by number, and why.
+        is_loss: whether it returned nothing else, and these are such a mean, or sum, of which every
+            parameter had a gradient.
         dtypes: that the model computed in.
         failed: whether the forward through the taps has.
         doubts: findings that were not found again.
@@ -163,6 +165,7 @@ class Table:
     outputs: tuple[int, ...] = ()
     returned: int = 0
     losses: dict[int, str] = field(default_factory=dict)
+    is_loss: bool = False
     dtypes: set[torch.dtype] = field(default_factory=set)
     failed: bool = False
     doubts: list[str] = field(default_factory=list)
@@ -326,6 +329,8 @@ class _Oracle:
         self.axes: Mapping[int, list[int]] = {}
         #: The norm of the outputs that go backward.
         self.size = 0.0
+        #: Parameters that some loss of the model's own has given a gradient, ``[P]``.
+        self.reached = torch.zeros(len(self.names), dtype=torch.bool)
         #: Whether the second batch of the last round had an extreme sample.
         self.runs_on_extremes = False
         #: The seed of what is drawn at random.
@@ -388,7 +393,8 @@ class _Oracle:
         fit = tuple(sorted(axes.keys() - unfit.keys()))
         failed = isinstance(why, FlashClippingError)
         losses = self._losses()
-        return Table(unfit, fit, self.runs.returned, losses, self.runs.dtypes, failed)
+        is_loss = not (axes or losses) and bool(self.reached.all())
+        return Table(unfit, fit, self.runs.returned, losses, is_loss, self.runs.dtypes, failed)
 
     def _judge(self, settings: _Round) -> _Verdict:
         """The finding for the outputs that may go backward."""
@@ -595,7 +601,8 @@ class _Oracle:
         why = {n: str(g) for n, g in together.items() if isinstance(g, FlashClippingError)}
         reduction, compared = self.runs.session.options.loss_reduction, bool(why)
         times = len(order) if reduction == "mean" else 1
-        for place in {(self.audit + n) % len(order) for n in range(ALONE)}:
+        count = ALONE if self.axes else len(order)
+        for place in {(self.audit + n) % len(order) for n in range(count)}:
             alone, rounded = self._alone(order[place], place in sparse), None
             for n, g in together.items():
                 if n in why or isinstance(g, FlashClippingError) or g.each is None:
@@ -605,6 +612,7 @@ class _Oracle:
                 if is_mean_of_none or not found.isfinite().all():
                     continue
                 compared, self.size = True, self.runs.numbers[n]
+                self.reached |= found > 0
                 gap = self._norms_apart(found, expected)
                 if bool((gap > self.tolerance).any()):
                     if rounded is None:

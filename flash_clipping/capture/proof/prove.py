@@ -91,7 +91,8 @@ def _settle_findings(
     subject: Subject, findings: Sequence[Finding], declared: AbstractSet[str]
 ) -> None:
     """Let a probe say where samples are in what these layers read, if the oracle confirms it; also
-    where users have ``declared`` it.
+    where users have ``declared`` it. Of a model that returns its loss alone rows are taken for
+    parts of samples that lie together, if there may be as many of each.
 
     Raises:
         FlashClippingError: it does not.
@@ -113,9 +114,13 @@ def _settle_findings(
         try:
             probed = probe(subject)
             settle(subject.root, session, probed, paths)
+            if not probed.reached:
+                session.known.unreached.clear()
             # The proof that follows looks at the other half of the samples.
             table = examine(subject, audit=1)
             found = [*table.unfit.values()]
+            if table.is_loss and all(finding.may_be_parts for finding in findings):
+                return
             if table.outputs:
                 lost = _not_shown(subject, findings, probed)
                 if not lost:

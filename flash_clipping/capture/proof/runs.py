@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import compiled_module
 from flash_clipping.capture.declared_rows import parts_of_samples
-from flash_clipping.capture.forward_call import Doubted, in_backward
+from flash_clipping.capture.forward_call import Doubted
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError, own_errors, without_activations
 from flash_clipping.capture.proof.batches import Samples, Window
@@ -272,7 +272,7 @@ class Runs:
         # Models may write into their inputs.
         args, kwargs = map_tensors(torch.clone, given, packed=True)
         session = self.session
-        left, count = [param.grad for param in self.params], len(places)
+        left = [param.grad for param in self.params]
         around = session.mode.enabled, session.mode.comparing
         call = None
         session.mode.enabled = taps or probing is not None
@@ -287,20 +287,12 @@ class Runs:
                 session.mode.comparing, session.mode.probing = True, probing
                 for param in self.params:
                     param.grad = None
-                of_layers: list[Tensor] = []
-
-                def note(*call: Any) -> None:
-                    if not in_backward():
-                        of_layers.extend(tensors_in(call[-1])[:1])
-
-                with hooked(self.root, note, has_own_trainable), own_errors():
+                with own_errors():
                     tensors = tensors_in(self.forward(*args, **kwargs))
                 self.returned = len(tensors)
                 numbers = {n: x for n, x in enumerate(tensors) if x.numel() == 1}
                 numbers = {n: x for n, x in numbers.items() if _may_be_of_samples(x)}
                 self.numbers = {n: abs(float(x.detach())) for n, x in numbers.items()}
-                if not any(self.axes_of(x, count) for x in tensors):  # its loss alone
-                    tensors += _read_by([x for x in tensors if x.requires_grad], of_layers)
                 if call is not None:
                     call.end()
                 random.end_forward()
@@ -522,25 +514,6 @@ def hooked(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _read_by(losses: Sequence[Tensor], of_layers: Sequence[Tensor]) -> list[Tensor]:
-    """Those outputs of layers from which a loss is computed without another layer."""
-    ends = {x.grad_fn for x in of_layers}
-    found: set[Any] = set()
-    seen: set[Any] = {None}
-    ahead: list[Any] = [x.grad_fn for x in losses]
-    while ahead:
-        node = ahead.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in ends:
-            found.add(node)
-        else:
-            ahead += [before for before, _ in node.next_functions]
-    by_node = {x.grad_fn: x for x in of_layers if x.grad_fn in found}
-    return [*by_node.values()]
 
 
 class _Collects(BackwardPass):
