@@ -70,15 +70,13 @@ class Method(ABC):
 
     ``package`` is what must be importable; ``flat`` says that the method clips by the norm over all
     parameters, so that its norms and clipped sums can be compared with another's; ``ours``, that
-    its failure is ours; ``graph``, that its forward and backward are one CUDA graph; ``rounds_as``,
-    that its products are of fewer digits than the setting's dtype has.
+    its failure is ours; ``graph``, that its forward and backward are one CUDA graph.
     """
 
     package: str | None = None
     flat: bool = True
     ours: bool = False
     graph: bool = False
-    rounds_as: torch.dtype | None = None
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -291,7 +289,6 @@ class Flash(_Opacus):
     grad_sample_mode = "flash"
     mode = "one_pass"
     cuda_graphs = "off"
-    fp32_precision = "ieee"
 
     def _engine(self) -> Any:
         from flash_clipping import FlashPrivacyEngine
@@ -303,7 +300,6 @@ class Flash(_Opacus):
             model,
             mode=self.mode,
             cuda_graphs=self.cuda_graphs,
-            fp32_precision=self.fp32_precision,
         )
 
     def norms(self) -> Tensor:
@@ -320,13 +316,6 @@ class FlashTwoPass(Flash):
     """Flash clipping, nothing kept between two backward passes."""
 
     mode = "two_pass"
-
-
-class FlashTF32(Flash):
-    """Flash clipping with per-sample gradients of convolutions by one product in TF32."""
-
-    fp32_precision = "tf32"
-    rounds_as = torch.float16  # as many digits
 
 
 class FlashGraph(Flash):
@@ -412,7 +401,6 @@ METHODS: dict[str, type[Method]] = {
     "flash-graph": FlashGraph,
     "flash-auto-graphs": FlashAuto,
     "flash-two-pass": FlashTwoPass,
-    "flash-tf32": FlashTF32,
     "opacus-ghost": OpacusGhost,
     "opacus-randomized": OpacusRandomized,
     "opacus-hooks": OpacusHooks,

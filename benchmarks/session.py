@@ -111,7 +111,7 @@ class Session:
                 continue
             found = agreement.errors(taken, reference)
             row.norm_error, row.gradient_error = found.norms, found.gradients
-            if _beyond_told(row).exceed(self._allowed(name)):
+            if _beyond_told(row).exceed(self.allowed):
                 suspects.append(name)
         ours = any(METHODS[name].ours for name in suspects)
         if ours and self.reference == _one_at_a_time(wide) and setting.dtype != wide:
@@ -124,7 +124,7 @@ class Session:
         for name in suspects:
             row = self.rows[name]
             found = _beyond_told(row)
-            allowed = self._allowed(name)
+            allowed = self.allowed
             if found.exceed(allowed):
                 row.note = f"off by {found.largest:.1e} from {self.reference}"
                 if METHODS[name].ours:
@@ -166,12 +166,6 @@ class Session:
     @property
     def allowed(self) -> Errors:
         return agreement.allowed(self.setting.dtype, self.rounding, self._reference_dtype)
-
-    def _allowed(self, name: str) -> Errors:
-        rounds_as = METHODS[name].rounds_as
-        return agreement.allowed(
-            rounds_as or self.setting.dtype, self.rounding, self._reference_dtype
-        )
 
     # ------------------------------------------------------------------------------------- memory
 

@@ -98,9 +98,7 @@ ON_A_GPU = {
         "decoder-1", "nonprivate,flash-two-pass", "--checkpointing --rounds 5 --steps 2"
     ),
     "step-lora": _step("llama-1b-lora"),
-    "step-fp32": _step(
-        "wrn-16-4", "nonprivate,flash,flash-tf32", "--dtype fp32 --rounds 3 --steps 4"
-    ),
+    "step-fp32": _step("wrn-16-4", "nonprivate,flash", "--dtype fp32 --rounds 3 --steps 4"),
     "noise": Table("noise"),
     "segments": Table("segments"),
     "step-compiled": _step("bert-base", more="--compile"),

@@ -251,8 +251,8 @@ class TwoWalks(BackwardPass):
     ) -> None:
         """Take the norms of what comes, or its clipped sum."""
         self._check_walks(path)
-        if self.are_changed:
-            factors = self._changed(path, params, factors)
+        if self.units is not None:
+            factors = self._of_units(self.units, path, params, factors)
         for param, factor in zip(params, factors, strict=True):
             if factor.batch_size != self.batch_size:
                 self._check_batch_size(path, factor.batch_size)

@@ -40,7 +40,6 @@ from flash_clipping.engine.model_watch import ModelWatch, ParameterGuards, Train
 from flash_clipping.engine.module_proxy import ModuleProxy
 from flash_clipping.engine.options import (
     Backend,
-    Fp32Precision,
     Mode,
     Reduction,
     WrapperOptions,
@@ -118,11 +117,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that with
             all below them see several rows per sample along the batch axis: windows folded into the
             batch, say. All rows of one sample must lie together, and every sample have as many.
-        fp32_precision: how per-sample gradients of convolutions are computed of fp32 operands on a
-            GPU by NVIDIA. ``"ieee"``: in fp32, by three products on tensor cores. ``"tf32"``: by
-            one, of operands cut to TF32, as PyTorch's own convolutions are by default. The
-            guarantees are the same, as what is measured is what is released; a gradient differs
-            from fp32's by up to 2⁻⁹ of what there would be if no position cancelled another.
         sample_of: the name of an argument of the forward that says what a sample is, where that is
             no row: an integer tensor with the user, patient or document of every row ``[R]`` or
             position ``[R, T]``, 0 to ``U - 1``, or -1 for none; or
@@ -155,7 +149,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         mode: Mode = "one_pass",
         clipping: str = "flat",
         folded_modules: Sequence[str] = (),
-        fp32_precision: Fp32Precision = "ieee",
         sample_of: str | Offsets | None = None,
     ):
         check_options(locals())
@@ -182,7 +175,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             loss_reduction=loss_reduction,
             batch_first=batch_first,
             backend=backend,
-            fp32_precision=fp32_precision,
         )
         self._session = ClippingSession(options, sample_of)
         #: What a model has besides that ``fully_shard`` was applied to.

@@ -24,8 +24,6 @@ from flash_clipping.ops.noise import NoiseGrid
 Mode = Literal["one_pass", "two_pass", "one_by_one"]
 Backend = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
-#: How weights' gradients of convolutions multiply fp32 operands.
-Fp32Precision = Literal["ieee", "tf32"]
 #: Whether a wrapped model's calls are replayed as CUDA graphs wherever that is exact.
 CudaGraphs = Literal["off", "auto"]
 
@@ -39,7 +37,6 @@ class ModelOptions(TypedDict, total=False):
     backend: Backend
     mode: Mode
     folded_modules: Sequence[str]
-    fp32_precision: Fp32Precision
     sample_of: str | Offsets | None
 
 

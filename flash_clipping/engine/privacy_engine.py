@@ -38,7 +38,6 @@ from flash_clipping.engine.options import (
     Backend,
     CudaGraphs,
     EpsilonOptions,
-    Fp32Precision,
     Mode,
     ModelOptions,
     PrivateOptions,
@@ -210,7 +209,6 @@ class FlashPrivacyEngine(PrivacyEngine):
         backend: Backend = "auto",
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
-        fp32_precision: Fp32Precision = "ieee",
         cuda_graphs: CudaGraphs = "off",
         strict: bool = True,
         distributed: bool | None = None,
@@ -244,7 +242,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 moves the bound at the end of every step
                 (:mod:`flash_clipping.engine.adaptive`) and takes the arguments of Opacus'
                 ``PrivacyEngineAdaptiveClipping``.
-            backend, mode, folded_modules, fp32_precision, strict, sample_of: see
+            backend, mode, folded_modules, strict, sample_of: see
                 :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only. The units that
                 ``sample_of`` names must be the items that the loader drew, each by itself.
             cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as

@@ -99,11 +99,6 @@ class PerSampleGrad(ABC):
         """The per-sample gradients, formed now, in place of what they are made of."""
         return DenseGrad(self.dense())
 
-    def in_tf32(self) -> PerSampleGrad:
-        """The same for a step that may cut fp32 operands to TF32; as it is where nothing is gained.
-        Norms and sums must be of the same operands."""
-        return self
-
     def operands(self) -> tuple[Any, ...]:
         """What decides, besides its type, how it is handled together with others: tensors by
         their layout, anything else by its value (:mod:`flash_clipping.finish.plan`)."""

@@ -24,7 +24,7 @@ from flash_clipping.ops.convolution import (
     reference,
 )
 from flash_clipping.ops.runtime import cost
-from flash_clipping.ops.runtime.backend import full_precision, takes_tf32
+from flash_clipping.ops.runtime.backend import convolves_in_tf32, full_precision
 
 
 class ConvolutionGrad(Factored):
@@ -53,7 +53,10 @@ class ConvolutionGrad(Factored):
         self.geometry = Geometry(
             tuple(weight.shape[2:]), tuple(stride), tuple(padding), tuple(dilation), groups
         )
-        self.tf32 = False
+        # Norms and sums must be of the same operands, so this is asked once. Depthwise ones leave
+        # nothing for tensor cores to do.
+        alone = self.geometry.is_depthwise(x)
+        self.tf32 = not alone and convolves_in_tf32(x) and convolves_in_tf32(G)
 
     @property
     def batch_size(self) -> int:
@@ -63,12 +66,6 @@ class ConvolutionGrad(Factored):
         # The clipped sum will want them so as well.
         self.x, self.G = laid_out(self.x, self.G, self.geometry, backend=backend)
         return convolution_sqnorms(self.x, self.G, self.geometry, tf32=self.tf32, backend=backend)
-
-    def in_tf32(self) -> PerSampleGrad:
-        # Depthwise ones leave nothing for tensor cores to do.
-        alone = self.geometry.is_depthwise(self.x)
-        self.tf32 = takes_tf32(self.x) and takes_tf32(self.G) and not alone
-        return self
 
     def spread(self) -> Tensor:
         """``Σ_t ‖patch_t‖ ‖g_t‖``, ``[B]``."""
@@ -95,6 +92,10 @@ class ConvolutionGrad(Factored):
     def dense(self) -> Tensor:
         A_NTd, G_NTp = reference.unfolded(self.x, self.G, self.geometry)
         return (G_NTp.mT @ A_NTd).reshape(self.batch_size, *self.weight_shape)
+
+    def by_units(self, units: UnitMap) -> PerSampleGrad:
+        self.tf32 = False  # gradients of units are added up of those that PyTorch forms
+        return super().by_units(units)
 
     def measure_units(self, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
         sums_U, sq_M = self._sums_of_units(units)

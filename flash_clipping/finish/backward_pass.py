@@ -97,8 +97,6 @@ class BackwardPass:
         self.backend = session.options.backend
         #: Which privacy unit each row belongs to that layers record.
         self.units: Units | None = session.units()
-        #: Whether factors are changed before they are kept.
-        self.are_changed = self.units is not None or session.options.fp32_precision == "tf32"
         #: Layer calls whose factors are held to the end, by path and by parameters, and these
         #: factors, one per parameter. Flat: what a step keeps alive brings the garbage collector.
         self.calls: list[str] = []
@@ -153,8 +151,8 @@ class BackwardPass:
         or if the call's parameters have other uses in the same call of the root, or may have.
         """
         # This runs for every layer of every backward: whatever can wait is done for all at once.
-        if self.are_changed:
-            factors = self._changed(path, params, factors)
+        if self.units is not None:
+            factors = self._of_units(self.units, path, params, factors)
         if readers is not None:
             call, place = readers
             count = partial(call.count_readers, place, params)
@@ -163,18 +161,15 @@ class BackwardPass:
         self.used.append(params)
         self.factors += factors
 
-    def _changed(
-        self, path: str, params: Sequence[nn.Parameter], factors: Sequence[PerSampleGrad]
+    @staticmethod
+    def _of_units(
+        units: Units, path: str, params: Sequence[nn.Parameter], factors: Sequence[PerSampleGrad]
     ) -> Sequence[PerSampleGrad]:
-        """Factors of units in the place of those of rows, and with TF32 where that is allowed."""
-        if (units := self.units) is not None:
-            factors = [
-                units.of_units(path, factor, param.device)
-                for param, factor in zip(params, factors, strict=True)
-            ]
-        if self.session.options.fp32_precision == "tf32":
-            factors = [factor.in_tf32() for factor in factors]
-        return factors
+        """Factors of units in the place of those of rows."""
+        return [
+            units.of_units(path, factor, param.device)
+            for param, factor in zip(params, factors, strict=True)
+        ]
 
     def _check_batch_size(self, path: str, found: int) -> None:
         # Rows of units were counted where they became units.

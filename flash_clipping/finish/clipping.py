@@ -156,7 +156,6 @@ class ClipOptions:
     loss_reduction: str
     batch_first: bool
     backend: str
-    fp32_precision: str = "ieee"
     layers_are_cut: bool = False
     is_sharded: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))

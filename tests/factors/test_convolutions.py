@@ -12,11 +12,10 @@ from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.factors import ConvolutionGrad
 from flash_clipping.factors.units import UnitMap
 from flash_clipping.ops.convolution import reference
-from flash_clipping.ops.runtime.backend import is_interpreting
+from flash_clipping.ops.runtime.backend import full_precision, is_interpreting
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import Case, floats
 from tests.support.oracle import per_sample_truth
-from tests.support.private import Private
 
 pytestmark = pytest.mark.without_gate
 
@@ -171,15 +170,16 @@ def test_what_is_measured_in_tf32_is_what_is_released(
         return kept[-1]
 
     monkeypatch.setattr(ConvolutionGrad, "is_worth_storing", is_worth_storing)
-    monkeypatch.setattr("flash_clipping.factors.convolution.takes_tf32", torch.is_floating_point)
     x = torch.randn(1, 16, size, size, generator=torch.Generator().manual_seed(0))
     sums = {}
     for precision in ("ieee", "tf32"):
+        monkeypatch.setattr(
+            "flash_clipping.factors.convolution.convolves_in_tf32",
+            lambda tensor, is_cut=precision == "tf32": is_cut,
+        )
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(16, 32, 3, bias=False), nn.Tanh())
-        flash = GradSampleModuleFlashClipping(
-            model, max_grad_norm=0.01, mode=mode, fp32_precision=precision
-        )
+        flash = GradSampleModuleFlashClipping(model, max_grad_norm=0.01, mode=mode)
         flash(x).square().sum().backward()
         assert model[0].weight.grad is not None
         sums[precision] = model[0].weight.grad.double()
@@ -191,8 +191,28 @@ def test_what_is_measured_in_tf32_is_what_is_released(
         assert all(kept) if size == 24 else not any(kept)
 
 
-def test_the_precision_is_read_or_refused() -> None:
-    with pytest.raises(ValueError, match="fp32_precision='high' is unknown; expected one of ieee"):
-        GradSampleModuleFlashClipping(nn.Conv2d(1, 1, 1), fp32_precision="high")  # type: ignore[arg-type]
-    private = Private(nn.Sequential(nn.Linear(6, 3)), fp32_precision="tf32")
-    assert private.model._session.options.fp32_precision == "tf32"
+class OnGPU(Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_pytorch_s_setting_says_whether_convolutions_are_in_tf32(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of fp32 on a GPU, but for depthwise ones; gradients of units are added up in fp32."""
+    x = torch.randn(2, 4, 3).as_subclass(OnGPU)
+
+    def factor_of(x: Tensor, G: Tensor) -> ConvolutionGrad:
+        return ConvolutionGrad(x, G, torch.empty(4, 4 // groups, 1), (1,), (0,), (1,), groups)
+
+    for allowed in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+        assert factor_of(x, x).tf32 == (allowed and groups < 4)
+        for other in (torch.randn(2, 4, 3), x.bfloat16(), x.double()):
+            assert not factor_of(x, other).tf32 and not factor_of(other, x).tf32
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    with full_precision(torch.device("cpu")):
+        assert not factor_of(x, x).tf32
+    factor = factor_of(x, x)
+    factor.by_units(UnitMap(torch.tensor([0, 0]), 1))
+    assert not factor.tf32

@@ -340,8 +340,6 @@ class _Oracle:
     def tolerance(self) -> float:
         """Known once the model has run: what it casts floats to counts."""
         low = [TOLERANCE[kind] for kind in self.runs.dtypes if kind in TOLERANCE]
-        if self.runs.session.options.fp32_precision == "tf32":
-            low.append(TOLERANCE[torch.float16])  # which has as many digits
         return max(low, default=TOLERANCE_WIDE)
 
     def _rounded(self) -> AbstractContextManager[None]:

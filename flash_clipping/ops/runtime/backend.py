@@ -276,9 +276,10 @@ def is_always_precise(tensor: Tensor) -> bool:
     return is_half and (tensor.is_cuda or tensor.is_cpu) and not is_autocasting()
 
 
-def takes_tf32(tensor: Tensor) -> bool:
-    """Whether its device multiplies numbers of this dtype in TF32."""
-    return tensor.is_cuda and tensor.dtype == torch.float32 and torch.version.hip is None
+def convolves_in_tf32(tensor: Tensor) -> bool:
+    """Whether PyTorch may convolve it in TF32 now: by default numbers of fp32 on GPUs by NVIDIA."""
+    is_single = tensor.is_cuda and tensor.dtype == torch.float32 and torch.version.hip is None
+    return is_single and _BACKENDS.cudnn.conv.fp32_precision == "tf32"
 
 
 @contextlib.contextmanager
