@@ -131,8 +131,7 @@ class Mode:
         enabled: backward passes are recorded.
         bypassed: tapped layers run as ordinary ones.
         by_itself: a layer runs uncompiled in the midst of a compiled region.
-        seen: while a compiled region learns what its layers see: what each tap, by ``id``, has
-            seen.
+        learning: while a compiled region learns what its layers leave: where they note it.
         numbered: the taps of the region that ran last, which go by their numbers.
         comparing: gradients of single samples are compared with autograd's: nothing runs compiled.
         probing: while it is looked at where samples lie: told of operations between bare parameters
@@ -142,7 +141,7 @@ class Mode:
     enabled: bool = False
     bypassed: bool = False
     by_itself: bool = False
-    seen: dict[int, list[Any]] | None = None
+    learning: Any = None
     numbered: Sequence[Any] = ()
     comparing: bool = False
     probing: Any = None

@@ -18,7 +18,6 @@ from torch.compiler import is_dynamo_compiling
 from flash_clipping._compat import pytree, transforms_are_active
 from flash_clipping.capture.borrowed import refuse_until_lent
 from flash_clipping.capture.compiled.tracing import ACTIVE, by_itself, noted_call, traced_call
-from flash_clipping.capture.compiled.wirings import wiring_of
 from flash_clipping.capture.declared_rows import DeclaredRows, LostRows, declared_rows
 from flash_clipping.capture.factor_source import FactorSource, Trainable, owners
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
@@ -121,11 +120,10 @@ class Tap(FactorSource):
         self.computed = False
         self._trainable: Trainable = [], []
         self._looked_up = -1  # how many attributes the layer had when its parameters were
-        #: How it is recorded inside a compiled region, and its number in the region that runs.
-        self.wiring = wiring_of(rule)
+        #: Its number in the compiled region that runs, if it is in there.
+        self.number = -1
         #: A rule that stands around the layer's own.
         self.boundary: Any = None
-        self.number = -1
         self.instance_forward = vars(layer).get("forward")
         tapped = getattr(self.instance_forward, "__self__", self.instance_forward)
         if isinstance(tapped, Tap) and type(self) is Tap:
@@ -254,7 +252,7 @@ class Tap(FactorSource):
         # Layers that are not proven, or of several inputs, come here in every forward.
         session = self.session
         if not session.mode.enabled or session.mode.bypassed:
-            if session.mode.seen is not None:
+            if session.mode.learning is not None:
                 return noted_call(self, args, kwargs)
             return self.original(*args, **kwargs)
         if is_dynamo_compiling():

@@ -55,6 +55,9 @@ def convolution_backward(
 class ConvolutionRule(Rule):
     """Stride, dilation, groups and every padding mode; the input must have its batch axis."""
 
+    def can_be_traced(self, layer: Any) -> bool:
+        return True
+
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = weight_and_bias(layer)
         assert weight is not None
@@ -104,9 +107,16 @@ def padded(layer: Any, x: Tensor) -> tuple[Tensor, Kernel]:
     return x, kernel_of(layer)
 
 
-def _padding_backward(layer: Any, x: Tensor, grad_padded: Tensor) -> Tensor:
-    """The gradient of padding, which is autograd's to give; only its shape depends on ``x``."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        read, _ = padded(layer, leaf)
-    return torch.autograd.grad(read, leaf, grad_padded)[0]
+def _padding_backward(layer: Any, x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of padding ``x``: what was copied gets that of its copies as well."""
+    sides = own_padding(layer)
+    if layer.padding_mode == "zeros":
+        return F.pad(grad, [-side for side in sides])
+    for n in range(len(sides) // 2):  # from the last axis on
+        size = x.shape[-1 - n]
+        places = torch.arange(size, device=x.device, dtype=torch.float32).view(1, 1, size)
+        places = F.pad(places, sides[2 * n : 2 * n + 2], mode=layer.padding_mode).flatten().long()
+        shape = list(grad.shape)
+        shape[-1 - n] = size
+        grad = grad.new_zeros(shape).index_add(-1 - n, places, grad)
+    return grad

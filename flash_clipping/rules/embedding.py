@@ -37,6 +37,9 @@ class EmbeddingRule(Rule):
     def works_by_position(self, layer: Any) -> bool:
         return True
 
+    def can_be_traced(self, layer: Any) -> bool:
+        return layer.max_norm is None  # which changes the weight in forward
+
     def forward(self, layer: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.scale_grad_by_freq:
             raise UnsupportedLayer(

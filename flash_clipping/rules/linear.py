@@ -38,23 +38,20 @@ def has_quantized_weight(layer: nn.Module) -> bool:
     return not _QUANTIZED.isdisjoint(kinds_of(layer, layer._parameters.get("weight")))
 
 
-def linear_backward(
-    x: Tensor,
-    weight: Tensor,
-    G: Tensor,
-    needs: GradRequest,
-    rows: Callable[[Tensor], Tensor] | None = None,
-) -> Grads:
+def linear_backward(x: Tensor, weight: Tensor, G: Tensor, needs: GradRequest) -> Grads:
     """The gradient of ``A`` in ``Y = A W^T + b``, and factors of ``weight`` and ``bias``:
     ``g_b = G_b^T A_b``.
 
-    Any number of axes between the batch and the features counts as positions. ``rows`` makes
-    ``[B, T, p]`` of ``G``, if not :func:`on_16_bytes`.
+    Any number of axes between the batch and the features counts as positions.
     """
+    if needs.traced:
+        # Keys get theirs transposed. One copy in the graph, which the product needs as well, is in
+        # place of one for every kernel that reads it.
+        G = G.contiguous()
     grad_input = G @ weight if needs.inputs[0] else None
     if "weight" not in needs.params:
         return grad_input, {"bias": DenseGrad(SumGrad(as_BTd(G)).dense())}
-    G_BTp = on_16_bytes(G) if rows is None else rows(G)
+    G_BTp = as_BTd(G) if needs.traced else on_16_bytes(G)
     outer = LinearGrad(as_BTd(x), G_BTp)
     if "bias" not in needs.params:
         return grad_input, {"weight": outer}
@@ -77,6 +74,9 @@ class LinearRule(Rule):
         return not has_quantized_weight(layer)
 
     def works_by_position(self, layer: Any) -> bool:
+        return True
+
+    def can_be_traced(self, layer: Any) -> bool:
         return True
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -108,6 +108,9 @@ class Float8LinearRule(LinearRule):
     """torchao's training in fp8 by its recipe ``rowwise_with_gw_hp``: output and input gradient are
     products of rounded rows, with a scale for each, and the weight's gradient is one of rows as
     they are. Other recipes are refused when the model is wrapped."""
+
+    def can_be_traced(self, layer: Any) -> bool:
+        return False
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if is_autocasting():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import lacks_batch_axis, memory_format_of, rms_norm
 from flash_clipping.factors import DenseGrad, PerSampleGrad, SumGrad, accumulation_dtype
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
+from flash_clipping.ops.norm_layer.reference import group_norm_formula, norm_formula
 from flash_clipping.ops.runtime.shapes import Normalized
 from flash_clipping.rules.registry import (
     GradRequest,
@@ -67,12 +68,20 @@ def row_norm_backward(
         mean = None if mean is None else mean.flatten(-axes)
         weight = None if weight is None else weight.flatten()
     factors: dict[str, PerSampleGrad] = {}
-    if mean is not None and 0 < x.numel() <= BOUND_BY_LAUNCHES:
+    if needs.traced:
+        names = [name for name in ("weight", "bias") if name in needs.params]
+        x_BTd, G_BTd, rstd_BT1 = as_BTd(x_flat), as_BTd(G_flat), as_BTd(rstd)
+        mean_BT1 = None if mean is None else as_BTd(mean)
+        wanted = needs.inputs[0], "weight" in names, "bias" in names
+        grad_input, vectors = norm_formula(x_BTd, G_BTd, mean_BT1, rstd_BT1, weight, wanted)
+        for name, vector_Bd in zip(names, vectors, strict=True):
+            factors[name] = SumGrad(vector_Bd.unsqueeze(1), of_several)
+    elif mean is not None and 0 < x.numel() <= BOUND_BY_LAUNCHES:
         # PyTorch's own kernel for the input gradient, and vectors in one launch with those of
         # other layers: a launch through Triton takes the host several times as long as
         # PyTorch's own, and a small layer takes the device less than either.
         grad_input = None
-        if needs.input:
+        if needs.inputs[0]:
             # The kernel of a CPU takes the dtypes of forward, that of a GPU one for both.
             scale = weight.to(x.dtype) if weight is not None and x.is_cuda else weight
             operands = G_flat, x_flat, x_flat.shape[-1:], mean, rstd, scale, None
@@ -90,7 +99,7 @@ def row_norm_backward(
             mean,
             rstd,
             weight,
-            input_grad=needs.input,
+            input_grad=needs.inputs[0],
             weight_grad="weight" in needs.params,
             bias_grad="bias" in needs.params,
             parts_kept=PARTS_KEPT,
@@ -109,6 +118,9 @@ def row_norm_backward(
 class _RowNormRule(Rule):
     """A layer that normalizes along its last axes. It saves its input, the means (``None`` where
     none were subtracted), the reciprocal deviations, and what the result is multiplied with."""
+
+    def can_be_traced(self, layer: Any) -> bool:
+        return True
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, mean, rstd, weight = saved
@@ -307,6 +319,9 @@ class ShiftedRMSNormRule(FoundRMSNormRule):
 class GroupNormRule(Rule):
     """As LayerNorm, with statistics per sample and group of channels."""
 
+    def can_be_traced(self, layer: Any) -> bool:
+        return True
+
     def groups(self, layer: Any) -> int:
         return int(layer.num_groups)
 
@@ -334,7 +349,11 @@ class GroupNormRule(Rule):
                 *(grad_output, x, mean, rstd, weight, B, C, S, self.groups(layer)),
                 [True, False, False],
             )[0]
-        weight_BC, bias_BC = group_norm_grads(x, grad_output, mean, rstd, backend=needs.backend)
+        if needs.traced:
+            G_BCS = grad_output.reshape(B, C, S)
+            weight_BC, bias_BC = group_norm_formula(x.reshape(B, C, S), G_BCS, mean, rstd)
+        else:
+            weight_BC, bias_BC = group_norm_grads(x, grad_output, mean, rstd, backend=needs.backend)
         factors = {"weight": DenseGrad(weight_BC), "bias": DenseGrad(bias_BC)}
         return grad_input, {name: factors[name] for name in needs.params}
 

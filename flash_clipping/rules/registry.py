@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
@@ -38,13 +37,16 @@ class GradRequest:
         inputs: for every input of the layer, whether its gradient is wanted.
         params: names of the layer's own parameters that are trainable.
         backend: backend for ops that run inside the backward.
+        traced: the backward runs inside a compiled region: it consists of PyTorch's operators,
+            which the compiler fuses, and adds up there what a factor can hold added up.
     """
 
     inputs: tuple[bool, ...]
     params: frozenset[str]
     backend: str
+    traced: bool = False
 
-    @cached_property
+    @property
     def input(self) -> bool:
         """Whether the gradient of the first input is wanted."""
         return self.inputs[0]
@@ -122,6 +124,11 @@ class Rule(ABC):
 
         Only then can positions of one row be of several privacy units. The rule gets them as rows.
         """
+        return False
+
+    def can_be_traced(self, layer: Any) -> bool:
+        """Whether :meth:`forward` of one tensor, and :meth:`backward` with ``needs.traced``, can
+        run inside a compiled region: the tensors of the factors then leave it by themselves."""
         return False
 
     @abstractmethod

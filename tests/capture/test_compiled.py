@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import shutil
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import GradRequest, GradSampleModuleFlashClipping, Rule
+from flash_clipping.factors import DenseGrad
+from flash_clipping.rules import registry
+from flash_clipping.rules.normalization import FoundRMSNormRule
+from flash_clipping.rules.registry import find_rule
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.compiled import (
     LM,
@@ -23,7 +28,7 @@ from tests.support.compiled import (
     with_adapters,
     wrap,
 )
-from tests.support.models import CASES, Case
+from tests.support.models import CASES, Case, floats
 from tests.support.oracle import assert_close, per_sample_truth
 
 pytestmark = [pytest.mark.usefixtures("nothing_compiled_yet"), pytest.mark.without_gate]
@@ -184,3 +189,72 @@ def test_rms_norm_without_eps(dtype: torch.dtype) -> None:
     module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
     module.compile(backend="aot_eager", fullgraph=True)
     assert_close(module(x).float(), expected.float(), 1e-2, "outputs")
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class ScaleRule(Rule):
+    def can_be_traced(self, layer: Any) -> bool:
+        return True
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return x * layer.gain, (x, layer.gain)
+
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Any:
+        x, gain = saved
+        return grad_output * gain, {"gain": DenseGrad((grad_output * x).flatten(1, -2).sum(1))}
+
+
+def test_a_rule_of_ones_own_in_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._RULES, Scale, ScaleRule())
+    case, backend = (
+        Case(lambda: nn.Sequential(Scale(), nn.Linear(4, 3)), floats(5, 3, 4)),
+        Backend(),
+    )
+    model, batch = make_case(case, torch.float32)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = wrap(model, max_grad_norm=bound)
+    module.compile(backend=backend, fullgraph=True)
+    compare(module, truth, case, batch, bound)
+    assert backend.graphs == 1
+
+
+class OtherNorm(nn.Module):
+    """An RMS norm as models of transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(4)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+def test_a_norm_that_reads_another_dtype_than_its_rule_serves() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(4, 4), OtherNorm(), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.norm(self.first(x).double()).to(self.last.weight.dtype))
+
+    case, backend = Case(Mixed, floats(5, 3, 4)), Backend()
+    model, batch = make_case(case, torch.float32)
+    assert type(find_rule(model.norm)) is FoundRMSNormRule
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = wrap(model, max_grad_norm=bound)
+    module.compile(backend=backend, fullgraph=True)
+    compare(module, truth, case, batch, bound)
+    assert backend.graphs == 1

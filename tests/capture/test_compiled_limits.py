@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,14 +64,14 @@ def test_nothing_is_left_of_wires_that_could_not_be_made(monkeypatch: pytest.Mon
     assert before == ACTIVE == {}
 
 
-class Cut(nn.Module):
-    """Its second layer sees six positions at most, which does not follow from two shorter texts."""
+class Again(nn.Module):
+    """Calls its first layer as often as it is told, which a region does not see beforehand."""
 
     runs: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.first, self.second, self.times = nn.Linear(4, 4), nn.Linear(4, 3), 1
         self.before: Callable[[], None] = nothing
         self.after: Callable[[], None] = nothing
         self.register_buffer("runs", torch.zeros(()))
@@ -79,7 +79,9 @@ class Cut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.runs.add_(1)
         self.before()
-        x = self.second(torch.tanh(self.first(x))[:, : min(x.shape[1], 6)])
+        for _ in range(self.times):
+            x = torch.tanh(self.first(x))
+        x = self.second(x)
         self.after()
         return x
 
@@ -88,39 +90,56 @@ def nothing() -> None:
     pass
 
 
-def after_texts(lengths: Sequence[int], fullgraph: bool) -> tuple[Cut, Any]:
-    """The model, and itself compiled, after a step on texts of each of these lengths."""
-    model = Cut()
+def after_a_step(fullgraph: bool) -> tuple[Again, Any]:
+    """The model, and itself compiled."""
+    torch.manual_seed(0)
+    model = Again()
     module = wrapped(model, fullgraph=fullgraph)
-    for length in lengths:
-        squares(module, (torch.randn(5, length, 4),)).backward()
-        module.zero_grad(set_to_none=True)
+    squares(module, (torch.randn(5, 6, 4),)).backward()
+    module.zero_grad(set_to_none=True)
     return model, module
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_layer_that_is_called_more_often_is_learned_anew(fullgraph: bool) -> None:
+    model, module = after_a_step(fullgraph)
+    for model.times in (2, 1, 3):
+        plain, batch = Again(), (torch.randn(5, 6, 4),)
+        plain.load_state_dict(model.state_dict())
+        plain.times = model.times
+        truth = truth_by_autograd(plain, batch, squares)
+        for _ in range(2):
+            module.zero_grad(set_to_none=True)
+            squares(module, batch).backward()
+            assert_close(module.get_norm_sample(), truth.norms, 1e-5, "norms")
 
 
 @pytest.mark.parametrize("error", [ValueError, TorchDynamoException])
 def test_a_models_own_exception_is_not_tried_again(error: type[Exception]) -> None:
-    """Shapes were told wrong, so a layer runs by itself; what ran before it has run. That is so,
+    """A layer is called once more, so it runs by itself; what ran before it has run. That is so,
     too, where the exception is the compiler's, of something that the model compiles itself."""
-    failures = [error("the model's own")]
+    failures: list[Exception] = []
 
     @torch.compiler.disable
     def fail() -> None:
-        if failures:  # once
+        if failures:
             raise failures.pop()
 
-    model, module = after_texts((4, 5), fullgraph=False)
+    model, module = after_a_step(fullgraph=False)
     model.after = fail
+    squares(module, (torch.randn(5, 6, 4),)).backward()
+    model.times = 2
+    failures.append(error("the model's own"))
     before = float(model.runs)
     with pytest.raises(error, match="the model's own"):
-        module(torch.randn(5, 8, 4))
+        module(torch.randn(5, 6, 4))
     assert float(model.runs) == before + 1
 
 
 def test_what_a_model_raises_while_it_is_traced_is_not_tried_uncompiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one graph it comes as the compiler's exception; but all shapes were right so far."""
+    """With one graph it comes as the compiler's exception; but all was as it had been learned."""
 
     def fail() -> None:
         raise ValueError("the model's own")
@@ -128,28 +147,28 @@ def test_what_a_model_raises_while_it_is_traced_is_not_tried_uncompiled(
     def learn(*_: Any) -> None:
         raise AssertionError("it is tried again")
 
-    model, module = after_texts((4, 5), fullgraph=True)
+    model, module = after_a_step(fullgraph=True)
     model.before = fail
     monkeypatch.setattr(Region, "_learn", learn)
     with pytest.raises(TorchDynamoException, match="Observed exception"):
-        module(torch.randn(5, 8, 4))
+        module(torch.randn(5, 6, 4))
 
 
 @pytest.mark.parametrize(
-    ("error", "lengths", "runs"),
+    ("error", "length", "runs"),
     [
-        pytest.param(TorchDynamoException, (4, 5), 2, id="shapes were told wrong"),
-        pytest.param(TorchDynamoException, (4,), 1, id="shapes were learned in this call"),
-        pytest.param(ValueError, (4, 5), 1, id="the model's own"),
+        pytest.param(TorchDynamoException, 6, 2, id="it was learned before"),
+        pytest.param(TorchDynamoException, 7, 1, id="it was learned in this call"),
+        pytest.param(ValueError, 6, 1, id="the model's own"),
     ],
 )
 def test_one_graph_is_tried_again_after_the_compilers_exception_only(
-    error: type[Exception], lengths: Sequence[int], runs: int, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], length: int, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wire that does not fit ends the trace of one graph, so the model's own exception cannot
+    """A layer that runs by itself ends the trace of one graph, so the model's own exception cannot
     follow it in PyTorch as it is. Therefore what is compiled is replaced here: it does what a trace
     does, and then fails."""
-    _, module = after_texts(lengths, fullgraph=True)
+    _, module = after_a_step(fullgraph=True)
     region = module._taps.of_root.instance_forward
     assert isinstance(region, Region)
     found: list[Tensor] = []
@@ -161,7 +180,7 @@ def test_one_graph_is_tried_again_after_the_compilers_exception_only(
 
     monkeypatch.setattr(region, "compiled", compiled)
     with pytest.raises(error, match="it failed"):
-        module(torch.randn(5, 8, 4))
+        module(torch.randn(5, length, 4))
     assert len(found) == runs
 
 

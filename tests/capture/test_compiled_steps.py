@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine
+from flash_clipping._compat import has_lasting_node
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from tests.support.cases import check_case, make_case, step_case
 from tests.support.compiled import (
@@ -272,3 +273,13 @@ def test_a_wrapped_model_that_is_compiled_from_outside() -> None:
         module.zero_grad(set_to_none=True)
         case.loss(compiled, batch).mean().backward()
         check_case(module, truth, 0.5, 1e-5)
+
+
+def test_nothing_holds_the_graph_of_a_step() -> None:
+    """A capture as a CUDA graph would fail, as long as nodes of parameters last."""
+    model, batch = make_case(LM, torch.float32)
+    module = wrap(model, max_grad_norm=0.5)
+    module.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        lm_loss(module, batch).mean().backward()
+        assert not any(has_lasting_node(param) for param in model.parameters())

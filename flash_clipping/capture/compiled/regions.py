@@ -23,17 +23,10 @@ from flash_clipping._compat import (
     is_compiled,
     is_compilers_error,
 )
-from flash_clipping.capture.compiled.layout import (
-    Affine,
-    Handed,
-    Layout,
-    Wired,
-    kind_and_sizes,
-    layout_of,
-)
-from flash_clipping.capture.compiled.tracing import ACTIVE, Calls, begin_trace, kind_of, traces
+from flash_clipping.capture.compiled.layout import Handed, Layout, Wired, kind_of_call
+from flash_clipping.capture.compiled.tracing import ACTIVE, begin_trace, kind_of, traces
 from flash_clipping.capture.compiled.unbatched import note_escaped, noting_misuse
-from flash_clipping.capture.compiled.wirings import Seen
+from flash_clipping.capture.compiled.wires import rule_of
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import arrived, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import (
@@ -50,7 +43,7 @@ if TYPE_CHECKING:
     from flash_clipping.capture.tap import Tap
 
 
-#: Layouts of wires, and shapes, that one region remembers.
+#: Layouts of wires that one region remembers.
 REMEMBERED = 256
 
 
@@ -82,8 +75,7 @@ class Region:
         #: Layers that ran uncompiled once, to be proven.
         self._tried: set[str] = set()
         self._warned = False
-        self._shapes: dict[Hashable, Affine] = {}
-        self._known: dict[Hashable, Calls] = {}
+        #: By the kind of a call and the number of samples, or by the kind alone.
         self._layouts: dict[Hashable, Layout] = {}
 
         def region(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +90,7 @@ class Region:
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a compiled module is not compiled, as PyTorch has it.
         state = self.__dict__.copy()
-        state.update(compiled=None, _shapes={}, _known={}, _layouts={})
+        state.update(compiled=None, _layouts={})
         return state
 
     @property
@@ -141,52 +133,60 @@ class Region:
             session.options.layers_are_cut
         ):  # AOTAutograd gives what is awaited no gradient of its kind
             args, kwargs = map_tensors(arrived, (args, kwargs))
-        kind, sizes = kind_and_sizes(args, kwargs)
         # What is the same for all samples gets a row for each, as many as the model has now.
-        kind = kind, tuple([kind_of(tap) for tap in self.taps])
-        sizes.append(0 if call is None else call.batch_size or 0)
-        key = kind, tuple(sizes)
-        known = self._known.get(key)
-        if known is None and kind in self._shapes:
-            known = self._shapes[kind].find(sizes)
-            if known is not None:
-                _keep(self._known, key, known)
-        told = known is not None
-        traces.misfits, traces.inside = False, []
-        if known is None:
-            known = self._learn(key, kind, sizes, args, kwargs)
-        try:
-            layout = self._layout(key, known)
-            if layout.unproven and not self._tried.issuperset(layout.unproven):
-                # As eager taps do, take what they read for samples, to be proven after this call.
-                self._tried |= layout.unproven
-                return self.inner(*args, **kwargs)
-            if layout.uncompiled and not self.fullgraph:
-                self._warn_uncompiled(layout.uncompiled)
-                return self.inner(*args, **kwargs)
-            return self._run(layout, args, kwargs)
-        except FlashClippingError:
-            raise
-        except Exception as error:
-            if traces.inside:
-                raise FlashClippingError(
-                    f"{', '.join(dict.fromkeys(traces.inside))}: called inside an operator with a "
-                    "body of its own (torch.cond, while_loop, scan, a nested compile region), "
-                    "which may run it any number of times: there is nothing to record it with. "
-                    "Call the layer outside of the operator, leave this part uncompiled, or "
-                    "freeze the layer's parameters."
-                ) from error
-            # With one graph for all, nothing has run while it is traced. Otherwise a part may have.
-            if not (traces.misfits and told and self.fullgraph and is_compilers_error(error)):
+        batch_size = 0 if call is None else call.batch_size or 0
+        kind, has_rows = kind_of_call(args, kwargs, batch_size, session.options.batch_axis)
+        trainables = [tap.trainable()[0] for tap in self.taps]
+        kind = kind, tuple([*map(id, trainables)]), tuple([*map(kind_of, self.taps)])
+        key = kind, batch_size
+        layout = self._layouts.get(key)
+        if layout is None and has_rows and kind in self._layouts:
+            layout = self._layouts[kind].for_batch(batch_size)
+            if layout is not None:
+                self._keep(key, layout)
+        known = layout is not None
+        while True:
+            if layout is None:
+                layout = self._learn(batch_size, args, kwargs)
+                layout.kept = trainables
+                self._keep(key, layout)
+                if has_rows:
+                    self._keep(kind, layout)
+            traces.misfits, traces.inside = False, []
+            try:
+                if layout.unproven and not self._tried.issuperset(layout.unproven):
+                    # As eager taps do, take what they read for samples, to be proven after this.
+                    self._tried |= layout.unproven
+                    return self.inner(*args, **kwargs)
+                if layout.uncompiled and not self.fullgraph:
+                    self._warn_uncompiled(layout.uncompiled)
+                    return self.inner(*args, **kwargs)
+                return self._run(layout, args, kwargs)
+            except FlashClippingError:
                 raise
-            # What followed from other shapes was wrong.
-            traces.misfits = False
-            known = self._learn(key, kind, sizes, args, kwargs)
-            return self._run(self._layout(key, known), args, kwargs)
-        finally:
-            if traces.misfits:  # some layers ran by themselves; the next time it is learned anew
-                self._known.pop(key, None)
-                self._shapes[kind].refute()
+            except Exception as error:
+                if traces.inside:
+                    raise FlashClippingError(
+                        f"{', '.join(dict.fromkeys(traces.inside))}: called inside an operator "
+                        "with a body of its own (torch.cond, while_loop, scan, a nested compile "
+                        "region), which may run it any number of times: there is nothing to "
+                        "record it with. Call the layer outside of the operator, leave this part "
+                        "uncompiled, or freeze the layer's parameters."
+                    ) from error
+                # With one graph for all, nothing has run while it is traced. Otherwise a part may
+                # have.
+                if not (traces.misfits and known and self.fullgraph and is_compilers_error(error)):
+                    raise
+                layout, known = None, False
+            finally:
+                if traces.misfits:  # some layers ran by themselves; it is learned anew
+                    self._layouts.pop(key, None)
+                    self._layouts.pop(kind, None)
+
+    def _keep(self, key: Hashable, layout: Layout) -> None:
+        self._layouts[key] = layout
+        if len(self._layouts) > REMEMBERED:
+            del self._layouts[next(iter(self._layouts))]
 
     def _warn_uncompiled(self, why: str) -> None:
         if not self._warned:
@@ -199,13 +199,13 @@ class Region:
         key = self.session.options.key
         if layout is not None and layout.refused and self.fullgraph:
             # Layers without wires, where they may not break the graph.
-            lines = "\n".join(f"{path}: {why}" for path, why in layout.refused)
+            lines = "\n".join(f"{path}: {why}" for path, why in layout.refused.items())
             raise FlashClippingError(
                 f"{self.path}: it is compiled with fullgraph=True, but these layers in it cannot "
                 f"be recorded inside a compiled graph:\n{lines}\nCompile without fullgraph (such a "
                 "layer then runs by itself, between two graphs), compile blocks without such "
                 "layers (model.block.compile(fullgraph=True)), or freeze their parameters."
-                f"{to_freeze(*(path for path, _ in layout.refused))}"
+                f"{to_freeze(*layout.refused)}"
             )
         session = self.session
         before, call = ACTIVE.pop(key, None), session.calls.proven_call
@@ -229,12 +229,7 @@ class Region:
         """The wires of one call."""
         session = self.session
         session.count_use(*[slot.params for slot in layout.slots])
-        if session.mode.numbered is not self.taps:
-            for tap in session.mode.numbered:  # this region may call what is not in it
-                tap.number = -1
-            for number, tap in enumerate(self.taps):
-                tap.number = number
-            session.mode.numbered = self.taps
+        self._number_taps()
         if not layout.wires:
             return ()
         call = session.current_forward
@@ -242,24 +237,27 @@ class Region:
         wires: Sequence[Tensor] = Wired.apply(handed, session.options.anchor, *layout.params)
         return wires
 
-    # -- what wires are like ----------------------------------------------------------------------
+    def _number_taps(self) -> None:
+        """Taps go by their numbers in the region that runs, which may call what is not in it."""
+        mode = self.session.mode
+        if mode.numbered is not self.taps:
+            for tap in mode.numbered:
+                tap.number = -1
+            for number, tap in enumerate(self.taps):
+                tap.number = number
+            mode.numbered = self.taps
 
-    def _learn(
-        self,
-        key: Hashable,
-        kind: Hashable,
-        sizes: list[int],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Calls:
-        """Run the region once, uncompiled, to see what its layers read and return."""
+    def _learn(self, batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
+        """Run the region once, uncompiled, to see what its layers leave."""
         session = self.session
         args, kwargs = map_tensors(
             lambda x: x.detach().clone().requires_grad_(x.requires_grad), (args, kwargs)
         )
         tensors = [*tensors_in((args, kwargs)), *session.options.state()]
         devices = {x.device for x in tensors if x.is_cuda}
-        before, session.mode.seen = session.mode.seen, {}
+        self._number_taps()
+        layout = Layout(batch_size, [[] for _ in self.taps])
+        before, session.mode.learning = session.mode.learning, layout
         try:
             with (
                 untouched(self.module),
@@ -271,47 +269,28 @@ class Region:
                 noting_misuse() as misuse,
             ):
                 note_escaped(self.inner(*args, **kwargs))
-            calls = [session.mode.seen.get(id(tap), []) for tap in self.taps]
-            if misuse:
-                calls = [[_refused(seen, misuse[0]) for seen in of_tap] for of_tap in calls]
         finally:
-            session.mode.seen = before
-        self._shapes.setdefault(kind, Affine()).add(sizes, calls)
-        _keep(self._known, key, calls)
-        return calls
-
-    def _layout(self, key: Hashable, known: Calls) -> Layout:
-        proven = self.session.known.proven
-        trainables = [tap.trainable() for tap in self.taps]
-        states = [
-            (
-                id(names),
-                tap.path in proven,
-                tap.computed,
-                tap.loops,
-                tap.wiring is not None and tap.wiring.serves(tap.layer),
-            )
-            for tap, (names, _) in zip(self.taps, trainables, strict=True)
-        ]
-        number = key, id(known), tuple(states)
-        layout = self._layouts.get(number)
-        if layout is None:
-            layout = layout_of(self.taps, known, trainables)
-            _keep(self._layouts, number, layout)
+            session.mode.learning = before
+        for tap, calls in zip(self.taps, layout.calls, strict=True):
+            reads_same = any(slot.kind == "same for all" for slot in calls or ())
+            if misuse and (reads_same or any(slot.kind == "own" for slot in calls or ())):
+                why = f"it computes what is the same for all samples, and {misuse[0]}"
+                layout.refuse(tap, why)
+                if reads_same:
+                    layout.uncompiled = (
+                        f"{tap.path}: {why}. Such values cannot go from one graph to the next: "
+                        "expand what the layer reads over the batch, x.expand(batch_size, ...), or "
+                        "freeze its parameters."
+                    )
+            elif calls == [] and (tap.trainable()[1] or (tap.rule and tap.rule.allows_children)):
+                layout.calls[tap.number] = None  # if it is called after all, then by itself
+            if session.options.layers_are_cut and tap.path in layout.refused:
+                layout.uncompiled = (
+                    f"{tap.path}: {layout.refused[tap.path]}. Gradients that are DTensors cannot "
+                    "go from one graph to the next: leave this part uncompiled, or freeze the "
+                    "layer's parameters."
+                )
         return layout
-
-
-def _refused(seen: Seen | None, why: str) -> Seen | None:
-    """A call that may have no wires, as what is the same for all samples meets others."""
-    if seen is None or seen.kind in ("samples", "unused"):
-        return seen
-    return seen._replace(why=f"it computes what is the same for all samples, and {why}")
-
-
-def _keep(known: dict[Hashable, Any], key: Hashable, value: Any) -> None:
-    known[key] = value
-    if len(known) > REMEMBERED:
-        del known[next(iter(known))]
 
 
 class Regions:
@@ -377,7 +356,7 @@ class Regions:
         if context is None or inner is None or any(isinstance(x, Region) for x in present):
             return
         for tap in self.taps_in(module):
-            if tap.wiring is not None or tap.rule is None:
+            if tap.rule is None or rule_of(tap).can_be_traced(tap.layer):
                 tap.install(as_method=True)
         if "fully_shard" in applied_to(itself):
             # Its hooks gather parameters, and break the graph. They stay outside of the region.

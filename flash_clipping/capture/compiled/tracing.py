@@ -1,8 +1,4 @@
-"""Tapped layers while Dynamo traces them, and while a region learns what they see.
-
-While a layer is traced, its wires are compared with what it reads and returns, so that a wrong
-shape is a guard that fails, not a wrong norm.
-"""
+"""Tapped layers while Dynamo traces them, and while a region learns what they leave."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +19,7 @@ from flash_clipping._compat import (
     tracing_context,
     transforms_are_active,
 )
+from flash_clipping.capture.compiled.layout import UNPROVEN, Kind, Slot
 from flash_clipping.capture.compiled.unbatched import (
     SameRows,
     Unbatched,
@@ -34,13 +31,59 @@ from flash_clipping.capture.compiled.unbatched import (
     was_used,
     without_same,
 )
-from flash_clipping.capture.compiled.wirings import Kind, PerSampleParameters, Seen
+from flash_clipping.capture.compiled.wires import (
+    PerSampleParameters,
+    RuleOnWires,
+    forms_of_parameters,
+    forms_of_rule,
+    rule_of,
+)
 from flash_clipping.errors import FlashClippingError
+from flash_clipping.rules.registry import UnsupportedLayer
 
 #: Of regions that run now, by the key of their model's session: the calls of each tap, by its
 #: number, and all wires, as a layout has them. Global, as Dynamo takes tensors that are reached
 #: through a module of PyTorch's to be of one shape for good.
 ACTIVE: dict[int, tuple[Sequence[Any], Sequence[Tensor]]] = {}
+
+NOT_ONE_TENSOR = "it was called with something else than one tensor that has a batch axis"
+
+
+def kind_of(tap: Any) -> tuple[Kind | None, str]:
+    """What was shown of what a layer reads, or why it can have no wires."""
+    shown, rule, path = tap.session.known, tap.rule, tap.path
+    if rule is not None:
+        if not rule_of(tap).can_be_traced(tap.layer):
+            return None, f"its rule {type(rule).__name__} cannot be traced"
+        if tap.computed:
+            return None, "it computes with tensors that are not its own parameters"
+        if path in shown.proven:
+            return "samples", ""
+        kind = _kind_of_constant(tap) if path in shown.constants else None
+        return kind, "" if kind else UNPROVEN
+    if tap.by_function or tap.loops:
+        return None, "its per-sample gradients are formed outside of compiled code"
+    if tap.borrows:
+        return None, "it uses parameters that another module owns"
+    if not _has_rows(tap):
+        return None, "it uses its parameters itself, and rows are not samples there"
+    if path in shown.proven:
+        return "own", ""
+    if path in shown.reads:
+        return None, "its own parameters meet what has no row for each sample"
+    return ("unused", "") if shown.proven else (None, UNPROVEN)
+
+
+def _has_rows(tap: Any) -> bool:
+    """Whether what meets its parameters has a row for each sample, if it has samples."""
+    return not (tap.folded or tap.session.options.batch_axis)
+
+
+def _kind_of_constant(tap: Any) -> Kind | None:
+    """That of a layer with a rule which reads what is the same for all samples."""
+    if _has_rows(tap) and rule_of(tap).works_by_position(tap.layer):
+        return "same for all"
+    return None
 
 
 # -- what runs while Dynamo traces -----------------------------------------------------------------
@@ -108,7 +151,7 @@ def _note_operator(path: str) -> bool:
 
 @constant_in_traces
 def _note_misfit() -> bool:
-    """The wires of a layer that is traced do not have the shapes that it needs."""
+    """A layer is traced otherwise than when the region learned what it leaves."""
     traces.misfits = True
     return True
 
@@ -124,14 +167,14 @@ def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if calls is not None:
             if len(calls) == 0:
                 return tap.original(*args, **kwargs)
-            if calls[0].kind in ("own", "unused") or _only_tensor(args, kwargs) is not None:
-                number = _claim(tap.number)
-                if number < len(calls):
-                    on_wires = _on_wires if tap.boundary is None else _inside_of_boundary
-                    fits, output = on_wires(tap, calls[number], active[1], args, kwargs)
-                    if fits:
-                        return output
-                    _note_misfit()
+            number = _claim(tap.number)
+            if number < len(calls):
+                wires = [active[1][place] for place in calls[number].places]
+                on_wires = _on_wires if tap.boundary is None else _inside_of_boundary
+                fits, output = on_wires(tap, calls[number], wires, args, kwargs)
+                if fits:
+                    return output
+            _note_misfit()
     if _is_in_an_operator():  # its path is a guard, which elsewhere would be one of every layer
         _note_operator(tap.path)
     return by_itself(tap, args, kwargs)
@@ -144,51 +187,38 @@ def _only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
 
 
 def _on_wires(
-    tap: Any, call: Any, of_all: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any, slot: Slot, wires: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
-    """Whether the wires of a call fit it, and the layer's output on them."""
-    wires = [None if place is None else of_all[place] for place in call.places]
-    if call.kind == "unused":
+    """Whether a call is what the region has learned, and the layer's output on its wires."""
+    if slot.kind == "unused":
         return True, tap.original(*args, **kwargs)
-    if call.kind == "own":
-        params = [param for _, _, param in _own_parameters(tap)]
+    params = [param for _, _, param in _own_parameters(tap)]
+    if tap.boundary is None and not all([isinstance(p, torch.nn.Parameter) for p in params]):
+        return False, None  # functional_call has put something else there: no wire leads there
+    if slot.kind == "own":
         if len(params) != len(wires):
             return False, None
-        for param, wire in zip(params, wires, strict=True):
-            if wire is None or not isinstance(param, torch.nn.Parameter):
-                return False, None  # functional_call has put something else there
-            if tuple(wire.shape[1:]) != tuple(param.shape) or wire.dtype != param.dtype:
-                return False, None
         rows = PerSampleParameters.apply(*params, *wires)
         return True, _on_own_parameters(tap, rows, args, kwargs)
-    x, wiring, axis = _only_tensor(args, kwargs), tap.wiring, tap.session.options.batch_axis
-    assert x is not None and wiring is not None
-    for name in ("weight", "bias") if tap.boundary is None else ():
-        param = getattr(tap.layer, name, None)
-        if param is not None and not isinstance(param, torch.nn.Parameter):
-            return False, None  # computed elsewhere (functional_call): no wire leads there
-    same = call.kind == "same for all"
+    x = _only_tensor(args, kwargs)
+    same = slot.kind == "same for all"
+    if x is None or (isinstance(x, Unbatched) and not (same or isinstance(x, SameRows))):
+        return False, None
     if same:
-        sizes = [wire.shape[0] for wire in wires if wire is not None]
-        x = rows_of(x) if isinstance(x, Unbatched) else x.expand(sizes[0], *x.shape)
-    elif isinstance(x, Unbatched):
-        if not isinstance(x, SameRows):
-            return False, None
-        x = memory_of(x)
-    if axis:
-        x = x.transpose(0, axis)
-    y = wiring.forward(tap.layer, x, wires)
-    for wire, (shape, dtype) in zip(wires, wiring.metas(tap.layer, _seen(x, y)), strict=True):
-        # Autograd would add up, or round, a gradient that is not like its tensor.
-        if wire is not None and (tuple(wire.shape) != shape or wire.dtype != dtype):
-            return False, None
-    if same:
+        B = wires[0].shape[0]
+        x = rows_of(x) if isinstance(x, Unbatched) else x.expand(B, *x.shape)
+        y = RuleOnWires.apply(tap, slot.names, slot.sources, x, *wires)
         return True, same_for_all(y, tap.path)
+    if isinstance(x, Unbatched):
+        x = memory_of(x)
+    if axis := tap.session.options.batch_axis:
+        x = x.transpose(0, axis)
+    y = RuleOnWires.apply(tap, slot.names, slot.sources, x, *wires)
     return True, y.transpose(0, axis) if axis else y
 
 
 def _inside_of_boundary(
-    tap: Any, call: Any, of_all: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any, slot: Slot, wires: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
     """The same of a layer that is cut over processes: wires are of this process's part."""
     layer, fits = tap.layer, []
@@ -199,7 +229,7 @@ def _inside_of_boundary(
         try:
             for name in whole:
                 layer._parameters[name] = local[name]
-            found, y = _on_wires(tap, call, of_all, (x,), {})
+            found, y = _on_wires(tap, slot, wires, (x,), {})
             fits.append(found)
             return y if found else tap.original(x)
         finally:
@@ -208,10 +238,6 @@ def _inside_of_boundary(
 
     output = tap.boundary.call(layer, tapped, args, kwargs)
     return fits[0], output
-
-
-def _seen(x: Tensor, y: Tensor, kind: Kind = "samples") -> Seen:
-    return Seen(tuple(x.shape), x.dtype, tuple(y.shape), y.dtype, kind)
 
 
 def _own_parameters(tap: Any) -> list[tuple[Any, str, Any]]:
@@ -264,84 +290,69 @@ def by_itself(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 # -- what runs before ------------------------------------------------------------------------------
 
-#: For each tap of a region, what its calls saw; None for a call that was of no use.
-Calls: TypeAlias = list[list["Seen | None"]]
-
-
-def kind_of(tap: Any) -> Kind | None:
-    """What was shown of what a layer reads; None where it was not, or where it has
-    nothing to train."""
-    session, shown = tap.session, tap.session.known
-    if not tap.trainable()[1]:
-        return None
-    if tap.rule is None:
-        if tap.by_function or tap.loops or tap.borrows or tap.folded or session.options.batch_axis:
-            return None
-        if tap.path in shown.proven:
-            return "own"
-        return "unused" if shown.proven and tap.path not in shown.reads else None
-    if tap.path in shown.proven:
-        return "samples"
-    if tap.path in shown.constants and not (tap.folded or session.options.batch_axis):
-        return "same for all"
-    return None
-
 
 def noted_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The layer's own forward, while a region learns what its layers see."""
-    if tap.boundary is None or not tap.trainable()[1]:
-        return _noted_call(tap, tap.original, args, kwargs)
+    """The layer's own forward, while a region learns what its layers leave."""
+    if tap.number < 0 or not tap.trainable()[1]:
+        return tap.original(*args, **kwargs)
+    if tap.boundary is None:
+        return _noted_call(tap, tap.layer, tap.original, args, kwargs)
 
     def tapped(x: Tensor) -> Any:
         local = tap.boundary.local_layer(tap.layer)
-        return _noted_call(tap, MethodType(type(local).forward, local), (x,), {})
+        return _noted_call(tap, local, MethodType(type(local).forward, local), (x,), {})
 
     return tap.boundary.call(tap.layer, tapped, args, kwargs)
 
 
 def _noted_call(
-    tap: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any,
+    layer: Any,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    session = tap.session
-    assert session.mode.seen is not None
-    of_tap = session.mode.seen.setdefault(id(tap), [])
+    layout, axis = tap.session.mode.learning, tap.session.options.batch_axis
     note_use(args, kwargs)
-    call, axis = session.current_forward, session.options.batch_axis
-    batch_size, kind = None if call is None else call.batch_size, kind_of(tap)
-    if kind in ("own", "unused") and batch_size is not None:
-        params = [param for _, _, param in _own_parameters(tap)]
-        place = len(of_tap)  # the module may be called again inside
-        of_tap.append(None)
-        rows = [param.expand(batch_size, *param.shape) for param in params]
-        output = _on_own_parameters(tap, rows, args, kwargs)
-        kind, why = "own" if was_used(tap.path) else "unused", ""
-        if is_checkpointed():  # Dynamo puts nothing in a parameter's place there
-            why = "it uses its parameters itself, inside of an activation checkpoint"
-        shape, dtype = (batch_size,), params[0].dtype
-        of_tap[place] = Seen(shape, dtype, shape, dtype, kind, why)
-        return output
-    x = _only_tensor(args, kwargs)
-    same = isinstance(x, Unbatched) or kind == "same for all"
-    if isinstance(x, SameRows) and kind == "samples":
-        args, kwargs = (memory_of(x),), {}
-    elif same and x is not None and batch_size is not None and _serves_same_for_all(tap):
-        x = rows_of(x) if isinstance(x, Unbatched) else x.expand(batch_size, *x.shape)
-        y = original(x)
-        of_tap.append(_seen(x, y, "same for all"))
-        return same_for_all(y, tap.path)
-    if tap.trainable()[1]:
+    kind, why = kind_of(tap)
+    x = read = _only_tensor(args, kwargs)
+    if isinstance(x, Unbatched) and tap.rule is not None and why in ("", UNPROVEN):
+        if isinstance(x, SameRows) and kind == "samples":
+            x = read = memory_of(x)
+            args, kwargs = (x,), {}
+        else:
+            kind, why = _kind_of_constant(tap), UNPROVEN
+    if kind == "samples" and x is not None and not rule_of(tap).serves(layer, x):
+        kind, why = ("own" if _has_rows(tap) else None), "its rule does not serve what it reads"
+    if kind in ("own", "unused") and layout.batch_size:
+        return _noted_own_call(tap, layout, args, kwargs)
+    if kind == "same for all" and x is not None and layout.batch_size:
+        read = rows_of(x) if isinstance(x, Unbatched) else x.expand(layout.batch_size, *x.shape)
+    elif kind == "samples" and x is not None and x.dim() > axis:
+        read = x.transpose(0, axis)
+    else:
+        layout.refuse(tap, why or NOT_ONE_TENSOR)
         args, kwargs = without_same(tap.path, args, kwargs)
-    output = original(*args, **kwargs)
-    x, seen = args[0] if args else kwargs.get("input"), None
-    if isinstance(x, Tensor) and isinstance(output, Tensor) and min(x.dim(), output.dim()) > axis:
-        seen = _seen(x.transpose(0, axis), output.transpose(0, axis))
-    of_tap.append(seen)
+        return original(*args, **kwargs)
+    try:
+        layout.add(tap, kind, *forms_of_rule(rule_of(tap), layer, tap.trainable()[0], read))
+    except UnsupportedLayer as error:
+        layout.refuse(tap, str(error))
+    if kind == "same for all":
+        return same_for_all(original(read), tap.path)
+    return original(*args, **kwargs)
+
+
+def _noted_own_call(tap: Any, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module that uses its parameters itself, and may be called again inside."""
+    params = [param for _, _, param in _own_parameters(tap)]
+    forms, metas = forms_of_parameters(params, layout.batch_size)
+    place = len(layout.calls[tap.number] or ())
+    layout.add(tap, "unused")
+    rows = [param.expand(layout.batch_size, *param.shape) for param in params]
+    output = _on_own_parameters(tap, rows, args, kwargs)
+    if was_used(tap.path):
+        layout.add(tap, "own", forms, (), metas, at=place)
+        if is_checkpointed():  # Dynamo puts nothing in a parameter's place there
+            layout.refuse(tap, "it uses its parameters itself, inside of an activation checkpoint")
     return output
-
-
-def _serves_same_for_all(tap: Any) -> bool:
-    """Whether a layer may read what is the same for all samples."""
-    wiring = tap.wiring
-    if tap.computed or tap.folded or tap.session.options.batch_axis or wiring is None:
-        return False
-    return wiring.any_axes and wiring.serves(tap.layer) and bool(tap.trainable()[1])

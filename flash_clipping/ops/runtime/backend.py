@@ -22,7 +22,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from flash_clipping._compat import compilation_by_executor, graph_task, is_autocasting
+from flash_clipping._compat import (
+    compilation_by_executor,
+    constant_in_traces,
+    graph_task,
+    is_autocasting,
+)
 from flash_clipping.errors import InvalidValue
 
 P = ParamSpec("P")
@@ -279,7 +284,12 @@ def is_always_precise(tensor: Tensor) -> bool:
 def convolves_in_tf32(tensor: Tensor) -> bool:
     """Whether PyTorch may convolve it in TF32 now: by default numbers of fp32 on GPUs by NVIDIA."""
     is_single = tensor.is_cuda and tensor.dtype == torch.float32 and torch.version.hip is None
-    return is_single and _BACKENDS.cudnn.conv.fp32_precision == "tf32"
+    return is_single and _cudnn_takes_tf32()
+
+
+@constant_in_traces
+def _cudnn_takes_tf32() -> bool:
+    return bool(_BACKENDS.cudnn.conv.fp32_precision == "tf32")
 
 
 @contextlib.contextmanager
