@@ -27,10 +27,6 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
-class Doubted(Exception):
-    """A layer does not run where something is taken for samples by its size: look again."""
-
-
 @dataclass(eq=False)
 class ForwardCall:
     """One call of the root module: what a later backward has to know about it."""

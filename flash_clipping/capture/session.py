@@ -36,7 +36,7 @@ from flash_clipping.capture.draws import (
     Padding,
     of_one_draw,
 )
-from flash_clipping.capture.forward_call import Doubted, ForwardCall, in_backward
+from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.non_finite import NonFiniteWarning
 from flash_clipping.capture.proof.coverage import Coverage
 from flash_clipping.capture.proof.knowledge import Knowledge
@@ -107,8 +107,6 @@ class ProofState:
     Attributes:
         epoch: how often the samples' rows were looked for anew: earlier proofs do not count.
         on_short_way: the taps that take the short way since (``Tap.proven``).
-        doubted: layers that fail where what is no input of the model is taken for samples by its
-            size.
         proven_with: parameters that were watched at the last proof; new ones ask for another.
         lost: while parameters are looked for that are used past all taps: those, by ``id``, that no
             module can stand in for.
@@ -117,7 +115,6 @@ class ProofState:
 
     epoch: int = 0
     on_short_way: list[Any] = field(default_factory=list)
-    doubted: set[str] = field(default_factory=set)
     proven_with: int = 0
     lost: set[int] | None = None
     has_oracle: bool = True
@@ -392,11 +389,9 @@ class ClippingSession:
                 fits = found == size or (
                     path in self.known.folded and size > 0 and found % size == 0
                 )
-                is_doubted = call.reads is not None and path in self.proof.doubted
                 # By its size, if it is not memory of the model's.
                 answer = bool(storages & call.input_storages and not beside) or (
                     fits
-                    and not is_doubted
                     and storages.isdisjoint(
                         memory_id(t.untyped_storage()) for t in self.options.state()
                     )
@@ -423,21 +418,6 @@ class ClippingSession:
             return False
         call.turns[path][1] += reads
         return True
-
-    def doubt(self, path: str) -> None:
-        """Let a look of the proof, which compares two batches, begin anew (``Doubted``) if this
-        layer, which has failed, took something for samples by its size: it may be chance."""
-        call = self.current_forward
-        if (
-            call is None
-            or call.reads is None
-            or path in self.proof.doubted
-            or not self.proof.has_oracle
-        ):
-            return
-        if any(read[0] == path and answer for read, answer in call.guesses.items()):
-            self.proof.doubted.add(path)
-            raise Doubted
 
     def forget(self, path: str) -> None:
         """Drop what was noted of this layer's reads: it starts again."""

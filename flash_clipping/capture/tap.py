@@ -431,7 +431,6 @@ class Tap(FactorSource):
         except UnsupportedUse as unsupported:
             if session.mode.probing is not None:
                 return self.original(*args, **kwargs)
-            session.doubt(self.path)
             if getattr(unsupported.tap, "layer", None) not in [*self.layer.modules()]:
                 raise
             warnings.warn(

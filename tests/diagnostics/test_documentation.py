@@ -177,7 +177,7 @@ WHOLE = 60
 SAID = {"warnings.warn": 0, "check_on_device": 1, "Finding": 1}
 
 #: Their texts end up in another error's, or never leave the library.
-INNER = {"ReadsNoSamples", "UsesOthers", "Doubted", "_NotFinite", "AssertionError"}
+INNER = {"ReadsNoSamples", "UsesOthers", "_NotFinite", "AssertionError"}
 INNER |= {"RefusedByRule", "UnsupportedLayer(str(error))", "FlashClippingError(message)"}
 
 #: Errors of arguments: where these say what was found and what was expected, one entry serves all.

@@ -52,15 +52,13 @@ class SampleLayout:
     parts: int = 0
 
 
-#: The output is the same for every batch: a table of positions, say.
-CONSTANT = SampleLayout("the same for all samples")
 #: No gradient reached the layer.
 UNREACHED = SampleLayout("not reached by a gradient")
 #: Only outputs from which nothing may come back reach it, as samples reach each other in them.
 UNFIT = SampleLayout("reached by no output whose samples stay apart")
 #: Each row has one sample, whose rows lie apart: tokens that a router sent to an expert.
 ROUTED = SampleLayout("routed")
-#: Some row has several samples, and the output depends on the batch.
+#: Some row has several samples.
 SEVERAL = SampleLayout("several samples in a row")
 
 #: Of operations with bare parameters, by what their layouts go by: the layer's name, and what met
@@ -101,22 +99,17 @@ def probe(subject: Subject) -> Probed:
 
 def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
     """A second batch, in which the first sample stands among others, tells which outputs are its
-    own and which layers are the same for all batches."""
+    own."""
     B = max(len(chosen), 2)
     places = range(B)
     own = [chosen[b % len(chosen)] for b in places]  # of one sample there are two copies
     rest = [b for b in range(samples.count) if b not in chosen]
     others = [chosen[0], *[rest[0] if rest else chosen[-1 if B > 2 else 0]] * (B - 1)]
-    outputs, values = [], []
 
     def outputs_of(forward: Forward) -> dict[int, Tensor]:
         return {n: x.detach() for n, x in forward.outputs.items()}
 
-    for order in (own, others):
-        of_run = _Seen()
-        with hooked(runs.root, of_run.note, has_own_trainable):
-            outputs.append(runs.run(samples.batch(order), places, outputs_of))
-        values.append(of_run.values)
+    outputs = [runs.run(samples.batch(order), places, outputs_of) for order in (own, others)]
     unfit = frozenset(
         n for n, x in outputs[0].items() if n not in outputs[1] or not _same(x[0], outputs[1][n][0])
     )
@@ -140,9 +133,8 @@ def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
     for key, shape in seen.shapes.items() if seen.passes else ():
         nothing = torch.zeros(shape, dtype=torch.bool)
         masks = [of.get(key, nothing) for of in seen.passes]
-        owners = owners_of(masks[:B])
         first_axis = 0 if key in seen.operations else runs.session.options.batch_axis
-        layout = layout_of_owners(owners, B, first_axis)
+        layout = layout_of_owners(owners_of(masks[:B]), B, first_axis)
         if layout is UNREACHED and masks[-1].any():
             layout = UNFIT
         if key in seen.operations:
@@ -151,11 +143,9 @@ def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
             _, before, after = operations.setdefault(use, (path, [], []))
             (after if is_after else before).append(layout)
             continue
-        if layout is SEVERAL and _same(*(of_run.get(key) for of_run in values)):
-            layout = CONSTANT
         layouts[key[0]].append(layout)
     reached: set[_Call | Read] = set()
-    for key in {key for of in seen.passes for key, mask in of.items() if bool(mask.any())}:
+    for key in {key for of in seen.passes for key, mask in of.items() if mask.any()}:
         reached.update(seen.operations[key][1] if key in seen.operations else [key])
     return Probed(layouts, unfit, operations, reached)
 
@@ -201,8 +191,6 @@ class _Seen:
 
     def __init__(self) -> None:
         self._calls: defaultdict[str, int] = defaultdict(int)
-        #: Outputs.
-        self.values: dict[_Call, Tensor] = {}
         #: All keys, and the rows of each.
         self.shapes: dict[Any, torch.Size] = {}
         #: In each backward pass, the rows that got a gradient.
@@ -219,7 +207,6 @@ class _Seen:
         if x is None or in_backward():  # recomputed by a checkpoint
             return
         call = path, self._number(path)
-        self.values[call] = x.detach()
         if x.requires_grad:
             self._watch(call, x, x.shape[:-1] if x.dim() > 1 else x.shape)
 
@@ -267,8 +254,8 @@ class _Seen:
         return result
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None or a.shape != b.shape:
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
         return False
     low = a.dtype in (torch.bfloat16, torch.float16)
     gap, size = (a - b).double().nan_to_num(0, 0, 0).norm(), b.double().nan_to_num(0, 0, 0).norm()

@@ -25,7 +25,7 @@ from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.observe import Finding, observe, refusal, tap_of, taps_of
 from flash_clipping.capture.proof.oracle import examine
-from flash_clipping.capture.proof.probe import CONSTANT, UNREACHED, Probed, SampleLayout, probe
+from flash_clipping.capture.proof.probe import UNREACHED, Probed, SampleLayout, probe
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.row_layouts import TOGETHER, Layout
 from flash_clipping.capture.session import ClippingSession
@@ -60,7 +60,7 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     guessed = {read[0] for read in call.guesses} if call is not None else set[str]()
     # Where other processes wait, all look as often.
     attempts = ATTEMPTS if guessed and session.proof.has_oracle else 1
-    before, session.proof.doubted = session.known, set()
+    before = session.known
     session.known = before.to_look()
     try:
         runs, found = Runs(subject), list[Finding]()
@@ -184,10 +184,7 @@ def settle(
         if tap.rule is None and not tap.loops:
             continue  # operations tell of it
         known.forget([name])
-        known.reads[name] = [[layout is not CONSTANT] + [True] * 3 for layout in calls]
-        if {*calls} == {CONSTANT}:
-            known.constants.add(name)
-            continue
+        known.reads[name] = [[True] * 4 for _ in calls]
         if {*calls} == {UNREACHED}:
             known.note_unreached(name)
             continue

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import compiled_module
 from flash_clipping.capture.declared_rows import parts_of_samples
-from flash_clipping.capture.forward_call import Doubted
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError, own_errors, without_activations
 from flash_clipping.capture.proof.batches import Samples, Window
@@ -191,8 +190,6 @@ class Runs:
                     warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")
                     with own_errors():
                         self.forward(*args, **kwargs)
-            except Doubted:
-                return self.look(given, seed)
             except ModelsOwnError as error:
                 failed = error
             except FlashClippingError as error:

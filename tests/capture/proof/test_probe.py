@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.probe import (
-    CONSTANT,
     MANY,
     NOBODY,
     ROUTED,
@@ -75,9 +74,9 @@ def test_rows_of_a_sample_that_lie_apart_have_no_layout(name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_a_table_of_positions_is_a_constant(count: int) -> None:
+def test_a_table_of_positions_has_no_layout(count: int) -> None:
     found = layouts(Around(RIGHT["positions, looked up"]), torch.randn(count, T, K))
-    assert found["table"] == [CONSTANT.kind]
+    assert found["table"] == [SEVERAL.kind]
 
 
 def test_several_samples_in_a_row() -> None:
@@ -179,7 +178,7 @@ def test_padded_texts(make: Any) -> None:
         del inputs["labels"]
     found = layouts(make().train(), **inputs)
     kinds = {kind for calls in found.values() for kind in calls}
-    regular = {CONSTANT.kind, UNREACHED.kind, "sample by sample", "position by position"}
+    regular = {SEVERAL.kind, UNREACHED.kind, "sample by sample", "position by position"}
     parts = {kind for kind in kinds if "parts of each sample together" in kind}
     assert "sample by sample" in kinds and kinds - parts <= regular
     assert (make is opt) == bool(parts)
