@@ -220,7 +220,6 @@ def main(given: Sequence[str] | None = None) -> tuple[float, float, Audit]:
                 target_epsilon=options.epsilon,
                 target_delta=DELTA,
                 max_grad_norm=options.bound,
-                engine_options={"cuda_graphs": "auto"} if options.device == "cuda" else {},
             ),
         )
     trainer.train()

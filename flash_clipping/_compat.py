@@ -11,6 +11,7 @@ versions that tests ran with.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -97,6 +98,31 @@ memory_id: Callable[[torch.UntypedStorage], int] = _getter(torch.UntypedStorage,
 
 #: References to a storage, which is given by its ``memory_id``. Without: an error.
 references_to: Callable[[int], int] = _needed("_C._storage_Use_Count")
+
+
+def let_memory_grow() -> None:
+    """Let PyTorch's memory of a GPU grow in place, unless the environment says how it is managed:
+    batches of ever new sizes would leave holes. Without: nothing."""
+    told = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    setting = getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    if setting is not None and torch.cuda.is_available() and not any(map(os.getenv, told)):
+        setting("expandable_segments:True")
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory of a GPU that does not keep it: a CUDA graph's memory, which the
+    next capture may take. Without: the tensor itself, whose memory is kept."""
+    of_address = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if of_address is None or not tensor.is_cuda:
+        return tensor
+    memory = tensor.untyped_storage()
+    held = of_address(memory.data_ptr(), tensor.device, memory.nbytes())
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+#: Copies tensors into others, ``copy_all(into, tensors)``, in a few launches. Without: an error.
+copy_all: Callable[[list[Tensor], list[Tensor]], None] = _needed("_foreach_copy_")
 
 #: Whether two tensors share a storage. Without: an error.
 is_alias_of: Callable[[Tensor, Tensor], bool] = _needed("_C._is_alias_of")

@@ -472,19 +472,22 @@ class CountedRows:
 
 
 class Padding:
-    """What the loader of a wrapped model says of the rows of its batches.
+    """What the loader, or the loop, of a wrapped model says of the rows of its batches.
 
     Attributes:
         rows: of every batch; ``None``: batches are as they were drawn, and every row counts.
+        given: the rows of the next calls, as the loop said; ``None``: those that were drawn.
     """
 
     def __init__(self) -> None:
         self.rows: int | None = None
-        #: What CUDA graphs read: memory that stays, with the mask of the next replay.
-        self._lasting: CountedRows | None = None
+        self.given: CountedRows | None = None
+        #: What CUDA graphs read, by the number of rows: memory that stays, with the mask of the
+        #: next replay.
+        self._lasting: dict[int, CountedRows] = {}
 
     def __getstate__(self) -> dict[str, object]:  # a copy's next forward is of no loader's batch
-        return self.__dict__ | {"_lasting": None}
+        return self.__dict__ | {"_lasting": {}}
 
     def of_call(self, draw: DrawnBatch | None, captured: bool) -> CountedRows:
         """The rows of a call of the model that begins now.
@@ -499,8 +502,9 @@ class Padding:
         if self.rows is None:
             return EVERY_ROW
         if captured:
-            assert self._lasting is not None  # see prepare
-            return self._lasting
+            return self._lasting[self.rows]  # see prepare
+        if self.given is not None:
+            return self.given
         if draw is None:
             return EVERY_ROW
         order = draw.order_R
@@ -511,20 +515,26 @@ class Padding:
             )
         return CountedRows(draw.rows, draw.samples, order)
 
+    def expect(self, count: int | None, rows: int | None) -> None:
+        """So many rows of the next calls count, out of ``rows``; ``None``: all that are there."""
+        if rows is not None and count is not None:
+            self.rows, self.given = rows, CountedRows(rows, count)
+        elif self.given is not None:
+            self.rows = self.given = None
+
     def prepare(self, device: torch.device) -> None:
         """Make the memory that graphs on this device read; before any is captured."""
         if self.rows is None:
             return
-        if self._lasting is None or self._lasting.mask(device).device != device:
-            self._lasting = CountedRows(self.rows, 0)
-            self._lasting.mask(device)
+        lasting = self._lasting.setdefault(self.rows, CountedRows(self.rows, 0))
+        lasting.mask(device)
 
     def before_replay(self, draw: DrawnBatch | None, device: torch.device) -> None:
         """Let graphs read the mask of this batch."""
         if self.rows is None:
             return
-        assert self._lasting is not None
-        self._lasting.mask(device).copy_(self.of_call(draw, captured=False).mask(device))
+        mask = self.of_call(draw, captured=False).mask(device)
+        self._lasting[self.rows].mask(device).copy_(mask)
 
 
 #: Of batches as they were drawn.

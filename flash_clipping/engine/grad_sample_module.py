@@ -317,6 +317,12 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 session.calls.proven_call = forward
         return args, kwargs
 
+    def look_at_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See which rows are samples in a call that is replayed, as its forward would."""
+        self._session.enter_forward()
+        self._watch.before_forward(self._module)
+        self._watch.look_at(self._module, batched_inputs(args, kwargs), args, kwargs)
+
     def _after_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -346,15 +352,21 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             if leaf.requires_grad and not in_two_passes:
                 leaf.register_hook(start_backward)
 
-    def expect_samples(self, n: int | None) -> None:
+    def expect_samples(self, n: int | None, *, rows: int | None = None) -> None:
         """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward,
         and for all others that record gradients, until another number is given; ``None`` if it is
         not known.
 
+        Args:
+            n: how many.
+            rows: of the batch, where that is larger: its first ``n`` rows count. The others only
+                fill it up, and add exactly 0 to the clipped sum.
+
         Raises:
             FlashClippingError: in forward, where the model is called with a batch of another size.
         """
-        self._session.rows.drawn = n
+        self._session.rows.drawn = n if rows is None else rows
+        self._session.rows.padding.expect(n, rows)
         self.follow_rows()
 
     def follow_rows(self) -> ToldRows:

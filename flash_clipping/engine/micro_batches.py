@@ -132,10 +132,10 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class _Rows(Parts):
+class RowsOfBatch(Parts):
     """A batch as a loop has it: tensors with a row for each sample, in nested containers."""
 
-    def __init__(self, batch: tuple[Any, ...], axis: int):
+    def __init__(self, batch: Any, axis: int):
         self.batch, self.axis = batch, axis
         counts = {x.shape[axis] if x.dim() > axis else None for x in tensors_in(batch)}
         self.count = counts.pop() if len(counts) == 1 else None
@@ -255,7 +255,7 @@ class MicroBatches:
                 "    for x, y in loader:"
             )
         module = self._module
-        rows = _Rows(batch, module._session.options.batch_axis)
+        rows = RowsOfBatch(batch, module._session.options.batch_axis)
         if rows.count is None:
             raise FlashClippingError(
                 "MicroBatches: found tensors that have "

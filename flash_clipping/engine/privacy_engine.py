@@ -246,8 +246,8 @@ class FlashPrivacyEngine(PrivacyEngine):
                 :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only. The units that
                 ``sample_of`` names must be the items that the loader drew, each by itself.
             cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as
-                CUDA graphs wherever that gives the same, after three steps with batches of one
-                shape; one warning says why not
+                CUDA graphs wherever that gives the same and takes less time, after three steps
+                with batches of one shape; one line of log says why not
                 (:mod:`flash_clipping.graphs.graphed_model`). Memory of a step is kept;
                 flash only.
             distributed: ``False``: each process of ``torch.distributed`` trains a model of its own,

@@ -34,7 +34,7 @@ SETTINGS = (bool, int, float, str)
 class Key(NamedTuple):
     """What a graph is found by: the layout of arguments, and all else that Python decides by."""
 
-    layout: Hashable
+    layout: tuple[Any, ...]
     hooks: Hashable
     settings: Hashable
 
@@ -59,7 +59,6 @@ def key_of(
             wrapped.loss_reduction,
             session.mode.enabled,
             session.options.backend,
-            session.rows.padding.rows,
         ]
     settings = (
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
@@ -73,7 +72,20 @@ def key_of(
         *[(id(p), p.requires_grad, _place(p)) for p in _own(modules, "_parameters")],
         *[_place(buffer) for buffer in _own(modules, "_buffers")],
     )
-    return Key((str(structure), *map(_layout, leaves)), hooks_of(modules), settings)
+    padded = tuple(wrapped._session.rows.padding.rows for wrapped in models)
+    layout = (str(structure), padded, *map(_layout, leaves))
+    return Key(layout, hooks_of(modules), settings)
+
+
+def are_alike(one: Key, other: Key) -> bool:
+    """Whether two calls differ in the sizes of tensors at most."""
+    return one[1:] == other[1:] and _kinds(one) == _kinds(other)
+
+
+def _kinds(key: Key) -> list[Hashable]:
+    structure, padded, *leaves = key.layout
+    kinds = [(len(x[0]), x[2]) if isinstance(x[0], torch.Size) else x for x in leaves]
+    return [structure, tuple(rows is None for rows in padded), *kinds]
 
 
 def hooks_of(modules: Sequence[nn.Module]) -> Hashable:
@@ -175,15 +187,21 @@ def rehearse(
     module: nn.Module,
     models: Sequence[GradSampleHooksFlashClipping],
     device: torch.device,
+    *,
+    told: bool = True,
 ) -> Any:
-    """Run a step that is to be captured; ``FlashClippingError`` where a replay would differ."""
+    """Run a step that is to be captured; ``FlashClippingError`` where a replay would differ.
+
+    Args:
+        told: whether the step hears that a graph is being captured, if it asks.
+    """
     params = [p for p in module.parameters() if p.requires_grad]
     weights = [p._version for p in params]
     held = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
     held = [each for each in held if each[1].layout == torch.strided]
     counts = [wrapped.running_step.clipped_backwards for wrapped in models]
     randomness = _randomness_of_the_host()
-    with _as_if_captured(device):
+    with answers(told), _never_waits(device):
         output = run()
     if randomness != _randomness_of_the_host():
         refuse(
@@ -222,14 +240,22 @@ def _randomness_of_the_host() -> tuple[Any, ...]:
 
 
 @contextmanager
-def _as_if_captured(device: torch.device) -> Iterator[None]:
-    """Take the way that the capture will take, and refuse what waits for the device: who asks
-    whether a graph is being captured hears that one is (``transformers`` looks into its masks, and
-    waits for them, in no capture)."""
+def answers(told: bool) -> Iterator[None]:
+    """Let who asks whether a graph is being captured hear this. (``transformers`` writes masks out
+    in a capture that it leaves out elsewhere, where it may look into them, and waits for them.)"""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: told
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+
+
+@contextmanager
+def _never_waits(device: torch.device) -> Iterator[None]:
+    """Refuse what waits for the device."""
     on_gpu = device.type == "cuda"
-    told = torch.cuda.is_current_stream_capturing
     mode = torch.cuda.get_sync_debug_mode() if on_gpu else 0
-    torch.cuda.is_current_stream_capturing = lambda: True
     try:
         if on_gpu:
             torch.cuda.set_sync_debug_mode("error")
@@ -243,7 +269,6 @@ def _as_if_captured(device: torch.device) -> Iterator[None]:
             error,
         )
     finally:
-        torch.cuda.is_current_stream_capturing = told
         if on_gpu:
             torch.cuda.set_sync_debug_mode(mode)
 

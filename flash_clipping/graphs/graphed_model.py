@@ -6,9 +6,10 @@ through one node of autograd's, and is another. The loss in between runs as it i
 
 from __future__ import annotations
 
-import warnings
+import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,16 @@ from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.no_trace import without_gradients
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.told_rows import draw_of
-from flash_clipping.engine.unsupported import refuse_replay
-from flash_clipping.errors import FlashClippingError
-from flash_clipping.graphs.conditions import PLAIN, hooks_of, reason, refuse, rehearse
+from flash_clipping.errors import FlashClippingError, InvalidValue
+from flash_clipping.graphs.choice import Choice, Memory
+from flash_clipping.graphs.conditions import (
+    PLAIN,
+    are_alike,
+    hooks_of,
+    reason,
+    refuse,
+    rehearse,
+)
 from flash_clipping.graphs.graphed_step import (
     Call,
     Graph,
@@ -34,10 +42,17 @@ from flash_clipping.graphs.graphed_step import (
     differentiable,
 )
 
+logger = logging.getLogger("flash_clipping")
+
+#: How many layouts of arguments may have a graph.
+GRAPHS = 24
+
 
 def replay_calls(model: GradSampleHooksFlashClipping) -> None:
     """Replay calls of this private model as CUDA graphs: ``make_private(cuda_graphs="auto")``."""
-    refuse_replay(model.mode, "cuda_graphs='auto'")
+    if model.mode != "one_pass":
+        logger.info("cuda_graphs='auto': the model runs without graphs in mode=%r", model.mode)
+        return
     # It stands where nn.Module.compile() puts what replaces a module's call.
     root: Any = model._module
     if (call := call_of(root)) is not None:
@@ -49,20 +64,27 @@ class GraphedModel(GraphedStep):
 
     A graph has two parts, forward and backward. A call runs as it is where
     :class:`~flash_clipping.GraphedStep` would run as it is, and while the results of a replayed
-    call still wait for their backward. Graphs are given up for good, with one warning (``off`` is
-    why), where no replay would be what the call is.
+    call still wait for their backward. Calls that differ from one with a graph in
+    sizes only are captured when they are first met, without a call before. Graphs are given up for
+    good, with one line of log (``off`` is why), where no replay would be what the call is, where
+    calls as they are take less time, and where a graph takes more memory than a step.
     """
 
     def __init__(self, model: Any, forward: Callable[..., Any]):
-        super().__init__(forward, model)
+        super().__init__(forward, model, graphs=GRAPHS)
         self.model: Any = model
         self.off: str | None = None
+        self.choice = Choice()
         self._hooks = hooks_of(list(self._module().modules()))
         #: Backward of the replayed call that waits for it, as long as anybody can ask for it.
         self._waiting: weakref.ref[Any] | None = None
 
     def __reduce__(self) -> Any:
         return type(None), ()  # copies and pickles of the model run without graphs
+
+    def may_replay(self, device: torch.device) -> bool:
+        """Whether calls with tensors of this device may come to be replayed."""
+        return self.off is None and device.type == "cuda"
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.step(*args, **kwargs)
@@ -76,20 +98,48 @@ class GraphedModel(GraphedStep):
             return None
         return super()._call(args, kwargs)
 
+    def _device(self, modules: list[nn.Module], tensors: list[Tensor]) -> torch.device | None:
+        with suppress(InvalidValue):  # a model on several devices runs as it is
+            return super()._device(modules, tensors)
+        return None
+
     def _foreign(self, leaf: Any) -> None:
         """It runs as it is."""
 
+    def _is_audited(
+        self, models: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        gate = self.model._watch.gate
+        if gate.is_next and self._graphs:  # the call itself need not run as it is
+            self.model.look_at_call(args, kwargs)
+        return bool(gate.is_next)
+
     def _graph_for(self, call: Call) -> Graph | None:
         try:
-            return super()._graph_for(call)
+            if not self.choice.keeps_replays():
+                self._give_up(self.choice.why_not)
+                return None
+            memory = None if self._graphs else Memory(call.device)
+            graph = super()._graph_for(call)
         except FlashClippingError as error:
-            self.off = reason(error)
-            warnings.warn(
-                f"cuda_graphs='auto': the model runs without graphs, because {self.off}. "
-                "cuda_graphs='off' says so without this warning.",
-                stacklevel=4,
-            )
+            self._give_up(reason(error))
             return None
+        if graph is not None and memory is not None and (excess := memory.excess()):
+            self._give_up(excess)
+            return None
+        return graph
+
+    def _give_up(self, why: str) -> None:
+        """Run all calls as they are from now on."""
+        self.off = why
+        self._taken_back()
+        self._keep({})
+        logger.info("cuda_graphs='auto': the model runs without graphs, because %s", why)
+
+    def _capture(self, call: Call) -> Graph:
+        if any(are_alike(key, call.key) for key in self._graphs):
+            self.model.look_at_call(call.args, call.kwargs)
+        return super()._capture(call)
 
     def _check(self, call: Call) -> None:
         super()._check(call)
@@ -117,10 +167,16 @@ class GraphedModel(GraphedStep):
 
     # -- the first calls: what the loop does with their results ------------------------------------
 
-    def _is_warm(self, uses: Sequence[Use]) -> bool:
-        return super()._is_warm(uses) and uses[-1] == uses[-2] and bool(uses[-1].grads)
+    def _is_warm(self, call: Call) -> bool:
+        for key, graph in self._graphs.items():
+            if are_alike(key, call.key):
+                call.uses[:] = [graph.use]
+                return True
+        uses = call.uses
+        return super()._is_warm(call) and uses[-1] == uses[-2] and bool(uses[-1].grads)
 
     def _warm_up(self, call: Call) -> Any:
+        end = self.choice.begin(call.key, False, call.device) if call.uses else None
         output = self._run(call.args, call.kwargs)
         if self.off is not None:
             return output
@@ -132,7 +188,7 @@ class GraphedModel(GraphedStep):
         del call.uses[: -self.warmup]
         if len(call.uses) < self.warmup - 1 or not numbers:
             return output
-        return _apart(output, numbers, _backward_of(leaves))
+        return _apart(output, numbers, _backward_of(leaves, end))
 
     def _note(self, use: Use, number: int, grad: Tensor) -> None:
         session = self.model._session
@@ -154,12 +210,8 @@ class GraphedModel(GraphedStep):
             return output
 
         def backward() -> None:
-            if not graph.output_grads:
-                # Small, and not 0: what backward does may not depend on values.
-                graph.output_grads = {
-                    number: torch.full_like(results[number], 2.0**-10)
-                    for number in sorted(graph.use.grads)
-                }
+            for number in sorted(graph.use.grads - graph.output_grads.keys()):
+                graph.output_grads[number] = self._room_for(results[number])
             reduction = session.options.loss_reduction
             session.options.loss_reduction = next(iter(graph.use.reductions))
             try:
@@ -172,12 +224,35 @@ class GraphedModel(GraphedStep):
                 results.clear()  # with the nodes of parameters on this stream
 
         def trial() -> None:
-            forward()
+            # Small, and not 0: what backward does may not depend on values.
+            output = pytree.tree_leaves(forward())
+            numbers = graph.use.grads
+            graph.output_grads = {n: torch.full_like(output[n], 2.0**-10) for n in numbers}
             backward()
+            graph.output_grads = {}
 
-        with without_gradients(list(self._module().parameters())), captures(self.model):
-            rehearse(trial, self._module(), [self.model], graph.device)
+        like = [other for other in self._graphs.values() if other.use is graph.use]
+        graph.told = like[0].told if like else self._rehearsed(trial, graph.device)
         return [forward, backward]
+
+    def _rehearsed(self, trial: Callable[[], None], device: torch.device) -> bool:
+        """Whether the model has to hear that it is captured, or takes the way of other calls."""
+        for told in (False, True):
+            try:
+                with without_gradients(list(self._module().parameters())), captures(self.model):
+                    rehearse(trial, self._module(), [self.model], device, told=told)
+                break
+            except FlashClippingError:
+                if told:
+                    raise
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # steps from now on are in the graphs' memory
+        return told
+
+    def _room_for(self, result: Tensor) -> Tensor:
+        """The memory that a replay reads the gradient of a result from. Nothing is written to it:
+        the graph would write that again."""
+        return torch.empty_like(result)
 
     def _results(self, output: Any) -> Any:
         if not all(isinstance(x, (Tensor, *PLAIN)) for x in pytree.tree_leaves(output)):
@@ -187,7 +262,7 @@ class GraphedModel(GraphedStep):
     # -- a replay ----------------------------------------------------------------------------------
 
     def _replay(self, graph: Graph, call: Call) -> Any:
-        session = self.model._session
+        session, end = self.model._session, self.choice.begin(call.key, True, call.device)
         tensors = batched_inputs(call.args, call.kwargs)
         draw = draw_of(session, tensors)
         forward = session.begin_forward(tensors)
@@ -199,12 +274,16 @@ class GraphedModel(GraphedStep):
         with torch.no_grad():
             self._fill(graph, call, [draw])
             graph.replays[0]()
-        backward = partial(self._replay_backward, graph, forward)
+        backward = partial(self._replay_backward, graph, forward, end)
         self._waiting = weakref.ref(backward)
         return _apart(graph.output, graph.differentiable, backward)
 
     def _replay_backward(
-        self, graph: Graph, forward: ForwardCall, grads: Sequence[Tensor | None]
+        self,
+        graph: Graph,
+        forward: ForwardCall,
+        end: Callable[[], None],
+        grads: Sequence[Tensor | None],
     ) -> None:
         session = self.model._session
         given = {number: grad for number, grad in enumerate(grads) if grad is not None}
@@ -233,11 +312,14 @@ class GraphedModel(GraphedStep):
                     mine.zero_()
             graph.replays[1]()
             self._leave(graph, [forward.draw])
+        end()
         forward.spent = True
         self._waiting = None
 
 
-def _backward_of(leaves: list[Any]) -> Callable[[Sequence[Tensor | None]], None]:
+def _backward_of(
+    leaves: list[Any], end: Callable[[], None] | None
+) -> Callable[[Sequence[Tensor | None]], None]:
     """The model's own backward from its results, once. Autograd's nodes of parameters live as long
     as somebody holds the loss; a capture needs new ones, so the loss is held apart from them."""
 
@@ -249,6 +331,8 @@ def _backward_of(leaves: list[Any]) -> Callable[[Sequence[Tensor | None]], None]
         given = [(x, grad) for x, grad in zip(leaves, grads, strict=True) if grad is not None]
         leaves.clear()
         torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
+        if end is not None:
+            end()
 
     return backward
 

@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping._compat import has_lasting_node, memory_id, pytree, references_to
+from flash_clipping._compat import (
+    borrowed,
+    copy_all,
+    has_lasting_node,
+    memory_id,
+    pytree,
+    references_to,
+)
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.no_trace import without_gradients
 from flash_clipping.capture.session import GraphedResults
@@ -31,6 +38,7 @@ from flash_clipping.finish.clipping import total_norm
 from flash_clipping.graphs.conditions import (
     PLAIN,
     Key,
+    answers,
     are_odd,
     key_of,
     may_be_nobody,
@@ -105,7 +113,7 @@ class Graph:
         differentiable: which results, by number among all leaves, have a gradient.
         output_grads: by that number, what its backward reads the gradient from.
         grads: every parameter that it gives a gradient, and that gradient.
-        memories: memory of the gradients, and how many references to it are the graph's own.
+        told: whether the step hears that it is captured, if it asks.
         of_models: what it leaves on private models.
         sources: what its copies from the host read.
         replays: what replays its parts, in the order that they were captured in.
@@ -119,16 +127,12 @@ class Graph:
     differentiable: set[int] = field(default_factory=set)
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     grads: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    memories: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+    told: bool = True
     of_models: list[tuple[GradSampleHooksFlashClipping, GraphedResults]] = field(
         default_factory=list
     )
     sources: list[Tensor] = field(default_factory=list)
     replays: list[Callable[[], None]] = field(default_factory=list)
-
-    def is_held(self) -> bool:
-        """Whether somebody else refers to the gradients' memory, in whatever way."""
-        return any([references_to(memory_id(memory)) > own for memory, own in self.memories])
 
 
 class GraphedStep:
@@ -167,8 +171,8 @@ class GraphedStep:
         warmup: calls with arguments of one layout before it is captured. In the last one the step
             is told, as in the capture, that a graph is captured
             (``torch.cuda.is_current_stream_capturing``), so that both take the same way.
-        graphs: how many layouts may have a graph at a time. They share their memory, which is that
-            of the largest step, beside what steps that run as they are take.
+        graphs: how many layouts may have a graph at a time. They share their memory, gradients
+            too: it is that of the largest step, beside what steps that run as they are take.
 
     Attributes:
         replays, calls: how many calls were replays, and how many there were.
@@ -203,6 +207,8 @@ class GraphedStep:
         self.warmup, self.size = warmup, graphs
         self.replays = self.calls = 0
         self._graphs: dict[Key, Graph] = {}
+        #: Memory of the graphs' gradients, and how many references to it are their own.
+        self._memories: list[tuple[torch.UntypedStorage, int]] = []
         self._uses: OrderedDict[Key, list[Use]] = OrderedDict()
         #: Calls that waited for others, one after the other.
         self._waited = 0
@@ -253,12 +259,18 @@ class GraphedStep:
             return None
         private = [m for m in (self.model, *modules) if isinstance(m, GradSampleHooksFlashClipping)]
         models = list({id(m): m for m in private}.values())
-        if any(wrapped._watch.gate.is_next for wrapped in models):  # replays prove nothing
+        if self._is_audited(models, args, kwargs):
             return None
         if may_be_nobody(tensors, models):
             return None
         key = key_of(leaves, structure, modules, models, device)
         return Call(args, kwargs, leaves, structure, tensors, modules, models, device, key, [])
+
+    def _is_audited(
+        self, models: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether the call runs as it is because an audit is due: replays prove nothing."""
+        return any(wrapped._watch.gate.is_next for wrapped in models)
 
     def _foreign(self, leaf: Any) -> None:
         """An argument is neither a tensor nor a plain value."""
@@ -297,10 +309,11 @@ class GraphedStep:
         self._uses.move_to_end(call.key)
         if len(self._uses) > REMEMBERED:
             self._uses.popitem(last=False)
-        ready = self._is_warm(call.uses) and self._has_room(call.key)
+        ready = self._is_warm(call) and self._has_room(call.key)
         if not ready or self._is_kept_waiting():
             return None
-        graph = self._graphs[call.key] = self._capture(call)
+        graph = self._capture(call)
+        self._keep(self._graphs | {call.key: graph})
         return graph
 
     def _check(self, call: Call) -> None:
@@ -320,9 +333,9 @@ class GraphedStep:
                 "batches have other shapes in each of them. Compile blocks (block.compile())"
             )
 
-    def _is_warm(self, uses: Sequence[Use]) -> bool:
-        """Whether a call may be captured after these."""
-        return len(uses) >= self.warmup
+    def _is_warm(self, call: Call) -> bool:
+        """Whether a call may be captured, after those before."""
+        return len(call.uses) >= self.warmup
 
     def _warm_up(self, call: Call) -> Any:
         """Run a call as it is, and note its use."""
@@ -341,8 +354,18 @@ class GraphedStep:
     def _has_room(self, key: Key) -> bool:
         """Whether one more graph may be held, those that would never be found again aside."""
         if len(self._graphs) >= self.size and self._taken_back():
-            self._graphs = {k: graph for k, graph in self._graphs.items() if k[1:] == key[1:]}
+            self._keep({k: graph for k, graph in self._graphs.items() if k[1:] == key[1:]})
         return len(self._graphs) < self.size
+
+    def _keep(self, graphs: dict[Key, Graph]) -> None:
+        """Hold these graphs, and no others."""
+        self._graphs = graphs
+        grads = {id(grad): grad for graph in graphs.values() for _, grad in graph.grads}
+        memories = {id(grad): grad.untyped_storage() for grad in grads.values()}
+        of_grads = Counter(map(memory_id, memories.values()))
+        distinct = {memory_id(memory): memory for memory in memories.values()}
+        # One reference for every gradient in it, and one for what asks.
+        self._memories = [(memory, of_grads[name] + 1) for name, memory in distinct.items()]
 
     def _is_kept_waiting(self) -> bool:
         """Whether it meets others, with one warning where that lasts."""
@@ -380,7 +403,12 @@ class GraphedStep:
             output = [self._record(graph, part) for part in parts][0]
             graph.differentiable = differentiable(pytree.tree_leaves(output))
             graph.output = self._results(output)
-            graph.grads = [(p, p.grad.detach()) for p in params if p.grad is not None]
+            shared = {id(x): x for other in self._graphs.values() for _, x in other.grads}
+            graph.grads = [
+                (p, p.grad if id(p.grad) in shared else p.grad.detach())
+                for p in params
+                if p.grad is not None
+            ]
         if any([x._version for x in inputs]):  # copies begin at 0
             refuse(
                 "changes one of its arguments in place, and a replay works on copies of them. "
@@ -388,11 +416,9 @@ class GraphedStep:
             )
         if any([grad.layout != torch.strided for _, grad in graph.grads]):
             refuse("gives sparse gradients, whose size no graph can change")
-        memories = [grad.untyped_storage() for _, grad in graph.grads]
-        of_grads = Counter(map(memory_id, memories))
-        distinct = {memory_id(memory): memory for memory in memories}
-        # One reference for every gradient in it, and one for what asks.
-        graph.memories = [(memory, of_grads[name] + 1) for name, memory in distinct.items()]
+        # Who replays a graph copies its results before another one is replayed.
+        graph.output = pytree.tree_map_only(Tensor, borrowed, graph.output)
+        graph.output_grads = {number: borrowed(x) for number, x in graph.output_grads.items()}
         return graph
 
     def _parts(self, graph: Graph, run: Callable[[], Any]) -> list[Callable[[], Any]]:
@@ -412,14 +438,16 @@ class GraphedStep:
         # Weights that autocast has cast already would be read as they are today.
         torch.clear_autocast_cache()
         try:
-            with (
-                torch.cuda.device(graph.device),
+            torch.cuda.synchronize(graph.device)
+            with torch.cuda.device(graph.device), torch.cuda.stream(self._stream):
                 # Tables for kernels are put into pinned memory, and that may have to be asked for.
-                torch.cuda.graph(
-                    recorded, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"
-                ),
-            ):
-                output = work()
+                recorded.capture_begin(self._pool, capture_error_mode="relaxed")
+                try:
+                    with answers(graph.told):
+                        output = work()
+                    self._share_gradients()
+                finally:
+                    recorded.capture_end()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -434,6 +462,22 @@ class GraphedStep:
             torch.clear_autocast_cache()  # what was cast meanwhile is the graph's own
         graph.replays.append(recorded.replay)
         return output
+
+    def _share_gradients(self) -> None:
+        """Let gradients be where those of the graphs before are; a part of the capture."""
+        held = {id(p): grad for graph in self._graphs.values() for p, grad in graph.grads}
+        pairs = []
+        for p in self._module().parameters():
+            grad, shared = p.grad, held.get(id(p))
+            if grad is None or shared is None or grad is shared:
+                continue
+            if (grad.layout, grad.dtype) == (shared.layout, shared.dtype) and (
+                grad.stride() == shared.stride()
+            ):
+                pairs.append((shared, grad))
+                p.grad = shared
+        if pairs:
+            copy_all([shared for shared, _ in pairs], [grad for _, grad in pairs])
 
     def _results(self, output: Any) -> Any:
         """Results without their history; ``TypeError`` unless they are tensors or ``None``, as a
@@ -516,7 +560,7 @@ class GraphedStep:
                 if step.sums.get(id(param)) is lent:
                     step.sums[id(param)] = lent.clone()
             del lent  # counts as a holder
-        return not any(graph.is_held() for graph in self._graphs.values())
+        return not any([references_to(memory_id(memory)) > own for memory, own in self._memories])
 
 
 def differentiable(leaves: Sequence[Any]) -> set[int]:

@@ -38,6 +38,8 @@ class PrivacyArguments:
             item, or one row of several.
         max_physical_batch_size: the most samples that are on the device at a time; ``None``: as
             the trainer's own arguments say.
+        few_shapes: whether ``PrivateTrainer`` fills batches up to few sizes while steps are
+            replayed as CUDA graphs: by rows that add nothing to the sum, and by padding of texts.
 
     Raises:
         ValueError: arguments that contradict each other.
@@ -52,6 +54,7 @@ class PrivacyArguments:
     secure_mode: bool = False
     engine_options: dict[str, Any] = field(default_factory=dict)
     max_physical_batch_size: int | None = None
+    few_shapes: bool = True
 
     def __post_init__(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):

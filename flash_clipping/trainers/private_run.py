@@ -5,10 +5,8 @@ The model keeps its class and its names: it gets hooks, no wrapper.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from torch.utils.data import default_collate
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.distributed import processes_of
 from flash_clipping.engine.accounting import least_noise
-from flash_clipping.engine.micro_batches import Parts, StepInParts, bounds_of
+from flash_clipping.engine.micro_batches import Parts, RowsOfBatch, StepInParts, bounds_of
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.errors import InvalidValue
@@ -278,22 +276,23 @@ class PrivateRun:
 # -- Poisson batches in parts that fit in memory ------------------------------------------------
 
 
-@dataclass
 class LogicalBatch(Parts):
     """All samples of one step, in parts that were collated each by itself. A part without samples
-    has one row, the first of the data, and the size 0.
-
-    Attributes:
-        items: the samples themselves, where parts may have to be collated anew.
-        collate: collates a part.
-    """
-
-    items: list[Any] | None = None
-    collate: Callable[[list[Any]], Any] | None = None
+    has one row, the first of the data, and the size 0."""
 
     def samples(self, start: int, stop: int) -> Any:
-        assert self.items is not None and self.collate is not None
-        return self.collate(self.items[start:stop])
+        place, before = 0, 0
+        while before + self.sizes[place] <= start:
+            place, before = place + 1, before + self.sizes[place]
+        rows = RowsOfBatch(self.parts[place], axis=0)
+        if rows.count != self.sizes[place]:
+            raise InvalidValue(
+                f"found a part of {self.sizes[place]} samples that runs out of memory, and whose "
+                "tensors do not have a row for each of them; expected parts that can be cut. Say "
+                "how many samples fit:\n"
+                f"    PrivacyArguments(..., max_physical_batch_size={self.sizes[place] // 2})"
+            )
+        return rows.samples(start - before, stop - before)
 
     def pin_memory(self) -> LogicalBatch:
         """Called by PyTorch's loader, which does not look into classes."""
@@ -306,14 +305,11 @@ class CollateParts:
     Attributes:
         part_size: samples of a part.
         usual, most: no more parts than ``usual`` are made where they have ``most`` samples at most.
-        keeps_items: whether a batch without larger parts also holds its samples, to be cut again.
     """
 
-    def __init__(
-        self, collate: Any, dataset: Any, part_size: int, usual: int | None, keeps_items: bool
-    ):
+    def __init__(self, collate: Any, dataset: Any, part_size: int, usual: int | None):
         self.collate, self.dataset = collate, dataset
-        self.part_size, self.keeps_items, self.usual = part_size, keeps_items, usual or 1
+        self.part_size, self.usual = part_size, usual or 1
         # Poisson draws of a mean of b samples are hardly ever larger.
         self.most = part_size if usual is None else part_size + math.ceil(5 * math.sqrt(part_size))
 
@@ -324,16 +320,13 @@ class CollateParts:
     def __call__(self, samples: list[Any]) -> LogicalBatch:
         least, count = (-(-len(samples) // size) for size in (self.most, self.part_size))
         pairs = bounds_of(0, len(samples), max(1, min(count, max(least, self.usual))))
-        items = None
-        if self.keeps_items or len(pairs) < count:  # collate functions may take samples apart
-            items = [copy.copy(sample) for sample in samples]
         parts = [samples[start:stop] for start, stop in pairs]
-        return LogicalBatch([self.part(part) for part in parts], [*map(len, parts)], items)
+        return LogicalBatch([self.part(part) for part in parts], [*map(len, parts)])
 
 
 class LogicalLoader(PoissonLoader):
     """Poisson batches in parts of ``part_size`` samples at most; or, with ``usual``, of a few more
-    than that where these are no more parts than that. ``keeps_items``: they can be cut again."""
+    than that where these are no more parts than that."""
 
     announces = False
 
@@ -344,12 +337,11 @@ class LogicalLoader(PoissonLoader):
         part_size: int,
         collate_fn: Any,
         usual: int | None = None,
-        keeps_items: bool = False,
         **kwargs: Any,
     ):
         super().__init__(dataset, collate_fn=collate_fn, **kwargs)
         collate = collate_fn or default_collate
-        self.collate_fn = CollateParts(collate, dataset, part_size, usual, keeps_items)
+        self.collate_fn = CollateParts(collate, dataset, part_size, usual)
         self._processes: ProcessGroups | None = None
 
     def share(self, processes: ProcessGroups) -> None:
@@ -365,7 +357,6 @@ class LogicalLoader(PoissonLoader):
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
-            batch.collate = self.collate_fn.part
             if self._processes is not None:
                 while len(batch.parts) < self.batch_sampler.parts[0]:
                     batch.parts.append(self.collate_fn.part([]))

@@ -38,11 +38,13 @@ try:
 except ImportError as error:
     raise missing_extra("transformers", __name__, error) from error
 
+from flash_clipping._compat import let_memory_grow
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.units import UnitsOfCalls
 from flash_clipping.distributed import has_shards, reshard
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import line
+from flash_clipping.trainers.few_shapes import FewShapes
 from flash_clipping.trainers.private_run import (
     CARD,
     LogicalBatch,
@@ -134,6 +136,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         own.logging_nan_inf_filter = False  # it waits for the device in every step
         sample_of = privacy.engine_options.get("sample_of")
         self._units = None if sample_of is None else UnitsOfCalls(sample_of, batch_first=True)
+        self._shapes = FewShapes(given.per_device_train_batch_size, privacy.few_shapes)
         #: Samples of the batch whose losses are computed.
         self._samples = 0
         #: Whether the model's own loss shifts labels; ``None`` if nobody knows.
@@ -185,9 +188,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 plain,
                 sample_rate=1 / -(-size // self._logical_batch_size),
                 part_size=limit or self.args.per_device_train_batch_size,
-                usual=None if limit or is_cut else self._usual_parts,
+                # Units have several rows, or parts of one: a part of these cannot be cut.
+                usual=None if limit or is_cut or self._units else self._usual_parts,
                 stream=self.run.sampling_stream,
-                keeps_items=self._finds_batch_size,
                 distributed=self.args.world_size > 1,
             )
         return self._loader
@@ -198,6 +201,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         run, prepared = self.run, self.optimizer
         is_drawn = self._loader is not None  # or _Watch refuses to begin
         if is_drawn and run.hooks is None and isinstance(prepared, AcceleratedOptimizer):
+            let_memory_grow()
             self._compare_with_own_loss()
             assert self.model is not None
             run.attach(
@@ -206,7 +210,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 self._loader,
                 max_grad_norm=self._max_grad_norm,
                 steps=num_training_steps,
-                options=_options_of(self.accelerator.unwrap_model(self.model)),
+                options={"cuda_graphs": "auto" if self.args.world_size == 1 else "off"}
+                | _options_of(self.accelerator.unwrap_model(self.model)),
             )
             prepared.optimizer = run.optimizer
             parts, collate = run.in_parts, self._loader.collate_fn
@@ -271,10 +276,11 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         model.train()
 
         def backward(part: Any, size: int) -> Tensor:
-            hooks.expect_samples(size)
-            rows = self._samples = max(1, size)  # one of nobody stands for none
+            inputs, filled = self._shapes.rounded(part, size, hooks, self._prepare_inputs)
+            hooks.expect_samples(size, rows=filled)
+            rows = self._samples = filled or max(1, size)  # one of nobody stands for none
             with self.compute_loss_context_manager():
-                losses = self.compute_sample_losses(model, self._prepare_inputs(part))
+                losses = self.compute_sample_losses(model, inputs)
             if losses.shape != (rows,):
                 raise InvalidValue(
                     f"compute_sample_losses: found losses of shape {[*losses.shape]} for {rows} "

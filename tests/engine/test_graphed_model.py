@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from flash_clipping import (
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.capture.proof.gate import Gate
+from flash_clipping.engine.model_watch import ModelWatch
+from flash_clipping.graphs.graphed_model import GraphedModel
 from tests.support.graphs import assert_same_tensors, batches, replay_by_hand, small_network
 from tests.support.models import squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
@@ -82,15 +85,33 @@ def test_gradients_of_several_backwards_add_up() -> None:
     assert graphed.replays == 4
 
 
-def test_other_sizes_and_evaluation_run_as_they_are() -> None:
+def test_other_sizes_are_captured_when_they_are_met_and_evaluation_runs_as_it_is() -> None:
     graphed, eager = warmed()
     for x in batches(2, size=3):
         assert_same_tensors(graphed.results(x), eager.results(x))
     with torch.no_grad():
         graphed.model(batches(1)[0])
-    assert graphed.replays == 2
+    assert graphed.replays == 4
     assert_same_tensors(graphed.results(batches(1)[0]), eager.results(batches(1)[0]))
-    assert graphed.replays == 3
+    assert graphed.replays == 5
+
+
+def test_other_sizes_are_looked_at_before_they_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphed, eager = warmed()
+    looked: list[tuple[int, ...]] = []
+    look_at = ModelWatch.look_at
+
+    def noted(watch: ModelWatch, module: Any, tensors: list[Tensor], *call: Any) -> None:
+        if watch is graphed.model._watch:
+            looked.append(tuple(tensors[0].shape))
+        look_at(watch, module, tensors, *call)
+
+    monkeypatch.setattr(ModelWatch, "look_at", noted)
+    (x,) = batches(1, size=3)
+    assert_same_tensors(graphed.results(x), eager.results(x))
+    assert looked[0] == (3, 5, 6) and graphed.replays == 3
 
 
 def test_another_bound_is_captured_anew() -> None:
@@ -154,21 +175,24 @@ class Remembering(Noisy):
 @pytest.mark.parametrize(
     ("make", "why"), [(Noisy, "random numbers on the host"), (Remembering, "Remembering.last")]
 )
-def test_given_up_with_one_line(make: Callable[[], nn.Module], why: str) -> None:
+def test_given_up_with_one_line(
+    make: Callable[[], nn.Module], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     training = Training(True, make())
-    with pytest.warns(UserWarning, match=f"cuda_graphs='auto': .*{why}"):
+    with caplog.at_level("INFO", "flash_clipping"):
         for x in batches(6):
             training.results(x)
     assert training.replays == 0
+    (line,) = [text for text in caplog.messages if text.startswith("cuda_graphs")]
+    assert why in line
 
 
 def test_given_up_where_others_hook_in() -> None:
     graphed, _ = warmed()
     seen: list[Any] = []
     graphed.plain[0].register_forward_hook(lambda *args: seen.append(1))
-    with pytest.warns(UserWarning, match="hooks"):
-        graphed.results(batches(1)[0])
-    assert seen
+    graphed.results(batches(1)[0])
+    assert seen and "hooks" in graphed.model._graphs.off
 
 
 def test_given_up_where_hooks_are_of_all_modules() -> None:
@@ -176,11 +200,10 @@ def test_given_up_where_hooks_are_of_all_modules() -> None:
     seen: list[Any] = []
     handle = nn.modules.module.register_module_forward_hook(lambda *args: seen.append(1))
     try:
-        with pytest.warns(UserWarning, match="hooks"):
-            graphed.results(batches(1)[0])
+        graphed.results(batches(1)[0])
     finally:
         handle.remove()
-    assert seen
+    assert seen and "hooks" in graphed.model._graphs.off
 
 
 @pytest.mark.parametrize("of_the_model", [True, False])
@@ -285,3 +308,49 @@ def test_a_model_that_is_not_wrapped_is_replayed() -> None:
         results.append([hooks.get_norm_sample(), *(p.grad for p in plain.parameters())])
         assert not graphed or hooks._graphs.replays == 3
     assert_same_tensors(*results)
+
+
+HEARD: list[bool] = []
+
+
+class Asking(Noisy):
+    """Looks at values where it hears that nothing is captured, as models of transformers do."""
+
+    def __init__(self, waits: bool) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def forward(self, x: Tensor) -> Tensor:
+        HEARD.append(torch.cuda.is_current_stream_capturing())
+        if self.waits and not HEARD[-1]:
+            torch.rand(())  # stands for what no capture can do
+        y: Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_model_hears_of_a_capture_only_where_it_has_to(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    HEARD.clear()
+    training = Training(True, Asking(waits))
+    for x in batches(5):
+        training.results(x)
+    assert training.replays == 2 and HEARD.count(True) == waits
+
+
+def test_a_model_on_several_devices_runs_as_it_is() -> None:
+    def on(device: str) -> Any:
+        return SimpleNamespace(device=torch.device(device))
+
+    def layer(device: str) -> Any:
+        return SimpleNamespace(_parameters={"weight": on(device)}, _buffers={})
+
+    graphs, first, last = GraphedModel(Training(False).model, print), *map(layer, GPUS)
+    assert graphs._device([first], [on(GPUS[0])]) == torch.device(GPUS[0])
+    assert graphs._device([first, last], [on(GPUS[0])]) is None
+    assert graphs._device([first], [on("cpu")]) is None
+
+
+GPUS = "cuda:0", "cuda:1"

@@ -64,6 +64,12 @@ class CallsByHand(GraphedModel):
     def _device(self, modules: list[nn.Module], tensors: list[Tensor]) -> torch.device:
         return torch.device("cpu")
 
+    def may_replay(self, device: torch.device) -> bool:
+        return self.off is None
+
+    def _room_for(self, result: Tensor) -> Tensor:
+        return torch.full_like(result, 2.0**-10)
+
     def _record(self, call: Any, work: Callable[[], Any]) -> Any:
         first = not call.replays
         if first:
@@ -76,6 +82,9 @@ class CallsByHand(GraphedModel):
             params = list(self._module().parameters())
             before = [p.grad for p in params]
             known = list(session.calls.forwards)
+            counted = [forward.counted_rows for forward in known]
+            for forward in known:  # those of the capture are asked for
+                forward.counted_rows = None
             with session.captures() as again, torch.enable_grad():
                 for p in params:
                     p.grad = None
@@ -100,6 +109,8 @@ class CallsByHand(GraphedModel):
                 p.grad = grad
             for forward in session.calls.forwards:
                 forward.spent |= forward not in known
+            for forward, rows in zip(known, counted, strict=True):
+                forward.counted_rows = rows
             session.calls.current = current
 
         call.replays.append(replay)

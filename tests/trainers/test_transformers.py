@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from flash_clipping.engine.micro_batches import StepInParts
-from flash_clipping.trainers.private_run import CollateParts
+from flash_clipping.trainers.private_run import CollateParts, LogicalBatch
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.faults import Fault
 from tests.support.graphs import assert_same_tensors, replay_by_hand
@@ -292,11 +292,20 @@ def test_a_draw_that_is_larger_is_tried_whole(tmp_path: Path, fits: int, workers
     ],
 )
 def test_parts_are_equal_and_few(samples: int, usual: int | None, sizes: list[int]) -> None:
-    collate = CollateParts(default_collate, [0.0], part_size=64, usual=usual, keeps_items=False)
+    collate = CollateParts(default_collate, [0.0], part_size=64, usual=usual)
     batch = collate([float(n) for n in range(samples)])
     assert sorted(batch.sizes) == sizes
-    assert (batch.items is not None) == (max(sizes) > 64)
     assert [x for part in batch.parts for x in part.tolist()] == ([*range(samples)] or [0.0])
+
+
+def test_a_larger_part_is_cut_by_its_rows() -> None:
+    batch = LogicalBatch([{"x": torch.arange(6), "mode": "a"}, {"x": torch.arange(6, 13)}], [6, 7])
+    batch.split(1, 3)
+    assert batch.sizes == [6, 3, 2, 2] or batch.sizes == [6, 2, 2, 3] or batch.sizes == [6, 2, 3, 2]
+    assert torch.cat([part["x"] for part in batch.parts]).tolist() == [*range(13)]
+    folded = LogicalBatch([torch.arange(10)], [5])
+    with pytest.raises(ValueError, match="max_physical_batch_size=2"):
+        folded.split(0, 3)
 
 
 def test_out_of_memory_names_the_argument_that_halves(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""Whether replays are worth it: by the device's clock, and by the memory that they take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from statistics import median
+
+import torch
+
+logger = logging.getLogger("flash_clipping")
+
+#: So many replays are timed before replays are compared with calls that run as they are.
+TIMED = 6
+
+#: Replays are kept unless they take more than so many times as long.
+SLOWER = 1.02
+
+#: With the memory of the first graph a step may take so many times what it took before, and so
+#: many bytes: an allocator's blocks.
+LARGER, BLOCKS = 1.1, 2**27
+
+
+class _Timed:
+    """What lies between two events, and which part of its rows and positions the batch has."""
+
+    def __init__(self, fill: float):
+        self.fill = fill
+        self.start = torch.cuda.Event(enable_timing=True)
+        self.stop = torch.cuda.Event(enable_timing=True)
+        self.start.record()
+        self.ended = False
+
+    def end(self) -> None:
+        self.stop.record()
+        self.ended = True
+
+    def milliseconds(self) -> float:
+        return self.start.elapsed_time(self.stop)
+
+
+class Choice:
+    """Times calls, from the beginning of forward to the end of backward, by events of the device:
+    nothing waits. Once enough were timed, says whether replays are faster.
+
+    Attributes:
+        fill: which part of the next call's rows and positions a call that is not replayed would
+            have: the rest was added to meet a shape that has a graph.
+        why_not: why replays are not kept, or "".
+    """
+
+    def __init__(self) -> None:
+        self.fill, self.why_not = 1.0, ""
+        self._is_made = False
+        self._timed: dict[bool, dict[Hashable, list[_Timed]]] = {False: {}, True: {}}
+
+    def begin(self, key: Hashable, replayed: bool, device: torch.device) -> Callable[[], None]:
+        """Time a call that begins; call what comes back when its backward has ended."""
+        if self._is_made or device.type != "cuda":
+            return _nothing
+        timed = _Timed(self.fill)
+        self._timed[replayed].setdefault(key, []).append(timed)
+        return timed.end
+
+    def keeps_replays(self) -> bool:
+        """False once it was seen that calls as they are take less time."""
+        if self._is_made:
+            return not self.why_not
+        replays, calls = self._timed[True], self._timed[False]
+        both = [key for key in replays if key in calls]
+        pairs = {key: ([*map(_ended, (calls[key], replays[key]))]) for key in both}
+        pairs = {key: pair for key, pair in pairs.items() if all(pair)}
+        if sum(len(replayed) for _, replayed in pairs.values()) < TIMED:
+            return True
+        as_it_is = replayed = 0.0
+        for eager, graphed in pairs.values():
+            fill = median(x.fill for x in graphed)
+            as_it_is += len(graphed) * fill * min(x.milliseconds() for x in eager)
+            replayed += len(graphed) * median(x.milliseconds() for x in graphed)
+        count = sum(len(graphed) for _, graphed in pairs.values())
+        times = f"a replay takes {replayed / count:.1f} ms, and a call {as_it_is / count:.1f} ms"
+        self._is_made = True
+        self._timed.clear()
+        if replayed > SLOWER * as_it_is:
+            self.why_not = times
+        else:
+            logger.info("cuda_graphs='auto': %s: calls are replayed", times)
+        return not self.why_not
+
+
+def _ended(timed: list[_Timed]) -> list[_Timed]:
+    return [x for x in timed if x.ended and x.stop.query()]
+
+
+def _nothing() -> None:
+    """Nothing is timed."""
+
+
+class Memory:
+    """Compares what the process holds with a first graph to the most that it held before."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.before = device, 0
+        if device.type == "cuda":
+            self.before = torch.cuda.max_memory_reserved(device)
+
+    def excess(self) -> str:
+        """Why the graph takes too much memory, or ""."""
+        if not self.before:
+            return ""
+        now = torch.cuda.memory_reserved(self.device)
+        if now <= LARGER * self.before + BLOCKS:
+            return ""
+        return f"a graph takes {(now - self.before) / 2**30:.1f} GiB more than a step does"
