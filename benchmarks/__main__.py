@@ -32,6 +32,7 @@ from benchmarks import (
     subclasses,
     survey,
     tables,
+    trainer,
     versions,
     walk,
 )
@@ -76,6 +77,7 @@ def _run(arguments: list[str], console: Console) -> int:
         subclasses,
         survey,
         convolutions,
+        trainer,
         versions,
         walk,
         hostwork,

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks import trainer
 from benchmarks.options import UsageError
 from benchmarks.records import KernelRecord, Record, Row, Summary, read_any, size, summaries
 from flash_clipping.ops.error_bounds import ETA
@@ -29,6 +30,9 @@ PEERS |= {"fastdp": "FastDP"}
 #: Around the tables of docs/noise.md and docs/guarantees.md, beside the page of all results.
 NOISE = ("<!-- noise:start -->", "<!-- noise:end -->")
 SENSITIVITY = ("<!-- sensitivity:start -->", "<!-- sensitivity:end -->")
+
+#: Around the table that docs/performance.md opens with.
+TRAINER = ("<!-- trainer:start -->", "<!-- trainer:end -->")
 
 #: Where a rule's attacks moved the sum by less than this, the figure says nothing of the bound.
 _NEAR = 0.999
@@ -55,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace, console: Console) -> int:
     records: list[tuple[str, Record | KernelRecord]] = []
-    others: dict[str, list[dict[str, Any]]] = {"noise": [], "certificate": []}
+    others: dict[str, list[dict[str, Any]]] = {"noise": [], "certificate": [], "trainer": []}
     for path in sorted(options.results.glob("*.json"), key=lambda path: path.stem):
         try:
             records.append((path.name, read_any(path)))
@@ -80,9 +84,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
         pages.append(_Page(docs / "noise.md", *NOISE, render_noise(others["noise"], folder)))
     if found := others["certificate"]:
         pages.append(_Page(docs / "guarantees.md", *SENSITIVITY, render_sensitivity(found, folder)))
-    texts = [page.texts() for page in pages]
+    if trained := others["trainer"]:
+        pages.append(_Page(options.page, *TRAINER, render_trainer(trained, folder)))
+    for page in pages:
+        page.texts()  # raises before anything is written
     status = 0
-    for page, (before, after) in zip(pages, texts, strict=True):
+    for page in pages:
+        before, after = page.texts()
         if not options.check:
             page.path.write_text(after, encoding="utf-8")
             console.print(f"wrote {page.path}")
@@ -183,6 +191,15 @@ def render_noise(records: Sequence[dict[str, Any]], folder: str) -> str:
             f'{len(record["statistics"])} statistics the furthest off is "{worst["name"]}", by '
             f"{abs(worst['errors']):.1f} standard errors.\n",
         ]
+    return "\n".join(parts)
+
+
+def render_trainer(records: Sequence[dict[str, Any]], folder: str) -> str:
+    """Markdown: how long a step of ``PrivateTrainer`` takes beside one of ``Trainer``."""
+    parts = []
+    for record in records:
+        headings, lines = trainer.lines(record["results"])
+        parts += [_heading(record, folder), table(headings, lines)]
     return "\n".join(parts)
 
 

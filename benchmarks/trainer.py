@@ -1,0 +1,438 @@
+"""``trainer``: what a user of a trainer waits for, from the process's start.
+
+Every model is fine-tuned by ``transformers.Trainer`` and by ``PrivateTrainer`` with their default
+options: fp32 weights under bf16 autocast, AdamW, texts of many lengths, Poisson batches. Each run
+is a process of its own, and the two take turns. Weights are random; texts are Python's own manual,
+as bytes, so that there is something to learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import logging
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks import environment
+from benchmarks.options import UsageError
+
+#: Steps that a window ends with; the first begins with the process.
+WINDOWS = (1, 12, 42, 100, 200)
+
+METHODS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "private": {},
+    "private-eager": {"engine_options": {"cuda_graphs": "off"}},
+}
+
+
+class Task(NamedTuple):
+    """A model, the lengths of its texts (or images), and how many are in a batch."""
+
+    build: Callable[[Any], nn.Module]
+    batch: int
+    lengths: tuple[int, int] = (0, 0)
+    classes: int = 0
+    seq2seq: bool = False
+
+
+def _bert(size: Any) -> nn.Module:
+    import transformers as tr
+
+    config = tr.BertConfig(num_hidden_layers=size(12), num_labels=2)
+    return tr.BertForSequenceClassification(config)
+
+
+def _roberta(size: Any) -> nn.Module:
+    import transformers as tr
+
+    return tr.RobertaForSequenceClassification(
+        tr.RobertaConfig(
+            num_hidden_layers=size(24),
+            hidden_size=1024,
+            num_attention_heads=16,
+            intermediate_size=4096,
+            num_labels=2,
+            max_position_embeddings=514,
+        )
+    )
+
+
+def _gpt2(size: Any) -> nn.Module:
+    import transformers as tr
+
+    return tr.GPT2LMHeadModel(tr.GPT2Config(n_layer=size(12)))
+
+
+def _vit(size: Any) -> nn.Module:
+    import transformers as tr
+
+    return tr.ViTForImageClassification(tr.ViTConfig(num_hidden_layers=size(12), num_labels=100))
+
+
+def _llama_lora(size: Any) -> nn.Module:
+    import peft
+    import transformers as tr
+
+    config = tr.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=size(22),
+        num_attention_heads=32,
+        num_key_value_heads=4,
+    )
+    adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: nn.Module = peft.get_peft_model(tr.LlamaForCausalLM(config), adapters)
+    return model
+
+
+def _t5(size: Any) -> nn.Module:
+    import transformers as tr
+
+    return tr.T5ForConditionalGeneration(
+        tr.T5Config(
+            vocab_size=32128,
+            d_model=768,
+            d_ff=2048,
+            num_layers=size(12),
+            num_heads=12,
+            feed_forward_proj="gated-gelu",
+            decoder_start_token_id=0,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _qwen3(size: Any) -> nn.Module:
+    import transformers as tr
+
+    return tr.Qwen3ForCausalLM(
+        tr.Qwen3Config(
+            vocab_size=151936,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=size(28),
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+TASKS = {
+    "bert": Task(_bert, 64, (16, 128), classes=2),
+    "gpt2": Task(_gpt2, 32, (32, 256)),
+    "vit": Task(_vit, 64, classes=100),
+    "llama-lora": Task(_llama_lora, 16, (64, 512)),
+    "t5": Task(_t5, 16, (128, 512), seq2seq=True),
+    "qwen3": Task(_qwen3, 8, (512, 512)),
+    "roberta-large": Task(_roberta, 32, (16, 256), classes=2),
+    "gpt2-512": Task(_gpt2, 16, (512, 512)),
+}
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Texts, or images, that were drawn once."""
+
+    def __init__(self, task: Task, count: int):
+        random = torch.Generator().manual_seed(0)
+        draw = _image if task.lengths == (0, 0) else functools.partial(_text, _manual())
+        self.rows = [draw(task, random) for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self.rows[index])
+
+
+def _manual() -> Tensor:
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics.values()).encode("ascii", "replace")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long() + 5
+
+
+def _number(low: int, high: int, random: torch.Generator) -> int:
+    return int(torch.randint(low, high + 1, (1,), generator=random))
+
+
+def _text(manual: Tensor, task: Task, random: torch.Generator) -> dict[str, Any]:
+    length = _number(*task.lengths, random)
+    start = _number(0, len(manual) - length - 65, random)
+    ids = manual[start : start + length]
+    row: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+    if task.classes:  # is it a text, or one whose letters were mixed?
+        row["labels"] = _number(0, task.classes - 1, random)
+        ids = ids[torch.randperm(length, generator=random)] if row["labels"] else ids
+    elif task.seq2seq:
+        row["labels"] = manual[start + length :][: _number(16, 64, random)]
+    else:
+        row["labels"] = ids.clone()
+    return row | {"input_ids": ids}
+
+
+def _image(task: Task, random: torch.Generator) -> dict[str, Any]:
+    label = _number(0, task.classes - 1, random)
+    of_class = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(label))
+    noise = torch.randn(3, 224, 224, generator=random)
+    return {"pixel_values": noise + of_class.repeat(1, 56, 56), "labels": label}
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Texts are padded to a multiple of 8, as tokenizers do."""
+    batch = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        if not isinstance(values[0], Tensor):
+            batch[key] = torch.tensor(values)
+        elif values[0].dim() == 1:
+            width = -(-max(map(len, values)) // 8) * 8
+            fill = -100 if key == "labels" else 0
+            pad = functools.partial(nn.functional.pad, value=fill)
+            batch[key] = torch.stack([pad(x, (0, width - len(x))) for x in values])
+        else:
+            batch[key] = torch.stack(values)
+    return batch
+
+
+# -- one run: a process of its own -----------------------------------------------------------------
+
+
+def measure(name: str, method: str, steps: int, small: bool, noise: float) -> dict[str, Any]:
+    """Train, and tell what it took."""
+    import transformers as tr
+
+    from flash_clipping.trainers.transformers import (
+        PrivacyArguments,
+        PrivateSeq2SeqTrainer,
+        PrivateTrainer,
+    )
+
+    tr.logging.set_verbosity_error()
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("flash_clipping").addHandler(listener)
+    logging.getLogger("flash_clipping").setLevel(logging.INFO)
+    task, on_gpu = TASKS[name], torch.cuda.is_available()
+    torch.manual_seed(0)
+    model = task.build(lambda layers: 2 if small else layers)
+    batch = 4 if small else task.batch
+    data = Rows(task, 64 * batch if task.lengths[1] else 8 * batch)
+    clock = _clock(tr.TrainerCallback)
+    kind = tr.Seq2SeqTrainingArguments if task.seq2seq else tr.TrainingArguments
+    arguments = kind(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=batch,
+        max_steps=steps,
+        bf16=on_gpu,
+        logging_steps=50,
+        save_strategy="no",
+        report_to=[],
+        dataloader_num_workers=4 if on_gpu else 0,
+        learning_rate=1e-4,
+        disable_tqdm=True,
+        use_cpu=not on_gpu,
+    )
+    given = {"model": model, "args": arguments, "train_dataset": data, "data_collator": collate}
+    if (options := METHODS[method]) is None:
+        cls = tr.Seq2SeqTrainer if task.seq2seq else tr.Trainer
+        trainer = cls(**given, callbacks=[clock])
+    else:
+        privacy = PrivacyArguments(
+            noise_multiplier=noise, target_delta=1e-6, max_grad_norm=1.0, **options
+        )
+        private = PrivateSeq2SeqTrainer if task.seq2seq else PrivateTrainer
+        trainer = private(**given, callbacks=[clock], privacy=privacy)
+    clock.trainer = trainer
+    trainer.train()
+    graphs = clock.graphs
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return {
+        "model": name,
+        "method": method,
+        "windows": clock.windows(),
+        "first_seconds": round(clock.first, 2),
+        "allocated_gib": clock.gib(torch.cuda.max_memory_allocated) if on_gpu else None,
+        "reserved_gib": clock.gib(torch.cuda.max_memory_reserved) if on_gpu else None,
+        "losses": [round(x, 4) for x in losses],
+        "replays": [graphs.replays, graphs.calls] if graphs is not None else None,
+        "said": said,
+    }
+
+
+def _clock(base: Any) -> Any:
+    """A callback that reads the time where windows end, when the device has come to there."""
+
+    class Clock(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.at: dict[int, float] = {}
+            self.first = 0.0
+            self.trainer: Any = None
+            self.graphs: Any = None
+
+        def _now(self) -> float:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return time.perf_counter()
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.at[0] = self._now()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in (*WINDOWS, args.max_steps):
+                self.at[state.global_step] = self._now()
+                if state.global_step == 1:
+                    self.first = self.at[1] - self.at[0]
+                    hooks = getattr(getattr(self.trainer, "run", None), "hooks", None)
+                    self.graphs = getattr(hooks, "_graphs", None)
+
+        def windows(self) -> dict[str, float]:
+            """Milliseconds of a step, by windows."""
+            steps = sorted(self.at)
+            pairs = zip(steps, steps[1:], strict=False)
+            return {f"{a}-{b}": 1e3 * (self.at[b] - self.at[a]) / (b - a) for a, b in pairs}
+
+        def gib(self, read: Callable[[], int]) -> float:
+            return round(read() / 2**30, 2)
+
+    return Clock()
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``trainer`` to the command line."""
+    parser = commands.add_parser(
+        "trainer", help="Trainer beside PrivateTrainer, by default options"
+    )
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(TASKS)}; all without")
+    parser.add_argument("--methods", default="plain,private", help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--steps", type=int, default=WINDOWS[-1])
+    parser.add_argument("--rounds", type=int, default=1, help="processes of each method")
+    parser.add_argument("--noise", type=float, default=0.5, help="noise multiplier")
+    parser.add_argument("--small", action="store_true", help="two layers, four samples")
+    parser.add_argument("--seconds", type=int, default=240, help="limit of one process")
+    parser.add_argument("--json", type=Path, help="where the results are written")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Measure; with ``--one`` in this process."""
+    models, methods = options.models or [*TASKS], options.methods.split(",")
+    for known, given in ((TASKS, models), (METHODS, methods)):
+        if unknown := [name for name in given if name not in known]:
+            raise UsageError(f"trainer: found {', '.join(unknown)}; expected {', '.join(known)}")
+    if options.one:
+        found = measure(models[0], methods[0], options.steps, options.small, options.noise)
+        print(json.dumps(found))
+        return 0
+    results = []
+    for name in models:
+        for _ in range(options.rounds):
+            for method in methods:
+                results.append(_in_a_process(name, method, options))
+                console.print(json.dumps(results[-1]))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    record = {
+        "kind": "trainer",
+        "environment": environment.describe(device),
+        "command": options.command,
+        "results": results,
+    }
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    headings, rows = lines(results)
+    shown = Table(*headings)
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+    return int(any("error" in result for result in results))
+
+
+def _in_a_process(name: str, method: str, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks", "trainer", name, "--methods", method, "--one"]
+    command += ["--steps", str(options.steps), "--noise", str(options.noise)]
+    command += ["--small"] if options.small else []
+    environment_of_run = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=options.seconds, env=environment_of_run
+        )
+    except subprocess.TimeoutExpired:
+        return {"model": name, "method": method, "error": f"over {options.seconds} s"}
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        return {"model": name, "method": method, "error": done.stderr[-1000:]}
+    return found
+
+
+def lines(results: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a line for each model and method but ``plain``: medians over processes.
+    Milliseconds of a step by windows of steps, then ratios to ``plain`` in the last window."""
+    columns = [f"{a}-{b}" for a, b in zip(WINDOWS, WINDOWS[1:], strict=False)]
+    ways = dict.fromkeys((r["model"], r["method"]) for r in results if "error" not in r)
+    found = {}
+    for way in ways:
+        runs = [r for r in results if (r["model"], r["method"]) == way and "error" not in r]
+        found[way] = _Medians(runs)
+    made = []
+    for name, method in ways:
+        base, own = found.get((name, "plain")), found[name, method]
+        if method == "plain" or base is None:
+            continue
+        steps = [f"{own.window(column):.0f}" for column in columns]
+        last = columns[-1]
+        graphs = own.runs[0]["replays"]
+        made.append(
+            [
+                f"`{name}`, {TASKS[name].batch}" + ("" if method == "private" else f" ({method})"),
+                f"{base.window(last):.0f}",
+                *steps,
+                f"{own.window(last) / base.window(last):.2f}",
+                f"{graphs[0]} of {graphs[1]}" if graphs else "none",
+                f"{base.of('first_seconds'):.1f}, {own.of('first_seconds'):.1f}",
+                *[
+                    f"{base.of(key):.1f}, {own.of(key):.1f} ({own.of(key) / base.of(key):.2f})"
+                    for key in ("allocated_gib", "reserved_gib")
+                ],
+            ]
+        )
+    headings = ["model, batch", f"`Trainer`, {columns[-1]}", *columns, "ratio", "replays"]
+    return [*headings, "first step, s", "allocated, GiB", "reserved, GiB"], made
+
+
+class _Medians:
+    """Medians over the runs of one method."""
+
+    def __init__(self, runs: list[dict[str, Any]]):
+        self.runs = runs
+
+    def of(self, key: str) -> float:
+        values = [run[key] for run in self.runs if run[key] is not None]
+        return statistics.median(values) if values else math.nan
+
+    def window(self, name: str) -> float:
+        values = [run["windows"][name] for run in self.runs if name in run["windows"]]
+        return statistics.median(values) if values else math.nan
