@@ -2,11 +2,10 @@
 
 A loader gives its batches with their numbers. A forward that records gradients is of one of those
 that were given and not used yet, the first with as many rows. Where it matters which row is which
-(privacy units, padding, batches in an order), it is of the batch that was given last, or whose very
-tensors it gets, and has the same rows in the same order: the loop calls the model with the batch of
-each step before it takes the next one, or says which rows they are. Rows are compared by content:
-by a hash of their bytes, which is the same on every device. On a GPU the comparison waits for
-nothing.
+(privacy units, padding, batches in an order), it is of the batch that was given last, and all its
+inputs have rows of that, in the same order: the loop calls the model with the batch of each step
+before it takes the next one, or says which rows they are. Rows are compared by content: by a hash
+of their bytes, which is the same on every device. On a GPU the comparison waits for nothing.
 
 Batches may be of one size, filled up with padding: a row that runs through the model like any other
 and gets norm 0 and clipping coefficient 0, with which it adds exactly nothing, whatever its values
@@ -20,7 +19,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,41 +90,27 @@ class DrawnBatch:
         """What holds for rows of the batch, for those of the model's input."""
         return of_rows_R if self.order_R is None else of_rows_R[self.order_R]
 
-    def fits(self, inputs: Sequence[Tensor], axis: int, all_of_them: bool = False) -> bool | Tensor:
-        """Whether the inputs are rows of this batch, in its order. ``[]``, bool, on their device; a
-        plain one where nothing had to be compared.
-
-        One input with rows that differ must have the batch's rows in their order, or all inputs
-        must; and none may have them in another order. ``all_of_them``: all inputs must.
-        """
+    def fits(self, inputs: Sequence[Tensor], axis: int) -> bool | Tensor:
+        """Whether all inputs are rows of this batch, in its order. ``[]``, bool, on their device; a
+        plain one where nothing had to be compared."""
         own = [
             x
             for x, version in zip(self.tensors, self._versions, strict=True)
             if x._version == version and x.dim() > axis and x.shape[axis] == self.rows
         ]
-        some: Any = False  # these become tensors on the inputs' device
-        every: Any = True
-        in_order: Any = True
+        found: bool | Tensor = bool(own)
         for given in inputs:
             if given.is_meta or given.dim() <= axis or given.shape[axis] != self.rows:
                 continue
             if any(given is x for x in own):
-                some = True
                 continue
             alike = [x for x in own if x.numel() == given.numel()]
             if given.layout != torch.strided or not alike:
-                every = False
-                continue
+                return False
             mine = row_hashes(given, axis)
             hashes = [row_hashes(x.to(given.dtype), axis) for x in alike]
             theirs = [of_x.to(given.device, non_blocking=True) for of_x in hashes]
-            same = torch.stack([(mine == of_x).all() for of_x in theirs]).any()
-            ordered = mine.sort()[0]
-            moved = torch.stack([(ordered == of_x.sort()[0]).all() for of_x in theirs]).any()
-            some = some | (same & (mine != mine[0]).any() if self.rows > 1 else same)
-            every = every & same
-            in_order = in_order & (same | ~moved)
-        found: bool | Tensor = in_order & (every if all_of_them else some | every)
+            found = found & torch.stack([(mine == of_x).all() for of_x in theirs]).any()
         return found
 
 
@@ -370,7 +354,7 @@ class Draws:
         return [*found, current] if current.taken else [current, *found]
 
     def _with_rows(self, inputs: Sequence[Tensor], sizes: Sequence[int], axis: int) -> DrawnBatch:
-        """The batch that was given last, or whose tensors these are, if these are its rows."""
+        """The batch that was given last, if these are its rows."""
         if not self.waiting:
             raise FlashClippingError(
                 "the model: make_private was called with units=..., max_batch_size=... or batches "
@@ -378,9 +362,7 @@ class Draws:
                 "forward. Take batches from that loader (through BatchMemoryManager with "
                 "num_workers=0 alone); run other data under torch.no_grad()."
             )
-        given = {id(x) for x in inputs}
-        # Batches may be taken ahead of their steps: then their very tensors tell.
-        draw = max(self.waiting[::-1], key=lambda draw: sum(id(x) in given for x in draw.tensors))
+        draw = self.waiting[-1]
         rows = draw.rows if draw.order_R is None else len(draw.order_R)
         if rows not in sizes:
             found = " or ".join(map(str, sizes)) or "unknown size"
@@ -389,10 +371,7 @@ class Draws:
                 "the loader's last batch, all at once."
             )
         if draw.order_R is None:
-            # Where others were left out, or taken ahead, what is equal in some inputs alone
-            # (labels) may be another's.
-            are_several = any(not other.taken for other in self.waiting if other is not draw)
-            fits = draw.fits(inputs, axis, all_of_them=are_several)
+            fits = draw.fits(inputs, axis)
             if isinstance(fits, Tensor):
                 check_on_device(fits, _OTHER_ROWS)
             elif not fits:

@@ -189,11 +189,9 @@ def test_padding_is_no_sample_to_the_dashboard() -> None:
     assert reading.samples == expected and reading.median_norm > 0
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "fetched ahead"])
 @pytest.mark.parametrize("alike", [False, True], ids=["rows differ", "rows are equal"])
-def test_parts_of_a_batch_are_one_step(alike: bool, ahead: bool) -> None:
-    """Of ``BatchMemoryManager``: each part has its own padding, by its place in the batch where the
-    rows do not tell."""
+def test_parts_of_a_batch_are_one_step(alike: bool) -> None:
+    """Of ``BatchMemoryManager``: each part has its own padding, by its place in the batch."""
     engine, model, module, optimizer, criterion, loader = private()
     if alike:
         for x in loader.dataset.tensors[:2]:
@@ -209,7 +207,7 @@ def test_parts_of_a_batch_are_one_step(alike: bool, ahead: bool) -> None:
     kept: list[tuple[Tensor, Tensor]] = []
     manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer)
     with manager as parts:
-        for x, y, _ in fetched_ahead(parts) if ahead else parts:
+        for x, y, _ in parts:
             optimizer.zero_grad()
             criterion(module(x), y).backward()
             counts = module.get_clipping_coef() > 0
@@ -224,16 +222,6 @@ def test_parts_of_a_batch_are_one_step(alike: bool, ahead: bool) -> None:
                     assert_close(p.grad * BATCH, expected, 1e-9, "sum")
                 kept = []
     assert len(engine.accountant) == len(sizes)
-
-
-def fetched_ahead(batches: Any) -> Any:
-    """As Accelerate's loaders do."""
-    fetched = iter(batches)
-    now = next(fetched)
-    for following in fetched:
-        yield now
-        now = following
-    yield now
 
 
 def test_optimizers_of_others_are_told_of_parts_by_opacus() -> None:
@@ -354,7 +342,8 @@ def test_a_forward_of_another_batch_is_refused() -> None:
     batches = iter(loader)
     ahead = next(batches)
     next(batches)  # as Accelerate and Lightning do
-    module(ahead[0])  # its own padding is known
+    with pytest.raises(FlashClippingError, match="before the next one is taken"):
+        module(ahead[0])
 
 
 def test_two_batches_in_one_backward_are_refused() -> None:
