@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flash_clipping.capture.draws import ONE_DRAW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
@@ -26,6 +27,8 @@ def check_against_loader(
         return
     if max(forward.batch_sizes, default=drawn) < drawn and advice:
         advice = " Leave samples out of the dataset:\n    dataset = Subset(dataset, indices)"
+    elif forward.draw is not None:
+        advice = f"{ONE_DRAW}{advice}"
     sizes = " or ".join(map(str, forward.batch_sizes)) or "unknown size"
     axis, is_first = session.options.batch_axis, session.options.batch_first
     raise FlashClippingError(

@@ -31,7 +31,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Elements that are hashed at once.
 _AT_ONCE = 1 << 22
 
-_ONE_DRAW = """ A step is accounted for as one draw. Call optimizer.step() for each batch; for \
+ONE_DRAW = """ A step is accounted for as one draw. Call optimizer.step() for each batch; for \
 larger steps use a larger batch size:
     DataLoader(dataset, batch_size=..., shuffle=True)"""
 
@@ -284,8 +284,8 @@ class Draws:
             axis: the batch axis.
 
         Raises:
-            FlashClippingError: it is of several batches, or of parts of one; with ``strict``, of
-                other rows than a batch's, or of these in another order.
+            FlashClippingError: with ``strict``, it is of other rows than the last batch's, or of
+                these in another order.
         """
         sizes = _sizes(inputs, axis)
         if self.strict:
@@ -298,19 +298,8 @@ class Draws:
         ]
         if fitting:
             return self._first(fitting)
-        unused = [draw for draw in self.waiting if not draw.used]
-        for first in range(len(unused)):
-            total = unused[first].rows
-            for draw in unused[first + 1 :]:
-                total += draw.rows
-                if total in sizes and draw.rows and total != draw.rows:
-                    raise FlashClippingError(
-                        f"the model: called with {total} rows, those of batches "
-                        f"{unused[first].number} to {draw.number} of the loader together."
-                        f"{_ONE_DRAW}"
-                    )
-        if in_turn and not self.ahead and not in_turn[-1].left:
-            return self._use(in_turn[-1])  # the only one: it is said what was expected
+        if in_turn and not in_turn[-1].left:
+            return self._use(in_turn[-1])  # it is said what was expected
         self.waiting = [draw for draw in self.waiting if not draw.left]
         if self.have_nobody and 1 in sizes:
             raise FlashClippingError(_MAY_BE_NOBODYS)
@@ -393,7 +382,7 @@ def of_one_draw(draws: Iterable[DrawnBatch | None]) -> DrawnBatch | None:
     if len(found) > 1:
         listed = ", ".join(map(str, sorted(found)))
         raise FlashClippingError(
-            f"One step has gradients of batches {listed} of the loader.{_ONE_DRAW}\nOr the result "
+            f"One step has gradients of batches {listed} of the loader.{ONE_DRAW}\nOr the result "
             "of an earlier forward is kept, and never goes backward. Before the next forward:\n"
             "    optimizer.zero_grad()"
         )

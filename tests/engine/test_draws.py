@@ -57,7 +57,7 @@ def test_two_batches_in_one_forward_are_refused() -> None:
     for first, second in zip(batches, batches, strict=False):
         x, y = (torch.cat(pair) for pair in zip(first, second, strict=True))
         with pytest.raises(
-            FlashClippingError, match=r"(?s)together.*DataLoader\(dataset, batch_size"
+            FlashClippingError, match=r"(?s)the loader drew.*DataLoader\(dataset, batch_size"
         ):
             step(made, x, y)
 
