@@ -539,10 +539,8 @@ class ClippingSession:
         """Let backward passes be captured as a CUDA graph; what each replay has to leave."""
         # Their tables would be found by steps outside before any replay has filled them.
         before = self.calls.plans, self.options.note_sums
-        self.calls.plans, self.options.note_sums = (
-            Plans(),
-            lambda params: None,
-        )  # sums are noted by replays
+        self.calls.plans = Plans()
+        self.options.note_sums = lambda params: None  # replays note sums
         self.calls.captured = GraphedResults(self.calls.plans)
         try:
             yield self.calls.captured

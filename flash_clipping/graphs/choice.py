@@ -57,7 +57,7 @@ class Choice:
     def begin(self, key: Hashable, replayed: bool, device: torch.device) -> Callable[[], None]:
         """Time a call that begins; call what comes back when its backward has ended."""
         if self._is_made or device.type != "cuda":
-            return _nothing
+            return lambda: None
         timed = _Timed(self.fill)
         self._timed[replayed].setdefault(key, []).append(timed)
         return timed.end
@@ -92,23 +92,9 @@ def _ended(timed: list[_Timed]) -> list[_Timed]:
     return [x for x in timed if x.ended and x.stop.query()]
 
 
-def _nothing() -> None:
-    """Nothing is timed."""
-
-
-class Memory:
-    """Compares what the process holds with a first graph to the most that it held before."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.before = device, 0
-        if device.type == "cuda":
-            self.before = torch.cuda.max_memory_reserved(device)
-
-    def excess(self) -> str:
-        """Why the graph takes too much memory, or ""."""
-        if not self.before:
-            return ""
-        now = torch.cuda.memory_reserved(self.device)
-        if now <= LARGER * self.before + BLOCKS:
-            return ""
-        return f"a graph takes {(now - self.before) / 2**30:.1f} GiB more than a step does"
+def excess_of_memory(most: int, device: torch.device) -> str:
+    """Why a first graph takes too much, or "": the process has held ``most`` bytes before."""
+    now = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    if now <= LARGER * most + BLOCKS:
+        return ""
+    return f"a graph takes {(now - most) / 2**30:.1f} GiB more than a step does"

@@ -24,7 +24,7 @@ from flash_clipping.capture.no_trace import without_gradients
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.told_rows import draw_of
 from flash_clipping.errors import FlashClippingError, InvalidValue
-from flash_clipping.graphs.choice import Choice, Memory
+from flash_clipping.graphs.choice import Choice, excess_of_memory
 from flash_clipping.graphs.conditions import (
     PLAIN,
     are_alike,
@@ -119,12 +119,13 @@ class GraphedModel(GraphedStep):
             if not self.choice.keeps_replays():
                 self._give_up(self.choice.why_not)
                 return None
-            memory = None if self._graphs else Memory(call.device)
+            is_first = not self._graphs
+            most = torch.cuda.max_memory_reserved(call.device) if call.device.type == "cuda" else 0
             graph = super()._graph_for(call)
         except FlashClippingError as error:
             self._give_up(reason(error))
             return None
-        if graph is not None and memory is not None and (excess := memory.excess()):
+        if graph and is_first and (excess := excess_of_memory(most, call.device)):
             self._give_up(excess)
             return None
         return graph

@@ -40,6 +40,9 @@ T = TypeVar("T")
 #: each, so that a difference a thousand times the tolerance is missed once in a billion times.
 PROJECTIONS = 4
 
+#: Gradients of at most so many elements are measured together: they are copied for it.
+SMALL = 1 << 14
+
 #: In the place of an axis: parts of each sample lie together along the axis of samples.
 FOLDED = -1
 
@@ -367,23 +370,35 @@ class Runs:
         """Projections and norms of gradients, by the number of their parameter."""
         device = self.params[0].device
         rows = [torch.zeros(PROJECTIONS + 1, dtype=torch.float64, device=device)] * len(self.params)
+        # Small ones of one shape together: each operator costs the host as much as a large one.
+        groups: dict[Any, dict[int, Tensor]] = {}
         for n, g in grads.items():
-            if g is not None:
-                rows[n] = self._projected(g, n, sums).to(device)
-        measured = torch.stack(rows).cpu()
-        return Gradient(measured[:, :-1], measured[:, -1])
+            if g is None:
+                continue
+            g = g.detach() if g.layout == torch.strided else g.detach().to_dense()
+            g = g.reshape(-1, g.shape[-1]) if g.dim() else g.view(1, 1)
+            alone = n if g.numel() > SMALL else None
+            groups.setdefault((alone, g.shape, g.dtype, g.device), {})[n] = g
+        for group in groups.values():
+            x, *others = group.values()
+            g = torch.stack([x, *others]) if others else x[None]
+            measured = self._projected(g, [*group], sums).to(device)
+            for n, row in zip(group, measured.unbind(), strict=True):
+                rows[n] = row
+        of_all = torch.stack(rows).cpu()
+        return Gradient(of_all[:, :-1], of_all[:, -1])
 
-    def _projected(self, g: Tensor, number: int, sums: bool) -> Tensor:
-        """``[K + 1]``: projections on products of two vectors of signs, and the norm."""
-        g = g.detach() if g.layout == torch.strided else g.detach().to_dense()
-        g = g.reshape(-1, g.shape[-1]) if g.dim() else g.view(1, 1)
+    def _projected(self, g: Tensor, numbers: list[int], sums: bool) -> Tensor:
+        """``[G, K + 1]`` of matrices ``[G, rows, columns]``: projections on products of two vectors
+        of signs, others for each of these numbers, and the norm."""
         g = g if g.dtype == torch.float64 else g.float()
-        norm = squared_norms(g[None])[0].sqrt()
+        norms = squared_norms(g).sqrt()[:, None]
         if not sums:
-            return torch.cat([norm.new_zeros(PROJECTIONS), norm[None]]).double()
-        down, along = (self._signs_of(n, g)[number % 7 :][:PROJECTIONS] for n in g.shape)
-        found = ((down @ g) * along).sum(1)
-        return torch.cat([found, norm[None]]).double()
+            return torch.cat([norms.new_zeros(len(norms), PROJECTIONS), norms], 1).double()
+        which = [[n % 7 + k for k in range(PROJECTIONS)] for n in numbers]
+        which_GK = torch.tensor(which, device=g.device)
+        down, along = (self._signs_of(n, g)[which_GK] for n in g.shape[1:])
+        return torch.cat([((down @ g) * along).sum(2), norms], 1).double()
 
     def _signs_of(self, n: int, like: Tensor) -> Tensor:
         key = n, like.device, like.dtype
