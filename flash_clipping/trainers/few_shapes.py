@@ -65,7 +65,7 @@ class FewShapes:
             row_R = torch.arange(rows, device=device).clamp_(max=max(0, size - 1))
             wider = {key: x.index_select(0, row_R) for key, x in wider.items()}
         graphs.choice.fill = _elements(tensors) / _elements(wider)
-        return {**inputs, **wider}, rows
+        return type(inputs)({**inputs, **wider}), rows  # as Trainer rebuilds batches
 
 
 def _elements(tensors: dict[str, Tensor]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import BatchEncoding
 
 from flash_clipping.trainers.few_shapes import FewShapes, round_up
 from tests.support.graphs import replay_by_hand
@@ -43,7 +44,8 @@ def rounded(part: Any, size: int, hooks: Any, usual: int = 64, enabled: bool = T
 def test_rows_and_lengths_are_rounded_up(on_left: bool) -> None:
     hooks = Hooks(pad_token_id=7)
     part = texts(61, 123, on_left)
-    inputs, rows = rounded(part, 61, hooks)
+    inputs, rows = rounded(BatchEncoding(part), 61, hooks)
+    assert inputs.input_ids is inputs["input_ids"]  # what collators return stays what it is
     assert rows == 64 and hooks.fill == pytest.approx((2 * 61 * 123 + 61) / (2 * 64 * 128 + 64))
     added = slice(0, 5) if on_left else slice(123, 128)
     assert (inputs["input_ids"][:, added] == 7).all() and inputs["input_ids"].shape == (64, 128)
