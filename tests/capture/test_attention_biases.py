@@ -20,6 +20,8 @@ from flash_clipping.capture.proxies.parameter_proxy import TableRows
 from tests.support.autograd import check_truth, check_with_dropout, truth_of_one_forward
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 B, T, HEADS = 3, 5, 2
 
 

@@ -16,6 +16,8 @@ from tests.support.autograd import check_by_autograd, squares
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 B = 4
 
 

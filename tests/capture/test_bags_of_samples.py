@@ -14,6 +14,8 @@ from tests.support.autograd import (
 )
 from tests.support.oracle import assert_close
 
+pytestmark = pytest.mark.without_gate
+
 
 class Bags(nn.Module):
     """``F`` bags of ids in every sample."""

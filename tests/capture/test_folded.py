@@ -18,6 +18,8 @@ from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import Attention, Case, floats
 from tests.support.oracle import per_sample_truth
 
+pytestmark = pytest.mark.without_gate
+
 
 class Windowed(nn.Module):
     """Attention within windows of four positions, folded into the batch as Swin does it."""

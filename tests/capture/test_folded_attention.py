@@ -19,6 +19,8 @@ from tests.support.autograd import (
 )
 from tests.support.oracle import assert_close
 
+pytestmark = pytest.mark.without_gate
+
 D = 8
 
 

@@ -26,6 +26,8 @@ from tests.support.hugging_face import gpt2, own_loss
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES, WRAPPERS
 
+pytestmark = pytest.mark.without_gate
+
 
 def outer_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     (tokens,) = batch

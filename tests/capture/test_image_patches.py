@@ -15,9 +15,8 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.diagnostics import check
 from tests.support.autograd import check_truth
 from tests.support.oracle import Truth
-from tests.support.wrapping import MODES
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.without_gate]
 
 #: Of every sample, the patches of each of its images, down and across; 4 become one token.
 Sizes = Sequence[Sequence[tuple[int, int]]]
@@ -85,8 +84,7 @@ def truth_of(model: nn.Module, batch: dict[str, Tensor], sizes: Sizes) -> Truth:
     return Truth(torch.stack([*norms.values()]).norm(dim=0), norms, grads_B)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "checkpointing"), [("one_pass", True), ("two_pass", False)])
 @pytest.mark.parametrize("name", SIZES)
 def test_images(name: str, mode: str, checkpointing: bool) -> None:
     """Steps on these images, and on others of other sizes."""

@@ -11,6 +11,8 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.autograd import check_by_autograd, check_steps, float64s, mean_squares, squares
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 # -- rows that are no samples, or other samples ---------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from flash_clipping.capture.proxies.parameter_proxy import ParameterProxy
 from tests.support.autograd import squares, truth_by_autograd
 from tests.support.uses import D, Holder, make_around, measured, seeded_batch
 
+pytestmark = pytest.mark.without_gate
+
 CELLS: dict[str, Callable[[], nn.RNNCellBase]] = {
     "lstm": lambda: nn.LSTMCell(D, D),
     "lstm_without_bias": lambda: nn.LSTMCell(D, D, bias=False),

@@ -18,6 +18,8 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.row_layouts import Layout
 from tests.support.autograd import check_by_autograd, float64s, squares
 
+pytestmark = pytest.mark.without_gate
+
 
 class Around(nn.Module):
     """``inner`` between two layers that have the batch first."""

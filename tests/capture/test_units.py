@@ -21,6 +21,8 @@ from tests.support.oracle import assert_close
 from tests.support.units import MIXED, check_units, index_for, network, truth_by_unit
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 # -- exact, whatever the layers and the map --------------------------------------------------------
 
 

@@ -169,18 +169,6 @@ def test_bad_factories_are_explained_with_status_two(
     assert captured.out == "" and re.search(message, captured.err), captured.err
 
 
-def test_command_line_runs_as_a_module(factories: str, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "flash_clipping", "check", "own_factories:bad"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert run.returncode == 1, run.stderr
-    assert "BatchNorm1d" in run.stdout
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

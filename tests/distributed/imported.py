@@ -1,13 +1,30 @@
 """What processes of these tests begin with (``tests/support/starting.py``)."""
 
+import gc
+
 import accelerate
 import opacus
 import torch._dynamo
+import torch._inductor.compile_fx
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 import transformers
 
 import flash_clipping
+from tests.distributed import test_four_processes, test_tensor_parallel_shards
 
-__all__ = ["accelerate", "flash_clipping", "opacus", "torch", "transformers"]
+__all__ = [
+    "accelerate",
+    "flash_clipping",
+    "opacus",
+    "test_four_processes",
+    "test_tensor_parallel_shards",
+    "torch",
+    "transformers",
+]
+
+# Of what is imported nothing is let go: processes need not look through it, nor copy it for that.
+gc.collect()
+gc.freeze()
+gc.set_threshold(20_000, 20, 20)

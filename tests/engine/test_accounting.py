@@ -231,6 +231,7 @@ def test_no_noise_promises_nothing_and_no_steps_cost_nothing() -> None:
     assert PldAccountant().get_epsilon(1e-5) == 0
 
 
+@pytest.mark.usefixtures("_coarse")
 @pytest.mark.parametrize(
     ("sampled", "reach"),
     [
