@@ -18,7 +18,13 @@ from flash_clipping.ops.convolution import (
     laid_out,
 )
 from flash_clipping.ops.convolution.reference import cut
-from tests.ops.cases import Case, every_case, relative_error, worst_relative_error
+from tests.ops.cases import (
+    Case,
+    every_case,
+    every_case_interpreted_once,
+    relative_error,
+    worst_relative_error,
+)
 
 # What it is, input channels and sides, output channels, and how channels lie in x and in G.
 PLAIN, LAST = False, True
@@ -58,9 +64,12 @@ SHAPES: dict[str, tuple[Geometry, tuple[int, ...], int, bool, bool]] = {
 shapes = pytest.mark.parametrize("name", SHAPES)
 
 
-kernels = pytest.mark.parametrize(
-    "case", [p for p in every_case.args[1] if p.values[0].backend == "triton"]
-)
+def of_kernels(cases: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    of = [case for case in cases.args[1] if case.values[0].backend == "triton"]
+    return pytest.mark.parametrize("case", of)
+
+
+kernels = of_kernels(every_case)
 
 
 def lying(x: Tensor, channels_last: bool) -> Tensor:
@@ -156,7 +165,7 @@ def test_all_of_it_is_that_of_one_sample_after_the_other(case: Case, name: str) 
     check(*operands(name, case), case)
 
 
-@every_case
+@every_case_interpreted_once
 @pytest.mark.parametrize("name", ["small", "depthwise"])
 def test_a_sample_that_is_not_finite_leaves_the_others_alone(case: Case, name: str) -> None:
     x, G, of = operands(name, case, B=4)
@@ -276,7 +285,7 @@ def test_what_is_released_is_what_was_measured(case: Case) -> None:
         assert abs(measured - released) <= 1e-6 * released
 
 
-@kernels
+@of_kernels(every_case_interpreted_once)
 @pytest.mark.parametrize("name", ["small", "depthwise"])
 def test_bitwise_equal_from_run_to_run(case: Case, name: str) -> None:
     x, G, of = operands(name, case)

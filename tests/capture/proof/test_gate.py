@@ -191,8 +191,10 @@ def presorted(count: int) -> Tensor:
     return full(count) * (torch.arange(6) < torch.arange(6, 6 - count, -1)[:, None])
 
 
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-@pytest.mark.parametrize("known", ["ids", "mask", "padding", "lengths"])
+@pytest.mark.parametrize(
+    ("known", "mode"),
+    [("ids", "one_pass"), ("mask", "two_pass"), ("padding", "one_pass"), ("lengths", "two_pass")],
+)
 @pytest.mark.parametrize(
     ("how", "first", "counts"),
     [
