@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.interpreter import remember_the_language
+from tests.support.pairs import leave_other_combinations_to_slow
 
 HERE = Path(__file__).parent
 
@@ -116,7 +117,9 @@ def _keys_by_name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(stream, "secrets", SimpleNamespace(token_bytes=token_bytes))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_other_combinations_to_slow(items)
     # Files that lie here have the longest tests: a worker that began one last would be waited for.
     items.sort(key=lambda item: item.path.parent != HERE)
     if torch.cuda.is_available():

@@ -263,6 +263,7 @@ class Scores(nn.Module):
         return x
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mask", ["", "causal", "filled", "named", "expanded", "where", "added"])
 @pytest.mark.parametrize("rows, fused", [(2, False), (5, True), (100, False)])

@@ -141,6 +141,7 @@ class MaskedWindows(nn.Module):
         return self.head(rows.unflatten(0, (len(x), -1)).flatten(1, 2))
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("windows", ["all", "own"])
 @pytest.mark.parametrize("shape", [(3, 4, 3), (3, 12, 3), (3, 24, 3), (2, 8, 3)])
@@ -211,6 +212,7 @@ class RepeatedPositions(nn.Module):
         return self.head(out.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("samples", [1, 2, 3])
@@ -237,6 +239,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("samples", "heads"), [(1, 2), (2, 2), (3, 1), (3, 2)])

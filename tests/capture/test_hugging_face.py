@@ -35,6 +35,7 @@ def outer_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("loss", [own_loss, outer_loss])

@@ -59,6 +59,7 @@ def run_by_gates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 RUN = ParameterProxy.run
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("begin", FIRST)
 @pytest.mark.parametrize("name", CELLS)

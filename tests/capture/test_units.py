@@ -51,6 +51,7 @@ MAPS = {
 }
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", MAPS)

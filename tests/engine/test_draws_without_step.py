@@ -202,6 +202,7 @@ class Pictures(Dataset[Any]):
         return torch.full((6,), float(index)), {"label": torch.tensor(index % 3)}
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "adaptive"])
 @pytest.mark.parametrize("looked", ["not at all", "without grad", "forward alone"])

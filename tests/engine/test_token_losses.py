@@ -272,6 +272,7 @@ FOUND = "^output 0: what the model's own loss asks of a sample"
 NAMED = r"^model: its own loss of labels \(4, 8\) is a mean over the labels"
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode, found", [("one_pass", NAMED), ("two_pass", FOUND)])
 @pytest.mark.parametrize("loss_alone", [False, True])
 @pytest.mark.parametrize("kind", ["T5", "BertForMaskedLM"])

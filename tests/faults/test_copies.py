@@ -33,6 +33,7 @@ def reload(module: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, reload])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("after_a_step", [False, True])
@@ -72,6 +73,7 @@ def plain_gradients(model: nn.Module) -> list[Tensor]:
     return [param.grad for param in model.parameters()]
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("restore", ["cleanup", "to_standard_module", "remove_hooks"])
 @pytest.mark.parametrize("wrap", [True, False])
 @pytest.mark.parametrize("mode", MODES)
