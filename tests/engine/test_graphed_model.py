@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -354,3 +355,29 @@ def test_a_model_on_several_devices_runs_as_it_is() -> None:
 
 
 GPUS = "cuda:0", "cuda:1"
+
+
+class Waits(Noisy):
+    """Waits for the device in the middle of the next forward, once it is told to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        HEARD.append(torch.cuda.is_current_stream_capturing())
+        if HEARD[0] and not HEARD[-1]:
+            HEARD[0] = False
+            raise FlashClippingError("waits")
+        return y.tanh()
+
+
+def test_what_waits_in_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    HEARD[:] = [False]
+    training = Training(True, Waits())
+    plain = deepcopy(training.plain)
+    for number, x in enumerate(batches(6)):
+        HEARD[:] = [number == 3]
+        found = training.results(x)
+        assert number != 3 or HEARD[:3] == [False, False, True]
+    assert training.replays == 3
+    truth = per_sample_truth(plain, (x,), squared_loss)
+    assert_close(found[1], truth.norms, 1e-5, "norms")
