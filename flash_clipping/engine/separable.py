@@ -20,7 +20,7 @@ _SLACK = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 class _Unknown(Exception):
-    """It cannot be told: the criterion is random, or does not run on a part of the batch."""
+    """Gradients are not finite: nothing can be told."""
 
 
 def compares_samples(
@@ -86,7 +86,7 @@ def compares_samples(
                     ([grad[part.to(grad.device)] for grad in whole], grads(part, cut))
                     for part in (rows, others)
                 ]
-                # Of a mean, and of a sum or what is divided by a constant.
+                # Halves of a mean have twice the gradient; those of a sum have the same.
                 compares |= all(
                     any(differ(of_whole, alone, factor) for of_whole, alone in halves)
                     for factor in (0.5, 1.0)
@@ -97,16 +97,13 @@ def compares_samples(
         return True
 
     with torch.no_grad():
-        try:
-            if not shown(wide=False):
-                return False
-        except (torch.OutOfMemoryError, KeyboardInterrupt):
-            raise
-        except Exception:  # noqa: BLE001  (it does not run on a part of the batch)
-            return False
-        try:
-            return shown(wide=True)
-        except _Unknown:
-            return False
-        except Exception:  # noqa: BLE001  (its own constants are not in float64)
-            return True
+        for wide in (False, True):
+            try:
+                if not shown(wide):
+                    return False
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001
+                # It does not run on a part of the batch; or its own constants are not in float64.
+                return wide and not isinstance(error, _Unknown)
+        return True

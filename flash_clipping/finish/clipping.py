@@ -41,8 +41,8 @@ class Doubts:
     """What rounding may hide of squared norms (:mod:`flash_clipping.ops.error_bounds`).
 
     Attributes:
-        blocks: ids of parameters, and for each of them a row ``[B]``, in gradients as they arrived;
-            parameters that are in none are measured as they are released.
+        blocks: ids of parameters, and what rounding may hide of their squared norms, ``[n, B]``,
+            before ``scale``. Parameters in no block are released as measured: no doubt.
         scale: from gradients as they arrived to samples' own.
     """
 
@@ -144,8 +144,8 @@ class ClipOptions:
         state: yields the model's parameters and buffers.
         layers_are_cut: over processes, which see DTensors (tensor parallelism).
         is_sharded: processes share the parameters, and all run forward and backward alike.
-        anchor: an input of every tapped layer, which users cannot name: autograd comes by its node
-            only in a backward that was asked for the gradients of all parameters.
+        anchor: an input of every tapped layer. Users cannot name it, so autograd reaches its node
+            only in a backward for all parameters.
         key: tells models apart in compiled code.
     """
 

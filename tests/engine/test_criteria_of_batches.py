@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping.engine.separable import compares_samples
 
 CLASSES = 4
 WEIGHT = torch.tensor([0.2, 1.0, 3.0, 5.0])
@@ -200,3 +201,14 @@ def test_a_criterion_that_remembers_is_refused() -> None:
     exec(str(error.value).splitlines()[-1].strip(), {"criterion": criterion})
     criterion(model(x[:16]), y[:16]).backward()
     assert model.get_norm_sample().shape == (16,)
+
+
+def test_a_criterion_that_runs_out_of_memory_in_float64_is_no_comparison() -> None:
+    def loss(output: Tensor) -> Tensor:
+        if output.dtype == torch.float64:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return (output - output.mean(0)).square()
+
+    output = torch.randn(8, 3, requires_grad=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        compares_samples(loss, (output,), {}, 8)
