@@ -106,9 +106,9 @@ make_private, or of the wrapper:
     mode="one_by_one\""""
 
 
-def to_freeze(*paths: str, instead: str = "") -> str:
+def to_freeze(*paths: str) -> str:
     """The last lines of a refusal: code that freezes the modules that it names, and of the model
-    itself its own parameters only; what to do ``instead``; and the mode that needs neither."""
+    itself its own parameters only; and the mode that does without."""
     inner = [path for path in paths if module_at(path) != "model"]
     own = "\n    for param in model.parameters(recurse=False): param.requires_grad_(False)"
     line = own if len(inner) < len(paths) else ""
@@ -117,7 +117,7 @@ def to_freeze(*paths: str, instead: str = "") -> str:
     elif inner:
         names = ", ".join(f'"{path.partition(" (")[0]}"' for path in inner)
         line += f"\n    for path in [{names}]: model.get_submodule(path).requires_grad_(False)"
-    return line + instead + ONE_BY_ONE
+    return line + ONE_BY_ONE
 
 
 def to_freeze_parameters(*names: str) -> str:
@@ -126,13 +126,6 @@ def to_freeze_parameters(*names: str) -> str:
         return f'\n    model.get_parameter("{names[0]}").requires_grad_(False)'
     listed = ", ".join(f'"{name}"' for name in names)
     return f"\n    for name in [{listed}]: model.get_parameter(name).requires_grad_(False)"
-
-
-def to_adapt(targets: Sequence[str]) -> str:
-    """A line of a refusal: code that trains adapters of these layers alone."""
-    names = ", ".join(f'"{name}"' for name in targets)
-    config = f"peft.LoraConfig(target_modules=[{names}])"
-    return f"\n    import peft; model = peft.get_peft_model(model, {config})"
 
 
 def missing_extra(extra: str, user: str, error: ImportError) -> ImportError:

@@ -23,7 +23,7 @@ from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.reads import Note, Read, Reads
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.tap import Tap
-from flash_clipping.errors import FlashClippingError, to_adapt, to_freeze
+from flash_clipping.errors import FlashClippingError, to_freeze
 
 #: Layers that an error names.
 NAMED = 20
@@ -281,7 +281,7 @@ def tap_of(module: nn.Module) -> Tap | None:
 # -- words ----------------------------------------------------------------------------------------
 
 
-def refusal(findings: Sequence[Finding], root: nn.Module, batch_first: bool) -> str:
+def refusal(findings: Sequence[Finding], batch_first: bool) -> str:
     """One error that names every layer."""
     by_path: dict[str, str] = {}
     for finding in findings:
@@ -312,24 +312,4 @@ def refusal(findings: Sequence[Finding], root: nn.Module, batch_first: bool) -> 
             "batch). Keep the order of the batch and compute each sample by itself, or freeze "
             "the parameters of these layers."
         )
-    # Adapters would not help where the model itself mixes samples.
-    instead = to_freeze(*by_path) if values else _instead(root, [*by_path])
-    return "\n".join((*lines, *advice)) + instead
-
-
-def _instead(root: nn.Module, paths: list[str]) -> str:
-    """Lines that leave these layers out: freeze them, or train adapters of others."""
-    refused = {path.partition(" (")[0] for path in paths}
-    output = getattr(root, "get_output_embeddings", lambda: None)()
-    names = [
-        name
-        for name, module in root.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if module is not output
-    ]
-    last = {name.rpartition(".")[2] for name in names if name in refused}
-    others = [name for name in names if name.rpartition(".")[2] not in last]
-    attention = [name for name in others if "attn" in name.lower() or "attention" in name.lower()]
-    targets = sorted({name.rpartition(".")[2] for name in attention or others})
-    adapted = to_adapt(targets) if targets and not hasattr(root, "peft_config") else ""
-    return to_freeze(*sorted(paths), instead=adapted)
+    return "\n".join((*lines, *advice)) + to_freeze(*sorted(by_path))

@@ -98,7 +98,7 @@ def _settle_findings(
         FlashClippingError: it does not.
     """
     session, paths = subject.session, {finding.read[0] for finding in findings} | declared
-    words = refusal(findings, subject.root, session.options.batch_first)
+    words = refusal(findings, session.options.batch_first)
     if not session.proof.has_oracle:
         if findings:
             raise FlashClippingError(words)
