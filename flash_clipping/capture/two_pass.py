@@ -300,7 +300,7 @@ class TwoWalks(BackwardPass):
     def _keep(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
         """The first walk: measure this as a part of one gradient."""
         self.together[id(param)] += 1
-        self.calls.append(path)
+        self.call_paths.append(path)
         self.used.append([param])
         self.factors.append(factor)
 

@@ -99,7 +99,7 @@ class BackwardPass:
         self.units: Units | None = session.units()
         #: Layer calls whose factors are held to the end, by path and by parameters, and these
         #: factors, one per parameter. Flat: what a step keeps alive brings the garbage collector.
-        self.calls: list[str] = []
+        self.call_paths: list[str] = []
         self.used: list[Sequence[nn.Parameter]] = []
         self.factors: list[PerSampleGrad] = []
         #: Parameters that a batch without samples would have used.
@@ -157,7 +157,7 @@ class BackwardPass:
             call, place = readers
             count = partial(call.count_readers, place, params)
             factors = stored_where_cheaper(factors, count, self.backend)
-        self.calls.append(path)
+        self.call_paths.append(path)
         self.used.append(params)
         self.factors += factors
 
@@ -245,7 +245,7 @@ class BackwardPass:
 
     def forget(self) -> None:
         """Let go of all factors."""
-        self.calls.clear()
+        self.call_paths.clear()
         self.used.clear()
         self.factors.clear()
         if self.plan is not None:
@@ -258,8 +258,8 @@ class BackwardPass:
         params = self.session.options.trainable()
         self.params = dict(zip(map(id, params), params, strict=True))
         keys = [*map(id, chain.from_iterable(self.used))]
-        asked = os.environ.get(ENVIRONMENT_VARIABLE), self.backend
-        layout = layout_of_step(keys, self.factors, params, *asked, tuple(self.paths))
+        backends = os.environ.get(ENVIRONMENT_VARIABLE), self.backend
+        layout = layout_of_step(keys, self.factors, params, *backends, tuple(self.paths))
         plans = self.session.calls.plans
         plan = plans.find(layout)
         if plan is None:
@@ -267,9 +267,9 @@ class BackwardPass:
         elif self.factors:
             found = self.factors[0].batch_size  # it speaks for all
             if self.batch_size is None and found in self.session.expected_batch_sizes():
-                self.batch_size, self.first_path = found, self.calls[0]
+                self.batch_size, self.first_path = found, self.call_paths[0]
             elif found != self.batch_size:
-                self._check_batch_size(self.calls[0], found)
+                self._check_batch_size(self.call_paths[0], found)
         factors = self.merged(keys)
         if plan is None:
             plan = plan_of(factors, params, self.paths)
@@ -278,7 +278,7 @@ class BackwardPass:
         self.groups = GroupedFactors(self.backend, factors, plan)
         self.plan = plan
         del factors
-        blocks, doubts = self._sqnorms(plan)
+        blocks, hidden = self._sqnorms(plan)
         # Loss reduction "mean": what arrived is 1/B of every sample's own gradient.
         scale = 1.0
         if self.session.options.loss_reduction == "mean":
@@ -288,8 +288,8 @@ class BackwardPass:
         norms_PB = self._norms(params, blocks, plan, scale)
         if self.units is not None:
             norms_PB = self.units.without_lost(norms_PB)
-        norms_PB, of_norms = self._of_whole_gradients(params, norms_PB, Doubts(doubts, scale))
-        coef = self._clip(params, norms_PB, of_norms, plan.one_device)
+        norms_PB, doubts = self._of_whole_gradients(params, norms_PB, Doubts(hidden, scale))
+        coef = self._clip(params, norms_PB, doubts, plan.one_device)
         self.coef = Coefficients(coef * scale, params, plan)
 
     def _sqnorms(self, plan: Plan) -> tuple[Blocks, Blocks]:
@@ -306,7 +306,7 @@ class BackwardPass:
     def _check_uses(self) -> None:
         """Look at the batch size of every use of a parameter."""
         factors = iter(self.factors)
-        for path, params in zip(self.calls, self.used, strict=True):
+        for path, params in zip(self.call_paths, self.used, strict=True):
             for param in params:
                 size = next(factors).batch_size
                 if size != self.batch_size:

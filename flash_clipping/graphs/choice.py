@@ -77,15 +77,14 @@ class Choice:
             fill = median(x.fill for x in graphed)
             as_it_is += len(graphed) * fill * min(x.milliseconds() for x in eager)
             replayed += len(graphed) * median(x.milliseconds() for x in graphed)
-        count = sum(len(graphed) for _, graphed in pairs.values())
-        times = f"a replay takes {replayed / count:.1f} ms, and a call {as_it_is / count:.1f} ms"
+        times = f"replays take {replayed:.0f} ms, and as many calls {as_it_is:.0f} ms"
         self._is_made = True
         self._timed.clear()
         if replayed > SLOWER * as_it_is:
             self.why_not = times
-        else:
-            logger.info("cuda_graphs='auto': %s: calls are replayed", times)
-        return not self.why_not
+            return False
+        logger.info("cuda_graphs='auto': %s: calls are replayed", times)
+        return True
 
 
 def _ended(timed: list[_Timed]) -> list[_Timed]:

@@ -133,7 +133,7 @@ class GraphedModel(GraphedStep):
     def _give_up(self, why: str) -> None:
         """Run all calls as they are from now on."""
         self.off = why
-        self._taken_back()
+        self._take_back_gradients()
         self._keep({})
         logger.info("cuda_graphs='auto': the model runs without graphs, because %s", why)
 
@@ -158,12 +158,12 @@ class GraphedModel(GraphedStep):
         if call.key.hooks != self._hooks:
             refuse("has hooks, which no replay would call")
 
-    def _meets_others(self) -> bool:
+    def _autograd_is_held(self) -> bool:
         session = self.model._session
         return (
             session.live_calls() > 0
             or has_lasting_node(session.options.anchor)
-            or super()._meets_others()
+            or super()._autograd_is_held()
         )
 
     # -- the first calls: what the loop does with their results ------------------------------------

@@ -51,7 +51,7 @@ from flash_clipping.ops.runtime.tables import sources_kept
 #: Layouts of which the calls are remembered.
 REMEMBERED = 256
 
-#: Calls in a row that run as they are because of another's graph, until a warning says so.
+#: Calls in a row that wait, as somebody keeps autograd's graph of another, until a warning says so.
 PATIENCE = 32
 
 
@@ -153,12 +153,13 @@ class GraphedStep:
 
     The first calls with arguments of one layout (shapes, strides, dtypes; other values themselves)
     run as they are; then the step is captured, and from there on replayed. A call runs as it is
-    where no graph is for it: on a CPU, for batches of other sizes (Poisson batches:
-    ``BatchMemoryManager`` cuts them into equal ones and a rest), where anybody but ``p.grad``
-    and the running step still holds gradients that an earlier replay left, and, before there is a
-    graph, while a loss of another backward is kept. Bound, clipping, who is trainable, modules'
-    plain attributes (``training``, ``p``), autocast and the parameters' memory may change at any
-    time: they are looked at in every call.
+
+    * on a CPU, and in a layout without a graph;
+    * while anybody but ``p.grad`` and the running step holds gradients of an earlier replay;
+    * before there is a graph, while somebody keeps a loss of another backward.
+
+    Bound, clipping, who is trainable, modules' plain attributes (``training``, ``p``), autocast and
+    the parameters' memory may change at any time: every call looks at them.
 
     Args:
         step: forward, loss and ``backward()``, without the optimizer's step. Its arguments are
@@ -213,7 +214,7 @@ class GraphedStep:
         #: Calls that waited for others, one after the other.
         self._waited = 0
         #: Gradients of the last replay as they were handed out.
-        self._lent: list[tuple[nn.Parameter, Tensor]] = []
+        self._handed_out: list[tuple[nn.Parameter, Tensor]] = []
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -230,10 +231,10 @@ class GraphedStep:
         graph = self._graph_for(call)
         if graph is None:
             return self._warm_up(call)
-        return self._replay(graph, call) if self._taken_back() else self._run(args, kwargs)
+        return self._replay(graph, call) if self._take_back_gradients() else self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Detached, so that nobody keeps nodes of autograd's graph: see _meets_others.
+        # Detached, so that nobody keeps nodes of autograd's graph: see _autograd_is_held.
         return self._results(self.step(*args, **kwargs))
 
     # -- a call, and the graph for it --------------------------------------------------------------
@@ -353,7 +354,7 @@ class GraphedStep:
 
     def _has_room(self, key: Key) -> bool:
         """Whether one more graph may be held, those that would never be found again aside."""
-        if len(self._graphs) >= self.size and self._taken_back():
+        if len(self._graphs) >= self.size and self._take_back_gradients():
             self._keep({k: graph for k, graph in self._graphs.items() if k[1:] == key[1:]})
         return len(self._graphs) < self.size
 
@@ -369,7 +370,7 @@ class GraphedStep:
 
     def _is_kept_waiting(self) -> bool:
         """Whether it meets others, with one warning where that lasts."""
-        self._waited = self._waited + 1 if self._meets_others() else 0
+        self._waited = self._waited + 1 if self._autograd_is_held() else 0
         if self._waited == PATIENCE:
             warnings.warn(
                 f"GraphedStep, or cuda_graphs='auto': {PATIENCE} steps ran as they are that could "
@@ -379,7 +380,7 @@ class GraphedStep:
             )
         return self._waited > 0
 
-    def _meets_others(self) -> bool:
+    def _autograd_is_held(self) -> bool:
         """Whether somebody keeps a graph of autograd's that ends in a parameter. Its last node
         belongs to the stream that it was made on; a capture, on a stream of its own, would fail,
         and leave the device's generator and allocator as if it still went on."""
@@ -539,19 +540,19 @@ class GraphedStep:
             # A tensor of its own: optimizers leave marks on what they are given.
             lent = grad.detach()
             param.grad = lent
-            self._lent.append((param, lent))
+            self._handed_out.append((param, lent))
         for wrapped, captured in graph.of_models:
             wrapped.running_step.note_sums(
                 [param for found in captured.norms[:1] for param in found.params]
             )
 
-    def _taken_back(self) -> bool:
+    def _take_back_gradients(self) -> bool:
         """Whether a replay may write gradients: what ``p.grad`` and the optimizer still hold of
         those of the last one is copied for them."""
         of_graphs = chain(*[graph.of_models for graph in self._graphs.values()])
         steps = {id(wrapped): wrapped.running_step for wrapped, _ in of_graphs}.values()
-        while self._lent:
-            param, lent = self._lent.pop()
+        while self._handed_out:
+            param, lent = self._handed_out.pop()
             if param.grad is lent:
                 param.grad = lent.clone()
                 for step in steps:

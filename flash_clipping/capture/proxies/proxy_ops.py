@@ -309,8 +309,8 @@ def note_served(func: Callable[..., Any], bare: ParameterProxy, x: Tensor) -> No
 
 
 def _known(func: Any, bare: ParameterProxy, x: Tensor, reads: int = 1) -> ForwardCall | None:
-    """The running call of the root, if what this function reads besides a stand-in, ``x`` first, is
-    known to be samples, and nothing has changed since it was so before; it counts as read then."""
+    """The running call of the root, if what the function reads is known to be samples, and nothing
+    changed since the general way served it: a short way may. It counts as read."""
     tap = bare.tap
     session = tap.session
     call = session.current_forward
