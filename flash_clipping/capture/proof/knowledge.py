@@ -45,11 +45,6 @@ class Knowledge:
     laid_out: set[str] = field(default_factory=set)
 
     @property
-    def declared(self) -> set[str]:
-        """Layers whose rows are parts of samples, as users have it."""
-        return self.folded - self.found - self.folded_by_rule
-
-    @property
     def depends_on_sizes(self) -> bool:
         """Whether some layer reads rows that are not the samples."""
         return bool(self.layouts) or not self.folded <= self.folded_by_rule

@@ -14,7 +14,7 @@ afterwards what they were, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set as AbstractSet
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -63,19 +63,18 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     before = session.known
     session.known = before.to_look()
     try:
-        runs, found = Runs(subject), list[Finding]()
+        runs, findings = Runs(subject), list[Finding]()
         for seed in range(attempts):
-            small, findings, parts = observe(subject, runs, seed)
+            small, found, parts = observe(subject, runs, seed)
             if parts and not session.proof.has_oracle:  # their values have to tell
                 session.known.note_parts(parts)
-                small, findings, _ = observe(small, runs, seed)
-            found += findings
+                small, found, _ = observe(small, runs, seed)
+            findings += found
             if guessed <= session.known.reads.keys():
                 break
         subject = small
-        declared = session.known.declared & session.known.reads.keys()
-        if found or declared:
-            _settle_findings(subject, found, declared)
+        if findings:
+            _settle_findings(subject, findings)
         session.known = before.merged_with(session.known)
     except BaseException:
         session.known = before.without_reads()
@@ -87,22 +86,18 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
     return subject
 
 
-def _settle_findings(
-    subject: Subject, findings: Sequence[Finding], declared: AbstractSet[str]
-) -> None:
-    """Let a probe say where samples are in what these layers read, if the oracle confirms it; also
-    where users have ``declared`` it. Of a model that returns its loss alone rows are taken for
-    parts of samples that lie together, if there may be as many of each.
+def _settle_findings(subject: Subject, findings: Sequence[Finding]) -> None:
+    """Let a probe say where samples are in what these layers read, if the oracle confirms it. Of a
+    model that returns its loss alone rows are taken for parts of samples that lie together, if
+    there may be as many of each.
 
     Raises:
         FlashClippingError: it does not.
     """
-    session, paths = subject.session, {finding.read[0] for finding in findings} | declared
+    session, paths = subject.session, {finding.read[0] for finding in findings}
     words = refusal(findings, session.options.batch_first)
     if not session.proof.has_oracle:
-        if findings:
-            raise FlashClippingError(words)
-        return
+        raise FlashClippingError(words)
     saved = session.known
     taps = taps_of(subject.root)
     unruled = [t for t in taps if t.path in paths and t.rule is None and not t.loops]
@@ -136,8 +131,6 @@ def _settle_findings(
         session.known = saved
     for tap in unruled:
         tap.loops = False
-    if not findings:
-        return  # a declaration, which holds if it is not shown to be wrong
     # Without their lines to paste: the last line is the one that helps.
     raise FlashClippingError("\n".join((*[why.partition("\n    ")[0] for why in whys], words)))
 

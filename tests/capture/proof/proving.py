@@ -25,7 +25,7 @@ from flash_clipping.capture.proof.runs import Subject
 def nothing_else_is_shown() -> Iterator[None]:
     """A probe finds the order of rows, and nothing is refused."""
 
-    def settled(subject: Subject, findings: Sequence[Finding], _: Any) -> None:
+    def settled(subject: Subject, findings: Sequence[Finding]) -> None:
         paths = {finding.read[0] for finding in findings}
         with contextlib.suppress(FlashClippingError):
             settle(subject.root, subject.session, probe(subject), paths)
