@@ -48,3 +48,34 @@ def remember_the_language() -> None:
         return dtypes[dtype.name]
 
     interpreter._patch_builtin, interpreter._get_np_dtype = patch_builtin, numpy_dtype
+    _remember_shapes(language.core)
+
+
+def _remember_shapes(core: Any) -> None:
+    """Say once what a block of such a shape is, and a tensor of such a type: every operation makes
+    some of both, and all but their elements' type and their numbers follows from the shape."""
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    takes = [[*inspect.signature(make).parameters] for make in (make_block, make_tensor)]
+    if takes != [["self", "element_ty", "shape"], ["self", "handle", "type"]]:
+        return
+    blocks: dict[Any, dict[str, Any]] = {}
+    tensors: dict[Any, dict[str, Any]] = {}
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = {name: x for name, x in vars(self).items() if name != "element_ty"}
+        else:
+            vars(self).update(blocks[key], element_ty=element_ty)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = type.name
+        if key not in tensors:
+            make_tensor(self, handle, type)
+            own = ("handle", "type", "dtype")
+            tensors[key] = {name: x for name, x in vars(self).items() if name not in own}
+        else:
+            vars(self).update(tensors[key], handle=handle, type=type, dtype=type.scalar)
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
