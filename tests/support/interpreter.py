@@ -49,6 +49,21 @@ def remember_the_language() -> None:
 
     interpreter._patch_builtin, interpreter._get_np_dtype = patch_builtin, numpy_dtype
     _remember_shapes(language.core)
+    _assert_only_what_is_looked_at(interpreter.TritonSemantic)
+
+
+def _assert_only_what_is_looked_at(semantic: Any) -> None:
+    """Without ``debug`` nothing is asserted; but for every sum and product of integers the
+    interpreter takes it again in 64 bits, for an assertion that it does not overflow."""
+    if "options.debug" not in inspect.getsource(semantic.device_assert):
+        return
+    assert_no_overflow = semantic.binary_op_sanitize_overflow_impl
+
+    def assert_with_debug(self: Any, *args: Any) -> None:
+        if self.builder.options.debug:
+            assert_no_overflow(self, *args)
+
+    semantic.binary_op_sanitize_overflow_impl = assert_with_debug
 
 
 def _remember_shapes(core: Any) -> None:
