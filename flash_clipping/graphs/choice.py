@@ -16,8 +16,7 @@ TIMED = 6
 #: Replays are kept unless they take more than so many times as long.
 SLOWER = 1.02
 
-#: With the memory of the first graph a step may take so many times what it took before, and so
-#: many bytes: an allocator's blocks.
+#: A first graph may take so many times the memory of before, and an allocator's blocks besides.
 LARGER, BLOCKS = 1.1, 2**27
 
 
@@ -40,8 +39,8 @@ class _Timed:
 
 
 class Choice:
-    """Times calls, from the beginning of forward to the end of backward, by events of the device:
-    nothing waits. Once enough were timed, says whether replays are faster.
+    """Times calls, from the beginning of forward to the end of backward, by the device's events.
+    Once enough were timed, says whether replays are faster.
 
     Attributes:
         fill: which part of the next call's rows and positions a call that is not replayed would

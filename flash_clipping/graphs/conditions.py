@@ -85,7 +85,7 @@ def are_alike(one: Key, other: Key) -> bool:
 def _kinds(key: Key) -> list[Hashable]:
     structure, padded, *leaves = key.layout
     kinds = [(len(x[0]), x[2]) if isinstance(x[0], torch.Size) else x for x in leaves]
-    return [structure, tuple(rows is None for rows in padded), *kinds]
+    return [structure, [rows is None for rows in padded], kinds]
 
 
 def hooks_of(modules: Sequence[nn.Module]) -> Hashable:
@@ -132,8 +132,8 @@ def _settings(module: nn.Module) -> Hashable:
     lists and dicts of such; or a forward of its own."""
     if isinstance(module, GradSampleHooksFlashClipping):
         return ()  # it counts backward passes; what it decides by is told one by one
-    found: list[Hashable] = []
-    for name, value in vars(module).items():
+    found: list[Hashable] = [module.training]
+    for name, value in own_attributes(module):
         kind = type(value)
         if kind in SETTINGS:
             found.append((name, value))
@@ -141,7 +141,7 @@ def _settings(module: nn.Module) -> Hashable:
             # A tap has several ways, of which each leaves the same.
             tap = getattr(value, "__self__", value)
             found.append((name, _Same(tap if isinstance(tap, Tap) else value)))
-        elif kind in (list, tuple, dict) and value and name not in _EVERY_MODULE:
+        elif kind in (list, tuple, dict) and value:
             inside = _plain(value.items() if kind is dict else value)  # adapters keep theirs so
             found.append((name, inside))
     return tuple(found)
@@ -153,8 +153,12 @@ def _plain(values: Iterable[Any]) -> Hashable | None:
     return tuple(leaves) if all(type(x) in SETTINGS for x in leaves) else None
 
 
-#: What every module has.
-_EVERY_MODULE = vars(nn.Module()).keys()
+_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes of a module besides those that every module has, which are most."""
+    return [pair for pair in vars(module).items() if pair[0] not in _EVERY_MODULE]
 
 
 #: Types that arguments may hold besides tensors: these are known by their values.

@@ -29,6 +29,7 @@ from flash_clipping.graphs.conditions import (
     PLAIN,
     are_alike,
     hooks_of,
+    own_attributes,
     reason,
     refuse,
     rehearse,
@@ -148,7 +149,7 @@ class GraphedModel(GraphedStep):
             refuse(f"is clipped with mode={self.model.mode!r}")
         own = {memory_id(x.untyped_storage()) for x in self.model._session.options.state()}
         for module in call.modules:
-            for name, value in vars(module).items():
+            for name, value in own_attributes(module):
                 is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
                 if is_tensor and memory_id(value.untyped_storage()) not in own:
                     refuse(

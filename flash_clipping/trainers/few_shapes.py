@@ -64,12 +64,9 @@ class FewShapes:
             device = next(iter(wider.values())).device
             row_R = torch.arange(rows, device=device).clamp_(max=max(0, size - 1))
             wider = {key: x.index_select(0, row_R) for key, x in wider.items()}
-        graphs.choice.fill = _elements(tensors) / _elements(wider)
+        count, most = (sum(x.numel() for x in held.values()) for held in (tensors, wider))
+        graphs.choice.fill = count / most
         return type(inputs)({**inputs, **wider}), rows  # as Trainer rebuilds batches
-
-
-def _elements(tensors: dict[str, Tensor]) -> int:
-    return sum(x.numel() for x in tensors.values())
 
 
 def _may_be_filled(inputs: Any, size: int, hooks: Any) -> bool:
@@ -79,10 +76,9 @@ def _may_be_filled(inputs: Any, size: int, hooks: Any) -> bool:
     if hooks._session.rows.units_of_calls.are_known:
         return False
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
-    plain = [x for x in inputs.values() if x is None or isinstance(x, bool | int | float)]
     return (
         bool(tensors)
-        and len(tensors) + len(plain) == len(inputs)
+        and all(isinstance(x, Tensor | int | float | None) for x in inputs.values())
         and all(x.shape[:1] == (max(1, size),) for x in tensors)
         and hooks._graphs.may_replay(tensors[0].device)
     )
