@@ -349,7 +349,9 @@ def _noted_own_call(tap: Any, layout: Any, args: tuple[Any, ...], kwargs: dict[s
     forms, metas = forms_of_parameters(params, layout.batch_size)
     place = len(layout.calls[tap.number] or ())
     layout.add(tap, "unused")
-    rows = [param.expand(layout.batch_size, *param.shape) for param in params]
+    # Varied: by numbers that are 0 nobody sees how often they are added up.
+    varied = [param + torch.randn_like(param) * 1e-2 for param in params]
+    rows = [param.expand(layout.batch_size, *param.shape) for param in varied]
     output = _on_own_parameters(tap, rows, args, kwargs)
     if was_used(tap.path):
         layout.add(tap, "own", forms, (), metas, at=place)

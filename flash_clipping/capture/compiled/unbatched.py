@@ -4,14 +4,14 @@ An embedding of positions reads ids that do not derive from the batch, ``[1, T]`
 its own parameter to what it is given. Neither has a row for each sample, so the gradient that
 arrives there is a sum over samples. Here such a value has one more axis, ``[B, *shape]``: all rows
 are alike, and the gradient of row ``b`` is that of sample ``b``. The model does not see it: it
-gets a :class:`Unbatched`, a tensor subclass that says to be of ``shape`` and runs functions on the
-memory behind it. Where one meets samples, ``x + z``, row ``b`` meets sample ``b``, and what comes
-out are samples.
+gets a :class:`Unbatched`, a tensor subclass that says to be of ``shape``.
 
-Dynamo traces all of it away: what is left are views and the model's own operators. Only functions
-that are known to keep the samples apart are served (``_SERVED``). Any other is found when the
-region is run uncompiled to learn its shapes (the layers then have no wires), and is an error where
-it is found later.
+A function of it runs as it would for each sample if that were the only one (``torch.vmap``): row
+``b``, and of what has samples, sample ``b`` alone. Where one meets samples, ``x + z``, what comes
+out are samples. That this is the function of all samples shows by the shapes, and, when the region
+is run uncompiled to learn what its layers leave, by the numbers. Where it does not, the layers have
+no wires; found later, it is an error. Dynamo traces all of it away: what is left are views and the
+model's own operators.
 
 Shape suffixes: ``B`` samples.
 """
@@ -19,11 +19,12 @@ Shape suffixes: ``B`` samples.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -92,11 +93,6 @@ def rows_of(z: Tensor) -> Tensor:
         with plain_functions():
             d = d.unsqueeze(1).expand(d.shape[0], d.shape[0], *d.shape[1:])
     return d
-
-
-def _seen_shape(z: Tensor) -> Any:
-    d = memory_of(z)
-    return d.shape if isinstance(z, SameRows) else d.shape[1:]
 
 
 def _plain(x: Any) -> Any:
@@ -173,16 +169,28 @@ def without_same(
 
 # -- functions of it -------------------------------------------------------------------------------
 
-_ATTRIBUTES = {
-    f"__get__{name}": name
+#: What is asked of a tensor, and is no tensor.
+_ASKED = {"size", "dim", "is_floating_point", "__len__"} | {
+    f"__get__{name}"
     for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout")
 }
-
-
-def _attribute(name: str, z: Tensor) -> Any:
-    if name == "shape":
-        return _seen_shape(z)
-    return len(_seen_shape(z)) if name == "ndim" else getattr(memory_of(z), name)
+#: Functions of which other tensors give the dtype and the device alone.
+_CASTS = {"to", "type_as"}
+#: Functions of sizes, the first of which may be the number of samples.
+_SIZED = {"expand", "repeat", "view", "reshape"}
+#: Functions that change samples in place, and what they do.
+_IN_PLACE: dict[str, Any] = {
+    **dict.fromkeys(("add_", "__iadd__"), torch.add),
+    **dict.fromkeys(("sub_", "__isub__"), torch.sub),
+    **dict.fromkeys(("mul_", "__imul__"), torch.mul),
+}
+#: Methods, written in Python, that Dynamo does not trace where a subclass has them; and functions
+#: that PyTorch does not take apart, sample by sample, for sizes that are symbols.
+_UNTRACED: tuple[Any, ...] = (
+    *(Tensor.split, Tensor.unflatten, Tensor.norm),
+    *(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__),
+    *(F.linear, F.interpolate, F.scaled_dot_product_attention),
+)
 
 
 @constant_in_traces
@@ -192,20 +200,26 @@ def _apart() -> bool:
     return not transforms_are_active() and (tracing_context() is None or is_traced_once())
 
 
+@constant_in_traces
+def _name_of(func: Callable[..., Any]) -> str:
+    return name_of(func)
+
+
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    name = name_of(func)
-    if name in _ATTRIBUTES:
-        return _attribute(_ATTRIBUTES[name], args[0])
+    name, named = _name_of(func), {key: _plain(value) for key, value in kwargs.items()}
+    if name in _ASKED:
+        z = _plain(args[0])
+        return getattr(z, name[7:]) if name.startswith("__get__") else func(z, *args[1:])
     if not is_dynamo_compiling():
         note_use(args, kwargs)
-    serve = _SERVED.get(name)
-    if serve is not None and _is_known_call(args, kwargs) and _apart():
-        try:
-            result = serve(func, *args, **kwargs)
-        except TypeError:  # other arguments
-            result = NotImplemented
-        if result is not NotImplemented:
-            return result
+    result = None
+    if _apart() and is_dynamo_compiling():
+        result = _of_each(func, name, args, kwargs)
+    elif _apart() and func not in _UNTRACED:
+        with suppress(RuntimeError, TypeError, ValueError, IndexError):
+            result = _of_each(func, name, args, kwargs)
+    if result is not None:
+        return result
     found = _unbatched_in(args, kwargs)
     path = _path_of(found[0]) if found else ""
     if is_dynamo_compiling() or _learning.found is None:
@@ -213,17 +227,110 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     _learning.found.append(
         f"{name} is called with what {path or 'a layer'} computes from constants or parameters"
     )
-    named = {key: _plain(value) for key, value in kwargs.items()}
     return func(*_plain(args), **named)
 
 
-def _is_known_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether all tensors are where the functions that are served look for them, and none of
-    them is computed from parameters outside of the region."""
-    if len(args) == 0 or any([isinstance(x, Tensor | tuple | list) for x in kwargs.values()]):
-        return False
-    # Inside of a trace there is none: layers that run by themselves break the graph.
-    return is_dynamo_compiling() or not any(isinstance(x, ParameterProxy) for x in _leaves(args))
+def _of_each(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The function as each sample has it if it is the only one; None where that may be something
+    else than the function of all samples."""
+    z: Any = args[0] if args else None
+    named = {key: _plain(value) for key, value in kwargs.items()}
+    if name in _CASTS:
+        others = _plain(args[1:])
+        if not isinstance(z, Unbatched):
+            return func(z, *others, **named)
+        same = SameRows if isinstance(z, SameRows) else Unbatched  # type() is not traced
+        return _of_kind(same, func(memory_of(z), *others, **named), _path_of(z))
+    if name == "expand_as" and isinstance(z, Unbatched):
+        return _of_each(torch.Tensor.expand, "expand", (z, *_plain(args[1]).shape), {})
+    changes = name.startswith("__set") or (name.endswith("_") and not name.startswith("__"))
+    changes = changes or name in _IN_PLACE
+    if changes and (name not in _IN_PLACE or isinstance(z, Unbatched)):
+        return None
+    if kwargs.get("out") is not None:
+        return None
+    func = _IN_PLACE.get(name, func)
+    whole = func(*_plain(args), **named)
+    outputs = whole if isinstance(whole, tuple | list) else (whole,)
+    if not all([isinstance(output, Tensor) for output in outputs]):
+        return None
+    first = _unbatched_in(args, kwargs)[0]
+    B, axes = memory_of(first).shape[0], outputs[0].dim()
+    rows: list[Tensor] = []
+    in_dims: list[int | None] = []
+    results: list[Tensor] = []
+    has_samples = False
+    for x in [*_leaves(args), *_leaves(kwargs.values())]:
+        if isinstance(x, Unbatched):
+            rows.append(memory_of(x).unsqueeze(1) if isinstance(x, SameRows) else memory_of(x))
+            in_dims.append(0)
+        elif isinstance(x, Tensor):
+            is_frozen = isinstance(x, nn.Parameter) and not x.requires_grad
+            has_rows = x.dim() == axes and axes > 0 and x.shape[0] == B and not is_frozen
+            if isinstance(x, nn.Parameter | ParameterProxy) and not is_frozen:
+                return None  # of another module
+            is_one = (x.dim() == 0 or x.shape[0] == 1) and not x.requires_grad
+            if not (has_rows or is_frozen or is_one):
+                return None  # it may be of samples after all, with other axes
+            has_samples = has_samples or has_rows
+            rows.append(x.unsqueeze(1) if has_rows else x)
+            in_dims.append(0 if has_rows else None)
+    sizes = _sizes_alone(first, name, args[1:], B) if name in _SIZED else ()
+
+    def of_one(*tensors: Tensor) -> Any:
+        left = list(tensors)
+
+        def put(x: Any) -> Any:
+            if isinstance(x, tuple | list):
+                return type(x)([put(part) for part in x])
+            return left.pop(0) if isinstance(x, Tensor) else x
+
+        found = [put(x) for x in args[: 1 if sizes else None]]
+        return func(*found, *sizes, **{key: put(value) for key, value in kwargs.items()})
+
+    each = torch.func.vmap(of_one, in_dims=tuple(in_dims))(*rows)
+    each = each if isinstance(each, tuple | list) else (each,)
+    for alone, seen in zip(each, outputs, strict=True):
+        kind = _kind_of(alone, seen, has_samples)
+        if kind is None:
+            return None
+        result = alone if kind is Unbatched else alone.squeeze(1)
+        results.append(result if has_samples else _of_kind(kind, result, _path_of(first)))
+    if changes:
+        return z.copy_(results[0])
+    return tuple(results) if isinstance(whole, tuple | list) else results[0]
+
+
+def _sizes_alone(z: Tensor, name: str, sizes: tuple[Any, ...], B: int) -> tuple[Any, ...]:
+    """The sizes that a function is called with, for a sample alone, of which there is one."""
+    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
+        sizes = tuple(sizes[0])
+    shape = _plain(z).shape
+    has_rows = name in ("expand", "repeat") and (len(sizes) > len(shape) or shape[0] == 1)
+    if sizes[0] == B and (has_rows or isinstance(z, SameRows)):
+        return (1, *sizes[1:])
+    return sizes
+
+
+def _kind_of(each: Tensor, whole: Tensor, has_samples: bool) -> type[Unbatched] | None:
+    """What a result is, by what each sample alone has of it, and by what the model sees."""
+    B = each.shape[0]
+    if each.dim() > 1 and each.shape[1] == 1 and (B, *each.shape[2:]) == tuple(whole.shape):
+        return SameRows if is_dynamo_compiling() or _agree(each.squeeze(1), whole) else None
+    if each.shape[1:] != whole.shape or has_samples:
+        return None
+    return Unbatched if is_dynamo_compiling() or _agree(each, whole.unsqueeze(0)) else None
+
+
+def _agree(each: Tensor, whole: Tensor) -> bool:
+    """Whether a function of one sample is that of all, in these numbers at least."""
+    if not whole.is_floating_point():
+        return bool((each == whole).all())
+    near = torch.finfo(whole.dtype).eps ** 0.5
+    scale = float(whole.detach().nan_to_num(0, 0, 0).abs().amax()) if whole.numel() else 0.0
+    return torch.allclose(each, whole.expand_as(each), near, near * scale, equal_nan=True)
 
 
 def _raise(path: str, name: str) -> NoReturn:
@@ -249,245 +356,3 @@ def _leaves(values: Iterable[Any]) -> list[Any]:
         else:
             found.append(value)
     return found
-
-
-# -- functions that are served; ``NotImplemented`` where a call is not -----------------------------
-# Each takes the function itself, and then what that takes.
-
-
-def _like(z: Tensor, d: Tensor) -> Tensor:
-    return _of_kind(SameRows if isinstance(z, SameRows) else Unbatched, d, _path_of(z))
-
-
-def _shaped(z: Tensor, keeps_first: bool, shape: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """A function of axes. ``shape`` is called with the memory, and how many axes that has before
-    those that the model sees.
-
-    ``keeps_first``: it leaves the first axis alone, which may be that of the rows.
-    """
-    if isinstance(z, SameRows) and keeps_first:
-        return _like(z, shape(memory_of(z), 0))
-    return _of_kind(Unbatched, shape(rows_of(z), 1), _path_of(z))
-
-
-def _size(func: Any, z: Tensor, dim: int | None = None) -> Any:
-    shape = _seen_shape(z)
-    return shape if dim is None else shape[dim]
-
-
-def _elementwise(func: Any, z: Any, *rest: Any, **kwargs: Any) -> Any:
-    """A function that computes every element of its first argument by itself."""
-    if not isinstance(z, Unbatched) or any([isinstance(x, Tensor) for x in rest]):
-        return NotImplemented
-    return _like(z, func(memory_of(z), *rest, **kwargs))
-
-
-def _to(func: Any, z: Tensor, *rest: Any, **kwargs: Any) -> Any:
-    """Of a tensor that is an argument, only the dtype and the device are used."""
-    if isinstance(z, Unbatched):
-        return _like(z, func(memory_of(z), *_plain(rest), **kwargs))
-    return func(z, *_plain(rest), **kwargs)
-
-
-def _dropout(
-    func: Any, z: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    return z if p == 0 or not training else NotImplemented
-
-
-def _axis(place: int, axes: int) -> int:
-    return place + axes if place < 0 else place
-
-
-def _unsqueeze(func: Any, z: Tensor, dim: int) -> Any:
-    place = _axis(dim, len(_seen_shape(z)) + 1)
-    return _shaped(z, place > 0, lambda d, more: d.unsqueeze(place + more))
-
-
-def _transpose(func: Any, z: Tensor, dim0: int, dim1: int) -> Any:
-    axes = len(_seen_shape(z))
-    i, j = _axis(dim0, axes), _axis(dim1, axes)
-    return _shaped(z, i > 0 and j > 0, lambda d, more: d.transpose(i + more, j + more))
-
-
-def _sizes_in(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``x.view(2, 3)`` or ``x.view((2, 3))``."""
-    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
-        return tuple(sizes[0])
-    return sizes
-
-
-def _permute(func: Any, z: Tensor, *dims: Any) -> Any:
-    axes = len(_seen_shape(z))
-    order = [_axis(place, axes) for place in _sizes_in(dims)]
-    if len(order) != axes:
-        return NotImplemented
-    return _shaped(z, False, lambda d, more: d.permute(0, *[place + 1 for place in order]))
-
-
-def _reshape(func: Any, z: Tensor, *shape: Any) -> Any:
-    sizes = _sizes_in(shape)
-    if not sizes or not all(isinstance(size, int) for size in sizes):
-        return NotImplemented
-    return _shaped(z, False, lambda d, more: d.reshape(d.shape[0], *sizes))
-
-
-def _getitem(func: Any, z: Tensor, index: Any) -> Any:
-    index = index if isinstance(index, tuple) else (index,)
-    for part in index:
-        if isinstance(part, bool) or not (
-            part is None or part is Ellipsis or isinstance(part, int | slice)
-        ):
-            return NotImplemented
-    keeps_first = isinstance(index[0], slice) and index[0] == slice(None)
-    return _shaped(z, keeps_first, lambda d, more: d[(slice(None),) * more + index])
-
-
-def _spread(z: Tensor, sizes: tuple[Any, ...], repeats: bool) -> Any:
-    """``z`` expanded to these sizes, or repeated so often."""
-    seen, B = _seen_shape(z), memory_of(z).shape[0]
-    more = len(sizes) - len(seen)
-    if not sizes or more < 0:
-        return NotImplemented
-    if isinstance(z, SameRows) and not (repeats or more) and sizes[0] in (-1, B):
-        return _like(z, memory_of(z).expand(B, *sizes[1:]))
-    kind, d = Unbatched, rows_of(z)
-    if sizes[0] == B and (more > 0 or seen[0] == 1):  # a row for each sample
-        kind, sizes = SameRows, sizes[1:]
-        d = d.reshape(B, *[1] * (more - 1), *seen) if more > 0 else d.select(1, 0)
-    else:
-        d = d.reshape(B, *[1] * more, *seen)
-    return _of_kind(kind, d.repeat(1, *sizes) if repeats else d.expand(B, *sizes), _path_of(z))
-
-
-def _expand(func: Any, z: Tensor, *shape: Any) -> Any:
-    return _spread(z, _sizes_in(shape), repeats=False)
-
-
-def _expand_as(func: Any, z: Tensor, other: Tensor) -> Any:
-    like = _seen_shape(other) if isinstance(other, Unbatched) else other.shape
-    return _expand(func, z, *like) if isinstance(z, Unbatched) else z.expand(like)
-
-
-def _aligned(z: Tensor, axes: int) -> Tensor | None:
-    """Row ``b`` as what sample ``b`` meets, in a function of tensors with so many axes that
-    broadcasts; None where its first axis would meet the samples."""
-    d = memory_of(z)
-    if isinstance(z, SameRows):
-        if d.dim() == axes:
-            return d
-        d = rows_of(z)
-    B, shape = d.shape[0], d.shape[1:]
-    if len(shape) > axes or axes == 0:
-        return None
-    if len(shape) == axes:
-        return d.select(1, 0) if shape[0] == 1 else None
-    return d.reshape(B, *[1] * (axes - 1 - len(shape)), *shape)
-
-
-def _is_scalar(x: Any) -> bool:
-    return not isinstance(x, Tensor) or (x.dim() == 0 and not x.requires_grad)
-
-
-def _are_samples(others: Iterable[Tensor], B: int, axes: int) -> bool:
-    return not any(
-        [isinstance(x, nn.Parameter) or x.dim() != axes or x.shape[0] != B for x in others]
-    )
-
-
-def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function that broadcasts and computes every element by itself."""
-    sames = [x for x in args if isinstance(x, Unbatched)]
-    others = [x for x in args if not (isinstance(x, Unbatched) or _is_scalar(x))]
-    if not others:
-        return _together(func, args, kwargs, sames)
-    axes = max([x.dim() for x in others])
-    if axes == 0 or not _are_samples(others, memory_of(sames[0]).shape[0], axes):
-        return NotImplemented
-    rows = [_aligned(x, axes) if isinstance(x, Unbatched) else x for x in args]
-    return NotImplemented if any([row is None for row in rows]) else func(*rows, **kwargs)
-
-
-def _together(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], sames: Sequence[Tensor]
-) -> Any:
-    path = _path_of(sames[0])
-    axes = max([len(_seen_shape(x)) for x in sames])
-    if any([isinstance(x, SameRows) and len(_seen_shape(x)) == axes for x in sames]):
-        rows = [_aligned(x, axes) if isinstance(x, Unbatched) else x for x in args]
-        if all([row is not None for row in rows]):
-            return _of_kind(SameRows, func(*rows, **kwargs), path)
-    found: list[Any] = []
-    for x in args:
-        if isinstance(x, Unbatched):
-            d = rows_of(x)
-            x = d.reshape(d.shape[0], *[1] * (axes + 1 - d.dim()), *d.shape[1:])
-        found.append(x)
-    return _of_kind(Unbatched, func(*found, **kwargs), path)
-
-
-def _in_place(func: Any, x: Any, *rest: Any, **kwargs: Any) -> Any:
-    """``x += z``"""
-    if isinstance(x, Unbatched) or not isinstance(x, Tensor):
-        return NotImplemented
-    return _pointwise(func, x, *rest, **kwargs)
-
-
-def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    sames = [x for x in tensors if isinstance(x, Unbatched)]
-    others = [x for x in tensors if not isinstance(x, Unbatched)]
-    if not sames or not isinstance(dim, int):
-        return NotImplemented
-    path, axes, B = _path_of(sames[0]), len(_seen_shape(sames[0])), memory_of(sames[0]).shape[0]
-    place = _axis(dim, axes)
-    if place < 1 or not all([isinstance(x, SameRows) for x in sames]):
-        if others:
-            return NotImplemented
-        d = torch.cat([rows_of(x) for x in tensors], place + 1)
-        return _of_kind(Unbatched, d, path)
-    if not _are_samples(others, B, axes):
-        return NotImplemented
-    found = torch.cat([memory_of(x) if isinstance(x, Unbatched) else x for x in tensors], place)
-    return found if others else _of_kind(SameRows, found, path)
-
-
-#: Functions that are known to keep the samples apart, by name.
-_SERVED: dict[str, Callable[..., Any]] = {
-    "to": _to,
-    "type_as": _to,
-    "size": _size,
-    "dim": lambda func, z: len(_seen_shape(z)),
-    "is_floating_point": lambda func, z: memory_of(z).is_floating_point(),
-    "dropout": _dropout,
-    "unsqueeze": _unsqueeze,
-    "transpose": _transpose,
-    "permute": _permute,
-    "view": _reshape,
-    "reshape": _reshape,
-    "__getitem__": _getitem,
-    "getitem": _getitem,
-    "expand": _expand,
-    "expand_as": _expand_as,
-    "repeat": lambda func, z, *repeats: _spread(z, _sizes_in(repeats), repeats=True),
-    "where": _pointwise,
-    "cat": _cat,
-    "concat": _cat,
-    "concatenate": _cat,
-    **dict.fromkeys(
-        (
-            *("float", "double", "half", "bfloat16", "contiguous", "clone", "neg", "__neg__"),
-            *("exp", "log", "sqrt", "rsqrt", "square", "abs", "sin", "cos", "clamp", "detach"),
-            *("sigmoid", "tanh", "relu", "gelu", "silu", "softplus"),
-        ),
-        _elementwise,
-    ),
-    **dict.fromkeys(
-        (
-            *("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub", "subtract"),
-            *("mul", "__mul__", "__rmul__", "multiply"),
-            *("div", "__div__", "__truediv__", "__rtruediv__", "__rdiv__", "true_divide", "divide"),
-        ),
-        _pointwise,
-    ),
-    **dict.fromkeys(("add_", "__iadd__", "sub_", "__isub__", "mul_", "__imul__"), _in_place),
-}
