@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.dynamo import measure_no_guards
 from tests.support.interpreter import remember_the_language
 from tests.support.pairs import leave_other_combinations_to_slow
 
@@ -147,5 +148,10 @@ def keep_what_is_imported() -> None:
     global _modules
     if len(sys.modules) > _modules + 50:
         _modules = len(sys.modules)
+        measure_no_guards()
         gc.collect()
         gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # pytest would look through everything five times

@@ -13,6 +13,7 @@ import transformers
 
 import flash_clipping
 from tests.distributed import test_four_processes, test_tensor_parallel_shards
+from tests.support.dynamo import measure_no_guards
 
 __all__ = [
     "accelerate",
@@ -24,6 +25,7 @@ __all__ = [
     "transformers",
 ]
 
+measure_no_guards()
 # Of what is imported nothing is let go: processes need not look through it, nor copy it for that.
 gc.collect()
 gc.freeze()
