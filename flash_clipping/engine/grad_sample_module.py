@@ -49,12 +49,10 @@ from flash_clipping.engine.options import (
 from flash_clipping.engine.told_rows import Told, ToldRows
 from flash_clipping.engine.unsupported import (
     refuse_export,
-    refuse_mean,
     refuse_new_class,
     refuse_one_by_one,
     refuse_replay,
     refuse_unsupported,
-    rounds_by_scale,
 )
 from flash_clipping.errors import HALVE_PARTS, InvalidValue
 from flash_clipping.finish.clipping import ClipOptions, Doubts, clipping_coefficients, total_norm
@@ -155,7 +153,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         (refuse_one_by_one if mode == "one_by_one" else refuse_unsupported)(m)
         check_bounds(clipping, max_grad_norm, sum(p.requires_grad for p in m.parameters()))
         is_tapped = mode != "one_by_one"
-        self._rounds_by_scale = rounds_by_scale(m) if is_tapped else ""
+        self._rounds_by_scale = wings.rounds_by_scale(m) if is_tapped else ""
         self.strict, self.mode, self.backend, self.clipping = strict, mode, backend, clipping
         self.sample_of = sample_of
         self.folded_modules = tuple(folded_modules)
@@ -407,7 +405,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         what is released (:mod:`flash_clipping.ops.error_bounds`)."""
         session, step = self._session, self.running_step
         if self._rounds_by_scale and session.options.loss_reduction == "mean":
-            refuse_mean(self._rounds_by_scale)
+            wings.refuse_mean(self._rounds_by_scale)
         step.awaits_backward = False
         counted, draw = session.rows_and_draw()
         is_padded = counted.rows is not None

@@ -300,11 +300,8 @@ class ModelWatch:
             else:
                 gate.next_audit += 1
         elif session.may_prove():
-            made = (
-                self._key(tensors)
-                if module is self.root and not session.proof.proven_with
-                else None
-            )
+            is_first = module is self.root and not session.proof.proven_with
+            made = self._key(tensors) if is_first else None
             if made and (known := recall(made[0], session)) is not None:
                 self.gate, session.proof.proven_with = known, self.guards.count
             is_proven = self._is_proven(module, args, kwargs)

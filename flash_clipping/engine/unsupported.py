@@ -35,6 +35,7 @@ from flash_clipping._compat import (
 from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.refused_forwards import embeddings_of, refuse_max_norm
 from flash_clipping.distributed import has_shards, is_sharded, processes_of, refuse_sharding
+from flash_clipping.engine import wings
 from flash_clipping.errors import (
     ONE_BY_ONE,
     TO_EXPORT,
@@ -45,7 +46,6 @@ from flash_clipping.errors import (
     to_freeze,
     to_freeze_parameters,
 )
-from flash_clipping.rules.registry import kinds_of
 
 # -- data parallelism ------------------------------------------------------------------------------
 
@@ -241,15 +241,6 @@ _COMPUTING_HOOKS = {
     "torch.nn.utils.weight_norm": "weight_norm",
 }
 
-#: Layers of other libraries that round rows.
-_FLOAT8 = "torchao.float8.float8_linear.Float8Linear"
-_LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
-_LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
-_ONE_SCALE = (
-    "by one scale for the rows of all samples: each is rounded by the largest of the others, which "
-    "no clipping can bound; expected a scale for each row"
-)
-
 #: Layers that read their parameters past any stand-in, and what to use instead.
 _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
 
@@ -311,7 +302,7 @@ def refuse_unsupported(root: nn.Module) -> None:
     _refuse_in_any_mode(root)
     for path, module in root.named_modules():
         _refuse_hooked(path, module)
-        _refuse_quantized(path, module)
+        wings.refuse_rounding(path, module)
         if type(module) in _REPLACED_LAYERS and _trains(module):
             _refuse_recurrent(path, module)
 
@@ -497,84 +488,6 @@ def refuse_unloaded(root: nn.Module) -> None:
 def _loads(module: nn.Module) -> bool:
     hook = getattr(module, "_hf_hook", None)
     return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
-
-
-def _refuse_quantized(path: str, module: nn.Module) -> None:
-    """Refuse layers of others that round rows of a batch together, or lose gradients."""
-    where, names = f"{path or 'the model'} ({type(module).__name__})", kinds_of(module)
-    layer: Any = module
-    if _FLOAT8 in names:
-        rows = ["cast_config_input", "cast_config_grad_output"]
-        of_weight = [f"{name}_for_grad_weight" for name in rows] * layer.weight.requires_grad
-        for name in (*rows, *of_weight):
-            cast = getattr(layer.config, name)
-            scaling = cast.scaling_granularity.value
-            if cast.scaling_type.value != "disabled" and (
-                name in of_weight or scaling != "axiswise"
-            ):
-                raise NotServed(
-                    f"{where}: found {name} with {scaling} scaling, {_ONE_SCALE}, and gradients of "
-                    "weights that are not rounded. Convert the model again, from nn.Linear:\n"
-                    "    convert_to_float8_training(model, config=Float8LinearConfig."
-                    'from_recipe_name("rowwise_with_gw_hp"))'
-                )
-    weight: Any = module._parameters.get("weight")
-    rounding = getattr(weight, "act_quant_kwargs", None)  # of what torchao's multiplies it by
-    granularity = type(getattr(rounding, "granularity", None)).__name__
-    if granularity == "PerTensor" and getattr(weight, "act_quant_scale", None) is None:
-        raise NotServed(
-            f"{where}: found activations that are rounded with granularity={granularity}, "
-            f"{_ONE_SCALE}. Quantize the model again, from nn.Linear:\n"
-            "    quantize_(model, Int8DynamicActivationInt8WeightConfig(granularity=PerRow()))"
-        )
-    if _LINEAR_4BIT in names and weight.device.type == "cpu":
-        state = getattr(weight, "quant_state", None)
-        if layer.support_avx512bf16_for_cpu or getattr(state, "packing_format_for_cpu", False):
-            raise NotServed(
-                f"{where}: found 4 bits on a CPU with AVX512-BF16, where the first call in "
-                "evaluation mode puts the weight into another order, through which no gradients "
-                "come back from then on; expected a GPU, or the order of training. Load the model "
-                "again, and before it is called:\n"
-                "    for m in model.modules(): m.support_avx512bf16_for_cpu = False"
-            )
-    if _LINEAR_8BIT not in names:
-        return
-    if layer.weight.requires_grad:
-        raise NotServed(
-            f"{where}: found a weight that is trained; expected a frozen one: gradients of weights "
-            "are rounded to 8 bits by columns, over all samples. Train adapters (LoRA)."
-            f"{to_freeze_parameters(f'{path}.weight'.lstrip('.'))}"
-        )
-    if layer.state.threshold > 0:
-        raise NotServed(
-            f"{where}: found llm_int8_threshold={layer.state.threshold}: a column is computed in "
-            "more bits where any sample of the batch has a value above it, so that the gradient of "
-            "one sample depends on the others, which no clipping can bound; expected 0. Load the "
-            "model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or:\n"
-            f"    {module_at(path)}.state.threshold = 0.0"
-        )
-
-
-def rounds_by_scale(root: nn.Module) -> str:
-    """The path of a layer whose backward rounds gradients so much that a factor (one over the size
-    of the batch) changes what they are; "" without one."""
-    for path, module in root.named_modules():
-        if _FLOAT8 in kinds_of(module):
-            config: Any = module.config
-            if config.cast_config_grad_output.scaling_type.value != "disabled":
-                return f"{path or 'the model'} ({type(module).__name__})"
-    return ""
-
-
-def refuse_mean(path: str) -> NoReturn:
-    """Refuse a loss that is divided by the size of the batch, before this layer's backward."""
-    raise FlashClippingError(
-        f"{path}: found a loss that is a mean over the batch; expected each sample's own. The "
-        "layer rounds gradients to fp8, and one that was divided by the size of the batch is "
-        "rounded in another way in every batch: adding one sample would change the gradients of "
-        "all others. Call the criterion that make_private returns, or add losses up:\n"
-        '    make_private(loss_reduction="sum", ...); losses.sum().backward()'
-    )
 
 
 def validate(module: nn.Module, mode: str = "one_pass") -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Of :mod:`flash_clipping.pipelines`: from the argument ``pipeline`` and all arguments of
 #: ``make_private`` to the processes of the pipeline, or ``None`` without one.
@@ -25,6 +25,12 @@ replay_calls: Callable[[Any], None]
 #: layers that ``transformers`` has cut over processes.
 own_losses: Callable[[Any, Any, list[Any]], Any]
 lay_out_by_hooks: Callable[[Any, list[Any]], None]
+
+#: Of the same: refuses a module, at its path, that rounds rows of a batch together; the path of a
+#: layer that rounds gradients by a scale, or "", and what refuses a mean over the batch for it.
+refuse_rounding: Callable[[str, nn.Module], None]
+rounds_by_scale: Callable[[nn.Module], str]
+refuse_mean: Callable[[str], None]
 
 #: Of :mod:`flash_clipping.noise`: how batches are drawn and noise is made; without arguments
 #: Poisson batches and independent noise.

@@ -1,12 +1,9 @@
-"""``nn.Linear``, ``transformers``' ``Conv1D`` and linear layers of other libraries that multiply in
-fp8, or keep weights in fewer bits: ``g_b = G_b^T A_b``."""
+"""``nn.Linear`` and ``transformers``' ``Conv1D``: ``g_b = G_b^T A_b``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,7 +17,6 @@ from flash_clipping.rules.registry import (
     as_BTd,
     autocast_operands,
     kinds_of,
-    register_family,
     register_rule,
     weight_and_bias,
 )
@@ -101,83 +97,3 @@ class TransposedLinearRule(LinearRule):
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, weight = saved
         return transposed_backward(x, weight, grad_output, needs)
-
-
-@register_rule("torchao.float8.float8_linear.Float8Linear")
-class Float8LinearRule(LinearRule):
-    """torchao's training in fp8 by its recipe ``rowwise_with_gw_hp``: output and input gradient are
-    products of rounded rows, with a scale for each, and the weight's gradient is one of rows as
-    they are. Other recipes are refused when the model is wrapped."""
-
-    def can_be_traced(self, layer: Any) -> bool:
-        return False
-
-    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        if is_autocasting():
-            (x,) = autocast_operands(x)  # type: ignore[assignment]
-        return type(layer).forward(layer, x), (x, layer.weight)
-
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
-        from torchao.float8.float8_training_tensor import GemmInputRole
-
-        without_input = GradRequest((False,), needs.params, needs.backend)
-        _, factors = super().backward(layer, saved, grad_output, without_input)
-        if not needs.input:
-            return None, factors
-        config, (_, weight) = layer.config, saved
-        rows = grad_output.reshape(-1, grad_output.shape[-1])
-        rows = _in_fp8(layer, rows, config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT)
-        cast = config.cast_config_weight_for_grad_input
-        weight = _in_fp8(layer, weight.t(), cast, GemmInputRole.WEIGHT).t()
-        return torch.mm(rows, weight).reshape(*grad_output.shape[:-1], -1), factors
-
-
-def _in_fp8(layer: Any, x: Tensor, cast: Any, role: Any) -> Tensor:
-    """The tensor as an operand of torchao's product in fp8, or as it is, by this configuration."""
-    from torchao.float8.config import ScalingType
-    from torchao.float8.float8_scaling_utils import (
-        get_maybe_axiswise_dim,
-        hp_tensor_to_float8_dynamic,
-    )
-
-    if cast.scaling_type is ScalingType.DISABLED:
-        return x
-    found: Tensor = hp_tensor_to_float8_dynamic(
-        x,
-        cast.target_dtype,
-        layer.linear_mm_config,
-        gemm_input_role=role,
-        scaling_granularity=cast.scaling_granularity,
-        axiswise_dim=get_maybe_axiswise_dim(-1, cast.scaling_granularity),
-        round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2,
-    )
-    return found
-
-
-@register_family(lambda layer: isinstance(layer, nn.Linear) and has_quantized_weight(layer))
-class QuantizedLinearRule(Rule):
-    """A linear layer whose frozen weight is kept in fewer bits: its bias is all that is trained.
-
-    The layer's own forward runs under autograd, with the bias as a constant. The rule stands behind
-    it, where the bias's gradient is that of the output.
-    """
-
-    def call(
-        self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        bias = layer._parameters["bias"]
-        layer._parameters["bias"] = bias.detach()
-        try:
-            output = type(layer).forward(layer, *args, **kwargs)
-        finally:
-            layer._parameters["bias"] = bias
-        return tapped(output)
-
-    def works_by_position(self, layer: Any) -> bool:
-        return True
-
-    def forward(self, layer: Any, y: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        return y.clone(), ()
-
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
-        return grad_output, {"bias": DenseGrad(SumGrad(as_BTd(grad_output)).dense())}

@@ -11,7 +11,7 @@ run        backward passes        what must hold
 taps       S                      norms of the other samples are 0 (STRAY)
 autograd   S                      outputs of S (VALUE) and their gradient (GRADIENT) are the same
 others     one of S               its norm is the one that is clipped by (NORM)
-the batch, the model's own loss   norms of some samples are autograd's, of the same loss of each of
+the batch, the model's own loss   norms of all samples are autograd's, of the same loss of each of
 single                            them alone: of its mean over the batch, or its sum (LOSS)
 samples
 =========  =====================  =================================================================
@@ -70,9 +70,6 @@ STRAY = 1e-6
 
 #: Seeds by which a finding is repeated.
 SEEDS = 3
-
-#: Samples of a batch for which the model's own loss is computed alone, where it returns more.
-ALONE = 2
 
 #: Outputs that are looked at one by one where something is wrong with one of them.
 OUTPUTS = 16
@@ -599,8 +596,7 @@ class _Oracle:
         why = {n: str(g) for n, g in together.items() if isinstance(g, FlashClippingError)}
         reduction, compared = self.runs.session.options.loss_reduction, bool(why)
         times = len(order) if reduction == "mean" else 1
-        count = ALONE if self.axes else len(order)
-        for place in {(self.audit + n) % len(order) for n in range(count)}:
+        for place in range(len(order)):
             alone, rounded = self._alone(order[place], place in sparse), None
             for n, g in together.items():
                 if n in why or isinstance(g, FlashClippingError) or g.each is None:

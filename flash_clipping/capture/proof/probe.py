@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.reads import Read
 from flash_clipping.capture.proof.repeatable import perturbed
-from flash_clipping.capture.proof.runs import Forward, Runs, Subject, has_own_trainable, hooked
+from flash_clipping.capture.proof.runs import Forward, Runs, Subject
 from flash_clipping.capture.row_layouts import Layout
 
 #: Relative difference of two outputs that are the same but for rounding; of 16 bits.
@@ -122,10 +123,16 @@ def _probe(runs: Runs, samples: Samples, chosen: Sequence[int]) -> Probed:
             seen.passes.append({})
             forward.backward(dict.fromkeys(on, 1.0), only, sums=False, also=seen.watched)
 
+    handles = [
+        module.register_forward_hook(partial(seen.note, path), with_kwargs=True)
+        for path, module in runs.root.named_modules()
+        if module is not runs.root and any(p.requires_grad for p in module.parameters(False))
+    ]
     try:
-        with hooked(runs.root, seen.note, has_own_trainable):
-            runs.run(given, places, take, probing=seen)
+        runs.run(given, places, take, probing=seen)
     finally:
+        for handle in handles:
+            handle.remove()
         # Their hooks hold ``seen``, in a cycle that Python's collector does not see.
         seen.watched.clear()
     layouts: defaultdict[str, list[SampleLayout]] = defaultdict(list)

@@ -9,7 +9,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set as AbstractSet
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -501,31 +501,6 @@ def _of_taps(error: ModelsOwnError) -> FlashClippingError:
         "report it. Until it is mended, let samples run one at a time:\n"
         '    mode="one_by_one"'
     )
-
-
-def has_own_trainable(module: nn.Module) -> bool:
-    """Whether a module has trainable parameters of its own."""
-    return any(p is not None and p.requires_grad for p in module._parameters.values())
-
-
-@contextmanager
-def hooked(
-    root: nn.Module,
-    note: Callable[[str, nn.Module, Any, Any, Any], None],
-    below: Callable[[nn.Module], bool] | None = None,
-) -> Iterator[None]:
-    """Calls ``note(path, module, args, kwargs, output)`` after every forward of a module; if
-    ``below``, of those below the root for which it says so."""
-    handles = [
-        module.register_forward_hook(partial(note, path), with_kwargs=True)
-        for path, module in root.named_modules()
-        if below is None or (module is not root and below(module))
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Collects(BackwardPass):
