@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from flash_clipping import (
@@ -27,7 +29,6 @@ from tests.support.graphs import (
 )
 from tests.support.models import CASES, Case, squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
-from tests.support.starting import start_processes
 from tests.support.sums import norm_of
 
 
@@ -250,7 +251,9 @@ def test_a_first_parameter_that_backward_does_not_reach() -> None:
 
 def test_settings_of_precision_old_and_new() -> None:
     """PyTorch refuses to tell the older ones once the newer have been used."""
-    start_processes(_settings_of_precision, (), 1, fork=not torch.cuda.is_available())
+    may_fork = hasattr(os, "fork") and not torch.cuda.is_available()
+    method = "fork" if may_fork else "spawn"
+    mp.start_processes(_settings_of_precision, nprocs=1, start_method=method)
 
 
 def _settings_of_precision(rank: int) -> None:
