@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ import torch
 from tests.support.dynamo import measure_no_guards
 from tests.support.interpreter import remember_the_language
 from tests.support.pairs import leave_other_combinations_to_slow
+from tests.support.starting import IMPORTED
 
 HERE = Path(__file__).parent
 
@@ -66,7 +68,19 @@ def _seed_only_what_there_is() -> None:
             device.manual_seed_all = lambda seed: None
 
 
+def _import_the_same_in_all_servers() -> None:
+    """A process has one server that forks others: it begins with what its first user asks for, and
+    has to have what later ones do."""
+    preload = BaseContext.set_forkserver_preload
+
+    def preload_all(context: BaseContext, names: list[str]) -> None:
+        preload(context, [*names, *IMPORTED])
+
+    BaseContext.set_forkserver_preload = preload_all
+
+
 _seed_only_what_there_is()
+_import_the_same_in_all_servers()
 remember_the_language()
 
 
