@@ -118,6 +118,7 @@ def test_operands_that_are_widened_a_few_samples_at_a_time(monkeypatch: pytest.M
     case = Case("torch", "cpu", torch.bfloat16)
     A, G = case.randn(5, 9, 8), case.randn(5, 9, 6, seed=1)
     monkeypatch.setattr(reference, "CONVERTED", 2 * 9 * (8 + 6))
+    monkeypatch.setattr(reference, "TOGETHER", 2 * 9)
     coef = torch.tensor([0.5, 0.0, 1.0, 0.25, 0.125])
     (total,) = clipped_sums(A, [G], coef, backend="torch")
     assert relative_error(total, oracle_of(A, G, coef)) <= 1e-5
