@@ -50,12 +50,12 @@ class Choice:
 
     def __init__(self) -> None:
         self.fill, self.why_not = 1.0, ""
-        self._is_made = False
+        #: By whether they are replays, and by layout; empty once the choice is made.
         self._timed: dict[bool, dict[Hashable, list[_Timed]]] = {False: {}, True: {}}
 
     def begin(self, key: Hashable, replayed: bool, device: torch.device) -> Callable[[], None]:
         """Time a call that begins; call what comes back when its backward has ended."""
-        if self._is_made or device.type != "cuda":
+        if not self._timed or device.type != "cuda":
             return lambda: None
         timed = _Timed(self.fill)
         self._timed[replayed].setdefault(key, []).append(timed)
@@ -63,7 +63,7 @@ class Choice:
 
     def keeps_replays(self) -> bool:
         """False once it was seen that calls as they are take less time."""
-        if self._is_made:
+        if not self._timed:
             return not self.why_not
         replays, calls = self._timed[True], self._timed[False]
         both = [key for key in replays if key in calls]
@@ -77,7 +77,6 @@ class Choice:
             as_it_is += len(graphed) * fill * min(x.milliseconds() for x in eager)
             replayed += len(graphed) * median(x.milliseconds() for x in graphed)
         times = f"replays take {replayed:.0f} ms, and as many calls {as_it_is:.0f} ms"
-        self._is_made = True
         self._timed.clear()
         if replayed > SLOWER * as_it_is:
             self.why_not = times

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import call_of, has_lasting_node, memory_id, pytree
-from flash_clipping.capture.batch_size_checks import check_against_loader
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.no_trace import without_gradients
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
-from flash_clipping.engine.told_rows import draw_of
+from flash_clipping.engine.told_rows import Told, draw_of
 from flash_clipping.errors import FlashClippingError, InvalidValue
 from flash_clipping.graphs.choice import Choice, excess_of_memory
 from flash_clipping.graphs.conditions import (
@@ -145,8 +144,6 @@ class GraphedModel(GraphedStep):
 
     def _check(self, call: Call) -> None:
         super()._check(call)
-        if self.model.mode != "one_pass":
-            refuse(f"is clipped with mode={self.model.mode!r}")
         own = {memory_id(x.untyped_storage()) for x in self.model._session.options.state()}
         for module in call.modules:
             for name, value in own_attributes(module):
@@ -178,19 +175,19 @@ class GraphedModel(GraphedStep):
         return super()._is_warm(call) and uses[-1] == uses[-2] and bool(uses[-1].grads)
 
     def _warm_up(self, call: Call) -> Any:
-        end = self.choice.begin(call.key, False, call.device) if call.uses else None
+        # Several calls in one backward come back together, to one norm of each sample.
+        is_alone = self.off is None and bool(call.uses) and bool(call.uses[-1].grads)
+        end = self.choice.begin(call.key, False, call.device) if is_alone else None
         output = self._run(call.args, call.kwargs)
-        if self.off is not None:
-            return output
         use, leaves = Use(), pytree.tree_leaves(output)
         numbers = differentiable(leaves)
         for number in numbers:
             leaves[number].register_hook(partial(self._note, use, number))
         call.uses.append(use)
         del call.uses[: -self.warmup]
-        if len(call.uses) < self.warmup - 1 or not numbers:
+        if end is None or not numbers:
             return output
-        return _apart(output, numbers, _backward_of(leaves, end))
+        return _apart(output, numbers, _backward_of(self.model._session, leaves, end))
 
     def _note(self, use: Use, number: int, grad: Tensor) -> None:
         session = self.model._session
@@ -227,9 +224,8 @@ class GraphedModel(GraphedStep):
 
         def trial() -> None:
             # Small, and not 0: what backward does may not depend on values.
-            output = pytree.tree_leaves(forward())
-            numbers = graph.use.grads
-            graph.output_grads = {n: torch.full_like(output[n], 2.0**-10) for n in numbers}
+            forward()
+            graph.output_grads = {n: torch.full_like(results[n], 2.0**-10) for n in graph.use.grads}
             backward()
             graph.output_grads = {}
 
@@ -268,9 +264,7 @@ class GraphedModel(GraphedStep):
         tensors = batched_inputs(call.args, call.kwargs)
         draw = draw_of(session, tensors)
         forward = session.begin_forward(tensors)
-        forward.draw = draw
-        forward.counted_rows = session.rows.padding.of_call(draw, False)
-        check_against_loader(session, forward)
+        self.model.follow_rows().note(Told(draw), forward)
         forward.ended = True
         self.model.running_step.await_backward(tensors)
         with torch.no_grad():
@@ -289,23 +283,14 @@ class GraphedModel(GraphedStep):
     ) -> None:
         session = self.model._session
         given = {number: grad for number, grad in enumerate(grads) if grad is not None}
-        problem = None
-        if forward.spent:
-            problem = "backward() came a second time"
-        elif session.live_calls() > 1:
-            problem = "backward() is of several calls of the model"
-        elif not session.mode.enabled:
+        problem = ""
+        if not session.mode.enabled:
             problem = "hooks were disabled between forward and backward"
         elif not set(given) <= set(graph.output_grads):
             problem = "another result of the model got a gradient"
         elif session.options.loss_reduction not in graph.use.reductions:
             problem = f"loss_reduction is {session.options.loss_reduction!r}"
-        if problem is not None:
-            raise FlashClippingError(
-                f"cuda_graphs='auto': found that {problem}, unlike in the first steps, which were "
-                "captured. Run the model without graphs:\n"
-                "    make_private(..., cuda_graphs='off')"
-            )
+        _check_backward(session, forward.spent, problem)
         with torch.no_grad():
             for number, mine in graph.output_grads.items():
                 if number in given:
@@ -319,22 +304,32 @@ class GraphedModel(GraphedStep):
         self._waiting = None
 
 
+def _check_backward(session: Any, is_second: bool, problem: str = "") -> None:
+    """Raise ``FlashClippingError`` where a call may not go backward apart from its loss."""
+    if is_second:
+        problem = "backward() came a second time"
+    elif session.live_calls() > 1:  # samples have one norm over all of them
+        problem = "backward() is of several calls of the model"
+    if problem:
+        raise FlashClippingError(
+            f"cuda_graphs='auto': found that {problem}, unlike in the first steps, which were "
+            "captured. Run the model without graphs:\n"
+            "    make_private(..., cuda_graphs='off')"
+        )
+
+
 def _backward_of(
-    leaves: list[Any], end: Callable[[], None] | None
+    session: Any, leaves: list[Any], end: Callable[[], None]
 ) -> Callable[[Sequence[Tensor | None]], None]:
     """The model's own backward from its results, once. Autograd's nodes of parameters live as long
     as somebody holds the loss; a capture needs new ones, so the loss is held apart from them."""
 
     def backward(grads: Sequence[Tensor | None]) -> None:
-        if not leaves:
-            raise RuntimeError(
-                "Trying to backward through the graph of a flash-clipped model a second time."
-            )
+        _check_backward(session, is_second=not leaves)
         given = [(x, grad) for x, grad in zip(leaves, grads, strict=True) if grad is not None]
         leaves.clear()
         torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
-        if end is not None:
-            end()
+        end()
 
     return backward
 

@@ -133,13 +133,28 @@ def test_one_backward_of_two_calls_is_never_two_clipped_sums() -> None:
         (first + second).mean().backward()
 
 
+def of_two_calls(training: Training, x: Tensor, y: Tensor) -> list[Tensor]:
+    training.model.zero_grad(set_to_none=True)
+    both = squared_loss(training.model, (x,)) + squared_loss(training.model, (y,))
+    both.mean().backward()
+    grads = [p.grad.clone() for p in training.plain.parameters() if p.grad is not None]
+    return [training.model.get_norm_sample(), *grads]
+
+
 def test_calls_of_two_in_one_backward_are_not_captured() -> None:
-    training = Training(True)
+    """Nor does each come back by itself: a sample would be clipped twice, to twice the bound."""
+    graphed, eager = Training(True), Training(False)
     for x, y in zip(batches(6), batches(6, start=9), strict=True):
-        training.model.zero_grad(set_to_none=True)
-        both = squared_loss(training.model, (x,)) + squared_loss(training.model, (y,))
-        both.mean().backward()
-    assert training.replays == 0
+        assert_same_tensors(of_two_calls(graphed, x, y), of_two_calls(eager, x, y))
+    assert graphed.replays == 0
+
+
+def test_a_call_that_came_back_alone_does_not_come_back_beside_another() -> None:
+    graphed = Training(True)
+    first, *others = batches(3)
+    graphed.results(first)
+    with pytest.raises(FlashClippingError, match="several calls of the model"):
+        of_two_calls(graphed, *others)
 
 
 def test_a_second_backward_is_refused() -> None:
