@@ -2,6 +2,7 @@
 
 Rows that are no samples (copies of the last one) fill a batch up to one of a few sizes; they add
 exactly 0 to the clipped sum. Padding fills texts up to one of a few lengths, as the collator's own.
+No text gets longer than the longest that the collator has made: nobody else knows what fits.
 """
 
 from __future__ import annotations
@@ -25,10 +26,6 @@ _TEXTS: dict[str, int | None] = {
 }
 
 
-#: How a configuration of ``transformers`` says how long texts may be.
-_LONGEST = ("max_position_embeddings", "n_positions", "max_encoder_position_embeddings")
-
-
 class FewShapes:
     """Rounds the sizes of batches up, while the model's calls are replayed.
 
@@ -41,78 +38,84 @@ class FewShapes:
     def __init__(self, usual: int, enabled: bool):
         self.enabled = enabled
         self.step = 1 << max(0, math.floor(math.log2(max(1, usual)) / 2))
+        #: Of each argument ``[B, T]``: the longest T that was met.
+        self._widest: dict[str, int] = {}
 
     def rounded(
-        self, part: Any, size: int, hooks: Any, prepare: Callable[[Any], Any]
+        self, part: Any, size: int, most: int, hooks: Any, prepare: Callable[[Any], Any]
     ) -> tuple[Any, int | None]:
         """A part of a batch as the model takes it, and how many rows it has with those that fill
         it up; ``None``: it was left as it is.
 
         Args:
             part: of so many samples, as it was collated.
+            most: rows that it may have.
             hooks: those of the model.
             prepare: moves a part to the device.
         """
-        graphs = hooks._graphs if self.enabled else None
-        inputs = prepare(part)
-        if graphs is None or not _may_be_filled(inputs, size, hooks):
+        inputs, graphs = prepare(part), hooks._graphs
+        device = next(hooks._module.parameters()).device
+        counts_rows = hooks.running_step.counts_unclipped
+        # A table that has as many rows by chance must not be filled: other parts tell it.
+        self.enabled = self.enabled and _has_rows(inputs, size)
+        if not self.enabled or counts_rows or graphs is None or not graphs.may_replay(device):
             return inputs, None
         tensors = {key: x for key, x in inputs.items() if isinstance(x, Tensor)}
-        wider = _wider(part, tensors, getattr(hooks._module, "config", None))
-        rows = max(1, -(-size // self.step)) * self.step
+        wider = self._wider(part, tensors, getattr(hooks._module, "config", None))
+        rows = min(max(1, -(-size // self.step)) * self.step, max(1, size, most))
         if rows != size:
-            device = next(iter(wider.values())).device
             row_R = torch.arange(rows, device=device).clamp_(max=max(0, size - 1))
             wider = {key: x.index_select(0, row_R) for key, x in wider.items()}
-        count, most = (sum(x.numel() for x in held.values()) for held in (tensors, wider))
-        graphs.choice.fill = count / most
+        drawn, filled = (sum(x.numel() for x in of.values()) for of in (tensors, wider))
+        graphs.choice.fill = drawn / max(1, filled)
         return type(inputs)({**inputs, **wider}), rows  # as Trainer rebuilds batches
 
+    def _wider(self, part: Any, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+        """Texts, ``[B, T]``, of a rounded length, padded on the side that the collator pads; other
+        batches as they are.
 
-def _may_be_filled(inputs: Any, size: int, hooks: Any) -> bool:
-    """Whether each tensor has a row for each sample, and nothing but the sum depends on rows."""
-    if not isinstance(inputs, Mapping) or hooks.running_step.counts_unclipped:
-        return False
-    if hooks._session.rows.units_of_calls.are_known:
+        Args:
+            part: as it was collated, on the host.
+        """
+        if "attention_mask" not in tensors or not all(map(_is_known, tensors, tensors.values())):
+            return tensors
+        of_padding = getattr(config, "pad_token_id", None)
+        token = of_padding if isinstance(of_padding, int) and of_padding > 0 else 0
+        fills = {key: token if fill is None else fill for key, fill in _TEXTS.items()}
+        widths = {key: x.shape[1] for key, x in tensors.items() if x.dim() == 2}
+        for key, width in widths.items():
+            self._widest[key] = max(width, self._widest.get(key, 0))
+        may_be_shifted = not any(x.dim() < 2 and key != "labels" for key, x in tensors.items())
+        made = dict(tensors)
+        for width in set(widths.values()):
+            keys = [key for key in widths if widths[key] == width]
+            more = min(round_up(width), *[self._widest[key] for key in keys]) - width
+            name = next((key for key in ("attention_mask", "labels") if key in keys), None)
+            if not more or name is None or part[name].is_cuda:
+                continue
+            on_left, on_right = (bool((part[name][:, end] == fills[name]).any()) for end in (0, -1))
+            # Numbers of positions are counted from the left.
+            if on_left and (on_right or not may_be_shifted):
+                continue
+            for key in keys:
+                sides = (more, 0) if on_left else (0, more)
+                made[key] = pad(tensors[key], sides, value=fills[key])
+        return made
+
+
+def _has_rows(inputs: Any, size: int) -> bool:
+    """Whether each tensor has a row for each sample, and all else is plain."""
+    if not isinstance(inputs, Mapping):
         return False
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
-    return (
-        bool(tensors)
-        and all(isinstance(x, Tensor | int | float | None) for x in inputs.values())
-        and all(x.shape[:1] == (max(1, size),) for x in tensors)
-        and hooks._graphs.may_replay(tensors[0].device)
-    )
+    is_known = all(isinstance(x, Tensor | int | float | None) for x in inputs.values())
+    return bool(tensors) and is_known and all(x.shape[:1] == (max(1, size),) for x in tensors)
 
 
-def _wider(part: Any, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Texts, ``[B, T]``, of a rounded length, padded on the side that the collator pads; other
-    batches as they are.
-
-    Args:
-        part: as it was collated, on the host.
-    """
-    limits = [limit for name in _LONGEST if isinstance(limit := getattr(config, name, None), int)]
-    known = all(key in _TEXTS or x.dim() < 2 for key, x in tensors.items())
-    if not known or "attention_mask" not in tensors:
-        return tensors
-    of_padding = getattr(config, "pad_token_id", None)
-    fills = {key: (of_padding or 0) if fill is None else fill for key, fill in _TEXTS.items()}
-    widths = {key: x.shape[1] for key, x in tensors.items() if x.dim() == 2}
-    made = dict(tensors)
-    for width in set(widths.values()):
-        keys = [key for key in widths if widths[key] == width]
-        more = round_up(width) - width
-        shown = next((part[key] for key in ("attention_mask", "labels") if key in keys), None)
-        # Positions of some models begin at 2.
-        too_long = width + more > min(limits, default=width + more + 2) - 2
-        if not more or too_long or shown is None or shown.is_cuda:
-            continue
-        fill = fills["attention_mask" if "attention_mask" in keys else "labels"]
-        on_left = bool((shown[:, 0] == fill).any())
-        for key in keys:
-            sides = (more, 0) if on_left else (0, more)
-            made[key] = pad(tensors[key], sides, value=fills[key])
-    return made
+def _is_known(key: str, x: Tensor) -> bool:
+    """Whether it is known how to pad this argument, or it has no positions."""
+    is_text = key in _TEXTS and not (key == "labels" and x.is_floating_point())
+    return x.dim() < 2 or (is_text and x.dim() == 2)
 
 
 def round_up(width: int) -> int:

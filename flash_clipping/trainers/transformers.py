@@ -136,7 +136,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         own.logging_nan_inf_filter = False  # it waits for the device in every step
         sample_of = privacy.engine_options.get("sample_of")
         self._units = None if sample_of is None else UnitsOfCalls(sample_of, batch_first=True)
-        self._shapes = FewShapes(given.per_device_train_batch_size, privacy.few_shapes)
+        part_size = privacy.max_physical_batch_size or given.per_device_train_batch_size
+        self._shapes = FewShapes(part_size, privacy.few_shapes and self._units is None)
         #: Samples of the batch whose losses are computed.
         self._samples = 0
         #: Whether the model's own loss shifts labels; ``None`` if nobody knows.
@@ -272,11 +273,13 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 "one of its own loader. Do not override get_train_dataloader; change train_dataset "
                 "or data_collator."
             )
-        hooks = self.run.hooks
+        hooks, parts = self.run.hooks, self.run.in_parts
         model.train()
 
         def backward(part: Any, size: int) -> Tensor:
-            inputs, filled = self._shapes.rounded(part, size, hooks, self._prepare_inputs)
+            limits = parts.most, parts.fits, self._loader.collate_fn.most
+            most = next((limit for limit in limits if limit and size <= limit), size)
+            inputs, filled = self._shapes.rounded(part, size, most, hooks, self._prepare_inputs)
             hooks.expect_samples(size, rows=filled)
             rows = self._samples = filled or max(1, size)  # one of nobody stands for none
             with self.compute_loss_context_manager():
@@ -294,7 +297,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             return torch.where(losses.isfinite(), losses, 0.0).sum()
 
         try:
-            totals = self.run.in_parts.run(inputs, backward)
+            totals = parts.run(inputs, backward)
         except torch.OutOfMemoryError as error:
             if not self._finds_batch_size:
                 error.add_note(
@@ -305,7 +308,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 )
             raise
         hooks.expect_samples(None)
-        if (most := self.run.in_parts.most) is not None:  # parts that are collated from now on
+        if (most := parts.most) is not None:  # parts that are collated from now on
             self._loader.collate_fn.part_size = self._loader.collate_fn.most = most
         return torch.stack(totals).sum() / max(1, sum(inputs.sizes))
 

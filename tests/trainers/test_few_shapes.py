@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import BatchEncoding
+from transformers import BatchEncoding, default_data_collator
 
 from flash_clipping.trainers.few_shapes import FewShapes, round_up
+from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.graphs import replay_by_hand
 from tests.support.oracle import assert_close
 from tests.support.trainers import bert, trainer, weights
@@ -21,10 +23,12 @@ class Hooks:
 
     def __init__(self, **config: Any):
         self._graphs: Any = self
-        self.choice = self.running_step = self._session = self.rows = self
-        self.units_of_calls = self._module = self
-        self.fill, self.counts_unclipped, self.are_known = 1.0, False, False
+        self.choice = self.running_step = self._module = self
+        self.fill, self.counts_unclipped = 1.0, False
         self.config: Any = type("Config", (), config)
+
+    def parameters(self) -> Iterator[Tensor]:
+        yield torch.zeros(())
 
     def may_replay(self, device: torch.device) -> bool:
         return True
@@ -36,15 +40,20 @@ def texts(rows: int, width: int, on_left: bool = False) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(rows)}
 
 
-def rounded(part: Any, size: int, hooks: Any, usual: int = 64, enabled: bool = True) -> Any:
-    return FewShapes(usual, enabled).rounded(part, size, hooks, lambda x: x)
+def rounded(parts: list[Any], hooks: Any, *, most: int = 100, enabled: bool = True) -> Any:
+    """The last of these parts as the model takes it, after the others."""
+    shapes, found = FewShapes(64, enabled), None
+    for part in parts:
+        size = len(part.get("input_ids", part.get("x", ())))
+        found = shapes.rounded(part, size, most, hooks, lambda x: x)
+    return found
 
 
 @pytest.mark.parametrize("on_left", [False, True])
 def test_rows_and_lengths_are_rounded_up(on_left: bool) -> None:
     hooks = Hooks(pad_token_id=7)
     part = texts(61, 123, on_left)
-    inputs, rows = rounded(BatchEncoding(part), 61, hooks)
+    inputs, rows = rounded([texts(64, 130), BatchEncoding(part)], hooks)
     assert inputs.input_ids is inputs["input_ids"]  # what collators return stays what it is
     assert rows == 64 and hooks.fill == pytest.approx((2 * 61 * 123 + 61) / (2 * 64 * 128 + 64))
     added = slice(0, 5) if on_left else slice(123, 128)
@@ -63,41 +72,104 @@ def test_lengths_are_few() -> None:
     assert all(width <= round_up(width) <= max(width + 7, 1.25 * width) for width in range(1, 2048))
 
 
+@pytest.mark.parametrize("pad_token_id", [None, -1, [2, 3], "none"])
+def test_tokens_that_stand_for_no_padding(pad_token_id: Any) -> None:
+    config = {} if pad_token_id == "none" else {"pad_token_id": pad_token_id}
+    inputs, _ = rounded([texts(61, 128), texts(61, 123)], Hooks(**config))
+    assert not inputs["input_ids"][:, 123:].any() and inputs["input_ids"].shape == (64, 128)
+
+
+def test_no_text_is_longer_than_the_collator_has_made_one() -> None:
+    inputs, rows = rounded([texts(60, 90), texts(61, 90), texts(61, 85)], Hooks())
+    assert rows == 64 and inputs["input_ids"].shape == (64, 90)  # 96 may be too long
+
+
 @pytest.mark.parametrize(
-    ("change", "config"),
+    "change",
     [
-        ({"position_ids": torch.zeros(61, 123)}, {}),  # nobody knows how to pad them
-        ({}, {"max_position_embeddings": 124}),
+        {"position_ids": torch.zeros(61, 123)},  # nobody knows how to pad them
+        {"attention_mask": torch.ones(61, 123, 123)},
+        {"labels": torch.zeros(61, 123)},  # numbers, none of which is left out of a loss
     ],
 )
-def test_lengths_that_are_left(change: dict[str, Tensor], config: dict[str, int]) -> None:
-    inputs, rows = rounded(texts(61, 123) | change, 61, Hooks(**config))
+def test_lengths_that_are_left(change: dict[str, Tensor]) -> None:
+    inputs, rows = rounded([texts(61, 128) | change, texts(61, 123) | change], Hooks())
     assert rows == 64 and inputs["input_ids"].shape == (64, 123)
 
 
-@pytest.mark.parametrize("why", ["rows", "text", "units", "adaptive", "off"])
+def test_classes_are_no_positions() -> None:
+    """Not even where a batch has texts of as many tokens as there are classes."""
+    classes = {"labels": torch.zeros(61, 3, dtype=torch.long)}
+    inputs, _ = rounded([texts(61, 8) | classes, texts(61, 5) | classes], Hooks())
+    assert inputs["labels"].shape == (64, 3) and inputs["input_ids"].shape == (64, 8)
+    inputs, _ = rounded([texts(61, 8) | classes, texts(61, 3) | classes], Hooks())
+    assert inputs["labels"].shape == (64, 3) and inputs["input_ids"].shape == (64, 3)
+
+
+@pytest.mark.parametrize("what", ["places of answers", "an empty text"])
+def test_positions_stay_where_they_are(what: str) -> None:
+    part = texts(61, 123, on_left=what == "places of answers")
+    if what == "places of answers":
+        part["start_positions"] = torch.arange(61)
+    else:
+        part["attention_mask"][1] = 0
+    inputs, _ = rounded([texts(61, 128), part], Hooks())
+    assert inputs["input_ids"].shape == (64, 123)
+
+
+@pytest.mark.parametrize("why", ["rows", "text", "adaptive", "off"])
 def test_batches_that_are_left(why: str) -> None:
     hooks, part = Hooks(), {"x": torch.zeros(61, 4)}
     if why == "rows":
         part["y"] = torch.zeros(122, 4)
     elif why == "text":
         part["y"] = ["a"] * 61  # type: ignore[assignment]
-    elif why == "units":
-        hooks.are_known = True
     elif why == "adaptive":
         hooks.counts_unclipped = True
-    assert rounded(part, 61, hooks, enabled=why != "off") == (part, None)
+    assert rounded([part], hooks, enabled=why != "off") == (part, None)
 
 
-def trained(folder: Path, few_shapes: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+def test_a_table_is_not_filled_where_it_has_as_many_rows() -> None:
+    table = {"table": torch.ones(61)}
+    part = {"x": torch.zeros(61, 4)} | table
+    assert rounded([{"x": torch.zeros(60, 4)} | table, part], Hooks()) == (part, None)
+
+
+@pytest.mark.parametrize(("size", "most", "rows"), [(3, 4, 4), (1, 1, 1), (0, 1, 1), (61, 62, 62)])
+def test_no_part_has_more_rows_than_fit(size: int, most: int, rows: int) -> None:
+    part = {"x": torch.zeros(max(1, size), 4)}
+    assert FewShapes(64, True).rounded(part, size, most, Hooks(), lambda x: x)[1] == rows
+
+
+def cut(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch whose texts are as long as its longest."""
+    batch = default_data_collator([{k: x for k, x in s.items() if k != "index"} for s in samples])
+    longest = int(batch["attention_mask"].sum(1).max())
+    return {key: x[:, :longest] if x.dim() == 2 else x for key, x in batch.items()}
+
+
+class NoRoom(PrivateTrainer):
+    """Three rows fit."""
+
+    def compute_sample_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if len(inputs["input_ids"]) > 3:
+            raise torch.OutOfMemoryError("more than three rows")
+        return super().compute_sample_losses(model, inputs)
+
+
+def trained(
+    folder: Path, few_shapes: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[Any, Any]:
+    usual = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "optim": "sgd"}
+    of_privacy = {"few_shapes": few_shapes, "max_grad_norm": 0.8} | settings.pop("of_privacy", {})
     private = trainer(
         folder,
-        bert(torch.float64, max_position_embeddings=32),
-        of_privacy={"few_shapes": few_shapes},
+        bert(torch.float64),
+        of_privacy=of_privacy,
         num_train_epochs=6,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=1,
-        optim="sgd",
+        learning_rate=1.0,
+        more={"data_collator": cut},
+        **(usual | settings),
     )
     attach = private.run.attach
     met: list[tuple[int, int]] = []
@@ -124,9 +196,26 @@ def test_a_training_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Norms, sums and noise: with a seed the weights are those of batches as they were drawn."""
     few, met = trained(tmp_path, True, monkeypatch)
     plain, drawn = trained(tmp_path, False, monkeypatch)
-    assert len(met) == len(drawn)
-    for (rows, width), (count, _) in zip(met, drawn, strict=True):
-        assert width == 8 and rows == max(2, count + count % 2)
+    assert len(met) == len(drawn) and len({width for _, width in drawn}) > 1
+    for n, ((rows, width), (count, _)) in enumerate(zip(met, drawn, strict=True)):
+        assert width == max(width for _, width in drawn[: n + 1])
+        assert rows == max(2, count + count % 2)
     for one, other in zip(weights(few.model).values(), weights(plain.model).values(), strict=True):
         assert_close(one, other, 1e-9, "weights")
     assert few.epsilon == plain.epsilon
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_parts_have_no_more_rows_than_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:
+    """Neither where a size is found by halves, nor where it is given."""
+    settings: dict[str, Any] = {"per_device_train_batch_size": 16, "cls": NoRoom}
+    if found:
+        settings["auto_find_batch_size"] = True
+    else:
+        settings["of_privacy"] = {"max_physical_batch_size": 3}
+    few, _ = trained(tmp_path, True, monkeypatch, **settings)
+    plain, _ = trained(tmp_path, False, monkeypatch, **settings)
+    for one, other in zip(weights(few.model).values(), weights(plain.model).values(), strict=True):
+        assert_close(one, other, 1e-9, "weights")
