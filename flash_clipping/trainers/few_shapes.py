@@ -1,7 +1,7 @@
 """Batches of few shapes, so that CUDA graphs that were captured are met again.
 
 Rows that are no samples (copies of the last one) fill a batch up to one of a few sizes; they add
-exactly 0 to the clipped sum. Padding fills texts up to one of a few lengths, as the collator's own.
+exactly 0 to the clipped sum. Padding on the right fills texts up to one of a few lengths.
 No text gets longer than the longest that the collator has made: nobody else knows what fits.
 """
 
@@ -71,8 +71,7 @@ class FewShapes:
         return type(inputs)({**inputs, **wider}), rows  # as Trainer rebuilds batches
 
     def _wider(self, part: Any, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """Texts, ``[B, T]``, of a rounded length, padded on the side that the collator pads; other
-        batches as they are.
+        """Texts, ``[B, T]``, of a rounded length, padded on the right; other batches as they are.
 
         Args:
             part: as it was collated, on the host.
@@ -85,7 +84,6 @@ class FewShapes:
         widths = {key: x.shape[1] for key, x in tensors.items() if x.dim() == 2}
         for key, width in widths.items():
             self._widest[key] = max(width, self._widest.get(key, 0))
-        may_be_shifted = not any(x.dim() < 2 and key != "labels" for key, x in tensors.items())
         made = dict(tensors)
         for width in set(widths.values()):
             keys = [key for key in widths if widths[key] == width]
@@ -93,13 +91,9 @@ class FewShapes:
             name = next((key for key in ("attention_mask", "labels") if key in keys), None)
             if not more or name is None or part[name].is_cuda:
                 continue
-            on_left, on_right = (bool((part[name][:, end] == fills[name]).any()) for end in (0, -1))
-            # Numbers of positions are counted from the left.
-            if on_left and (on_right or not may_be_shifted):
-                continue
-            for key in keys:
-                sides = (more, 0) if on_left else (0, more)
-                made[key] = pad(tensors[key], sides, value=fills[key])
+            # On the left padding moves positions, and is what the first token is predicted from.
+            if not bool((part[name][:, 0] == fills[name]).any()):
+                made |= {key: pad(tensors[key], (0, more), value=fills[key]) for key in keys}
         return made
 
 

@@ -15,7 +15,7 @@ from flash_clipping.trainers.few_shapes import FewShapes, round_up
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.graphs import replay_by_hand
 from tests.support.oracle import assert_close
-from tests.support.trainers import bert, trainer, weights
+from tests.support.trainers import WORDS, Texts, bert, llama, trainer, weights
 
 
 class Hooks:
@@ -49,19 +49,16 @@ def rounded(parts: list[Any], hooks: Any, *, most: int = 100, enabled: bool = Tr
     return found
 
 
-@pytest.mark.parametrize("on_left", [False, True])
-def test_rows_and_lengths_are_rounded_up(on_left: bool) -> None:
+def test_rows_and_lengths_are_rounded_up() -> None:
     hooks = Hooks(pad_token_id=7)
-    part = texts(61, 123, on_left)
+    part = texts(61, 123)
     inputs, rows = rounded([texts(64, 130), BatchEncoding(part)], hooks)
     assert inputs.input_ids is inputs["input_ids"]  # what collators return stays what it is
     assert rows == 64 and hooks.fill == pytest.approx((2 * 61 * 123 + 61) / (2 * 64 * 128 + 64))
-    added = slice(0, 5) if on_left else slice(123, 128)
-    assert (inputs["input_ids"][:, added] == 7).all() and inputs["input_ids"].shape == (64, 128)
-    assert not inputs["attention_mask"][:, added].any()
-    kept = slice(5, 128) if on_left else slice(0, 123)
+    assert (inputs["input_ids"][:, 123:] == 7).all() and inputs["input_ids"].shape == (64, 128)
+    assert not inputs["attention_mask"][:, 123:].any()
     for key in ("input_ids", "attention_mask"):
-        assert torch.equal(inputs[key][:61, kept], part[key]), key
+        assert torch.equal(inputs[key][:61, :123], part[key]), key
     assert inputs["labels"].tolist() == [*range(61), 60, 60, 60]
 
 
@@ -106,15 +103,13 @@ def test_classes_are_no_positions() -> None:
     assert inputs["labels"].shape == (64, 3) and inputs["input_ids"].shape == (64, 3)
 
 
-@pytest.mark.parametrize("what", ["places of answers", "an empty text"])
+@pytest.mark.parametrize("what", ["padding on the left", "an empty text"])
 def test_positions_stay_where_they_are(what: str) -> None:
-    part = texts(61, 123, on_left=what == "places of answers")
-    if what == "places of answers":
-        part["start_positions"] = torch.arange(61)
-    else:
+    part = texts(61, 123, on_left=what == "padding on the left")
+    if what == "an empty text":
         part["attention_mask"][1] = 0
-    inputs, _ = rounded([texts(61, 128), part], Hooks())
-    assert inputs["input_ids"].shape == (64, 123)
+    inputs, rows = rounded([texts(61, 128), part], Hooks())
+    assert rows == 64 and inputs["input_ids"].shape == (64, 123)
 
 
 @pytest.mark.parametrize("why", ["rows", "text", "adaptive", "off"])
@@ -148,6 +143,23 @@ def cut(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: x[:, :longest] if x.dim() == 2 else x for key, x in batch.items()}
 
 
+class Lines(Texts):
+    """Texts of which each token is predicted."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        item = super().__getitem__(index)
+        item["input_ids"] %= len(WORDS)
+        return item | {"labels": torch.where(item["attention_mask"] == 1, item["input_ids"], -100)}
+
+
+def cut_left(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The same, padded on the left."""
+    batch = cut(samples)
+    padding_B = (batch["attention_mask"] == 0).sum(1)
+    place_BT = torch.arange(batch["attention_mask"].shape[1]) - padding_B[:, None]
+    return {key: x.gather(1, place_BT % x.shape[1]) for key, x in batch.items()}
+
+
 class NoRoom(PrivateTrainer):
     """Three rows fit."""
 
@@ -164,11 +176,11 @@ def trained(
     of_privacy = {"few_shapes": few_shapes, "max_grad_norm": 0.8} | settings.pop("of_privacy", {})
     private = trainer(
         folder,
-        bert(torch.float64),
+        settings.pop("model", None) or bert(torch.float64),
         of_privacy=of_privacy,
         num_train_epochs=6,
         learning_rate=1.0,
-        more={"data_collator": cut},
+        more={"data_collator": cut} | settings.pop("more", {}),
         **(usual | settings),
     )
     attach = private.run.attach
@@ -203,6 +215,19 @@ def test_a_training_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for one, other in zip(weights(few.model).values(), weights(plain.model).values(), strict=True):
         assert_close(one, other, 1e-9, "weights")
     assert few.epsilon == plain.epsilon
+
+
+@pytest.mark.parametrize("collator", [cut, cut_left])
+def test_a_training_on_texts_learns_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collator: Any
+) -> None:
+    more = {"train_dataset": Lines(20), "data_collator": collator}
+    found = [
+        trained(tmp_path, few, monkeypatch, model=llama().double(), more=more)[0].model
+        for few in (True, False)
+    ]
+    for one, other in zip(*[weights(model).values() for model in found], strict=True):
+        assert_close(one, other, 1e-9, "weights")
 
 
 @pytest.mark.parametrize("found", [True, False])
