@@ -19,7 +19,7 @@ from benchmarks.survey.kinds import all_kinds
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.autograd import check_by_autograd, check_steps, check_with_dropout, squares
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.without_gate]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 FAMILIES = all_kinds()["Experts with a forward of their own"]
 
@@ -78,11 +78,13 @@ def mean_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     return losses(model, batch).mean()
 
 
+@pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout(family: str) -> None:
     check_with_dropout(small(family, chance=True), texts(family), losses, tolerance=ROUNDED)
 
 
+@pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_passes(family: str) -> None:
     check_by_autograd(small(family), texts(family), mean_loss, mode="two_pass", tolerance=ROUNDED)
@@ -99,6 +101,7 @@ def test_checkpointing(family: str) -> None:
     check_by_autograd(model, texts(family), mean_loss, tolerance=ROUNDED)
 
 
+@pytest.mark.without_gate
 @pytest.mark.parametrize("trained", ["router", "expert", "norm"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_of_a_model(family: str, trained: str) -> None:
@@ -108,6 +111,7 @@ def test_parts_of_a_model(family: str, trained: str) -> None:
     check_by_autograd(model, texts(family), mean_loss, tolerance=ROUNDED)
 
 
+@pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_batches(family: str) -> None:
     """Other sizes, lengths and routes, after one rehearsal."""
