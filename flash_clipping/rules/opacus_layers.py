@@ -48,6 +48,9 @@ def packed_rows(*args: Any, **kwargs: Any) -> Iterator[None]:
 class RNNLinearRule(LinearRule):
     """Rows are samples: one time step at a time, whatever the model's ``batch_first``."""
 
+    def can_be_traced(self, layer: Any) -> bool:
+        return False
+
     def batch_axis(self, layer: Any, default: int) -> int:
         return 0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from opacus.layers import DPLSTM
 from torch import Tensor, nn
 
 from flash_clipping import GradRequest, GradSampleModuleFlashClipping, Rule
@@ -225,6 +226,49 @@ def test_a_rule_of_ones_own_in_a_region(monkeypatch: pytest.MonkeyPatch) -> None
     module.compile(backend=backend, fullgraph=True)
     compare(module, truth, case, batch, bound)
     assert backend.graphs == 1
+
+
+class NumberedRule(ScaleRule):
+    """Saves a number, which no graph hands on."""
+
+    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        output, saved = super().forward(layer, x)
+        return output, (*saved, 3)
+
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Any:
+        return super().backward(layer, saved[:2], grad_output, needs)
+
+
+def test_a_rule_that_saves_a_number_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._RULES, Scale, NumberedRule())
+    case = Case(lambda: nn.Sequential(Scale(), nn.Linear(4, 3)), floats(5, 3, 4))
+    model, batch = make_case(case, torch.float32)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = wrap(model, max_grad_norm=bound)
+    module.compile(backend="aot_eager")
+    compare(module, truth, case, batch, bound)
+
+
+def test_recurrent_layers_run_by_themselves() -> None:
+    """Their rule is that of a linear layer, whose rows are those of one time step."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(5, 3)
+            self.recurrent = DPLSTM(4, 5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.recurrent(torch.tanh(self.first(x)))[0])
+
+    case = Case(Recurrent, floats(5, 3, 4))
+    model, batch = make_case(case, torch.float32)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = wrap(model, max_grad_norm=bound)
+    module.compile(backend="aot_eager")
+    compare(module, truth, case, batch, bound)
 
 
 class OtherNorm(nn.Module):

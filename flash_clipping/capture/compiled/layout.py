@@ -64,6 +64,7 @@ class Layout:
         refused: layers that were called and have no wires, by their paths, and why.
         unproven: those of them that may get wires, once it is proven that they read samples.
         uncompiled: why the region does not run as compiled, but for ``fullgraph``.
+        outside: what a checkpoint changes, as it was outside of any.
         kept: what identifies it by ``id``.
     """
 
@@ -73,6 +74,7 @@ class Layout:
     refused: dict[str, str] = field(default_factory=dict)
     unproven: set[str] = field(default_factory=set)
     uncompiled: str = ""
+    outside: Any = None
     kept: Any = None
 
     def add(

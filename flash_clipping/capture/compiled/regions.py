@@ -35,6 +35,7 @@ from flash_clipping.capture.no_trace import (
     untouched,
     without_activations,
 )
+from flash_clipping.capture.proxies.parameter_proxy import circumstances
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError, to_freeze
 
@@ -159,7 +160,10 @@ class Region:
                     self._tried |= layout.unproven
                     return self.inner(*args, **kwargs)
                 if layout.uncompiled and not self.fullgraph:
-                    self._warn_uncompiled(layout.uncompiled)
+                    if not self._warned:
+                        why = layout.uncompiled
+                        warnings.warn(f"{self.path}: it runs uncompiled, as {why}", stacklevel=2)
+                    self._warned = True
                     return self.inner(*args, **kwargs)
                 return self._run(layout, args, kwargs)
             except FlashClippingError:
@@ -187,11 +191,6 @@ class Region:
         self._layouts[key] = layout
         if len(self._layouts) > REMEMBERED:
             del self._layouts[next(iter(self._layouts))]
-
-    def _warn_uncompiled(self, why: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"{self.path}: it runs uncompiled, as {why}", stacklevel=2)
 
     def _run(self, layout: Layout | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled region, with wires if there is a layout of them."""
@@ -268,6 +267,7 @@ class Region:
                 as_if_compiling(),
                 noting_misuse() as misuse,
             ):
+                layout.outside = circumstances()
                 note_escaped(self.inner(*args, **kwargs))
         finally:
             session.mode.learning = before

@@ -23,7 +23,6 @@ from flash_clipping.capture.compiled.layout import UNPROVEN, Kind, Slot
 from flash_clipping.capture.compiled.unbatched import (
     SameRows,
     Unbatched,
-    is_checkpointed,
     memory_of,
     note_use,
     rows_of,
@@ -38,6 +37,7 @@ from flash_clipping.capture.compiled.wires import (
     forms_of_rule,
     rule_of,
 )
+from flash_clipping.capture.proxies.parameter_proxy import circumstances
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import UnsupportedLayer
 
@@ -355,6 +355,6 @@ def _noted_own_call(tap: Any, layout: Any, args: tuple[Any, ...], kwargs: dict[s
     output = _on_own_parameters(tap, rows, args, kwargs)
     if was_used(tap.path):
         layout.add(tap, "own", forms, (), metas, at=place)
-        if is_checkpointed():  # Dynamo puts nothing in a parameter's place there
+        if layout.outside != circumstances():  # Dynamo puts nothing in a parameter's place there
             layout.refuse(tap, "it uses its parameters itself, inside of an activation checkpoint")
     return output

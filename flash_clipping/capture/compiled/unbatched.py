@@ -37,7 +37,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.proxies import ParameterProxy
-from flash_clipping.capture.proxies.parameter_proxy import circumstances, name_of
+from flash_clipping.capture.proxies.parameter_proxy import name_of
 from flash_clipping.errors import FlashClippingError
 
 
@@ -114,8 +114,6 @@ class _Learning(threading.local):
     found: list[str] | None = None
     #: The modules, by path, whose parameters functions were called with.
     used: set[str] = set()  # noqa: RUF012 (one for each thread as soon as it learns)
-    #: What a checkpoint changes, as it was outside of any.
-    outside: Any = None
 
 
 _learning = _Learning()
@@ -124,23 +122,17 @@ _learning = _Learning()
 @contextmanager
 def noting_misuse() -> Iterator[list[str]]:
     """While the body runs, functions that are not served run as they would have; they are noted."""
-    before = _learning.found, _learning.used, _learning.outside
-    found: list[str] = []
-    _learning.found, _learning.used, _learning.outside = found, set(), circumstances()
+    before, found = (_learning.found, _learning.used), list[str]()
+    _learning.found, _learning.used = found, set()
     try:
         yield found
     finally:
-        _learning.found, _learning.used, _learning.outside = before
+        _learning.found, _learning.used = before
 
 
 def was_used(path: str) -> bool:
     """Whether a function was called with what comes from the module at ``path``."""
     return path in _learning.used
-
-
-def is_checkpointed() -> bool:
-    """Whether an activation checkpoint inside of the region runs."""
-    return bool(_learning.outside != circumstances())
 
 
 def note_use(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

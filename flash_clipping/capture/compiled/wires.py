@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import DenseGrad, PerSampleGrad
-from flash_clipping.rules.registry import GradRequest
+from flash_clipping.rules.registry import GradRequest, UnsupportedLayer
 
 #: Shape and dtype of a wire.
 Meta: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -79,6 +79,8 @@ def forms_of_rule(
     needs = GradRequest((False,), frozenset(names), "torch", traced=True)
     with torch.no_grad():
         output, saved = rule.forward(layer, x)
+        if not all(value is None or isinstance(value, Tensor) for value in saved):
+            raise UnsupportedLayer("its rule saves what is no tensor")
         by_name = rule.backward(layer, saved, torch.zeros_like(output), needs)[1]
     forms = [Form(copy.copy(by_name[name]), {}) for name in names]
     tensors: list[Tensor] = []  # each once, though several factors may hold it
