@@ -79,17 +79,20 @@ def mean_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 @pytest.mark.without_gate
+@pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout(family: str) -> None:
     check_with_dropout(small(family, chance=True), texts(family), losses, tolerance=ROUNDED)
 
 
 @pytest.mark.without_gate
+@pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_passes(family: str) -> None:
     check_by_autograd(small(family), texts(family), mean_loss, mode="two_pass", tolerance=ROUNDED)
 
 
+@pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing(family: str) -> None:
     model = small(family)
@@ -102,6 +105,7 @@ def test_checkpointing(family: str) -> None:
 
 
 @pytest.mark.without_gate
+@pytest.mark.without_gate
 @pytest.mark.parametrize("trained", ["router", "expert", "norm"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_of_a_model(family: str, trained: str) -> None:
@@ -111,6 +115,7 @@ def test_parts_of_a_model(family: str, trained: str) -> None:
     check_by_autograd(model, texts(family), mean_loss, tolerance=ROUNDED)
 
 
+@pytest.mark.without_gate
 @pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_batches(family: str) -> None:
