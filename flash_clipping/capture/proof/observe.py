@@ -109,7 +109,7 @@ def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, Reads, Read
     for samples, order, extreme in _others(small):
         try:
             other = runs.look(samples.batch([chosen[b] for b in order], extreme), seed)
-        except ModelsOwnError:
+        except (ModelsOwnError, torch.OutOfMemoryError):
             continue
         if other.size == len(order):
             rows = [place for place in range(other.size) if place not in extreme]
