@@ -35,15 +35,15 @@ class Parts:
     parts: list[Any]
     sizes: list[int]
 
-    def samples(self, start: int, stop: int) -> Any:
-        """These samples, as a part."""
+    def samples(self, part: Any, size: int, start: int, stop: int) -> Any:
+        """These samples of a part that has so many, as a part."""
         raise NotImplementedError
 
     def split(self, place: int, most: int) -> None:
         """Put equal parts of so many samples at most in the place of one."""
-        start, size = sum(self.sizes[:place]), self.sizes[place]
-        pairs = bounds_of(start, start + size, -(-size // most))
-        self.parts[place : place + 1] = [self.samples(*pair) for pair in pairs]
+        part, size = self.parts[place], self.sizes[place]
+        pairs = bounds_of(0, size, -(-size // most))
+        self.parts[place : place + 1] = [self.samples(part, size, *pair) for pair in pairs]
         self.sizes[place : place + 1] = [stop - start for start, stop in pairs]
 
 
@@ -136,28 +136,25 @@ class RowsOfBatch(Parts):
     """A batch as a loop has it: tensors with a row for each sample, in nested containers."""
 
     def __init__(self, batch: Any, axis: int):
-        self.batch, self.axis = batch, axis
+        self.axis = axis
         counts = {x.shape[axis] if x.dim() > axis else None for x in tensors_in(batch)}
         self.count = counts.pop() if len(counts) == 1 else None
         super().__init__([batch], [self.count or 0])
 
-    def samples(self, start: int, stop: int) -> Any:
-        return self._cut(self.batch, start, stop)
-
-    def _cut(self, x: Any, start: int, stop: int) -> Any:
-        if isinstance(x, Tensor):
-            return x.narrow(self.axis, start, stop - start)
-        if x is None or isinstance(x, bool | int | float | str):
-            return x
-        if type(x) in (list, tuple):
-            if len(x) == self.count and all(isinstance(text, str) for text in x):
-                return x[start:stop]  # a text for each sample
-            return type(x)([self._cut(value, start, stop) for value in x])
-        if parts := parts_of("", x):
-            cut = {key: self._cut(value, start, stop) for key, (_, value) in parts.items()}
-            return rebuilt(x, cut)
+    def samples(self, part: Any, size: int, start: int, stop: int) -> Any:
+        if isinstance(part, Tensor):
+            return part.narrow(self.axis, start, stop - start)
+        if part is None or isinstance(part, bool | int | float | str):
+            return part
+        if type(part) in (list, tuple):
+            if len(part) == size and all(isinstance(text, str) for text in part):
+                return part[start:stop]  # a text for each sample
+            return type(part)([self.samples(value, size, start, stop) for value in part])
+        if parts := parts_of("", part):
+            cut = {key: self.samples(value, size, start, stop) for key, (_, value) in parts.items()}
+            return rebuilt(part, cut)
         raise FlashClippingError(
-            f"MicroBatches: found {type(x).__name__} in a batch that has to be cut; expected "
+            f"MicroBatches: found {type(part).__name__} in a batch that has to be cut; expected "
             "tensors, in lists, tuples, mappings and dataclasses. Let the function that is run "
             "hold what belongs to all samples."
         )

@@ -280,19 +280,16 @@ class LogicalBatch(Parts):
     """All samples of one step, in parts that were collated each by itself. A part without samples
     has one row, the first of the data, and the size 0."""
 
-    def samples(self, start: int, stop: int) -> Any:
-        place, before = 0, 0
-        while before + self.sizes[place] <= start:
-            place, before = place + 1, before + self.sizes[place]
-        rows = RowsOfBatch(self.parts[place], axis=0)
-        if rows.count != self.sizes[place]:
+    def samples(self, part: Any, size: int, start: int, stop: int) -> Any:
+        rows = RowsOfBatch(part, axis=0)
+        if rows.count != size:
             raise InvalidValue(
-                f"found a part of {self.sizes[place]} samples that runs out of memory, and whose "
-                "tensors do not have a row for each of them; expected parts that can be cut. Say "
-                "how many samples fit:\n"
-                f"    PrivacyArguments(..., max_physical_batch_size={self.sizes[place] // 2})"
+                f"found a part of {size} samples that runs out of memory, and whose tensors do not "
+                "have a row for each of them; expected parts that can be cut. Say how many samples "
+                "fit:\n"
+                f"    PrivacyArguments(..., max_physical_batch_size={size // 2})"
             )
-        return rows.samples(start - before, stop - before)
+        return rows.samples(part, size, start, stop)
 
     def pin_memory(self) -> LogicalBatch:
         """Called by PyTorch's loader, which does not look into classes."""

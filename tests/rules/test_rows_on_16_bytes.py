@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.capture.compiled import layout
 from flash_clipping.factors import LinearGrad, PerSampleGrad, SumGrad
 from flash_clipping.ops.runtime import backend, tables
 from flash_clipping.rules import linear
@@ -46,7 +47,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
             made.append(rows)
         return rows
 
-    monkeypatch.setattr(linear, "on_16_bytes", noted)
+    for place in (linear, layout):
+        monkeypatch.setattr(place, "on_16_bytes", noted)
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "triton")
     monkeypatch.setattr(tables, "WORTH_A_COPY", 1)
     return made

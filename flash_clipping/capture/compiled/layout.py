@@ -19,6 +19,7 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.factors import LinearGrad, PerSampleGrad
 from flash_clipping.finish.backward_pass import Readers
+from flash_clipping.ops.runtime.tables import on_16_bytes
 
 #: What a layer's call reads, or computes with: rows that are samples; what is the same for all
 #: samples; its own parameters, in a forward of its own; or nothing of it is trained.
@@ -48,6 +49,10 @@ class Slot(NamedTuple):
     def factors(self, wires: Sequence[Tensor | None]) -> Factors:
         """What the gradients of all wires tell of its parameters."""
         grads = [wires[place] for place in self.places]
+        # As outside of regions, one copy serves all that read rows that lie otherwise.
+        linear = [form for form in self.forms if isinstance(form.factor, LinearGrad)]
+        for place in {place for form in linear for place in form.places.values()}:
+            grads[place] = None if (x := grads[place]) is None else on_16_bytes(x)
         filled = [form.filled(grads, self.tap.path) for form in self.forms]
         return [(p, f) for p, f in zip(self.params, filled, strict=False) if f is not None]
 
