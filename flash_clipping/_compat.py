@@ -103,9 +103,9 @@ references_to: Callable[[int], int] = _needed("_C._storage_Use_Count")
 def let_memory_grow() -> None:
     """Let PyTorch's memory of a GPU grow in place, unless the environment says how it is managed:
     batches of ever new sizes would leave holes. Without: nothing."""
-    told = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    told = os.getenv("PYTORCH_CUDA_ALLOC_CONF") or os.getenv("PYTORCH_ALLOC_CONF")
     setting = getattr(torch.cuda.memory, "_set_allocator_settings", None)
-    if setting is not None and torch.cuda.is_available() and not any(map(os.getenv, told)):
+    if setting is not None and torch.cuda.is_available() and not told:
         setting("expandable_segments:True")
 
 

@@ -92,6 +92,5 @@ def _ended(timed: list[_Timed]) -> list[_Timed]:
 def excess_of_memory(most: int, device: torch.device) -> str:
     """Why a first graph takes too much, or "": the process has held ``most`` bytes before."""
     now = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-    if now <= LARGER * most + BLOCKS:
-        return ""
-    return f"a graph takes {(now - most) / 2**30:.1f} GiB more than a step does"
+    more = f"a graph takes {(now - most) / 2**30:.1f} GiB more than a step does"
+    return more if now > LARGER * most + BLOCKS else ""

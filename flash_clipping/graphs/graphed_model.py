@@ -64,10 +64,10 @@ class GraphedModel(GraphedStep):
 
     A graph has two parts, forward and backward. A call runs as it is where
     :class:`~flash_clipping.GraphedStep` would run as it is, and while the results of a replayed
-    call still wait for their backward. Calls that differ from one with a graph in
-    sizes only are captured when they are first met, without a call before. Graphs are given up for
-    good, with one line of log (``off`` is why), where no replay would be what the call is, where
-    calls as they are take less time, and where a graph takes more memory than a step.
+    call still wait for their backward. Calls that differ from one with a graph in sizes only are
+    captured when they are first met, without a call before. Graphs are given up for good, with one
+    line of log (``off`` is why), where no replay would be what the call is, calls take less time as
+    they are, or a graph takes more memory than a step.
     """
 
     def __init__(self, model: Any, forward: Callable[..., Any]):
@@ -243,8 +243,7 @@ class GraphedModel(GraphedStep):
             except FlashClippingError:
                 if told:
                     raise
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # steps from now on are in the graphs' memory
+        torch.cuda.empty_cache()  # steps from now on are in the graphs' memory
         return told
 
     def _room_for(self, result: Tensor) -> Tensor:

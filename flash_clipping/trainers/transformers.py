@@ -349,9 +349,11 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         called = inputs
         if labels.keys() == {"labels"} and labels["labels"].dim() > 1:
             called = inputs | _decoder_inputs(plain, inputs, labels["labels"])
-        outputs = model(**called)
+        inside = plain.get_base_model() if hasattr(plain, "peft_config") else plain
+        if "use_cache" in inspect.signature(inside.forward).parameters:
+            called = {"use_cache": False} | called  # no replay can return a cache for generation
         return sample_losses(
-            outputs,
+            model(**called),
             labels,
             model=plain,
             inputs=inputs,

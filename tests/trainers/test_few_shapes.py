@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BatchEncoding, default_data_collator
+from transformers import (
+    BatchEncoding,
+    T5Config,
+    T5ForConditionalGeneration,
+    default_data_collator,
+)
 
 from flash_clipping.trainers.few_shapes import FewShapes, round_up
 from flash_clipping.trainers.transformers import PrivateTrainer
@@ -190,6 +195,7 @@ def trained(
         attach(*args, **kwargs)
         replay_by_hand(private.run.hooks)
         graphs = private.run.hooks._graphs
+        GRAPHS[:] = [graphs]
         call = graphs._call
 
         def noted(args: Any, kwargs: Any) -> Any:
@@ -244,3 +250,25 @@ def test_parts_have_no_more_rows_than_fit(
     plain, _ = trained(tmp_path, False, monkeypatch, **settings)
     for one, other in zip(weights(few.model).values(), weights(plain.model).values(), strict=True):
         assert_close(one, other, 1e-9, "weights")
+
+
+def test_a_model_with_a_decoder_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cache of keys and values is returned, which no replay renews."""
+    config = T5Config(
+        vocab_size=31, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(config).double()
+    texts = [{"input_ids": [n % 29 + 1, 5, 1], "labels": [n % 7 + 1, 1]} for n in range(20)]
+    more = {"train_dataset": texts, "eval_dataset": None, "data_collator": default_data_collator}
+    given = {"model": model, "more": more, "label_names": ["labels"]}
+    private, met = trained(tmp_path, True, monkeypatch, **given)
+    counted: Any = GRAPHS.pop()
+    assert len(met) > 12 and counted.off is None and counted.replays > 6
+    assert private.run.steps == private.state.global_step
+
+
+GRAPHS: list[Any] = []
