@@ -260,9 +260,7 @@ class GraphedStep:
             return None
         private = [m for m in (self.model, *modules) if isinstance(m, GradSampleHooksFlashClipping)]
         models = list({id(m): m for m in private}.values())
-        if self._is_audited(models, args, kwargs):
-            return None
-        if may_be_nobody(tensors, models):
+        if may_be_nobody(tensors, models) or self._is_audited(models, args, kwargs):
             return None
         key = key_of(leaves, structure, modules, models, device)
         return Call(args, kwargs, leaves, structure, tensors, modules, models, device, key, [])

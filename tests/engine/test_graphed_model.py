@@ -396,3 +396,15 @@ def test_what_waits_in_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPat
     assert training.replays == 3
     truth = per_sample_truth(plain, (x,), squared_loss)
     assert_close(found[1], truth.norms, 1e-5, "norms")
+
+
+def test_a_row_of_nobody_takes_no_audit() -> None:
+    graphed, _ = warmed()
+    gate = graphed.model._watch.gate
+    gate.next_audit = due = gate.calls + 1
+    graphed.model.expect_samples(0)
+    (x,) = batches(1, size=1)
+    graphed.model.zero_grad(set_to_none=True)
+    squared_loss(graphed.model, (x,)).mean().backward()
+    assert gate.next_audit == due and graphed.replays == 2
+    assert not any(p.grad.any() for p in graphed.plain.parameters())
