@@ -483,9 +483,10 @@ class Padding:
             )
         return CountedRows(draw.rows, draw.samples, order)
 
-    def expect(self, count: int | None, rows: int | None) -> None:
-        """So many rows of the next calls count, out of ``rows``; ``None``: all that are there."""
-        if rows is not None and count is not None:
+    def expect(self, count: int, rows: int | None) -> None:
+        """The first ``count`` of so many rows of the next calls count; ``None``: all that are
+        there. For loops whose loader does not fill batches up, and that count no norms."""
+        if rows is not None:
             self.rows, self.given = rows, CountedRows(rows, count)
         elif self.given is not None:
             self.rows = self.given = None

@@ -350,21 +350,15 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             if leaf.requires_grad and not in_two_passes:
                 leaf.register_hook(start_backward)
 
-    def expect_samples(self, n: int | None, *, rows: int | None = None) -> None:
+    def expect_samples(self, n: int | None) -> None:
         """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward,
         and for all others that record gradients, until another number is given; ``None`` if it is
         not known.
 
-        Args:
-            n: how many.
-            rows: of the batch, where that is larger: its first ``n`` rows count. The others only
-                fill it up, and add exactly 0 to the clipped sum.
-
         Raises:
             FlashClippingError: in forward, where the model is called with a batch of another size.
         """
-        self._session.rows.drawn = n if rows is None else rows
-        self._session.rows.padding.expect(n, rows)
+        self._session.rows.drawn = n
         self.follow_rows()
 
     def follow_rows(self) -> ToldRows:

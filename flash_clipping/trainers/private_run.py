@@ -284,9 +284,9 @@ class LogicalBatch(Parts):
         rows = RowsOfBatch(part, axis=0)
         if rows.count != size:
             raise InvalidValue(
-                f"found a part of {size} samples that runs out of memory, and whose tensors do not "
-                "have a row for each of them; expected parts that can be cut. Say how many samples "
-                "fit:\n"
+                f"PrivateTrainer: found a part of {size} samples that runs out of memory, and "
+                "whose tensors do not have a row for each of them; expected parts that can be cut. "
+                "Say how many samples fit:\n"
                 f"    PrivacyArguments(..., max_physical_batch_size={size // 2})"
             )
         return rows.samples(part, size, start, stop)

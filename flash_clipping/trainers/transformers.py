@@ -280,7 +280,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             limits = parts.most, parts.fits, self._loader.collate_fn.most
             most = next((limit for limit in limits if limit and size <= limit), size)
             inputs, filled = self._shapes.rounded(part, size, most, hooks, self._prepare_inputs)
-            hooks.expect_samples(size, rows=filled)
+            hooks.expect_samples(filled or size)
+            hooks._session.rows.padding.expect(size, filled)
             rows = self._samples = filled or max(1, size)  # one of nobody stands for none
             with self.compute_loss_context_manager():
                 losses = self.compute_sample_losses(model, inputs)
@@ -308,6 +309,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 )
             raise
         hooks.expect_samples(None)
+        hooks._session.rows.padding.expect(0, None)
         if (most := parts.most) is not None:  # parts that are collated from now on
             self._loader.collate_fn.part_size = self._loader.collate_fn.most = most
         return torch.stack(totals).sum() / max(1, sum(inputs.sizes))
