@@ -1,0 +1,164 @@
+"""Pages are in plain English, as far as a machine can tell. CONTRIBUTING.md has the style guide."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import ROOT
+
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+#: Not yet rewritten. The list only gets shorter.
+UNFINISHED = {
+    "README.md",
+    "docs/api.md",
+    "docs/architecture.md",
+    "docs/attacks.md",
+    "docs/comparison.md",
+    "docs/correlated-noise.md",
+    "docs/export.md",
+    "docs/faq.md",
+    "docs/guarantees.md",
+    "docs/hyper-connections.md",
+    "docs/layers.md",
+    "docs/migrating-from-opacus.md",
+    "docs/mixture-of-experts.md",
+    "docs/mixtures.md",
+    "docs/models.md",
+    "docs/noise.md",
+    "docs/peft.md",
+    "docs/performance.md",
+    "docs/planning.md",
+    "docs/product-key-router.md",
+    "docs/sampling.md",
+    "docs/scale.md",
+    "docs/sharp-edges.md",
+    "docs/support.md",
+    "docs/trainers.md",
+    "docs/troubleshooting.md",
+    "docs/tutorials/images.md",
+    "docs/tutorials/language-model.md",
+    "docs/tutorials/lora.md",
+    "docs/tutorials/private-text.md",
+    "docs/tutorials/synthetic-text.md",
+    "docs/units.md",
+    "docs/versions.md",
+}
+
+LONGEST = 35
+
+#: Words of this repository's dialect, with those of the field.
+DIALECT = {
+    r"served|serves": "supported",
+    r"refused by name": "raises an error that names the module",
+    r"looked at": "checked",
+    r"anew": "again",
+    r"by (?:itself|themselves)": "separately, or alone",
+    r"said (?:once|loudly)": "warns once",
+    r"mended": "fixed",
+    r"found:": "leave history out",
+}
+
+#: Sentences name who acts first. Questions may begin with "What".
+OPENINGS = r"(?:What|Whatever|Whoever|Of|Nor|The same)\b"
+
+
+def _text(page: str) -> str:
+    """The prose of a page: without code, comments, generated tables and targets of links."""
+    for left_out in (
+        r"<!-- [\w-]+:start -->.*?<!-- [\w-]+:end -->",
+        r"<!--.*?-->",
+        r"^ *```.*?^ *```",
+    ):
+        page = re.sub(left_out, "", page, flags=re.MULTILINE | re.DOTALL)
+    page = re.sub(r"!\[[^]]*\]\([^)]*\)", "", page)
+    page = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", page)
+    page = re.sub(r"``[^`]+``|`[^`]*`", "code", page)
+    page = re.sub(r"\$[^$\n]+\$", "formula", page)
+    return page.replace("**", "").replace("*", "")
+
+
+def sentences(page: str) -> list[str]:
+    """Sentences of paragraphs, headings, items of lists and cells of tables."""
+    parts: list[str] = []
+    for line in _text(page).splitlines():
+        line = line.rstrip()
+        if re.match(r" *\|", line):
+            parts += [cell for cell in line.split("|") if not re.fullmatch(r"[ :-]*", cell)] + [""]
+        elif not line or re.match(r" *(?:[-+]|\d+\.) |#|>|\?\?\?|!!!", line):
+            parts.append(re.sub(r"^ *(?:[-+]|\d+\.|#+|>) ", "", line))
+        elif parts:
+            parts[-1] += f" {line.strip()}"
+        else:
+            parts.append(line)
+    ends = r"(?<=[.!?])(?<!e\.g\.)(?<!et al\.) +(?=[A-Z`“\"(\[ε]|code)"
+    return [
+        sentence.strip() for part in parts for sentence in re.split(ends, part) if sentence.strip()
+    ]
+
+
+def faults(page: str) -> list[str]:
+    found = []
+    for sentence in sentences(page):
+        words = re.findall(r"\w[\w'’.,/-]*", sentence)
+        if len(words) > LONGEST:
+            found.append(f"{len(words)} words: {sentence}")
+        if re.match(OPENINGS, sentence) and not sentence.endswith("?"):
+            found.append(f"begins with {sentence.split()[0]!r}: {sentence}")
+        for word, instead in DIALECT.items():
+            if re.search(rf"\b(?:{word})", sentence, flags=re.IGNORECASE):
+                found.append(f"{word!r}, in place of which write {instead!r}: {sentence}")
+    return found
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_sentences_are_short_and_in_the_words_of_the_field(page: Path) -> None:
+    if _name(page) in UNFINISHED:
+        pytest.skip("to be rewritten")
+    found = faults(page.read_text(encoding="utf-8"))
+    assert not found, "\n".join(found)
+
+
+def test_every_unfinished_page_exists() -> None:
+    assert {*map(_name, PAGES)} >= UNFINISHED
+
+
+@pytest.mark.parametrize(
+    ("page", "fault"),
+    [
+        (" ".join(["word"] * 36) + ".", "36 words"),
+        (f"* {' '.join(['word'] * 18)},\n  {' '.join(['word'] * 18)}.", "36 words"),
+        ("| a | b |\n| - | - |\n| x | What is left out is rounding. |", "begins with 'What'"),
+        ("It is so. Nor is that.", "begins with 'Nor'"),
+        ("The same holds for noise.", "begins with 'The'"),
+        ("Such layers are [served](there.md).", "supported"),
+        ("Each sample is **by itself**.", "separately"),
+        ("An error (found: nothing).", "history"),
+    ],
+)
+def test_a_fault_is_found(page: str, fault: str) -> None:
+    (found,) = faults(page)
+    assert fault in found
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "**What is protected?** A row.",
+        "```\nWhat is served anew\n```",
+        "Set `served` to the value that [the page](served.md) has.",
+        f"{' '.join(['Word'] * 20)}. {' '.join(['Word'] * 20)}.",
+        "* one two\n* three\n\n| a | b |\n| --- | --- |\n| served in code: `served`".replace(
+            "served in code", "kept in code"
+        ),
+    ],
+)
+def test_plain_sentences_pass(page: str) -> None:
+    assert faults(page) == []
