@@ -1,6 +1,6 @@
 """``survey``: which models of ``transformers`` are exact as they are, and what helps the others.
 
-Small models of every kind (``kinds.py``) take one step, each in a process of its own. Norms and
+Small models of every kind (``kinds.yaml``) take one step, each in a process of its own. Norms and
 clipped sums are compared with those of one sample at a time through an ordinary backward
 (``measure.py``), in ways in which people run models (``modes.py``). A wrong norm is exit status 1.
 

@@ -1,55 +1,59 @@
-"""The kinds of models: what is built, and what it is called with.
-
-A kind is a class of ``transformers`` with a small configuration. Mixtures of experts have a page of
-their own (``docs/mixtures.md``).
-"""
+"""The kinds of models: what is built, and what it is called with. ``kinds.yaml`` lists them."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.survey import inputs
 from benchmarks.survey.inputs import Inputs
 from benchmarks.survey.tiny import tiny
+
+LIST = Path(__file__).with_name("kinds.yaml")
 
 
 @dataclass(frozen=True)
 class Help:
-    """What a user writes so that a kind is exact which is refused as it is."""
+    """What a user writes so that a kind is exact which is refused as it is.
 
-    #: In words of the page.
+    Attributes:
+        words: of the page.
+        options: of the wrapper.
+        frozen: prefixes of parameters that are frozen.
+        replaces: whether layers are replaced as ``ModuleValidator.fix`` does.
+    """
+
     words: str
-    #: Arguments of the wrapper.
     options: dict[str, Any] = field(default_factory=dict)
-    #: Prefixes of parameters that are frozen.
-    frozen: tuple[str, ...] = ()
-    #: Whether layers are replaced as ``ModuleValidator.fix`` does.
+    frozen: list[str] = field(default_factory=list)
     replaces: bool = False
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One set-up of the survey.
+    """One row of the survey.
 
     Attributes:
         name: how the page and ``--only`` call it.
         cls: the class of ``transformers``.
         inputs: what it is called with.
         changes: fields of its configuration that are not as :func:`tiny` makes them.
-        help: tried in turn where the kind is refused as it is.
+        dtype: of its weights; not float64 where the model's own code does not run in it.
+        help: tried where the kind is refused as it is.
     """
 
     name: str
     cls: str
     inputs: Inputs
     changes: dict[str, Any]
-    help: tuple[Help, ...] = ()
-    #: Where the model's own code does not run in float64.
     dtype: torch.dtype = torch.float64
+    help: Help | None = None
 
     def build(self, chance: bool = False) -> nn.Module:
         """The model, with random weights; ``chance``: with the dropout of its configuration."""
@@ -62,39 +66,44 @@ class Kind:
         return model
 
 
-def kind(
-    cls: str,
-    inputs: Inputs,
-    *help: Help,
-    name: str | None = None,
-    dtype: torch.dtype = torch.float64,
-    **changes: Any,
-) -> Kind:
-    return Kind(name or cls, cls, inputs, changes, help, dtype)
-
-
-def each(inputs: Inputs, names: str, **changes: Any) -> list[Kind]:
-    """Kinds of these classes, which are built alike."""
-    return [kind(cls, inputs, **changes) for cls in names.split()]
-
-
+@functools.cache
 def all_kinds() -> dict[str, dict[str, Kind]]:
     """Section of the page -> name -> kind."""
-    from benchmarks.survey import audio, dense, text, vision, vision_and_text
+    import yaml
 
-    sections: dict[str, list[Kind]] = {
-        "Language models": text.LANGUAGE,
-        "State-space and recurrent models": text.RECURRENT,
-        "Encoders and their tasks": text.ENCODERS,
-        "Text to text": text.TEXT_TO_TEXT,
-        "Experts with a forward of their own": text.EXPERTS,
-        "Images and videos": vision.IMAGES,
-        "Detection, segmentation, depth": dense.DENSE,
-        "Audio": audio.AUDIO,
-        "Time series and actions": audio.SERIES,
-        "Several modalities": vision_and_text.MODELS,
+    sections = yaml.safe_load(LIST.read_text(encoding="utf-8"))
+    del sections["shared"]
+    return {
+        title: {kind.name: kind for row in rows for kind in _of_row(*row)}
+        for title, rows in sections.items()
     }
-    found = {title: {kind.name: kind for kind in kinds} for title, kinds in sections.items()}
-    for title, kinds in sections.items():
-        assert len(found[title]) == len(kinds), f"{title}: a name twice"
-    return found
+
+
+def _of_row(
+    classes: str,
+    given: Any,
+    changes: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
+) -> list[Kind]:
+    """The kinds of a row of the list."""
+    options: dict[str, Any] = dict(more or {})
+    if "help" in options:
+        options["help"] = Help(**options["help"])
+    if "dtype" in options:
+        options["dtype"] = getattr(torch, options["dtype"])
+    name = options.pop("name", None)
+    called = _inputs(given)
+    return [Kind(name or cls, cls, called, changes or {}, **options) for cls in classes.split()]
+
+
+def _inputs(given: Any) -> Inputs:
+    """Inputs as the list writes them: a function's name, its arguments behind it, or several."""
+    if isinstance(given, list):
+        return inputs.together(*map(_inputs, given))
+    if isinstance(given, str):
+        return getattr(inputs, given)()
+    ((name, arguments),) = given.items()
+    function = getattr(inputs, name)
+    if isinstance(arguments, dict):
+        return function(**arguments)
+    return function(*arguments) if isinstance(arguments, list) else function(arguments)

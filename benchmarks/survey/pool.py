@@ -62,11 +62,11 @@ def find(kind: Kind, mode: str = "whole", where: Where | None = None) -> Finding
     outcome = measured(model, inputs, SAMPLES)
     if outcome.verdict != REFUSED:
         return Finding(outcome)
-    for help in kind.help:
+    if (help := kind.help) is not None:
         model, inputs = where.made(kind)
         model = with_group_norm(model) if help.replaces else model
         for name, param in model.named_parameters():
-            if name.startswith(help.frozen):
+            if name.startswith(tuple(help.frozen)):
                 param.requires_grad_(False)
         helped = measured(model, inputs, SAMPLES, **help.options)
         if helped.verdict == EXACT:
