@@ -166,7 +166,7 @@ def make_private(
         max_grad_norm=args.max_grad_norm,
         grad_sample_mode=args.method,
     )
-    # Opacus returns a criterion in "ghost" mode (and so does "flash"), none in "hooks" mode.
+    # "flash" returns the criterion that it is given, and so does Opacus' "ghost"; "hooks" does not.
     return engine, model, optimizer, criterion[0] if criterion else task.criterion, loader
 
 

@@ -31,7 +31,7 @@ def test_a_plan_is_what_the_engine_says() -> None:
         epochs=2,
         max_grad_norm=1.0,
     )
-    _, optimizer, _, loader = made
+    _, optimizer, loader = made
     found = plan(230, 50, epochs=2, epsilon=3.0, delta=1e-4, accountant="rdp")
     assert found.noise_multiplier == optimizer.noise_multiplier
     assert found.sample_rate == loader.sample_rate == 1 / 5

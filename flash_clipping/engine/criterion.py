@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
-    DPLossFastGradientAdaptiveClipping,
-)
 from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
@@ -21,7 +18,6 @@ from opacus.utils.fast_gradient_clipping_utils import (
 from torch import Tensor, nn
 
 from flash_clipping.capture.no_trace import untouched
-from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.separable import compares_samples
 from flash_clipping.engine.token_losses import logits_of
 from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidType, InvalidValue
@@ -148,7 +144,6 @@ class FlashLoss(DPLossFastGradientClipping):
         optimizer: Any,
         criterion: Any,
         loss_reduction: str = "mean",
-        **options: Any,  # of Opacus' class that comes next
     ):
         while isinstance(criterion, DPLossFastGradientClipping):  # of an earlier make_private
             criterion = criterion.criterion
@@ -182,7 +177,7 @@ class FlashLoss(DPLossFastGradientClipping):
         self._is_separable = _is_of_pytorch(criterion)
         # Opacus' class writes into the criterion that it is given.
         stand_in: Any = SimpleNamespace(reduction=loss_reduction)
-        super().__init__(module, optimizer, stand_in, loss_reduction, **options)
+        super().__init__(module, optimizer, stand_in, loss_reduction)
         self.criterion = criterion
 
     def __call__(self, *args: Any, **kwargs: Any) -> FlashTensor:
@@ -363,21 +358,3 @@ class FlashLoss(DPLossFastGradientClipping):
             "sample, or to all batches. Where it does not, train on the scalar itself:\n"
             "    make_private(criterion=lambda *args: criterion(*args), ...)"
         )
-
-
-class FlashAdaptiveLoss(FlashLoss, DPLossFastGradientAdaptiveClipping):
-    """The user's criterion with adaptive clipping: called as before, one backward pass.
-
-    The bound moves at the end of every logical step, in ``optimizer.step()``
-    (:mod:`flash_clipping.engine.adaptive`). To make the criterion is enough: any loss of the
-    model's outputs then counts.
-
-    Args:
-        **kwargs: ``target_unclipped_quantile``, ``min_clipbound``, ``max_clipbound``,
-            ``clipbound_learning_rate``, as in Opacus.
-    """
-
-    def __init__(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any):
-        super().__init__(module, optimizer, *args, **kwargs)
-        optimizer.adaptive = AdaptiveBound(**kwargs)
-        module.running_step.counts_unclipped = True

@@ -280,7 +280,7 @@ class GradLedger:
                 "Parameters would move by clipped sums without noise, and nobody would account for "
                 "it. Nothing was released. Give make_private one optimizer, with a group for what "
                 "needs settings of its own, and step on what it returns:\n"
-                "    model, optimizer, criterion, data_loader = engine.make_private(...)"
+                "    model, optimizer, data_loader = engine.make_private(...)"
             )
 
     # -- forward --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_type_hints
 
@@ -50,13 +50,13 @@ class WrapperOptions(ModelOptions, total=False):
 
 
 class PrivateOptions(ModelOptions, total=False):
-    """Arguments of ``make_private`` and ``make_private_with_epsilon``, in mode ``"flash"``."""
+    """Arguments of ``make_private`` and ``make_private_with_epsilon``, beside those on which the
+    types of results depend (``criterion``, ``wrap_model``, ``grad_sample_mode``)."""
 
     module: Required[nn.Module]
     optimizer: Required[torch.optim.Optimizer]
     data_loader: Required[DataLoader[Any]]
     max_grad_norm: Required[float | Sequence[float]]
-    criterion: Callable[..., Any] | None
     poisson_sampling: bool
     clipping: Literal["flat", "per_layer", "automatic", "adaptive"]
     noise_generator: torch.Generator | None
@@ -76,6 +76,12 @@ class PrivateOptions(ModelOptions, total=False):
     min_clipbound: float
     max_clipbound: float
     clipbound_learning_rate: float
+
+
+class NoiseOptions(PrivateOptions, total=False):
+    """Arguments of ``make_private``."""
+
+    noise_multiplier: Required[float]
 
 
 class EpsilonOptions(PrivateOptions, total=False):

@@ -27,7 +27,8 @@ from flash_clipping.engine.accounting import (
     with_right_length,
     without_hints,
 )
-from flash_clipping.engine.criterion import FlashAdaptiveLoss, FlashLoss
+from flash_clipping.engine.adaptive import AdaptiveBound
+from flash_clipping.engine.criterion import FlashLoss
 from flash_clipping.engine.grad_ledger import checked_bound
 from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping,
@@ -40,7 +41,7 @@ from flash_clipping.engine.options import (
     EpsilonOptions,
     Mode,
     ModelOptions,
-    PrivateOptions,
+    NoiseOptions,
     Reduction,
     Sampling,
     check_bounds,
@@ -79,13 +80,17 @@ _IN_CHECKPOINTS = "noise_stream_state_dict"
 
 explain_flash_mode()
 
-Private: TypeAlias = tuple[
-    GradSampleModuleFlashClipping, FlashDPOptimizer, FlashLoss | FlashAdaptiveLoss, DataLoader[Any]
-]
-#: With ``wrap_model=False``.
-PrivateHooks: TypeAlias = tuple[
-    GradSampleHooksFlashClipping, FlashDPOptimizer, FlashLoss | FlashAdaptiveLoss, DataLoader[Any]
-]
+_Loader: TypeAlias = DataLoader[Any]
+#: What ``make_private`` returns: without a criterion, and with one.
+Private: TypeAlias = tuple[GradSampleModuleFlashClipping, FlashDPOptimizer, _Loader]
+PrivateLoss: TypeAlias = tuple[GradSampleModuleFlashClipping, FlashDPOptimizer, FlashLoss, _Loader]
+#: The same with ``wrap_model=False``.
+Hooks: TypeAlias = tuple[GradSampleHooksFlashClipping, FlashDPOptimizer, _Loader]
+HooksLoss: TypeAlias = tuple[GradSampleHooksFlashClipping, FlashDPOptimizer, FlashLoss, _Loader]
+#: A loss of the user's; whether the model is wrapped.
+Criterion: TypeAlias = Callable[..., Any]
+Yes: TypeAlias = Literal[True]
+No: TypeAlias = Literal[False]
 
 
 class FlashPrivacyEngine(PrivacyEngine):
@@ -161,32 +166,27 @@ class FlashPrivacyEngine(PrivacyEngine):
 
     @overload
     def make_private(
-        self,
-        *,
-        noise_multiplier: float,
-        grad_sample_mode: Literal["flash"] = "flash",
-        wrap_model: Literal[True] = True,
-        **options: Unpack[PrivateOptions],
+        self, *, criterion: None = None, wrap_model: Yes = True, **options: Unpack[NoiseOptions]
     ) -> Private: ...
 
     @overload
     def make_private(
-        self,
-        *,
-        noise_multiplier: float,
-        grad_sample_mode: Literal["flash"] = "flash",
-        wrap_model: Literal[False],
-        **options: Unpack[PrivateOptions],
-    ) -> PrivateHooks: ...
+        self, *, criterion: Criterion, wrap_model: Yes = True, **options: Unpack[NoiseOptions]
+    ) -> PrivateLoss: ...
 
     @overload
     def make_private(
-        self,
-        *,
-        noise_multiplier: float,
-        grad_sample_mode: str,
-        wrap_model: bool = True,
-        **options: Unpack[PrivateOptions],
+        self, *, criterion: None = None, wrap_model: No, **options: Unpack[NoiseOptions]
+    ) -> Hooks: ...
+
+    @overload
+    def make_private(
+        self, *, criterion: Criterion, wrap_model: No, **options: Unpack[NoiseOptions]
+    ) -> HooksLoss: ...
+
+    @overload  # in modes of Opacus'
+    def make_private(
+        self, *, grad_sample_mode: str, wrap_model: bool = True, **options: Unpack[NoiseOptions]
     ) -> Any: ...
 
     def make_private(
@@ -197,7 +197,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         data_loader: DataLoader[Any],
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float],
-        criterion: Callable[..., Any] | None = None,
+        criterion: Criterion | None = None,
         grad_sample_mode: str = "flash",
         clipping: str = "flat",
         wrap_model: bool = True,
@@ -223,25 +223,24 @@ class FlashPrivacyEngine(PrivacyEngine):
         pipeline: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As :meth:`opacus.PrivacyEngine.make_private`; in mode ``"flash"`` it returns
-        ``(module, optimizer, criterion, data_loader)``, like Opacus' mode ``"ghost"``.
+        """As :meth:`opacus.PrivacyEngine.make_private`: returns ``(module, optimizer,
+        data_loader)``; with ``criterion``, ``(module, optimizer, criterion, data_loader)``.
 
-        The criterion is optional in training: ``loss.backward()`` on any loss of the model's
-        outputs that reduces over samples by ``loss_reduction`` works as well.
+        The criterion is optional: ``loss.backward()`` on any loss of the model's outputs that
+        reduces over samples by ``loss_reduction`` works as well.
 
         Args:
             module, optimizer, data_loader, noise_multiplier, max_grad_norm: as in Opacus.
             wrap_model, batch_first, loss_reduction, poisson_sampling: as in Opacus.
             criterion: a loss, whose own ``reduction`` is ``loss_reduction``
-                (:class:`~flash_clipping.FlashLoss`); by default ``nn.CrossEntropyLoss``.
+                (:class:`~flash_clipping.FlashLoss`).
             grad_sample_mode: ``"flash"``, or one of Opacus' modes.
             noise_generator: a seed.
             rand_on_empty: must be false.
             clipping: ``"flat"``; ``"per_layer"``, with one ``max_grad_norm`` per trainable
-                parameter; ``"automatic"`` (AUTO-S); ``"adaptive"``, where the returned criterion
-                moves the bound at the end of every step
-                (:mod:`flash_clipping.engine.adaptive`) and takes the arguments of Opacus'
-                ``PrivacyEngineAdaptiveClipping``.
+                parameter; ``"automatic"`` (AUTO-S); ``"adaptive"``, where the bound moves at the
+                end of every step (:mod:`flash_clipping.engine.adaptive`), by the arguments of
+                Opacus' ``PrivacyEngineAdaptiveClipping``.
             backend, mode, folded_modules, strict, sample_of: see
                 :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only. The units that
                 ``sample_of`` names must be the items that the loader drew, each by itself.
@@ -376,10 +375,12 @@ class FlashPrivacyEngine(PrivacyEngine):
             expected = getattr(sampler, "total_size", sampler.num_samples) * of_rows.sample_rate
         private = self._optimizer(given, expected, group)
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(1 / len(loader)))
-        if criterion is None:
-            criterion = nn.CrossEntropyLoss(reduction=loss_reduction)
-        kind = FlashAdaptiveLoss if clipping == "adaptive" else FlashLoss
-        loss = kind(wrapper, private, criterion, loss_reduction, **kwargs)
+        loss = []
+        if criterion is not None:
+            loss = [FlashLoss(wrapper, private, criterion, loss_reduction)]
+        if clipping == "adaptive":
+            private.adaptive = AdaptiveBound(**kwargs)
+            wrapper.running_step.counts_unclipped = True
         self._samples = len(dataset)
         if of_rows is not None:
             self._samples, self._unit = of_rows.count, "an owner of rows (units)"
@@ -388,27 +389,29 @@ class FlashPrivacyEngine(PrivacyEngine):
         private.follow(wrapper)
         watch_sampling(self, wrapper, private, loader)
         wings.begin_process(process, self.accountant, private, sampler)
-        return wrapper, private, loss, set_up(loader)
+        return (wrapper, private, *loss, set_up(loader))
 
     @overload
     def make_private_with_epsilon(
-        self,
-        *,
-        grad_sample_mode: Literal["flash"] = "flash",
-        wrap_model: Literal[True] = True,
-        **options: Unpack[EpsilonOptions],
+        self, *, criterion: None = None, wrap_model: Yes = True, **options: Unpack[EpsilonOptions]
     ) -> Private: ...
 
     @overload
     def make_private_with_epsilon(
-        self,
-        *,
-        grad_sample_mode: Literal["flash"] = "flash",
-        wrap_model: Literal[False],
-        **options: Unpack[EpsilonOptions],
-    ) -> PrivateHooks: ...
+        self, *, criterion: Criterion, wrap_model: Yes = True, **options: Unpack[EpsilonOptions]
+    ) -> PrivateLoss: ...
 
     @overload
+    def make_private_with_epsilon(
+        self, *, criterion: None = None, wrap_model: No, **options: Unpack[EpsilonOptions]
+    ) -> Hooks: ...
+
+    @overload
+    def make_private_with_epsilon(
+        self, *, criterion: Criterion, wrap_model: No, **options: Unpack[EpsilonOptions]
+    ) -> HooksLoss: ...
+
+    @overload  # in modes of Opacus'
     def make_private_with_epsilon(
         self, *, grad_sample_mode: str, wrap_model: bool = True, **options: Unpack[EpsilonOptions]
     ) -> Any: ...
@@ -479,8 +482,8 @@ class FlashPrivacyEngine(PrivacyEngine):
         return hook
 
     def _prepare_opacus_mode(self, grad_sample_mode: str) -> None:
-        """Do and say what Opacus' engine does and says of secure mode when it is made; say how many
-        things a mode of Opacus' returns, where that is fewer. Once each."""
+        """Do and say what Opacus' engine does and says of secure mode when it is made; say which
+        modes of Opacus' return no criterion. Once each."""
         if not self._has_opacus_randomness:
             self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
             self._has_opacus_randomness = True
@@ -488,9 +491,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             self._explained_mode = True
             warnings.warn(
                 f"make_private: found grad_sample_mode={grad_sample_mode!r}, which is Opacus' own "
-                "clipping, not this library's, and returns (module, optimizer, data_loader). For "
-                "flash clipping leave grad_sample_mode out:\n"
-                "    model, optimizer, criterion, data_loader = engine.make_private(...)",
+                "clipping, not this library's, and returns no criterion. For flash clipping leave "
+                "grad_sample_mode out.",
                 stacklevel=4,
             )
 
@@ -524,7 +526,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         # The noise will be for the engine's bound, so clipping must be by the same.
         module.max_grad_norm = options["max_grad_norm"]
         module.clipping = options["clipping"]
-        module.running_step.counts_unclipped = False  # until an adaptive criterion is made
+        module.running_step.counts_unclipped = False  # unless clipping is adaptive
         return module
 
     def _note_dataset(self, dataset: Any) -> None:

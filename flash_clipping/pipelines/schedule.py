@@ -138,7 +138,7 @@ class PrivateSchedule:
 
     Example::
 
-        model, optimizer, criterion, loader = engine.make_private(module=part, ..., pipeline=True)
+        model, optimizer, loader = engine.make_private(module=part, ..., pipeline=True)
         stage = PipelineStage(model, rank, world_size, device)
         schedule = PrivateSchedule(
             Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.CrossEntropyLoss()), microbatch_size=8)

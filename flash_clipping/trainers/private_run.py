@@ -151,7 +151,7 @@ class PrivateRun:
             loader.share(processes)
         modes = [module.training for module in model.modules()]
         model.train()  # Opacus takes no others
-        self.hooks, self.optimizer, _, _ = self.engine.make_private(
+        self.hooks, self.optimizer, _ = self.engine.make_private(
             module=model,
             optimizer=optimizer,
             data_loader=loader,

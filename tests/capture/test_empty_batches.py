@@ -537,7 +537,7 @@ def test_any_collate_function(dataset: Any, workers: int) -> None:
     """One that fails on no samples, and takes its samples apart."""
     torch.manual_seed(0)
     model = Words()
-    module, optimizer, _, loader = FlashPrivacyEngine(accountant="rdp").make_private(
+    module, optimizer, loader = FlashPrivacyEngine(accountant="rdp").make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(

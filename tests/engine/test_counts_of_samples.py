@@ -61,12 +61,11 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
-def test_time_first_input_is_refused_by_the_criterion(clipping: str, mode: str) -> None:
+def test_time_first_input_is_refused_by_the_criterion(mode: str) -> None:
     """``[T, B]`` with ``batch_first=True``: ``T`` samples. The targets know better."""
     from opacus.optimizers import DPOptimizerFastGradientClipping
 
-    from flash_clipping.engine.criterion import FlashAdaptiveLoss, FlashLoss
+    from flash_clipping.engine.criterion import FlashLoss
 
     ids, target = torch.randint(9, (6, 4)), torch.randint(3, (4,))
     for batch_first in (True, False):
@@ -78,8 +77,7 @@ def test_time_first_input_is_refused_by_the_criterion(clipping: str, mode: str) 
             max_grad_norm=1.0,
             expected_batch_size=4,
         )
-        kind = FlashLoss if clipping == "flat" else FlashAdaptiveLoss
-        criterion = kind(flash, optimizer, nn.CrossEntropyLoss(), "mean")
+        criterion = FlashLoss(flash, optimizer, nn.CrossEntropyLoss(), "mean")
         if batch_first:
             with pytest.raises(FlashClippingError, match="found 4 losses, .* batch of 6 samples"):
                 criterion(flash(ids), target)

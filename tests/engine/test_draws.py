@@ -28,6 +28,7 @@ def private(**options: Any) -> Any:
     return FlashPrivacyEngine(accountant=options.pop("accountant", "rdp")).make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
         data_loader=DataLoader(data(size), batch_size=BATCH),
         **{"noise_multiplier": 1.0, "max_grad_norm": 0.1} | options,
     )
@@ -562,6 +563,7 @@ def test_draws_without_samples_of_data_that_are_fetched_together(as_list: bool) 
         wrapped, optimizer, criterion, loader = FlashPrivacyEngine(seed=0).make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.CrossEntropyLoss(),
             data_loader=DataLoader(dataset, batch_size=1, collate_fn=collate),
             noise_multiplier=0.0,
             max_grad_norm=0.1,

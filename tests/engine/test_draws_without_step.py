@@ -98,6 +98,7 @@ def with_workers(loop: Any) -> list[str]:
     made = FlashPrivacyEngine(accountant="rdp").make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
         data_loader=DataLoader(data(), batch_size=16, num_workers=2, prefetch_factor=3),
         noise_multiplier=1.0,
         max_grad_norm=0.1,
@@ -215,7 +216,7 @@ def test_a_step_on_no_samples_is_noise_and_accounted(mode: str, clipping: str, l
     if clipping == "adaptive":
         options = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.1}
         options |= {"min_clipbound": 0.01, "max_clipbound": 10.0}
-    module, optimizer, _, loader = engine.make_private(
+    module, optimizer, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=plain,

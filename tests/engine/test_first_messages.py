@@ -119,7 +119,7 @@ def test_a_refusal_names_the_module_and_its_lines_help(name: str) -> None:
         x = torch.randn(5, 4)
         torch.testing.assert_close(names["model"](x), model(x))
         assert all(torch.equal(value, model.state_dict()[key]) for key, value in before.items())
-    wrapped, optimizer, criterion, loader = private(names["model"])
+    wrapped, optimizer, criterion, loader = private(names["model"], criterion=nn.CrossEntropyLoss())
     for x, y in loader:
         optimizer.zero_grad()
         criterion(wrapped(x), y).backward()
@@ -155,12 +155,13 @@ def test_a_frozen_recurrent_layer_is_supported() -> None:
 def test_the_page_of_errors_says_how_many_things_make_private_returns() -> None:
     """Python's own message, of the line that takes them, cannot be ours."""
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
-    (line,) = re.findall(r"criterion is given or not: `(.*) = engine\.make_private", page)
-    for given in ({}, {"criterion": nn.CrossEntropyLoss()}):
-        assert len(private(nn.Linear(4, 2), **given)) == len(line.split(", ")) == 4
-        with pytest.raises(ValueError, match="too many values to unpack") as error:
-            model, optimizer, loader = private(nn.Linear(4, 2), **given)
-        assert str(error.value).split(" (")[0] in page
+    lines = re.findall(r"`(model, .*) = engine\.make_private\(", page)
+    assert len(lines) == 2
+    for line, given in zip(lines, ({}, {"criterion": nn.CrossEntropyLoss()}), strict=True):
+        assert len(private(nn.Linear(4, 2), **given)) == len(line.split(", "))
+    with pytest.raises(ValueError, match="not enough values to unpack") as error:
+        model, optimizer, criterion, loader = private(nn.Linear(4, 2))
+    assert str(error.value).split(" (")[0] in page
 
 
 def test_a_norm_with_running_statistics_stays_in_eval_mode() -> None:

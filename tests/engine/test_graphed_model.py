@@ -239,6 +239,7 @@ def test_make_private_takes_it(wrap: bool) -> None:
     options: dict[str, Any] = dict(noise_multiplier=1.0, max_grad_norm=1.0)
     plain = nn.Linear(6, 3)
     parts = dict(module=plain, optimizer=torch.optim.SGD(plain.parameters(), 0.1))
+    parts["criterion"] = nn.CrossEntropyLoss()
     loader = DataLoader(data, batch_size=4)
     with pytest.raises(ValueError, match="cuda_graphs='on' is unknown"):
         FlashPrivacyEngine().make_private(**parts, data_loader=loader, **options, cuda_graphs="on")

@@ -215,7 +215,7 @@ def test_a_later_optimizer_of_the_model_draws_nothing_again(seed: int | None) ->
         private.step()
         drawn.append(private.optimizer.stream.draw(Purpose.NOISE))
         private.engine = engine
-        private.wrapper, private.optimizer, _, _ = engine.make_private(
+        private.wrapper, private.optimizer, _ = engine.make_private(
             module=private.wrapper,
             optimizer=private.optimizer,
             data_loader=private.loader,

@@ -131,26 +131,32 @@ def test_engines_of_opacus_say_where_flash_is(engine: Any, wrap_model: bool) -> 
         engine().make_private(**arguments(grad_sample_mode="flush"))
 
 
-def test_a_mode_that_returns_three_things_says_so() -> None:
+def test_a_mode_of_opacus_without_a_criterion_says_so() -> None:
     engine = FlashPrivacyEngine()
-    with (
-        pytest.warns(UserWarning, match=r"(?s)'hooks', .*leave grad_sample_mode out:"),
-        pytest.raises(ValueError, match="not enough values"),
-    ):
-        _, _, _, _ = engine.make_private(**arguments(grad_sample_mode="hooks"))
+    with pytest.warns(UserWarning, match=r"'hooks', .*no criterion.* leave grad_sample_mode out"):
+        found = engine.make_private(
+            **arguments(grad_sample_mode="hooks", criterion=nn.CrossEntropyLoss())
+        )
+    assert len(found) == 3
 
 
-def test_sums_need_no_criterion() -> None:
-    for criterion in ({}, {"criterion": None}):
+@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
+@pytest.mark.parametrize("with_epsilon", [False, True])
+def test_a_criterion_is_returned_where_one_is_given(clipping: str, with_epsilon: bool) -> None:
+    """As in Opacus: three values without a criterion, four with it."""
+    for criterion in ({}, {"criterion": None}, {"criterion": nn.CrossEntropyLoss(reduction="sum")}):
+        given = arguments(loss_reduction="sum", clipping=clipping, noise_multiplier=0.5)
         engine = FlashPrivacyEngine(accountant="rdp")
-        found = engine.make_private(**arguments(loss_reduction="sum", **criterion))
-        assert isinstance(found[2].criterion, nn.CrossEntropyLoss)
-        assert found[2].criterion.reduction == "sum"
-    given = arguments(loss_reduction="sum") | {"target_epsilon": 8.0, "target_delta": 1e-5}
-    del given["noise_multiplier"]
-    engine = FlashPrivacyEngine(accountant="rdp")
-    *_, criterion, _ = engine.make_private_with_epsilon(epochs=1, epsilon_tolerance=1.0, **given)
-    assert criterion.criterion.reduction == "sum"
+        make = engine.make_private
+        if with_epsilon:
+            del given["noise_multiplier"]
+            given |= {"target_epsilon": 50.0, "target_delta": 1e-5, "epochs": 1}
+            make = engine.make_private_with_epsilon
+        module, optimizer, *loss, loader = make(**given, **criterion)
+        assert isinstance(module, GradSampleModuleFlashClipping)
+        assert isinstance(optimizer, FlashDPOptimizer) and isinstance(loader, DataLoader)
+        assert (optimizer.adaptive is not None) == (clipping == "adaptive")
+        assert [one.criterion for one in loss] == [*filter(None, criterion.values())]
 
 
 def test_a_missing_accountant_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +368,12 @@ def test_steps_beyond_the_plan_are_said_once(before: int) -> None:
         warnings.simplefilter("ignore")  # that steps are accounted for already
         engine.accountant.history = [(1.0, 0.25, before)][: bool(before)]
         module, optimizer, criterion, loader = engine.make_private_with_epsilon(
-            target_epsilon=3.0, target_delta=1e-3, epochs=2, epsilon_tolerance=0.5, **given
+            criterion=nn.CrossEntropyLoss(),
+            target_epsilon=3.0,
+            target_delta=1e-3,
+            epochs=2,
+            epsilon_tolerance=0.5,
+            **given,
         )
 
     def epoch() -> list[str]:

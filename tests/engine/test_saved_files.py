@@ -39,6 +39,7 @@ class Run:
         private = self.engine.make_private(
             module=self.plain,
             optimizer=torch.optim.Adam(self.plain.parameters()),
+            criterion=nn.CrossEntropyLoss(),
             data_loader=DataLoader(data, batch_size=16),
             noise_multiplier=1.0,
             max_grad_norm=0.3,
@@ -203,7 +204,7 @@ def test_fine_tuned_model_of_transformers(tmp_path: Any) -> None:
     model = transformers.GPT2LMHeadModel(config)
     engine = FlashPrivacyEngine()
     data = TensorDataset(torch.randint(0, 17, (24, 6)))
-    private, optimizer, _, loader = engine.make_private(
+    private, optimizer, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(data, batch_size=8),

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError, FlashPrivacyEngine, GraphedStep
 from tests.support.private import SLACK, Private, Released, TwoLayers, data
@@ -85,6 +85,7 @@ def test_two_backward_passes_on_a_batch_of_the_engine_s_loader(again: bool) -> N
         model, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
             module=plain,
             optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+            criterion=nn.CrossEntropyLoss(),
             data_loader=loader,
             noise_multiplier=1.0,
             max_grad_norm=0.1,

@@ -54,7 +54,7 @@ def test_gpt2_with_its_own_loss(wrap_model: bool, mode: str) -> None:
     norms, grads = own_loss_norms(model, ids)
     bound = norms.median().item()
     engine = FlashPrivacyEngine()
-    wrapper, optimizer, _, _ = engine.make_private(
+    wrapper, optimizer, _ = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(TensorDataset(ids), batch_size=5),

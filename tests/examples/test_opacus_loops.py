@@ -47,13 +47,10 @@ class Migration:
         """Model, optimizer, criterion and loader."""
         name = "make_private_with_epsilon" if "target_epsilon" in options else "make_private"
         make = getattr(self.engine, name)
-        if not self.to_flash:
-            model, optimizer, loader = make(**options)
-            return model, optimizer, criterion, loader
-        if not self.takes_criterion:
-            model, optimizer, _, loader = make(**options)
-            return model, optimizer, criterion, loader
-        return make(criterion=criterion, **options)
+        if self.to_flash and self.takes_criterion:
+            return make(criterion=criterion, **options)
+        model, optimizer, loader = make(**options)
+        return model, optimizer, criterion, loader
 
 
 # -- images: mnist.py, cifar10.py, the tutorial on image classifiers -------------------------------

@@ -32,6 +32,7 @@ def trained(accountant: str = "pld", *, seed: int | None = None, **options: Any)
     module, optimizer, criterion, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
         data_loader=DataLoader(data, batch_size=SIZE // BATCHES),
         **{"noise_multiplier": 1.5, "max_grad_norm": 1.0} | options,
     )

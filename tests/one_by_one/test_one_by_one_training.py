@@ -32,6 +32,7 @@ def trained(mode: str, steps: int = 6, **options: Any) -> tuple[list[Tensor], An
     model, optimizer, criterion, loader = engine.make_private(
         module=plain,
         optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(reduction=given.get("loss_reduction", "mean")),
         data_loader=DataLoader(data(), batch_size=size),
         mode=mode,
         **given,

@@ -87,13 +87,14 @@ class Engine(FlashPrivacyEngine):
         super().__init__(**kwargs, seed=self.SEED)
 
     def make_private(self, *, grad_sample_mode: str = "hooks", **kwargs: Any) -> Any:
-        module, optimizer, criterion, loader = super().make_private(
-            **{"mode": self.MODE, **kwargs, "grad_sample_mode": "flash"}
-        )
-        assert isinstance(module, GradSampleHooksFlashClipping)
         if grad_sample_mode == "ghost":
-            return module, optimizer, criterion, loader
-        return module, optimizer, loader
+            reduction = kwargs.get("loss_reduction", "mean")
+            kwargs.setdefault("criterion", nn.CrossEntropyLoss(reduction=reduction))
+        else:
+            kwargs.pop("criterion", None)
+        made = super().make_private(**{"mode": self.MODE, **kwargs, "grad_sample_mode": "flash"})
+        assert isinstance(made[0], GradSampleHooksFlashClipping)
+        return made
 
 
 @contextlib.contextmanager

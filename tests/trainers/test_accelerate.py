@@ -52,7 +52,7 @@ class Training:
         if first:
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         self.engine = FlashPrivacyEngine(accountant="gdp", seed=7)
-        self.model, self.optimizer, _, self.loader = self.engine.make_private(
+        self.model, self.optimizer, self.loader = self.engine.make_private(
             module=model,
             optimizer=optimizer,
             data_loader=loader,

@@ -29,6 +29,7 @@ def private(**options: Any) -> tuple[Any, ...]:
     made = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
         data_loader=DataLoader(data, batch_size=6),
         noise_multiplier=1.0,
         max_grad_norm=options.pop("max_grad_norm", 0.5),

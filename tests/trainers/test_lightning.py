@@ -269,6 +269,7 @@ def test_a_loader_that_fabric_has_set_up(options: dict[str, Any]) -> None:
     module, optimizer, criterion, private = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
         data_loader=loader,
         noise_multiplier=1.0,
         max_grad_norm=1.0,

@@ -38,7 +38,7 @@ def made(accountant: str = "rdp", **settings: Any) -> Any:
 
 
 def step(returned: Any) -> None:
-    model, optimizer, _, loader = returned
+    model, optimizer, loader = returned
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flash_clipping
 from flash_clipping import (
     FlashDPOptimizer,
+    FlashLoss,
     FlashPrivacyEngine,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
@@ -49,7 +50,7 @@ def train() -> float:
 
 def with_epsilon() -> None:
     model, optimizer, loader = parts()
-    hooks, dp_optimizer, _, _ = FlashPrivacyEngine(accountant="rdp").make_private_with_epsilon(
+    hooks, dp_optimizer, _ = FlashPrivacyEngine(accountant="rdp").make_private_with_epsilon(
         module=model,
         optimizer=optimizer,
         data_loader=loader,
@@ -61,6 +62,20 @@ def with_epsilon() -> None:
         wrap_model=False,
     )
     only_hooks: GradSampleHooksFlashClipping = hooks
+    model, optimizer, loader = parts()
+    module, stepping, loss, _ = FlashPrivacyEngine().make_private_with_epsilon(
+        module=model,
+        optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=loader,
+        target_epsilon=8.0,
+        target_delta=1e-5,
+        epochs=1,
+        max_grad_norm=1.0,
+    )
+    both: tuple[GradSampleModuleFlashClipping, FlashDPOptimizer] = module, stepping
+    of_samples: FlashLoss = loss
+    assert both and of_samples
     only_hooks.remove_hooks()
     dp_optimizer.max_grad_norm = 0.5
 
