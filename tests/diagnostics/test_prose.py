@@ -13,17 +13,14 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CON
 
 #: Not yet rewritten. The list only gets shorter.
 UNFINISHED = {
-    "README.md",
     "docs/api.md",
     "docs/architecture.md",
     "docs/attacks.md",
     "docs/comparison.md",
     "docs/correlated-noise.md",
     "docs/export.md",
-    "docs/faq.md",
     "docs/guarantees.md",
     "docs/hyper-connections.md",
-    "docs/layers.md",
     "docs/migrating-from-opacus.md",
     "docs/mixture-of-experts.md",
     "docs/mixtures.md",
@@ -35,8 +32,6 @@ UNFINISHED = {
     "docs/product-key-router.md",
     "docs/sampling.md",
     "docs/scale.md",
-    "docs/sharp-edges.md",
-    "docs/support.md",
     "docs/trainers.md",
     "docs/troubleshooting.md",
     "docs/tutorials/images.md",
@@ -59,7 +54,7 @@ DIALECT = {
     r"by (?:itself|themselves)": "separately, or alone",
     r"said (?:once|loudly)": "warns once",
     r"mended": "fixed",
-    r"found:": "leave history out",
+    r"(?<!not )found:": "leave history out",
 }
 
 #: Sentences name who acts first. Questions may begin with "What".
@@ -78,18 +73,20 @@ def _text(page: str) -> str:
     page = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", page)
     page = re.sub(r"``[^`]+``|`[^`]*`", "code", page)
     page = re.sub(r"\$[^$\n]+\$", "formula", page)
-    return page.replace("**", "").replace("*", "")
+    return re.sub(r"^( *)\* ", r"\1- ", page, flags=re.MULTILINE).replace("*", "")
 
 
 def sentences(page: str) -> list[str]:
-    """Sentences of paragraphs, headings, items of lists and cells of tables."""
+    """Sentences of paragraphs, items of lists and cells of tables; headings, with their signs."""
     parts: list[str] = []
     for line in _text(page).splitlines():
         line = line.rstrip()
         if re.match(r" *\|", line):
             parts += [cell for cell in line.split("|") if not re.fullmatch(r"[ :-]*", cell)] + [""]
         elif not line or re.match(r" *(?:[-+]|\d+\.) |#|>|\?\?\?|!!!", line):
-            parts.append(re.sub(r"^ *(?:[-+]|\d+\.|#+|>) ", "", line))
+            parts.append(re.sub(r"^ *(?:[-+]|\d+\.|>) ", "", line))
+            if line.startswith("#"):
+                parts.append("")
         elif parts:
             parts[-1] += f" {line.strip()}"
         else:
@@ -141,6 +138,7 @@ def test_every_unfinished_page_exists() -> None:
         ("Such layers are [served](there.md).", "supported"),
         ("Each sample is **by itself**.", "separately"),
         ("An error (found: nothing).", "history"),
+        (f"* short\n* {' '.join(['word'] * 36)}\n* short", "36 words"),
     ],
 )
 def test_a_fault_is_found(page: str, fault: str) -> None:
@@ -155,9 +153,9 @@ def test_a_fault_is_found(page: str, fault: str) -> None:
         "```\nWhat is served anew\n```",
         "Set `served` to the value that [the page](served.md) has.",
         f"{' '.join(['Word'] * 20)}. {' '.join(['Word'] * 20)}.",
-        "* one two\n* three\n\n| a | b |\n| --- | --- |\n| served in code: `served`".replace(
-            "served in code", "kept in code"
-        ),
+        f"* {' '.join(['word'] * 20)}\n* {' '.join(['word'] * 20)}",
+        f"| {' '.join(['word'] * 20)} | {' '.join(['word'] * 20)} |",
+        "## What is supported",
     ],
 )
 def test_plain_sentences_pass(page: str) -> None:
