@@ -151,7 +151,7 @@ def stop_without_triton(
     """On a GPU, flash clipping without Triton is not what anyone wants to have measured."""
     if device.type != "cuda" or not any(name.startswith("flash") for name in methods):
         return
-    if flash_clipping.is_triton_available():
+    if flash_clipping.ops.is_triton_available():
         return
     console.print(
         "[bold yellow]Triton cannot be used here: flash clipping will fall back to PyTorch.[/]"

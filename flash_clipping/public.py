@@ -18,18 +18,14 @@ from flash_clipping.engine.several_optimizers import SeveralOptimizers
 from flash_clipping.engine.token_losses import per_sample_loss
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors.base import DenseGrad, PerSampleGrad
-from flash_clipping.factors.convolution import ConvolutionGrad
 from flash_clipping.factors.embedding import EmbeddingGrad
 from flash_clipping.factors.linear import LinearGrad
-from flash_clipping.finish.clipping import clipping_coefficients
 from flash_clipping.graphs.graphed_step import GraphedStep
-from flash_clipping.ops.runtime.backend import is_triton_available
 from flash_clipping.pipelines.schedule import PrivateSchedule
-from flash_clipping.randomness import SecretStream, SeededNoiseWarning
-from flash_clipping.rules import GradRequest, Rule, register_rule
+from flash_clipping.randomness import SeededNoiseWarning
+from flash_clipping.rules import Rule, register_rule
 
 __all__ = [
-    "ConvolutionGrad",
     "DenseGrad",
     "DistributedFlashDPOptimizer",
     "EmbeddingGrad",
@@ -37,7 +33,6 @@ __all__ = [
     "FlashDPOptimizer",
     "FlashLoss",
     "FlashPrivacyEngine",
-    "GradRequest",
     "GradSampleHooksFlashClipping",
     "GradSampleModuleFlashClipping",
     "GraphedStep",
@@ -51,11 +46,8 @@ __all__ = [
     "PlanExceededWarning",
     "PrivateSchedule",
     "Rule",
-    "SecretStream",
     "SeededNoiseWarning",
     "SeveralOptimizers",
-    "clipping_coefficients",
-    "is_triton_available",
     "per_sample_loss",
     "register_rule",
     "samples",

@@ -198,14 +198,13 @@ def step():
         torch.manual_seed(1)
         model = Model()
         model.attention.dropout = 0.0
-        model, optimizer, _, loader = flash_clipping.FlashPrivacyEngine().make_private(
+        model, optimizer, _, loader = flash_clipping.FlashPrivacyEngine(seed=3).make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             criterion=nn.MSELoss(),
             data_loader=torch.utils.data.DataLoader(data, batch_size=4),
             noise_multiplier=1.0,
             max_grad_norm=0.1,
-            noise_generator=torch.Generator().manual_seed(3),
             poisson_sampling=False,
             mode=mode,
         )

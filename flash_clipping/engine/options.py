@@ -59,8 +59,6 @@ class PrivateOptions(ModelOptions, total=False):
     max_grad_norm: Required[float | Sequence[float]]
     poisson_sampling: bool
     clipping: Literal["flat", "per_layer", "automatic", "adaptive"]
-    noise_generator: torch.Generator | None
-    rand_on_empty: bool
     distributed: bool | None
     units: Sequence[int] | Tensor | None
     max_rows_per_unit: int | None
@@ -130,6 +128,13 @@ def check_bounds(clipping: str, bound: Any, count: int) -> None:
         )
 
 
+#: Arguments that there are not, of Opacus; what to do instead.
+_INSTEAD = {
+    "noise_generator": "noise has a key of its own; for tests: FlashPrivacyEngine(seed=...)",
+    "rand_on_empty": "leave it out: a made-up sample would move the sum by up to 2 C, and steps "
+    "without samples need none",
+}
+
 #: Arguments of ``clipping="adaptive"`` alone.
 ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 
@@ -138,9 +143,11 @@ def check_keywords(given: dict[str, Any], clipping: str) -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
     known = {*inspect.signature(PrivacyEngine.make_private).parameters}
     known |= {*PrivateOptions.__annotations__}
-    known -= {"self", "args", "kwargs"}
+    known -= {"self", "args", "kwargs", *_INSTEAD}
     if clipping != "adaptive":
         known -= {*ADAPTIVE}
+    for name in given.keys() & _INSTEAD.keys():
+        raise InvalidType(f"make_private: found {name}. In its place: {_INSTEAD[name]}.")
     if unknown := [name for name in given if name not in known]:
         listed = ", ".join(sorted(known))
         only = ", ".join(name for name in unknown if name in ADAPTIVE)

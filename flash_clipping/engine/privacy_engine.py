@@ -70,7 +70,7 @@ from flash_clipping.randomness.stream import SecretStream, seed_notice
 
 #: Arguments that Opacus' make_private gets in any mode.
 _OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm grad_sample_mode
-wrap_model batch_first loss_reduction poisson_sampling clipping noise_generator rand_on_empty"""
+wrap_model batch_first loss_reduction poisson_sampling clipping"""
 
 #: Arguments of the wrapped model.
 _OF_MODEL = (*ModelOptions.__annotations__, "max_grad_norm", "clipping")
@@ -204,8 +204,6 @@ class FlashPrivacyEngine(PrivacyEngine):
         batch_first: bool = True,
         loss_reduction: Reduction = "mean",
         poisson_sampling: bool = True,
-        noise_generator: Any = None,
-        rand_on_empty: bool = False,
         backend: Backend = "auto",
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
@@ -235,8 +233,6 @@ class FlashPrivacyEngine(PrivacyEngine):
             criterion: a loss, whose own ``reduction`` is ``loss_reduction``
                 (:class:`~flash_clipping.FlashLoss`).
             grad_sample_mode: ``"flash"``, or one of Opacus' modes.
-            noise_generator: a seed.
-            rand_on_empty: must be false.
             clipping: ``"flat"``; ``"per_layer"``, with one ``max_grad_norm`` per trainable
                 parameter; ``"automatic"`` (AUTO-S); ``"adaptive"``, where the bound moves at the
                 end of every step (:mod:`flash_clipping.engine.adaptive`), by the arguments of
@@ -320,11 +316,6 @@ class FlashPrivacyEngine(PrivacyEngine):
         if criterion is not None and not callable(criterion):
             raise InvalidValue(f"criterion: found {criterion!r}; expected a loss as nn.MSELoss().")
         data_loader, set_up = inside_fabric(data_loader)
-        if noise_generator and self.secure_mode:
-            raise InvalidValue(
-                "noise_generator: found a seed for the noise. Passing seed is prohibited in secure "
-                "mode: whoever knows it can subtract the noise. Leave it out."
-            )
         if isinstance(module, GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(module, optimizer)
         group = wings.pipeline_group(pipeline, given)
@@ -364,8 +355,6 @@ class FlashPrivacyEngine(PrivacyEngine):
                 stream=stream if group is None else shared_stream([group], stream),
                 distributed=in_parts,
                 processes=processes_of(module),
-                batch_first=batch_first,
-                rand_on_empty=rand_on_empty,
             )
         elif self.secure_mode:  # its order does not follow a seed
             loader = switch_generator(data_loader=data_loader, generator=self.secure_rng)
@@ -549,9 +538,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             optimizer = optimizer.original_optimizer
         names = "noise_multiplier max_grad_norm loss_reduction noise_grid"
         kwargs = {name: given[name] for name in names.split()}
-        generator = given["noise_generator"]
-        kwargs |= {"generator": generator, "secure_mode": self.secure_mode}
-        kwargs["stream"] = self.stream if generator is None else None
+        kwargs |= {"stream": self.stream, "secure_mode": self.secure_mode}
         cls: Any = FlashDPOptimizer
         if has_shards(module):
             from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer

@@ -9,7 +9,7 @@ from flash_clipping.errors import InvalidValue, checked_number
 
 #: Arguments of ``make_private`` that a trainer passes itself.
 _OWN = """module optimizer data_loader noise_multiplier max_grad_norm poisson_sampling wrap_model
-loss_reduction noise_generator criterion grad_sample_mode units max_rows_per_unit distributed
+loss_reduction criterion grad_sample_mode units max_rows_per_unit distributed
 sampling max_batch_size participations noise"""
 
 

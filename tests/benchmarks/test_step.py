@@ -398,7 +398,7 @@ def test_where_one_sample_does_not_fit_in_fp32_layers_are_recomputed_or_the_dtyp
 
 
 def test_without_triton_a_gpu_run_stops_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flash_clipping.is_triton_available", lambda: False)
+    monkeypatch.setattr("flash_clipping.ops.is_triton_available", lambda: False)
     quiet, gpu = Console(quiet=True), torch.device("cuda")
     with pytest.raises(UsageError, match="--force"):
         stop_without_triton(["nonprivate", "flash"], gpu, False, quiet)

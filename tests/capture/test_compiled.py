@@ -11,9 +11,9 @@ import torch
 from opacus.layers import DPLSTM
 from torch import Tensor, nn
 
-from flash_clipping import GradRequest, GradSampleModuleFlashClipping, Rule
+from flash_clipping import GradSampleModuleFlashClipping, Rule
 from flash_clipping.factors import DenseGrad
-from flash_clipping.rules import registry
+from flash_clipping.rules import GradRequest, registry
 from flash_clipping.rules.normalization import FoundRMSNormRule
 from flash_clipping.rules.registry import find_rule
 from tests.support.cases import bound_between, check_case, make_case, step_case

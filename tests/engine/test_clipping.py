@@ -20,8 +20,8 @@ from flash_clipping import (
     FlashDPOptimizer,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
-    clipping_coefficients,
 )
+from flash_clipping.finish.clipping import clipping_coefficients
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.randomness import Draw, Purpose
 from tests.support.cases import make_case, step_case

@@ -51,6 +51,10 @@ def test_keywords_of_adaptive_clipping_belong_to_it() -> None:
     Private(target_unclipped_quantile=0.5, clipping="adaptive").step(samples=16)
 
 
+#: Arguments of Opacus that there are not, and what the error names.
+GONE = {"noise_generator": r"FlashPrivacyEngine\(seed=", "rand_on_empty": "2 C"}
+
+
 def arguments(with_epsilon: bool) -> dict[str, Any]:
     model = TwoLayers()
     values: dict[str, Any] = {
@@ -63,10 +67,8 @@ def arguments(with_epsilon: bool) -> dict[str, Any]:
         "loss_reduction": "mean",
         "poisson_sampling": True,
         "clipping": "flat",
-        "noise_generator": torch.Generator(),
         "grad_sample_mode": "flash",
         "wrap_model": True,
-        "rand_on_empty": False,
     }
     of_method = {"noise_multiplier": 1.0}
     if with_epsilon:
@@ -75,13 +77,22 @@ def arguments(with_epsilon: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("with_epsilon", [False, True])
-def test_whatever_opacus_knows_is_taken(with_epsilon: bool) -> None:
+def test_whatever_else_opacus_knows_is_taken(with_epsilon: bool) -> None:
     name = "make_private_with_epsilon" if with_epsilon else "make_private"
     opacus = inspect.signature(getattr(PrivacyEngine, name)).parameters
     given = arguments(with_epsilon)
-    assert set(opacus) - {"self", "kwargs"} <= set(given)  # as of the installed version
+    assert set(opacus) - {"self", "kwargs", *GONE} <= set(given)  # as of the installed version
     private = getattr(FlashPrivacyEngine(accountant="rdp"), name)(**given)
     assert len(private) == 4
+    for gone, instead in GONE.items():
+        with pytest.raises(TypeError, match=f"found {gone}.*{instead}"):
+            getattr(FlashPrivacyEngine(accountant="rdp"), name)(**given, **{gone: None})
+
+
+def test_modes_of_opacus_take_all_that_it_knows() -> None:
+    given = arguments(False) | {"noise_generator": torch.Generator(), "rand_on_empty": True}
+    made = FlashPrivacyEngine().make_private(**given | {"grad_sample_mode": "hooks"})
+    assert made[1].generator is given["noise_generator"]
 
 
 @pytest.mark.parametrize(

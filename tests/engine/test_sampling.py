@@ -155,11 +155,6 @@ def test_ordinary_loaders_are_accepted(shuffle: bool) -> None:
     private(DataLoader(data(), batch_sampler=again.batch_sampler))
 
 
-def test_a_made_up_sample_in_empty_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match="rand_on_empty.*2 C"):
-        private(DataLoader(data(), batch_size=BATCH), rand_on_empty=True)
-
-
 def test_other_modes_of_the_engine_are_opacus() -> None:
     loader = loaders()["subset"][0]
     *_, found = private(loader, grad_sample_mode="hooks")

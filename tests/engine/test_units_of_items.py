@@ -124,7 +124,6 @@ def test_logical_batches_of_documents() -> None:
         ({"sample_of": "user"}, r"units and sample_of: found both"),
         ({"grad_sample_mode": "ghost"}, r"units: found with another grad_sample_mode"),
         ({"units": None, "sample_of": "x", "grad_sample_mode": "ghost"}, r"sample_of: .*'flash'"),
-        ({"rand_on_empty": True}, r"rand_on_empty=True: found with units"),
     ],
 )
 def test_refused_arguments(options: dict[str, Any], words: str) -> None:

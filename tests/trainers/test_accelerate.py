@@ -58,7 +58,6 @@ class Training:
             data_loader=loader,
             noise_multiplier=1.0,
             max_grad_norm=0.1,
-            noise_generator=torch.Generator().manual_seed(3),
         )
         for name in prepare.split():
             setattr(self, name, accelerator.prepare(getattr(self, name)))

@@ -116,13 +116,11 @@ class PoissonLoader(DPDataLoader):
             or units, that are its own.
         processes: those of a model whose parameters are shards, in the place of all: each group of
             them that shares its samples draws one part.
-        batch_first: accepted for compatibility; the batch axis is found.
-        rand_on_empty: must be false.
         **kwargs: as in PyTorch.
 
     Raises:
-        ValueError: ``rand_on_empty``; ``sample_rate`` not in ``(0, 1]``; processes whose loaders
-            differ, or that draw units.
+        ValueError: ``sample_rate`` not in ``(0, 1]``; processes whose loaders differ, or that draw
+            units.
     """
 
     #: Whether the model is told of batches; if not, of parts by whoever runs it on them.
@@ -142,16 +140,8 @@ class PoissonLoader(DPDataLoader):
         units: UnitsOfRows | None = None,
         distributed: bool = False,
         processes: ProcessGroups | None = None,
-        batch_first: bool = True,
-        rand_on_empty: bool = False,
         **kwargs: Any,
     ):
-        if rand_on_empty:
-            found = "in a private loader" if units is None else "with units"
-            raise InvalidValue(
-                f"rand_on_empty=True: found {found}. A made-up sample in a batch without samples "
-                "would move the sum by up to 2 C. Leave it out: such batches are served."
-            )
         checked_number("sample_rate", sample_rate, "(0, 1]", example=0.01)
         distributed = distributed or processes is not None
         self.sample_rate, self.distributed = sample_rate, distributed
