@@ -96,7 +96,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Print the table of docs/noise.md."""
+    """Print what the end of the noise exposes in each example."""
     headings = ["example", "`N`, `q`, `T`", "`z`", "δ", "ε", "exposed before", "ε before"]
     headings += ["exposed now", "one shape: rows, ε"]
     lines = []

@@ -288,7 +288,7 @@ def _one_by_one(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tens
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The tables of docs/guarantees.md."""
+    """The tables of docs/evidence.md."""
     parts: list[str] = []
     rows = [Row(**row) for row in record["search"]]
     for backend in dict.fromkeys(row.backend for row in rows):

@@ -27,7 +27,7 @@ PEERS_END = "<!-- peers:end -->"
 PEERS = {"nonprivate": "non-private", "flash": "Flash Clipping", "opacus-ghost": 'Opacus `"ghost"`'}
 PEERS |= {"fastdp": "FastDP"}
 
-#: Around the tables of docs/noise.md and docs/guarantees.md, beside the page of all results.
+#: Around the tables of docs/noise.md and docs/evidence.md, beside the page of all results.
 NOISE = ("<!-- noise:start -->", "<!-- noise:end -->")
 SENSITIVITY = ("<!-- sensitivity:start -->", "<!-- sensitivity:end -->")
 
@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write the tables of README.md, and of pages in docs/",
         description=f"Replaces what stands between {START} and {END} on the page of all results, "
         f"between {PEERS_START} and {PEERS_END} in the README, and on the pages of noise and of "
-        "guarantees beside that of all results.",
+        "evidence beside that of all results.",
     )
     parser.add_argument("--results", type=Path, default=_HERE / "results", metavar="DIRECTORY")
     parser.add_argument("--page", type=Path, default=_HERE.parent / "docs" / "performance.md")
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if others["noise"]:
         pages.append(_Page(docs / "noise.md", *NOISE, render_noise(others["noise"], folder)))
     if found := others["certificate"]:
-        pages.append(_Page(docs / "guarantees.md", *SENSITIVITY, render_sensitivity(found, folder)))
+        pages.append(_Page(docs / "evidence.md", *SENSITIVITY, render_sensitivity(found, folder)))
     if trained := others["trainer"]:
         pages.append(_Page(options.page, *TRAINER, render_trainer(trained, folder)))
     for page in pages:

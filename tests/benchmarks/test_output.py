@@ -245,13 +245,13 @@ def test_report_writes_the_tables_of_noise_and_of_attacks(
     ]
     found = where | {"kind": "certificate", "command": ["c", "e"], "search": search}
     (results / "certificate.json").write_text(json.dumps(found))
-    noisy, guarantees = results / "noise.md", results / "guarantees.md"
+    noisy, evidence = results / "noise.md", results / "evidence.md"
     noisy.write_text(f"{NOISE[0]}\n{NOISE[1]}\n")
-    guarantees.write_text(f"{SENSITIVITY[0]}\n{SENSITIVITY[1]}\n")
+    evidence.write_text(f"{SENSITIVITY[0]}\n{SENSITIVITY[1]}\n")
     assert run(*arguments)[0] == 0
     assert "| a copy | 2.5 |" in noisy.read_text() and "git revision abc" in noisy.read_text()
     assert '2.35 σ. Of 2 statistics the furthest off is "mean", by 0.5' in noisy.read_text()
-    text = guarantees.read_text()
+    text = evidence.read_text()
     assert "| Linear | +2e-5 | not run |" in text and "| Conv2d | below C | not run |" in text
     assert "| LSTM | failed | +0e+00 |" in text and "+0.50 (sum)" in text
     assert "| Bag | refused | not run |" in text and "| CPU abc, fp32 |" in text
