@@ -27,7 +27,6 @@ UNFINISHED = {
     "docs/performance.md",
     "docs/planning.md",
     "docs/product-key-router.md",
-    "docs/sampling.md",
     "docs/scale.md",
     "docs/trainers.md",
     "docs/troubleshooting.md",
@@ -36,7 +35,6 @@ UNFINISHED = {
     "docs/tutorials/lora.md",
     "docs/tutorials/private-text.md",
     "docs/tutorials/synthetic-text.md",
-    "docs/units.md",
     "docs/versions.md",
 }
 

@@ -20,6 +20,7 @@ from flash_clipping.noise.accountants import releases_of
 from flash_clipping.noise.process import MechanismSpec
 from flash_clipping.noise.releases import Release, epsilon_by_pld
 from flash_clipping.noise.samplers import RowsOfUnitsSampler
+from tests.support.pages import ROOT
 from tests.support.users import BATCH, IDS, ROWS, SIZES, private, step
 
 pytest.importorskip("dp_accounting")
@@ -167,3 +168,14 @@ def test_batches_are_cut_to_what_fits() -> None:
             assert len(x) <= 2
             step(module, optimizer, criterion, x, rows)
     assert engine.accountant.history == [(1.0, 1 / 6, 6)]
+
+
+def test_the_figures_of_the_page_on_units() -> None:
+    page = (ROOT / "docs" / "units.md").read_text(encoding="utf-8")
+    runs = [[Release(1.0, 1000, "rows", 0.01, rows)] for rows in (1, 2, 4, 8)]
+    assert (
+        "| ε | {:.2f} | {:.2f} | {:.2f} | {:.2f} |".format(
+            *(epsilon_by_pld(run, 1e-5) for run in runs)
+        )
+        in page
+    )
