@@ -170,7 +170,9 @@ def test_batches_are_cut_to_what_fits() -> None:
     assert engine.accountant.history == [(1.0, 1 / 6, 6)]
 
 
-def test_the_figures_of_the_page_on_units() -> None:
+@pytest.mark.slow
+def test_the_figures_of_the_page_on_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the grid is fine here
     page = (ROOT / "docs" / "units.md").read_text(encoding="utf-8")
     runs = [[Release(1.0, 1000, "rows", 0.01, rows)] for rows in (1, 2, 4, 8)]
     assert (
