@@ -27,8 +27,6 @@ UNFINISHED = {
     "docs/performance.md",
     "docs/planning.md",
     "docs/product-key-router.md",
-    "docs/scale.md",
-    "docs/trainers.md",
     "docs/troubleshooting.md",
     "docs/tutorials/images.md",
     "docs/tutorials/language-model.md",
