@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.methods import Method, Setting
-from benchmarks.models import loss
+from benchmarks.workload import loss
 
 MARGIN = 3.0
 """A method may be off by so many times the rounding of the plain model in the same dtype."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models import Workload, draw_images
+from benchmarks.workload import Named, Workload, draw_images
 
 GROUPS = 16
 """Of GroupNorm, as in De et al. 2022, whose networks these are."""
@@ -280,3 +280,16 @@ def unet(
         return x_BCHW, torch.randint(classes, (batch, size * size), generator=generator)
 
     return Workload(name, lambda: UNet(width, levels, classes, head), draw, batch=batch)
+
+
+NAMED: Named = {
+    "wrn-16-4": (wide_resnet, dict(depth=16, widen=4, batch=512)),
+    "wrn-40-4": (wide_resnet, dict(depth=40, widen=4, batch=256)),
+    "resnet50-gn": (resnet, {}),
+    "convnext-t": (convnext, {}),
+    "unet": (unet, {}),
+    "wrn-tiny": (wide_resnet, dict(depth=10, widen=1, batch=4, size=8)),
+    "resnet-tiny": (resnet, dict(blocks=(1, 1), width=16, batch=4, size=16, classes=10)),
+    "convnext-tiny": (convnext, dict(blocks=(1, 1), width=8, batch=4, size=16, classes=10)),
+    "unet-tiny": (unet, dict(width=16, levels=(1, 2), batch=4, size=8, head=16)),
+}

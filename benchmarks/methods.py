@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.models import Workload, add_lora, loss
+from benchmarks.models import add_lora
+from benchmarks.workload import Workload, loss
 from flash_clipping import GraphedStep
 
 

@@ -12,7 +12,6 @@ import argparse
 import copy
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from benchmarks.options import UsageError
-from benchmarks.report import table
+from benchmarks.report import Page, table
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.hugging_face.experts import are_experts
 
@@ -39,18 +38,8 @@ ATTENTION = ("q_proj", "q_a_proj", "v_proj", "o_proj")
 
 Loss = Callable[[Any, tuple[Tensor, ...]], Tensor]
 
-
-@dataclass(frozen=True)
-class Errors:
-    """Largest relative errors of one step."""
-
-    norms: float
-    sums: float
-    #: Whether no sample had a gradient.
-    nothing: bool = False
-
-    def __str__(self) -> str:
-        return "no gradient" if self.nothing else f"{self.norms:.0e}, {self.sums:.0e}"
+#: Largest relative errors of one step: of norms and of sums.
+Errors = tuple[float, float]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -81,19 +70,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise UsageError(f"unknown families {sorted(unknown)}: {', '.join(FAMILIES)}")
     if options.write and set(families) != FAMILIES.keys():
         raise UsageError("the page has all families: leave out --families, or --write")
-    found: dict[str, dict[str, Errors]] = {}
-    status = 0
+    found, status = {}, 0
     for family in families:
         found[family] = errors_of(family)
-        console.print(family, {name: str(errors) for name, errors in found[family].items()})
+        console.print(family, {name: _cell(errors) for name, errors in found[family].items()})
         for name, errors in found[family].items():
-            if not max(errors.norms, errors.sums) <= TOLERANCE[name]:
+            if not max(errors) <= TOLERANCE[name]:
                 console.print(f"[bold red]{family}, {name}: more than {TOLERANCE[name]:.0e}[/]")
                 status = 1
     if options.write and not status:
-        before, rest = options.page.read_text(encoding="utf-8").split(START)
-        text = f"{before}{START}\n\n{render(found)}\n{END}{rest.split(END)[1]}"
-        options.page.write_text(text, encoding="utf-8")
+        Page(options.page, START, END, render(found)).write()
         console.print(f"wrote {options.page}")
     return status
 
@@ -107,14 +93,14 @@ def errors_of(family: str) -> dict[str, Errors]:
     found = {}
     for trained in TRAINED:
         model = _prepared(mixture(family), trained)
-        found[trained] = step_errors(model, model, batch, language_loss)
+        found[trained] = _errors(model, model, batch, language_loss)
     for implementation in IMPLEMENTATIONS:
         wide = mixture(family)
         narrow = copy.deepcopy(wide).float()
         narrow.set_experts_implementation(implementation)  # type: ignore[operator]
-        found[implementation] = step_errors(narrow, wide, batch, language_loss)
+        found[implementation] = _errors(narrow, wide, batch, language_loss)
     block, x = _Alone(mixture(family)), torch.randn(5, 7, 16, dtype=torch.float64)
-    found[ALONE] = step_errors(block, block, (x,), _squares)
+    found[ALONE] = _errors(block, block, (x,), _squares)
     return found
 
 
@@ -141,33 +127,31 @@ def _prepared(model: nn.Module, trained: str) -> nn.Module:
     """What is to be trained, and nothing else; adapters that are no longer zero."""
     if trained == "all":
         return model
-    if trained.startswith("LoRA"):
-        from peft import LoraConfig, get_peft_model
-
-        path = next(name for name, module in model.named_modules() if are_experts(module))
-        where = path.split(".")[-2]
-        matrices = [f"{where}.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-        names = {name.split(".")[-1] for name, _ in model.named_modules()}
-        attention = [name for name in ATTENTION if name in names]
-        on_experts = trained == "LoRA on experts"
-        config = LoraConfig(
-            r=4,
-            lora_alpha=8,
-            target_modules=[] if on_experts else attention,
-            target_parameters=matrices if on_experts else [],
-        )
-        model = get_peft_model(model, config).double()  # type: ignore[arg-type]
-        for param in model.parameters():
-            if param.requires_grad:
-                nn.init.normal_(param, std=0.3)
+    if not trained.startswith("LoRA"):
+        ends = (".gate", ".router") if trained == "router" else (".experts",)
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.rpartition(".")[0].endswith(ends))
         return model
-    ends = (".gate", ".router") if trained == "router" else (".experts",)
-    for name, param in model.named_parameters():
-        param.requires_grad_(name.rpartition(".")[0].endswith(ends))
+    from peft import LoraConfig, get_peft_model
+
+    path = next(name for name, module in model.named_modules() if are_experts(module))
+    matrices = [f"{path.split('.')[-2]}.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    names = {name.split(".")[-1] for name, _ in model.named_modules()}
+    on_experts = trained == "LoRA on experts"
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=[] if on_experts else [name for name in ATTENTION if name in names],
+        target_parameters=matrices if on_experts else [],
+    )
+    model = get_peft_model(model, config).double()  # type: ignore[arg-type]
+    for param in model.parameters():
+        if param.requires_grad:
+            nn.init.normal_(param, std=0.3)
     return model
 
 
-def step_errors(model: nn.Module, wide: nn.Module, batch: tuple[Tensor, ...], loss: Loss) -> Errors:
+def _errors(model: nn.Module, wide: nn.Module, batch: tuple[Tensor, ...], loss: Loss) -> Errors:
     """A step of ``model``, clipped at the median norm, beside the truth by ``wide``."""
     from tests.support.autograd import truth_by_autograd
 
@@ -175,17 +159,19 @@ def step_errors(model: nn.Module, wide: nn.Module, batch: tuple[Tensor, ...], lo
     bound = truth.norms.median().item() or 1.0
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=bound)
     loss(flash, batch).backward()
-    norms: Any = flash.get_norm_sample()
-    nothing = not truth.norms.any()
-    difference_B = (norms.double() - truth.norms).abs()
-    norm_error = (difference_B / truth.norms.clamp(min=1e-30)).max().item()
-    difference = total = 0.0
+    norms_B: Any = flash.get_norm_sample()
+    differences_B = (norms_B.double() - truth.norms).abs() / truth.norms.clamp(min=1e-30)
+    off = total = 0.0
     for name, expected in truth.clipped(bound).items():
         grad = model.get_parameter(name).grad
         assert grad is not None
-        difference += (grad.double() - expected).square().sum().item()
+        off += (grad.double() - expected).square().sum().item()
         total += expected.square().sum().item()
-    return Errors(norm_error, (difference / max(total, 1e-60)) ** 0.5, nothing)
+    return differences_B.max().item(), (off / max(total, 1e-60)) ** 0.5
+
+
+def _cell(errors: Errors) -> str:
+    return f"{errors[0]:.0e}, {errors[1]:.0e}"
 
 
 def render(found: dict[str, dict[str, Errors]]) -> str:
@@ -193,13 +179,9 @@ def render(found: dict[str, dict[str, Errors]]) -> str:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "peft")]
     parts = [f"torch {torch.__version__.split('+')[0]}, {', '.join(versions)}, on a CPU.\n"]
     for heading, columns in (
-        ("trained", [*TRAINED, ALONE]),
-        ("implementation", IMPLEMENTATIONS),
+        ("trained (float64)", [*TRAINED, ALONE]),
+        ("implementation (fp32)", IMPLEMENTATIONS),
     ):
-        lines = [
-            [family, *(str(errors[column]) for column in columns)]
-            for family, errors in found.items()
-        ]
-        title = "float64" if heading == "trained" else "fp32"
-        parts.append(table([f"{heading} ({title})", *columns], lines))
+        lines = [[family, *(_cell(of[name]) for name in columns)] for family, of in found.items()]
+        parts.append(table([heading, *columns], lines))
     return "\n".join(parts)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,48 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-
-@dataclass(frozen=True)
-class Workload:
-    """A model and the data to train it on.
-
-    Attributes:
-        name: what the result is filed under.
-        build: makes the model, in float32 on torch's default device.
-        draw: makes one batch ``(inputs, targets)`` on the CPU. The model maps ``inputs`` to
-            logits ``[B, classes]`` or ``[B, T, classes]``; targets are ``[B]`` or ``[B, T]``.
-        batch: samples in a batch.
-        positions: tokens in a sample (1 for images).
-        lora: rank of the adapters on every linear layer, the rest being frozen; 0 for none.
-    """
-
-    name: str
-    build: Callable[[], nn.Module]
-    draw: Callable[[torch.Generator], tuple[Tensor, Tensor]]
-    batch: int
-    positions: int = 1
-    lora: int = 0
-
-
-def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over samples of the mean over positions: the loss every method trains on."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
-def draw_tokens(
-    generator: torch.Generator, *, batch: int, seq: int, vocab: int
-) -> tuple[Tensor, Tensor]:
-    """Random ids and, as targets, the id that follows."""
-    ids = torch.randint(vocab, (batch, seq + 1), generator=generator)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def draw_images(
-    generator: torch.Generator, *, batch: int, size: int, classes: int
-) -> tuple[Tensor, Tensor]:
-    images = torch.randn(batch, 3, size, size, generator=generator)
-    return images, torch.randint(classes, (batch,), generator=generator)
-
+from benchmarks import convolutional, huggingface
+from benchmarks.ops import experts as expert_layers
+from benchmarks.workload import Named, Workload, draw_images, draw_tokens
 
 # --------------------------------------------------------------------------------------------------
 # A Llama-like decoder
@@ -294,8 +254,9 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 # --------------------------------------------------------------------------------------------------
 
 _ROW_1 = dict(layers=16, width=2048, hidden=5632, vocab=32_000)
+_TINY = dict(layers=1, width=16, hidden=32, vocab=11, batch=4, seq=6, head=8)
 
-_NAMED: dict[str, tuple[Callable[..., Workload], dict[str, Any]]] = {
+_OWN: Named = {
     "decoder-1": (decoder, _ROW_1 | dict(batch=8, seq=1024)),
     "decoder-2": (decoder, _ROW_1 | dict(batch=32, seq=256)),
     "decoder-3": (
@@ -325,71 +286,14 @@ _NAMED: dict[str, tuple[Callable[..., Workload], dict[str, Any]]] = {
         dict(layers=8, width=2048, hidden=1408, vocab=32_000, batch=8, seq=1024, experts=16),
     ),
     "cnn-small": (cnn, dict(layers=3, width=32, batch=64)),
-    "tiny": (
-        decoder,
-        dict(layers=1, width=16, hidden=32, vocab=11, batch=4, seq=6, head=8),
-    ),
-    "tiny-experts": (
-        decoder,
-        dict(layers=1, width=16, hidden=32, vocab=11, batch=4, seq=6, head=8, experts=4),
-    ),
+    "tiny": (decoder, _TINY),
+    "tiny-experts": (decoder, _TINY | dict(experts=4)),
 }
 
-#: Functions of :mod:`benchmarks.huggingface`, which needs transformers, and their arguments. E2E:
-#: the lengths to which published private fine-tuning on that data set pads its samples.
-_HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
-    "smollm-135m": ("smollm", {}),
-    "t5-base": ("t5_base", {}),
-    "llama-3.2-1b": ("llama_3_2", {}),
-    "llama-3.2-1b-untied": ("llama_3_2", dict(tied=False)),
-    "llama-3.2-3b": ("llama_3_2", dict(layers=28, width=3072, heads=24)),
-    "llama-3-8b-lora": ("llama_8b_lora", {}),
-    "gpt2-medium": ("gpt2", dict(size="medium")),
-    "gpt2-small-e2e": ("gpt2", dict(size="small", batch=16, seq=100)),
-    "gpt2-medium-e2e": ("gpt2", dict(size="medium", batch=16, seq=100)),
-    "gpt2-large-e2e": ("gpt2", dict(size="large", batch=16, seq=100)),
-    "bert-base": ("bert_base", {}),
-    "roberta-large": ("roberta_large", {}),
-    "vit-large": ("vit_large", {}),
-    "mixtral-small": ("mixtral_small", {}),
-    "qwen3-0.6b": ("qwen3", {}),
-    "qwen3-moe": ("qwen3_moe", {}),
-    "qwen3-moe-small": (
-        "qwen3_moe",
-        dict(batch=8, seq=512, layers=8, vocab=32_000, width=1024, experts=32, heads=8),
-    ),
-}
-
-#: Layers of experts (:mod:`benchmarks.experts`) by B and T: of transformers, and (mixture-) ours.
-_EXPERT_LAYERS: dict[str, dict[str, Any]] = {
-    f"{kind}-{batch}x{seq}{'-zipf' * zipf}": dict(batch=batch, seq=seq, zipf=zipf)
-    for kind in ("experts", "mixture", "mixture-lora", "mixture-deepseek-lora")
-    for batch, seq in ((8, 2048), (32, 512), (4, 4096), (2, 16_384))
-    for zipf in (False, True)
-} | {f"{kind}-tiny": dict(batch=3, seq=10, zipf=True) for kind in ("experts", "mixture")}
-
-#: Networks of :mod:`benchmarks.convolutional`, and their sizes.
-_CONVOLUTIONAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "wrn-16-4": ("wide_resnet", dict(depth=16, widen=4, batch=512)),
-    "wrn-40-4": ("wide_resnet", dict(depth=40, widen=4, batch=256)),
-    "resnet50-gn": ("resnet", {}),
-    "convnext-t": ("convnext", {}),
-    "unet": ("unet", {}),
-    "wrn-tiny": ("wide_resnet", dict(depth=10, widen=1, batch=4, size=8)),
-    "resnet-tiny": (
-        "resnet",
-        dict(blocks=(1, 1), width=16, batch=4, size=16, classes=10),
-    ),
-    "convnext-tiny": (
-        "convnext",
-        dict(blocks=(1, 1), width=8, batch=4, size=16, classes=10),
-    ),
-    "unet-tiny": ("unet", dict(width=16, levels=(1, 2), batch=4, size=8, head=16)),
-}
-
-#: Models written here.
-OWN_NAMES: tuple[str, ...] = (*_NAMED, *_CONVOLUTIONAL)
-NAMES: tuple[str, ...] = (*OWN_NAMES, *_HUGGING_FACE, *_EXPERT_LAYERS)
+#: Models written here, and all.
+OWN_NAMES: tuple[str, ...] = (*_OWN, *convolutional.NAMED)
+_ALL: Named = _OWN | convolutional.NAMED | huggingface.NAMED | expert_layers.NAMED
+NAMES: tuple[str, ...] = tuple(_ALL)
 
 
 def workload(
@@ -406,41 +310,18 @@ def workload(
     Raises:
         ValueError: an unknown name, or an override that this model does not have.
     """
-    overrides: dict[str, Any] = {
-        key: value
-        for key, value in dict(batch=batch, seq=seq, layers=layers).items()
-        if value is not None
-    }
-    if checkpointing:
-        overrides["checkpointing"] = True
-    factory: Callable[..., Workload]
-    defaults: dict[str, Any]
+    given = dict(batch=batch, seq=seq, layers=layers, checkpointing=checkpointing or None)
+    overrides: dict[str, Any] = {key: x for key, x in given.items() if x is not None}
     if ":" in name:
         where, _, attribute = name.partition(":")
         factory, defaults = getattr(importlib.import_module(where), attribute), {}
-    elif name in _NAMED:
-        factory, defaults = _NAMED[name]
+    elif name in _ALL:
+        factory, defaults = _ALL[name]
         defaults = {"name": name, **defaults}
-    elif name in _CONVOLUTIONAL:
-        module = importlib.import_module("benchmarks.convolutional")
-        kind, sizes = _CONVOLUTIONAL[name]
-        factory, defaults = getattr(module, kind), {"name": name, **sizes}
-    elif name in _HUGGING_FACE:
-        module = importlib.import_module("benchmarks.huggingface")
-        function, chosen = _HUGGING_FACE[name]
-        factory, defaults = getattr(module, function), {"name": name, **chosen}
-    elif name in _EXPERT_LAYERS:
-        module = importlib.import_module("benchmarks.experts")
-        factory = module.hugging_face if name.startswith("experts") else module.own
-        defaults = {"name": name, **_EXPERT_LAYERS[name]}
-        if "tiny" in name or "deepseek" in name:
-            defaults["sizes"] = "tiny" if "tiny" in name else "deepseek"
-        if "lora" in name:
-            defaults["rank"] = 16
     else:
         raise ValueError(
             f"unknown model {name!r}: give one of {', '.join(NAMES)}, or 'module:factory' where "
-            "factory returns a benchmarks.models.Workload"
+            "factory returns a benchmarks.workload.Workload"
         )
     try:
         found = factory(**(defaults | overrides))

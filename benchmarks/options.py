@@ -69,11 +69,15 @@ def add_setting_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--noise-multiplier", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
-    parser.add_argument("--revision", help="git revision to record where there is no git directory")
+    add_output_options(parser)
     parser.add_argument(
         "--force", action="store_true", help="measure flash clipping even where it falls back"
     )
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
+    parser.add_argument("--revision", help="git revision to record where there is no git directory")
 
 
 @dataclass(frozen=True)

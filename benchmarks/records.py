@@ -63,13 +63,12 @@ class Record:
     schema: int = SCHEMA
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = dataclasses.asdict(self)
         if self.kind == "step":
             # For readers of the file; the code always recomputes them from the samples.
             for row, summary in zip(content["rows"], summaries(self.rows), strict=True):
                 row["summary"] = dataclasses.asdict(summary) if summary else None
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(path, content)
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -86,9 +85,16 @@ class Record:
         return cls(**content)
 
 
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Results in a file, if one is asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 @dataclass
 class KernelRecord:
-    """One run of ``kernels``; ``results`` are those of :mod:`benchmarks.kernels`, with rates."""
+    """One run of ``kernels``; ``results`` are those of :mod:`benchmarks.ops.bench`."""
 
     environment: dict[str, str | None]
     command: str

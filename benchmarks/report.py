@@ -76,23 +76,23 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise UsageError(f"no results under {options.results}")
     folder = Path(os.path.relpath(options.results, options.page.parent)).as_posix()
     pages = [
-        _Page(options.page, START, END, render(records, folder)),
-        _Page(options.readme, PEERS_START, PEERS_END, render_peers(records)),
+        Page(options.page, START, END, render(records, folder)),
+        Page(options.readme, PEERS_START, PEERS_END, render_peers(records)),
     ]
     docs = options.page.parent
     if others["noise"]:
-        pages.append(_Page(docs / "noise.md", *NOISE, render_noise(others["noise"], folder)))
+        pages.append(Page(docs / "noise.md", *NOISE, render_noise(others["noise"], folder)))
     if found := others["certificate"]:
-        pages.append(_Page(docs / "evidence.md", *SENSITIVITY, render_sensitivity(found, folder)))
+        pages.append(Page(docs / "evidence.md", *SENSITIVITY, render_sensitivity(found, folder)))
     if trained := others["trainer"]:
-        pages.append(_Page(options.page, *TRAINER, render_trainer(trained, folder)))
+        pages.append(Page(options.page, *TRAINER, render_trainer(trained, folder)))
     for page in pages:
         page.texts()  # raises before anything is written
     status = 0
     for page in pages:
         before, after = page.texts()
         if not options.check:
-            page.path.write_text(after, encoding="utf-8")
+            page.write()
             console.print(f"wrote {page.path}")
         elif after != before:
             console.print(f"[bold red]{page.path} is not what the results say[/]")
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 @dataclass(frozen=True)
-class _Page:
+class Page:
     """A page, and what belongs between two of its lines."""
 
     path: Path
@@ -117,6 +117,9 @@ class _Page:
         head, _, rest = before.partition(self.start)
         _, _, tail = rest.partition(self.end)
         return before, f"{head}{self.start}\n\n{self.content}\n{self.end}{tail}"
+
+    def write(self) -> None:
+        self.path.write_text(self.texts()[1], encoding="utf-8")
 
 
 def render(records: Sequence[tuple[str, Record | KernelRecord]], folder: str) -> str:

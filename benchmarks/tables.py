@@ -100,12 +100,7 @@ ON_A_GPU = {
     "step-lora": _step("llama-1b-lora"),
     "step-fp32": _step("wrn-16-4", "nonprivate,flash", "--dtype fp32 --rounds 3 --steps 4"),
     "noise": Table("noise"),
-    "segments": Table("segments"),
     "step-compiled": _step("bert-base", more="--compile"),
-    "profile": Table(
-        f"profile --model {DECODERS} llama-3.2-1b gpt2-large-e2e vit-large "
-        "--methods nonprivate-graph,flash-graph"
-    ),
     # The largest, and the last: logits of two samples take 17 GB, three times.
     "step-long-32k": _step(
         LONG,

@@ -12,7 +12,7 @@ import pytest
 from opacus.accountants import PRVAccountant
 from torch.utils.data import DataLoader
 
-from benchmarks.budgets import END_HERE, END_OF_TORCH_NORMAL, EXAMPLES, Budget
+from benchmarks.lab.budgets import END_HERE, END_OF_TORCH_NORMAL, EXAMPLES, Budget
 
 ROOT = Path(__file__).parents[2] / "examples"
 

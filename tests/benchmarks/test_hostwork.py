@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import hostwork
+from benchmarks.lab import hostwork
 from benchmarks.survey.inputs import SAMPLES
 from benchmarks.survey.kinds import all_kinds
 from benchmarks.survey.measure import losses_of

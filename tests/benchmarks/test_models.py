@@ -11,6 +11,7 @@ from torch import nn
 from benchmarks import convolutional, huggingface, models
 from benchmarks.methods import Setting
 from benchmarks.session import Session
+from benchmarks.workload import Workload, loss
 
 
 @pytest.mark.parametrize("name", models.OWN_NAMES)
@@ -89,7 +90,7 @@ def test_checkpointing_changes_nothing_but_memory() -> None:
     gradients = []
     for setting in (plain, recomputed):
         model = setting.build()
-        models.loss(model(inputs), targets).backward()
+        loss(model(inputs), targets).backward()
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
@@ -107,14 +108,14 @@ def test_unknown_names_and_overrides_say_what_to_give() -> None:
         models.workload("cnn-small", seq=3)
 
 
-def own_factory(batch: int = 3) -> models.Workload:
+def own_factory(batch: int = 3) -> Workload:
     """What a user would write."""
 
     def draw(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.randn(batch, 5, generator=generator)
         return inputs, torch.randint(2, (batch,), generator=generator)
 
-    return models.Workload("own", lambda: nn.Linear(5, 2), draw, batch=batch)
+    return Workload("own", lambda: nn.Linear(5, 2), draw, batch=batch)
 
 
 def test_a_factory_of_the_users_own() -> None:
@@ -122,21 +123,20 @@ def test_a_factory_of_the_users_own() -> None:
     assert (workload.name, workload.batch) == ("own", 7)
 
 
-def small(kind: str) -> models.Workload:
+def small(kind: str) -> Workload:
     """The named models' own factories, at sizes for a CPU."""
-    language = dict(vocab_size=17, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-    language |= dict(num_attention_heads=2, num_key_value_heads=1)
-    shape: dict[str, Any] = dict(batch=3, seq=5, checkpointing=False)
-    if kind == "lora":
-        return huggingface.causal_lm(kind, "Llama", language, lora=2, **shape)
+    if kind == "wide":
+        return convolutional.wide_resnet(kind, depth=10, widen=1, batch=3, size=8)
+    config: dict[str, Any] = dict(vocab_size=17, hidden_size=8, intermediate_size=8)
+    config |= dict(num_hidden_layers=1, num_attention_heads=2)
+    cls = {"lora": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}.get(kind)
     if kind == "mixtral":
-        config = language | dict(num_local_experts=3, num_experts_per_tok=2)
-        return huggingface.causal_lm(kind, "Mixtral", config, **shape)
-    if kind == "roberta":
-        config = dict(vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-        config |= dict(intermediate_size=8, max_position_embeddings=10)
-        return huggingface.classifier(kind, "Roberta", config, batch=3, seq=5, vocab=17)
-    return convolutional.wide_resnet(kind, depth=10, widen=1, batch=3, size=8)
+        config |= dict(num_local_experts=3, num_experts_per_tok=2, num_key_value_heads=1)
+    elif kind == "roberta":
+        cls = "RobertaForSequenceClassification"
+        config |= dict(max_position_embeddings=10, **huggingface.NO_DROPOUT)
+    lora = 2 if kind == "lora" else 0
+    return huggingface.transformer(kind, cls=cls, config=config, batch=3, seq=5, lora=lora)
 
 
 @pytest.mark.parametrize("kind", ["lora", "mixtral", "roberta", "wide"])

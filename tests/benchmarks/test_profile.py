@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.profile import OTHERS, kind_of
+from benchmarks.lab.profile import OTHERS, kind_of
 from tests.benchmarks.conftest import Run
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-from benchmarks.huggingface import causal_lm
-from benchmarks.models import Workload
+from benchmarks.huggingface import transformer
+from benchmarks.workload import Workload
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,7 +28,8 @@ def llama(batch: int, seq: int, checkpointing: bool = False) -> Workload:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = {"vocab_size": 64, **sizes, **heads, "tie_word_embeddings": True}
-    return causal_lm("", "Llama", config, batch=batch, seq=seq, checkpointing=checkpointing)
+    shape = {"batch": batch, "seq": seq, "checkpointing": checkpointing}
+    return transformer("", cls="LlamaForCausalLM", config=config, **shape)
 
 
 @pytest.mark.parametrize(

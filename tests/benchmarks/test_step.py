@@ -422,13 +422,6 @@ def test_usage_errors_say_what_to_give(run: Run) -> None:
     assert "give one of decoder-1" in printed.replace("\n", " ")
 
 
-def test_kernels_are_another_files_business(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    status, printed = run("kernels", "--whatever")
-    assert status == 2
-    assert "benchmarks/kernels.py" in printed
-
-
 def test_turns_on_a_cpu_are_of_three_steps_by_default(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "step.json"
     arguments = ("--device", "cpu", "--model", "tiny", "--rounds", "1", "--methods", "nonprivate")

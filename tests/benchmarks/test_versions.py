@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import versions
+from benchmarks.lab import versions
 from tests.benchmarks.conftest import Run
 
 ROOT = Path(__file__).parents[2]

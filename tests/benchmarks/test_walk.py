@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks import walk
+from benchmarks.lab import walk
 from flash_clipping.factors import accumulation_dtype
 from flash_clipping.ops.error_bounds import upper_bound
 from tests.benchmarks.conftest import Run

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.noise_statistics import Statistics
+from benchmarks.ops.noise_statistics import Statistics
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops import noise as ops_noise
 from flash_clipping.ops.noise import MOST_ELEMENTS, grid_of, noisy_means, reference

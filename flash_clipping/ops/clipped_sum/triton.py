@@ -119,7 +119,7 @@ FEWEST = 16
 
 MOST_SHORT = 384
 """Positions of a sample up to which tiles are short ones, in which adding its product takes less
-(benchmarks/NOTES.md)."""
+(benchmarks/lab/NOTES.md)."""
 
 FEWEST_STEPS = 48
 """Steps of 32 positions from which on they are: they take longer to store."""

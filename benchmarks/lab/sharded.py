@@ -40,6 +40,7 @@ from benchmarks.measure import PeakMemory, host_milliseconds, milliseconds, sett
 from benchmarks.methods import Setting
 from benchmarks.options import DTYPES, UsageError
 from benchmarks.report import table
+from benchmarks.workload import loss
 
 #: How a decoder of :mod:`benchmarks.models` is cut by tensor parallelism: features that layers
 #: give ("outputs") or read ("inputs"), rows of a table ("words").
@@ -97,7 +98,7 @@ class Method:
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         self.model.zero_grad(set_to_none=True)
-        models.loss(self.module(inputs), targets).backward()
+        loss(self.module(inputs), targets).backward()
 
     def norms(self) -> Tensor | None:
         """``[B]``, of this process's samples, if it tells."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = _ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = _ROOT / "docs" / "versions.md"
 

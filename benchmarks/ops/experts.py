@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import Workload
+from benchmarks.workload import Named, Workload
 
 VOCABULARY = 4096
 CLASSES = 8
@@ -55,34 +55,31 @@ class ExpertLayer(nn.Module):
         # Which experts is given; how much each counts is learned.
         weight_BTk = self.router(x_BTD).float().softmax(-1).gather(-1, chosen_BTk)
         weight_BTk = (weight_BTk / weight_BTk.sum(-1, keepdim=True)).to(x_BTD.dtype)
-        y_BTD = self._mixed(x_BTD, chosen_BTk, weight_BTk)
-        return y_BTD.unflatten(-1, (CLASSES, -1)).sum(-1)
-
-    def _mixed(self, x_BTD: Tensor, chosen_BTk: Tensor, weight_BTk: Tensor) -> Tensor:
-        if not self.flat:
-            return self.experts(x_BTD, chosen_BTk, weight_BTk)
-        tokens = (x.flatten(0, 1) for x in (x_BTD, chosen_BTk, weight_BTk))
-        return self.experts(*tokens).view_as(x_BTD)
+        given = (x_BTD, chosen_BTk, weight_BTk)
+        if self.flat:
+            given = tuple(x.flatten(0, 1) for x in given)
+        return self.experts(*given).view_as(x_BTD).unflatten(-1, (CLASSES, -1)).sum(-1)
 
 
-def hugging_face(
-    name: str, *, batch: int, seq: int, sizes: str = "qwen3", zipf: bool = False
+def layer(
+    name: str,
+    *,
+    batch: int,
+    seq: int,
+    sizes: str = "qwen3",
+    zipf: bool = False,
+    own: bool = False,
+    rank: int = 0,
 ) -> Workload:
-    """Experts of ``transformers`` as Qwen3-MoE has them, by its grouped products."""
+    """Experts of ``transformers`` as Qwen3-MoE has them, by its grouped products; ``own``:
+    :class:`flash_clipping.layers.MixtureOfExperts`; with a rank, LoRA on frozen experts."""
     width, hidden, experts, chosen = SIZES[sizes].values()
 
     def build() -> nn.Module:
-        from transformers import Qwen3MoeConfig
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-        config: Any = Qwen3MoeConfig(
-            hidden_size=width, moe_intermediate_size=hidden, num_experts=experts
-        )
-        config._experts_implementation = "grouped_mm"
-        layer = Qwen3MoeExperts(config)
-        for param in layer.parameters():
+        made = _own(width, hidden, experts, rank) if own else _qwen3(width, hidden, experts)
+        for param in made.parameters():
             nn.init.normal_(param, std=0.02)
-        return ExpertLayer(layer, width=width, count=experts, flat=True)
+        return ExpertLayer(made, width=width, count=experts, flat=not own)
 
     draw = functools.partial(
         draw_routes, batch=batch, seq=seq, experts=experts, chosen=chosen, zipf=zipf
@@ -90,21 +87,38 @@ def hugging_face(
     return Workload(name, build, draw, batch=batch, positions=seq)
 
 
-def own(
-    name: str, *, batch: int, seq: int, sizes: str = "qwen3", zipf: bool = False, rank: int = 0
-) -> Workload:
-    """:class:`flash_clipping.layers.MixtureOfExperts`; with a rank, LoRA on frozen experts."""
-    width, hidden, experts, chosen = SIZES[sizes].values()
+def _own(width: int, hidden: int, experts: int, rank: int) -> nn.Module:
+    from flash_clipping.layers import MixtureOfExperts
 
-    def build() -> nn.Module:
-        from flash_clipping.layers import MixtureOfExperts
+    return MixtureOfExperts(width, hidden, experts, rank=rank)
 
-        layer = MixtureOfExperts(width, hidden, experts, rank=rank)
-        for param in layer.parameters():
-            nn.init.normal_(param, std=0.02)
-        return ExpertLayer(layer, width=width, count=experts, flat=False)
 
-    draw = functools.partial(
-        draw_routes, batch=batch, seq=seq, experts=experts, chosen=chosen, zipf=zipf
+def _qwen3(width: int, hidden: int, experts: int) -> nn.Module:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config: Any = Qwen3MoeConfig(
+        hidden_size=width, moe_intermediate_size=hidden, num_experts=experts
     )
-    return Workload(name, build, draw, batch=batch, positions=seq)
+    config._experts_implementation = "grouped_mm"
+    return Qwen3MoeExperts(config)
+
+
+#: By B and T: layers of transformers, and (mixture-) ours.
+_KINDS: dict[str, dict[str, Any]] = {
+    "experts": {},
+    "mixture": dict(own=True),
+    "mixture-lora": dict(own=True, rank=16),
+    "mixture-deepseek-lora": dict(own=True, rank=16, sizes="deepseek"),
+}
+NAMED: Named = {
+    f"{kind}-{batch}x{seq}{'-zipf' * zipf}": (layer, dict(batch=batch, seq=seq, zipf=zipf) | more)
+    for kind, more in _KINDS.items()
+    for batch, seq in ((8, 2048), (32, 512), (4, 4096), (2, 16_384))
+    for zipf in (False, True)
+}
+for _kind in ("experts", "mixture"):
+    NAMED[f"{_kind}-tiny"] = (
+        layer,
+        dict(batch=3, seq=10, zipf=True, sizes="tiny") | _KINDS[_kind],
+    )

@@ -19,21 +19,19 @@ import argparse
 import contextlib
 import cProfile
 import importlib
-import json
 import os
-import pkgutil
 import pstats
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -44,6 +42,9 @@ import flash_clipping
 from benchmarks import models
 from benchmarks.environment import describe
 from benchmarks.options import DTYPES, UsageError
+from benchmarks.records import write_json
+from benchmarks.survey.inputs import Inputs, image, text, text_to_text
+from benchmarks.survey.kinds import Kind
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.gate import Gate
 
@@ -52,125 +53,59 @@ PARTS = ("capture", "rules", "factors", "finish", "engine")
 
 LIBRARY = Path(flash_clipping.__file__).parent
 
-Model = tuple[nn.Module, dict[str, Tensor]]
+#: A model, and what it is called with.
+Model = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 
 
-def _tokens(B: int = 4, T: int = 8) -> Tensor:
-    return torch.randint(3, 64, (B, T))
-
-
-def _bert() -> Model:
-    import transformers as tr
-
-    config = tr.BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=12, num_attention_heads=2,
-        intermediate_size=64, max_position_embeddings=16,
-    )  # fmt: skip
-    return tr.BertForSequenceClassification(config), {"input_ids": _tokens()}
-
-
-def _smollm() -> Model:
-    import transformers as tr
-
-    config = tr.LlamaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=12, num_attention_heads=2,
-        num_key_value_heads=1, intermediate_size=64, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
-    return tr.LlamaForCausalLM(config), {"input_ids": _tokens()}
-
-
-def _t5() -> Model:
-    import transformers as tr
-
-    config = tr.T5Config(
-        vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=6, num_decoder_layers=6,
-        num_heads=2, dropout_rate=0.0, use_cache=False,
-    )  # fmt: skip
-    model = tr.T5ForConditionalGeneration(config)
-    return model, {"input_ids": _tokens(), "decoder_input_ids": _tokens()}
-
-
-def _qwen3_moe() -> Model:
-    import transformers as tr
-
-    config = tr.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=32,
-        num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        num_experts=4, num_experts_per_tok=2, use_cache=False,
-    )  # fmt: skip
-    return tr.Qwen3MoeForCausalLM(config), {"input_ids": _tokens()}
-
-
-class _Block(nn.Module):
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.n, self.m = nn.GroupNorm(4, c), nn.GroupNorm(4, c)
-        self.a, self.b = (nn.Conv2d(c, c, 3, padding=1, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(F.relu(self.m(self.a(F.relu(self.n(x))))))
-
-
-class _WideResNet(nn.Module):
-    def __init__(self, c: int = 16, blocks: int = 6) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, c, 3, padding=1)
-        self.blocks = nn.Sequential(*[_Block(c) for _ in range(blocks)])
-        self.head = nn.Linear(c, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
-
-
-def _wrn() -> Model:
-    return _WideResNet(), {"x": torch.randn(4, 3, 8, 8)}
-
-
-class _Depth(nn.Module):
-    """A dense prediction transformer: attention, then convolutions up to the image's size."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        import transformers as tr
-
-        neck = [width // 4, width // 2, width, width]
-        config = tr.DPTConfig(
-            hidden_size=width, num_attention_heads=width // 64, intermediate_size=4 * width,
-            image_size=size, num_hidden_layers=4, backbone_out_indices=[0, 1, 2, 3],
-            neck_hidden_sizes=neck, fusion_hidden_size=width // 4, is_hybrid=False,
-            backbone_config=None,
-        )  # fmt: skip
-        self.model = tr.DPTForDepthEstimation(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(pixel_values=x).predicted_depth
-
-
-def _dpt() -> Model:
-    return _Depth(512, 112), {"x": torch.randn(2, 3, 112, 112)}
+def _kind(cls: str, given: Inputs, **changes: Any) -> Model:
+    """A model of ``transformers`` as small as those of the survey."""
+    model = Kind(cls, cls, given, changes).build()
+    return model, (), given(model)
 
 
 def _named(name: str) -> Model:
     """A model of :mod:`benchmarks.models` in its own widths, with two layers where it can say."""
     try:
         workload = models.workload(name, batch=4, layers=2)
-    except (TypeError, ValueError):
+    except ValueError:
         workload = models.workload(name, batch=4)
     inputs, _ = workload.draw(torch.Generator().manual_seed(0))
-    return workload.build(), {"x": inputs}
+    return workload.build(), (inputs,), {}
 
 
 #: Small models with as many layers as those that they are named after, or half of them.
 MODELS: dict[str, Callable[[], Model]] = {
-    "bert": _bert,
-    "smollm": _smollm,
-    "t5": _t5,
-    "qwen3-moe": _qwen3_moe,
-    "wrn": _wrn,
+    "bert": partial(_kind, "BertForSequenceClassification", text(), num_hidden_layers=12),
+    "smollm": partial(
+        _kind, "LlamaForCausalLM", text(), num_hidden_layers=12, tie_word_embeddings=True
+    ),
+    "t5": partial(
+        _kind, "T5ForConditionalGeneration", text_to_text(), num_layers=6, num_decoder_layers=6
+    ),
+    "qwen3-moe": partial(_kind, "Qwen3MoeForCausalLM", text(), num_hidden_layers=6),
+    "wrn": partial(_named, "wrn-tiny"),
 }
 
-#: Models whose kernels are counted, beside those of :mod:`benchmarks.models`.
-WIDE: dict[str, Callable[[], Model]] = {"dpt": _dpt}
+#: Models whose kernels are counted, beside those of :mod:`benchmarks.models`: attention, then
+#: convolutions up to the image's size.
+WIDE: dict[str, Callable[[], Model]] = {
+    "dpt": partial(
+        _kind,
+        "DPTForDepthEstimation",
+        image(112),
+        hidden_size=512,
+        num_attention_heads=8,
+        intermediate_size=2048,
+        image_size=112,
+        patch_size=16,
+        num_hidden_layers=4,
+        backbone_out_indices=[0, 1, 2, 3],
+        neck_hidden_sizes=[128, 256, 512, 512],
+        fusion_hidden_size=128,
+        is_hybrid=False,
+        backbone_config=None,
+    )
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -192,91 +127,67 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of --kernels")
     parser.add_argument("--steps", type=int, default=60, help="steps of each that are timed")
     parser.add_argument("--calls", type=int, default=0, metavar="N", help="list the N most called")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.set_defaults(run=run)
 
 
-def _looked_up(
-    kernel: Any, programs: int, *args: Any, workspace: bool = False, **constants: Any
-) -> None:
-    """What a launch does before the kernel starts (``ops/runtime/launches.py``)."""
-    key: list[Any] = [id(kernel)]
-    plain: list[Any] = []
-    for value in args:
-        if isinstance(value, Tensor):
-            address = value.data_ptr()
-            key += (value.dtype, value.get_device(), address % 16)
-            plain.append(address)
-        else:
-            key.append(value)
-            plain.append(value)
-    key += constants
-    key += constants.values()
-    hash(tuple(key))
+class _NoKernels(dict[Hashable, Any]):
+    """Every launch finds its kernel here, and it does nothing."""
+
+    def get(self, number: Hashable, _: Any = None) -> Any:
+        hash(number)
+        return None, self, ()
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *_: None
 
 
 @contextlib.contextmanager
 def no_kernels() -> Iterator[None]:
-    """Let operations go the way of Triton, whose launches do nothing."""
-    stack = contextlib.ExitStack()
-    with stack:
-        names = {"TRITON_INTERPRET": "1", "FLASH_CLIPPING_BACKEND": "triton"}
-        stack.enter_context(mock.patch.dict(os.environ, names))
-        from flash_clipping.ops.runtime.launches import launch
+    """Let operations go the way of Triton, whose launches do nothing but look for a kernel."""
+    names = {"TRITON_INTERPRET": "1", "FLASH_CLIPPING_BACKEND": "triton"}
+    with mock.patch.dict(os.environ, names):
+        from flash_clipping.ops.runtime import launches
 
-        # All first: a module that is imported later would take the stand-in for good.
-        modules = [
-            importlib.import_module(each.name)
-            for name in ("flash_clipping.ops", "flash_clipping.layers.ops")
-            for each in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}.")
-        ]
-        for module in modules:
-            if vars(module).get("launch") is launch:
-                stack.enter_context(mock.patch.object(module, "launch", _looked_up))
-        yield
+        with mock.patch.object(launches, "_found", _NoKernels()):
+            yield
 
 
-def _loss(output: Any) -> Tensor:
-    tensor = output if isinstance(output, Tensor) else output.logits
+def _loss(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
+    output = model(*args, **kwargs)
+    tensor: Tensor = output if isinstance(output, Tensor) else output[0]
     return tensor.flatten(1).square().mean(1).mean()
 
 
-def _step(model: nn.Module, batch: dict[str, Tensor], params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.grad = None
-    if isinstance(model, GradSampleModuleFlashClipping):
-        model.set_grad_sample_to_none()
-    _loss(model(**batch)).backward()
+def _step(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+    model.zero_grad(set_to_none=True)
+    _loss(model, args, kwargs).backward()
 
 
 def measure(name: str, steps: int) -> tuple[dict[str, Any], Counter[str]]:
     """Figures of one model, and the functions that its step calls most, per trainable layer."""
     torch.manual_seed(0)
-    plain, batch = MODELS[name]()
+    plain, *batch = MODELS[name]()
     torch.manual_seed(0)
-    wrapped = GradSampleModuleFlashClipping(MODELS[name]()[0])
-    both = {"plain": plain, "private": wrapped}
-    params = {key: list(model.parameters()) for key, model in both.items()}
-    _step(plain, batch, params["plain"])
+    both = {"plain": plain, "private": GradSampleModuleFlashClipping(MODELS[name]()[0])}
+    _step(plain, *batch)
     with_kernels: list[float] = []  # of the first step, in which all is proven, and later ones
     for _ in range(6):
         start = time.process_time()
-        _step(wrapped, batch, params["private"])
+        _step(both["private"], *batch)
         with_kernels.append(time.process_time() - start)
     times: dict[str, list[float]] = {key: [] for key in both}
     with no_kernels():
         for number in range(steps + 4):
             for key, model in both.items():
                 start = time.process_time()
-                _step(model, batch, params[key])
+                _step(model, *batch)
                 if number >= 4:  # plans are made
                     times[key].append(time.process_time() - start)
         profile = cProfile.Profile()
-        for param in params["private"]:
-            param.grad = None
-        wrapped.set_grad_sample_to_none()
+        both["private"].zero_grad(set_to_none=True)
         profile.enable()
-        _loss(wrapped(**batch)).backward()
+        _loss(both["private"], *batch).backward()
         profile.disable()
     layers = sum(
         any(p.requires_grad for p in module.parameters(recurse=False)) for module in plain.modules()
@@ -385,12 +296,12 @@ def kernels_of(name: str, dtype: torch.dtype) -> Counter[str]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UsageError("TRITON_INTERPRET is 1: nothing is compiled. Unset it to count kernels.")
     torch.manual_seed(0)
-    model, batch = WIDE[name]() if name in WIDE else _named(name)
-    inputs = [x.to(dtype) if x.is_floating_point() else x for x in batch.values()]
+    model, *batch = WIDE[name]() if name in WIDE else _named(name)
+    batch = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
     wrapped = GradSampleModuleFlashClipping(model.to(dtype))
     comparison = mock.patch.object(Gate, "examine", lambda *_: None)
     with asked_for() as found, _ProductsInFp32(), comparison:
-        _loss(wrapped(*inputs)).backward()
+        _loss(wrapped, *batch).backward()
     return Counter(kernel for kernel, _ in found)
 
 
@@ -403,14 +314,12 @@ def _count_kernels(options: argparse.Namespace, console: Console) -> int:
         each = ", ".join(f"{kernel} {n}" for kernel, n in sorted(count.items()))
         table.add_row(name, str(count.total()), each)
     console.print(table)
-    _write(options, rows)
+    write_json(options.json, _record(options, rows))
     return 0
 
 
-def _write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    if options.json:
-        found = {"command": options.command, **describe(torch.device("cpu")), "rows": rows}
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+def _record(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"command": options.command, **describe(torch.device("cpu")), "rows": rows}
 
 
 def _part_of(file: str) -> str | None:
@@ -443,5 +352,5 @@ def run(options: argparse.Namespace, console: Console) -> int:
         figures += [f"{row[key]:.0f}" for key in ("first_over_later", "calls_per_layer")]
         table.add_row(row["model"], str(row["layers"]), *figures, parts)
     console.print(table)
-    _write(options, rows)
+    write_json(options.json, _record(options, rows))
     return 0

@@ -1,0 +1,1 @@
+"""Developers' own tools."""

@@ -1,0 +1,1 @@
+"""Operations beside the floor of what they do; ``bench.py`` is the harness of all."""

@@ -1,0 +1,214 @@
+"""``kernels``: every operation against its floor, and the cost model against measuring.
+
+The floors are the weight-gradient matmul of the same shape for what computes, a copy for what
+moves memory.
+
+B samples, T positions, d input features, p output features.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.ops.bench import Candidate, OpBench, Result, Run, Wrong, copy_candidate, integers
+from flash_clipping import ops
+from flash_clipping.ops.gram import gram_blocks
+from flash_clipping.ops.noise import noisy_means
+from flash_clipping.ops.runtime import cost
+from flash_clipping.randomness import FEWER_ROUNDS, Purpose, SecretStream
+
+LAYERS = 8
+"""Layers in one gram launch; a step has more."""
+NOISE = SecretStream()
+
+SHAPES = {
+    "cuda": [
+        (8, 1024, 2048, 2048),
+        (8, 1024, 2048, 5632),
+        (4, 2048, 4096, 4096),
+        (4, 2048, 4096, 11008),
+        (16, 512, 1024, 4096),
+        (32, 256, 2048, 2048),
+        (32, 256, 2048, 5632),
+        (8, 128, 768, 3072),
+    ],
+    "cpu": [(8, 128, 256, 256), (8, 256, 256, 1024)],
+}
+ROWS = {"cuda": [(8, 1024, 2048), (32, 1024, 2048), (4, 2048, 4096)], "cpu": [(8, 256, 256)]}
+VOCABULARY = 32000
+
+Shape = tuple[int, int, int, int]
+
+
+@dataclass
+class Choice:
+    """What the cost model chose, and what each algorithm took for norms and clipped sum."""
+
+    shape: Shape
+    chosen: str
+    milliseconds: dict[str, float]
+    regret: float
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", type=integers(4), action="append", metavar="B,T,d,p")
+    parser.add_argument("--rows", type=integers(3), action="append", metavar="B,T,d")
+
+
+def work(run: Run) -> Iterator[list[Candidate]]:
+    worst = check(run.device, run.dtype)
+    run.console.print(f"worst relative error of a norm against float64: {worst:.1e}")
+    if not worst <= 1e-5:
+        raise Wrong("a norm is wrong")
+    choices = []
+    for shape in run.sizes(run.options.shape, SHAPES):
+        candidates = linear_candidates(shape, run.device, run.dtype)
+        yield candidates
+        took = {result.name: result.median for result, _ in candidates}
+        choices.append(judge(shape, took, run.device, run.dtype))
+        del candidates
+    for rows in run.sizes(run.options.rows, ROWS):
+        yield row_candidates(rows, run.device, run.dtype)
+    run.console.print(choice_table(choices))
+    run.facts["choices"] = [asdict(choice) for choice in choices]
+
+
+def check(device: torch.device, dtype: torch.dtype) -> float:
+    """The worst relative error of any norm on a small case, against float64."""
+    randn = partial(torch.randn, device=device, dtype=dtype)
+    A, G = randn(3, 200, 136), randn(3, 200, 264)
+    grads = torch.einsum("btp,btd->bpd", G.double(), A.double())
+    linear = grads.square().sum((1, 2))
+    ids = torch.randint(50, (3, 200), device=device)
+    table = torch.nn.functional.one_hot(ids, 50).double().mT @ A.double()
+    rstd = torch.ones(3, 200, device=device)
+    wanted = dict.fromkeys(("input_grad", "weight_grad", "bias_grad"), True)
+    _, w_Bd, _ = ops.norm_backward(A, A, None, rstd, None, **wanted)
+    assert w_Bd is not None
+    sq_B, kept = ops.outer_sqnorms(A, G, store=True)
+    assert kept is not None
+    pairs = [
+        (ops.gram_sqnorms(A, [G])[0][0], linear),
+        (ops.outer_sqnorms(A, G)[0], linear),
+        (ops.embedding_sqnorms(ids, A), table.square().sum((1, 2))),
+        (w_Bd.square().sum(1), A.double().square().sum(1).square().sum(1)),
+        (sq_B, kept.double().square().sum((1, 2))),
+    ]
+    return max(float((ours / oracle - 1).abs().max()) for ours, oracle in pairs)
+
+
+def linear_candidates(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Candidate]:
+    """The floor, and everything that a linear layer's norms and clipped sum can be made of."""
+    B, T, d, p = shape
+    randn = partial(torch.randn, device=device, dtype=dtype)
+    groups = [(randn(B, T, d), [randn(B, T, p)]) for _ in range(LAYERS)]
+    A, (G,) = groups[0]
+    coef = torch.rand(B, device=device)
+    grads = ops.outer_sqnorms(A, G, store=True)[1]
+    assert grads is not None
+    group = f"B {B}, T {T}, d {d}, p {p}"
+    matmul = 2.0 * B * T * d * p
+    gram = LAYERS * float(B) * T * T * (d + p)
+    moved = float(d * p * (B * A.element_size() + 4))  # the sum is in fp32
+    # In parts, as a step takes them: it adds up those of all layers in one go.
+    outer = partial(ops.outer_sqnorms, A, G, in_parts=True)
+    return [
+        (Result(group, "matmul", "", matmul), lambda: G.flatten(0, 1).mT @ A.flatten(0, 1)),
+        (Result(group, "gram", "matmul", gram), lambda: gram_blocks(groups)),
+        (Result(group, "outer", "matmul", matmul), outer),
+        (Result(group, "outer_store", "matmul", matmul), partial(outer, store=True)),
+        (Result(group, "clipped_sum", "matmul", matmul), lambda: ops.clipped_sums(A, [G], coef)),
+        copy_candidate(group, B * p * d, device, dtype),
+        (Result(group, "weighted_sum", "copy", moved), lambda: ops.weighted_sum(grads, coef)),
+        *symmetric_candidates(group, A),
+    ]
+
+
+def symmetric_candidates(group: str, A: Tensor) -> list[Candidate]:
+    """quack's kernel for symmetric products, where quack-kernels is installed and may run: it
+    writes ``A Aᵀ`` out, and Gram norms need a second one. A bound for what they could take."""
+    if not A.is_cuda or A.dtype == torch.float32 or importlib.util.find_spec("quack") is None:
+        return []
+    symmetric = importlib.import_module("quack.gemm_interface").gemm_symmetric
+    B, T, d = A.shape
+    out = A.new_empty(B, T, T)
+    result = Result(group, "symmetric", "matmul", float(B) * T * T * d)
+    return [(result, lambda: symmetric(A, A.mT, out=out))]
+
+
+def row_candidates(
+    rows: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+) -> list[Candidate]:
+    """The floor, and what moves memory."""
+    B, T, d = rows
+    x = torch.randn(B, T, d, device=device, dtype=dtype)
+    G = torch.randn_like(x)
+    coef, weight = torch.rand(B, device=device), torch.ones(d, device=device, dtype=dtype)
+    mean, rstd = torch.zeros(B, T, device=device), torch.ones(B, T, device=device)
+    ids = torch.randint(VOCABULARY, (B, T), device=device)
+    ones = torch.ones(B, 1, device=device)
+    once = float(x.numel() * x.element_size())
+    group = f"B {B}, T {T}, d {d}"
+
+    def norm(mean: Tensor | None) -> object:
+        return ops.norm_backward(
+            x, G, mean, rstd, weight, input_grad=True, weight_grad=True, bias_grad=True
+        )
+
+    def noise() -> object:  # as many parameters as samples
+        return noisy_means(list(x), 1.0, 2.0, draw=NOISE.draw(Purpose.NOISE, FEWER_ROUNDS))
+
+    # In parts, as a step takes them: what comes in parts it adds up by itself.
+    embedding = partial(ops.embedding_sqnorms, ids, G, in_parts=True)
+    return [
+        copy_candidate(group, x.numel(), device, dtype),
+        (Result(group, "row_scale", "copy", once + 4 * x.numel()), lambda: ops.row_scale(x, coef)),
+        (Result(group, "layer_norm", "copy", 3 * once), lambda: norm(mean)),
+        (Result(group, "rms_norm", "copy", 3 * once), lambda: norm(None)),
+        (Result(group, "embedding", "copy", once), embedding),
+        (Result(group, "noise", "copy", 2 * once), noise),
+        (
+            Result(group, "group_norm", "copy", 2 * once),  # positions as channels
+            lambda: ops.group_norm_grads(x, G, ones, ones),
+        ),
+    ]
+
+
+def judge(shape: Shape, took: dict[str, float], device: torch.device, dtype: torch.dtype) -> Choice:
+    """What each algorithm takes in all, and what the cost model's choice loses."""
+    B, T, d, p = shape
+    totals = {
+        "gram": took["gram"] / LAYERS + took["clipped_sum"],
+        "outer": took["outer"] + took["clipped_sum"],
+        "outer_store": took["outer_store"] + took["weighted_sum"],
+    }
+    chosen = cost.choose_on(device.type, B, T, d, p, dtype.itemsize, may_store=True)
+    allowed = dict(totals)
+    if not cost.may_hold_gradients(T=T, d=d, p=p):
+        del allowed["outer_store"]
+    regret = 0.0
+    if chosen in allowed:  # one position: nothing to choose
+        regret = allowed[chosen] / min(allowed.values()) - 1
+    return Choice(shape, chosen, totals, regret)
+
+
+def choice_table(choices: list[Choice]) -> Table:
+    table = Table("shape", "gram", "outer", "outer_store", "chosen", "regret", title="cost model")
+    for choice in choices:
+        times = (f"{choice.milliseconds[name] * 1e3:.0f}" for name in choice.milliseconds)
+        table.add_row(str(choice.shape), *times, choice.chosen, f"{choice.regret:.1%}")
+    return table
+
+
+BENCH = OpBench(
+    "kernels", "each op against its floor, and the cost model", __doc__, work, _arguments
+)

@@ -1,0 +1,150 @@
+"""Benchmarks of operations check before they time; what they time is the machine's business."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.ops import convolutions, hyper_connections, kernels, packed, product_key, segments
+from tests.benchmarks.conftest import Run
+
+#: Command -> options that make it small, and the names of its results in their order.
+SMALL: dict[str, tuple[list[str], list[str]]] = {
+    "kernels": (
+        ["--shape", "2,32,16,24", "--rows", "2,16,16"],
+        ["matmul", "gram", "outer", "outer_store", "clipped_sum", "copy", "weighted_sum"]
+        + ["copy", "row_scale", "layer_norm", "rms_norm", "embedding", "noise", "group_norm"],
+    ),
+    "segments": (
+        ["--sizes", "tiny", "--shapes", "3x10", "2x20-zipf"],
+        ["forward", "norms", "weight gradients", "clipped sums"] * 2,
+    ),
+    "convolutions": (
+        ["--layers", "tiny"],
+        ["weight gradient", "norms", "gradients", "sum of gradients"]
+        + ["clipped sum", "forward", "other format", "laid out"],
+    ),
+    "hyper-connections": (
+        ["--shape", "2,3,2,8"],
+        ["copy", "forward", "backward", "mix", "mix backward"]
+        + ["eager step", "step", "private step"],
+    ),
+    "product-key": (
+        ["--rows", "8", "--sides", "4", "16", "--choices", "4", "9"],
+        ["topk forward", "topk backward", "forward", "backward"] * 4 + ["layer", "private layer"],
+    ),
+    "packed": (["--tokens", "700"], ["non-private, packed", "packed", "padded"]),
+}
+
+
+def small(name: str) -> list[str]:
+    return [name, "--device", "cpu", "--rounds", "1", *SMALL[name][0]]
+
+
+@pytest.fixture(autouse=True)
+def three_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "draw_lengths", lambda tokens: (300, 16, 384))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_measures_each_operation_beside_its_floor(
+    name: str, run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "results" / "found.json"
+    status, printed = run(*small(name), "--json", path)
+    assert status == 0, printed
+    content = json.loads(path.read_text())
+    assert content["kind"] == name and content["environment"]["torch"] == torch.__version__
+    assert content["command"].startswith(f"python -m benchmarks {name}")
+    results = content["results"]
+    groups = dict.fromkeys(result["group"] for result in results)
+    names = SMALL[name][1] * (len(groups) if name == "convolutions" else 1)
+    assert [result["name"] for result in results] == names
+    assert all(result["median"] > 0 and result["group"] in printed for result in results)
+    named = {(result["group"], result["name"]): result for result in results}
+    for result in results:
+        assert bool(result["floor"]) == (result["of_floor"] is not None)
+        if result["floor"]:
+            floor = named[result["group"], result["floor"]]
+            assert result["of_floor"] == pytest.approx(result["rate"] / floor["rate"])
+
+
+def test_kernels_tell_what_the_cost_model_loses(run: Run, tmp_path: Path) -> None:
+    run(*small("kernels"), "--json", tmp_path / "found.json")
+    (choice,) = json.loads((tmp_path / "found.json").read_text())["choices"]
+    assert choice["chosen"] in choice["milliseconds"] and choice["regret"] >= 0
+
+
+def test_noise_is_timed_and_looked_at(run: Run, tmp_path: Path) -> None:
+    sizes = ["--parameters", "1e4", "--draws", "1e6", "--turns", "1"]
+    path = tmp_path / "noise.json"
+    status, printed = run("noise", "--device", "cpu", *sizes, "--json", path)
+    assert status == 0, printed
+    content = json.loads(path.read_text())
+    assert [row["noise"] for row in content["speed"]][-1] == "a copy"
+    assert content["draws"] == 1e6 and len(content["statistics"]) == 21
+
+
+def scaled(found: Any) -> Any:
+    return found * 1.001 if isinstance(found, Tensor) else (found[0] * 1.001, *found[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "what", "words"),
+    [
+        ("kernels", kernels.ops, "outer_sqnorms", "a norm is wrong"),
+        ("segments", segments, "segment_sqnorms", "the squared norm of segment"),
+        ("segments", segments, "grouped_sums", "the sum of group 0"),
+        ("convolutions", convolutions, "convolution_sqnorms", "norms are not those"),
+        ("convolutions", convolutions, "convolution_grads", "that were kept"),
+        ("convolutions", convolutions, "convolution_sum", "the clipped sum is not"),
+        ("hyper-connections", hyper_connections.mixing, "stream_mix", "streams: an error"),
+        ("product-key", product_key, "route", "scores are off"),
+        ("packed", packed.GradSampleModuleFlashClipping, "get_norm_sample", "that is too much"),
+    ],
+)
+def test_a_wrong_result_stops_a_benchmark(
+    name: str, where: Any, what: str, words: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(where, what)
+    monkeypatch.setattr(where, what, lambda *args, **kwargs: scaled(right(*args, **kwargs)))
+    status, printed = run(*small(name))
+    assert status == 1 and words in printed and "nothing is timed" in printed, printed
+
+
+def test_other_experts_than_the_oracles_stop_product_keys(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = product_key.route
+
+    def wrong(*args: Any) -> tuple[Tensor, Tensor]:
+        scores, indices = right(*args)
+        return scores, indices.flip(1)
+
+    monkeypatch.setattr(product_key, "route", wrong)
+    status, printed = run(*small("product-key"))
+    assert status == 1 and "other experts" in printed, printed
+
+
+def test_the_plain_way_chooses_the_same_where_nothing_ties() -> None:
+    x, y = torch.randn(20, 16), torch.randn(20, 16)
+    for ours, plain in zip(product_key.route(x, y, 9), product_key.eager(x, y, 9), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_lengths_of_documents_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    lengths = packed.draw_lengths(16_384)
+    assert sum(lengths) == 16_384 and len(lengths) > 3
+    assert max(lengths) <= packed.LONGEST and min(lengths[:-1]) >= packed.SHORTEST
+
+
+def test_a_shape_has_four_numbers(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("kernels", "--shape", "8,1024")
+    assert "expected 4 positive integers" in capsys.readouterr().err
