@@ -1,10 +1,11 @@
-"""``docs/models.md``: one row for each kind."""
+"""``docs/models.md``: kinds that are exact as they are, and a row for each other kind."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -33,10 +34,23 @@ _BAR = re.compile(r"(?<!\\)\|")
 
 _NOT_MEASURED: Cells = ("not measured", "", "")
 
+_EXACT = "Exact as they are, with relative errors of at most {}, {}:"
+_LISTED = re.compile(_EXACT.format(r"(\S+)", r"(\S+)") + r"(.*?)\.\n\n", re.DOTALL)
+
+#: Columns of a line of names.
+WIDTH = 130
+
+#: Between names of a list; some names hold a comma.
+BETWEEN = " · "
+
 
 def written(text: str) -> dict[str, Cells]:
-    """What a page says now of every kind that was measured."""
+    """What a page says now of every kind that was measured; of those that are exact, it has the
+    largest errors of their section."""
     found: dict[str, Cells] = {}
+    for norms, sums, listed in _LISTED.findall(text):
+        for name in " ".join(listed.split()).split(BETWEEN):
+            found[name.strip("`")] = EXACT, f"{norms}, {sums}", ""
     for line in text.splitlines():
         cells = [cell.strip() for cell in _BAR.split(line)[1:-1]]
         if len(cells) == 4 and cells[1] not in ("as it is", "---:", _NOT_MEASURED[0]):
@@ -49,7 +63,7 @@ def render(
     found: Mapping[str, Finding],
     kept: Mapping[str, Cells],
 ) -> str:
-    """Markdown: what was found of all together, and a table for each section.
+    """Markdown: what was found of all together, and for each section a list and a table.
 
     Args:
         sections: every kind.
@@ -64,12 +78,22 @@ def render(
     cells |= {name: _cells(finding) for name, finding in found.items()}
     parts = [f"{versions}, on a CPU. {summary(cells.values(), len(names))}\n"]
     for title, kinds in sections.items():
-        lines = [
-            [f"`{name}`" if " " not in name else name, *cells.get(name, _NOT_MEASURED)]
+        parts.append(f"### {title}\n")
+        shown = {
+            f"`{name}`" if " " not in name else name: cells.get(name, _NOT_MEASURED)
             for name in kinds
-        ]
-        parts += [f"### {title}\n", table(["kind", "as it is", "errors", "what helps"], lines)]
+        }
+        if exact := [name for name, (as_it_is, *_) in shown.items() if as_it_is == EXACT]:
+            parts.append(f"{_listed(exact, [shown[name][1] for name in exact])}\n")
+        if lines := [[name, *of] for name, of in shown.items() if of[0] != EXACT]:
+            parts.append(table(["kind", "as it is", "errors", "what helps"], lines))
     return "\n".join(parts)
+
+
+def _listed(names: Sequence[str], errors: Sequence[str]) -> str:
+    norms, sums = (max(of, key=float) for of in zip(*(e.split(", ") for e in errors), strict=True))
+    text = f"{_EXACT.format(norms, sums)} {BETWEEN.join(names)}."
+    return "\n".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
 
 
 def summary(cells: Collection[Cells], kinds: int) -> str:
