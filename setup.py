@@ -1,4 +1,4 @@
-"""Metadata is in setup.cfg, but for the README as a package index shows it.
+"""The README as a package index shows it; all other metadata is in pyproject.toml.
 
 Links to files of the repository lead nowhere there: such a file is named instead.
 """
@@ -10,4 +10,7 @@ from setuptools import setup
 
 README = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
-setup(long_description=re.sub(r"\[([^]]+)\]\((?!\w+:|#)([^)]+)\)", r"\1 (`\2`)", README))
+setup(
+    long_description=re.sub(r"\[([^]]+)\]\((?!\w+:|#)([^)]+)\)", r"\1 (`\2`)", README),
+    long_description_content_type="text/markdown",
+)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import configparser
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -97,16 +97,25 @@ def test_the_wheel_runs_where_there_is_no_clone(wheel: Path, tmp_path: Path) -> 
     assert version == f"flash-clipping {__version__}"
 
 
-def test_pages_name_the_version() -> None:
-    assert f"Version {__version__} " in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("docs/index.md", "Version {} "),
+        ("docs/citing.md", "version = {{{}}}"),
+        ("CITATION.cff", "version: {}\n"),
+    ],
+)
+def test_pages_name_the_version(page: str, words: str) -> None:
+    assert words.format(__version__) in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    metadata = configparser.ConfigParser()
-    metadata.read(ROOT / "setup.cfg")
-    options, extras = metadata["options"], metadata["options.extras_require"]
-    needed = re.findall(r"^([\w-]+)", options["install_requires"], re.MULTILINE)
-    of_extras = re.findall(r"^([\w-]+)", "\n".join(extras.values()), re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [line for extra in project["optional-dependencies"].values() for line in extra]
+    needed, of_extras = (
+        [re.split(r"[^\w-]", line)[0] for line in lines]
+        for lines in (project["dependencies"], extras)
+    )
     imported = set()
     for path in (ROOT / "flash_clipping").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,6 +1,6 @@
 """``versions``: a part of the tests with the packages that are installed, and what came of it.
 
-Run in an environment with the oldest versions that ``setup.cfg`` allows, with those of
+Run in an environment with the oldest versions that ``pyproject.toml`` allows, with those of
 ``constraints.txt``, and with newer ones. ``benchmarks/results/versions.json`` keeps a row for each
 PyTorch, and the table of ``docs/versions.md`` is made of it.
 """
