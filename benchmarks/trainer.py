@@ -9,6 +9,7 @@ as bytes, so that there is something to learn.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import logging
@@ -30,6 +31,9 @@ from torch import Tensor, nn
 
 from benchmarks import environment
 from benchmarks.options import UsageError
+
+#: How far norms in fp32 may be from those of single samples in float64, relative.
+APART = 1e-4
 
 #: Steps that a window ends with; the first begins with the process.
 WINDOWS = (1, 12, 42, 100, 200)
@@ -149,18 +153,20 @@ TASKS = {
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Texts, or images, that were drawn once."""
+    """``count`` texts, or images, that were drawn once; of images few, which come again."""
 
     def __init__(self, task: Task, count: int):
         random = torch.Generator().manual_seed(0)
-        draw = _image if task.lengths == (0, 0) else functools.partial(_text, _manual())
-        self.rows = [draw(task, random) for _ in range(count)]
+        is_text = task.lengths != (0, 0)
+        draw = functools.partial(_text, _manual()) if is_text else _image
+        self.count = count
+        self.rows = [draw(task, random) for _ in range(count if is_text else min(count, 512))]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self.rows[index])
+        return dict(self.rows[index % len(self.rows)])
 
 
 def _manual() -> Tensor:
@@ -213,6 +219,66 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     return batch
 
 
+# -- norms beside the truth, before any time ---
+
+
+def norms_apart(name: str) -> float:
+    """The largest relative error of the norms that the private trainer clips by: of a model of two
+    layers without dropout, in fp32, beside its own loss of one sample at a time in float64."""
+    import transformers as tr
+
+    from flash_clipping.trainers.transformers import (
+        PrivacyArguments,
+        PrivateSeq2SeqTrainer,
+        PrivateTrainer,
+    )
+
+    task, found = TASKS[name], []
+    kind: Any = PrivateSeq2SeqTrainer if task.seq2seq else PrivateTrainer
+
+    class Watched(kind):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
+            loss: Tensor = super().training_step(model, inputs, *args)
+            norms = self.run.hooks.get_norm_sample()
+            found.append((self._prepare_inputs(inputs.parts[0]), norms[: inputs.sizes[0]]))
+            return loss
+
+    torch.manual_seed(0)
+    model = task.build(lambda layers: 2)
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if ("dropout" in key or isinstance(module, nn.Dropout)) and isinstance(value, float):
+                setattr(module, key, 0.0)
+    truth = copy.deepcopy(model).double()
+    arguments = (tr.Seq2SeqTrainingArguments if task.seq2seq else tr.TrainingArguments)(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=4,
+        max_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    privacy = PrivacyArguments(noise_multiplier=1.0, target_delta=1e-6, max_grad_norm=1.0, seed=0)
+    Watched(
+        model=model,
+        args=arguments,
+        train_dataset=Rows(task, 64),
+        data_collator=collate,
+        privacy=privacy,
+    ).train()
+    batch, norms = found[0]
+    truth.to(norms.device).train()
+    weights = [p for p in truth.parameters() if p.requires_grad]
+    apart = 0.0
+    for b, norm in enumerate(norms.tolist()):
+        one = {key: x[b : b + 1] for key, x in batch.items()}
+        one = {key: x.double() if x.is_floating_point() else x for key, x in one.items()}
+        grads = torch.autograd.grad(truth(**one).loss, weights, allow_unused=True)
+        own = float(torch.stack([g.norm() for g in grads if g is not None]).norm())
+        apart = max(apart, abs(norm - own) / own)
+    return apart
+
+
 # -- one run: a process of its own -----------------------------------------------------------------
 
 
@@ -236,7 +302,7 @@ def measure(name: str, method: str, steps: int, small: bool, noise: float) -> di
     torch.manual_seed(0)
     model = task.build(lambda layers: 2 if small else layers)
     batch = 4 if small else task.batch
-    data = Rows(task, 64 * batch if task.lengths[1] else 8 * batch)
+    data = Rows(task, 64 * batch)
     clock = _clock(tr.TrainerCallback)
     kind = tr.Seq2SeqTrainingArguments if task.seq2seq else tr.TrainingArguments
     arguments = kind(
@@ -274,6 +340,7 @@ def measure(name: str, method: str, steps: int, small: bool, noise: float) -> di
         "allocated_gib": clock.gib(torch.cuda.max_memory_allocated) if on_gpu else None,
         "reserved_gib": clock.gib(torch.cuda.max_memory_reserved) if on_gpu else None,
         "losses": [round(x, 4) for x in losses],
+        "loss": losses[-1] if losses else None,
         "replays": [graphs.replays, graphs.calls] if graphs is not None else None,
         "said": said,
     }
@@ -329,7 +396,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--methods", default="plain,private", help=f"of {', '.join(METHODS)}")
     parser.add_argument("--steps", type=int, default=WINDOWS[-1])
     parser.add_argument("--rounds", type=int, default=1, help="processes of each method")
-    parser.add_argument("--noise", type=float, default=0.5, help="noise multiplier")
+    parser.add_argument(
+        "--noise", type=float, default=1e-6, help="noise multiplier: so small that losses compare"
+    )
     parser.add_argument("--small", action="store_true", help="two layers, four samples")
     parser.add_argument("--seconds", type=int, default=240, help="limit of one process")
     parser.add_argument("--json", type=Path, help="where the results are written")
@@ -340,24 +409,33 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     """Measure; with ``--one`` in this process."""
     models, methods = options.models or [*TASKS], options.methods.split(",")
-    for known, given in ((TASKS, models), (METHODS, methods)):
+    for known, given in ((TASKS, models), ([*METHODS, "oracle"], methods)):
         if unknown := [name for name in given if name not in known]:
             raise UsageError(f"trainer: found {', '.join(unknown)}; expected {', '.join(known)}")
+    if options.one and methods == ["oracle"]:
+        print(json.dumps({name: norms_apart(name) for name in models}))
+        return 0
     if options.one:
         found = measure(models[0], methods[0], options.steps, options.small, options.noise)
         print(json.dumps(found))
         return 0
+    oracle = _in_a_process(models, "oracle", options)
+    console.print(json.dumps(oracle))
+    if off := [name for name in models if not oracle.get(name, math.inf) <= APART]:
+        console.print(f"not timed: the norms of {', '.join(off)} are not those of single samples")
+        return 1
     results = []
     for name in models:
         for _ in range(options.rounds):
             for method in methods:
-                results.append(_in_a_process(name, method, options))
+                results.append(_in_a_process([name], method, options))
                 console.print(json.dumps(results[-1]))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = {
         "kind": "trainer",
         "environment": environment.describe(device),
         "command": options.command,
+        "oracle": oracle,
         "results": results,
     }
     if options.json is not None:
@@ -370,10 +448,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return int(any("error" in result for result in results))
 
 
-def _in_a_process(name: str, method: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks", "trainer", name, "--methods", method, "--one"]
+def _in_a_process(names: list[str], method: str, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks", "trainer", *names, "--methods", method, "--one"]
     command += ["--steps", str(options.steps), "--noise", str(options.noise)]
     command += ["--small"] if options.small else []
+    name = names[0]
     environment_of_run = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(
@@ -413,6 +492,7 @@ def lines(results: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
                 f"{own.window(last) / base.window(last):.2f}",
                 f"{graphs[0]} of {graphs[1]}" if graphs else "none",
                 f"{base.of('first_seconds'):.1f}, {own.of('first_seconds'):.1f}",
+                f"{base.of('loss'):.2f}, {own.of('loss'):.2f}",
                 *[
                     f"{base.of(key):.1f}, {own.of(key):.1f} ({own.of(key) / base.of(key):.2f})"
                     for key in ("allocated_gib", "reserved_gib")
@@ -420,7 +500,8 @@ def lines(results: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     headings = ["model, batch", f"`Trainer`, {columns[-1]}", *columns, "ratio", "replays"]
-    return [*headings, "first step, s", "allocated, GiB", "reserved, GiB"], made
+    headings += ["first step, s", "loss of the last steps"]
+    return [*headings, "allocated, GiB", "reserved, GiB"], made
 
 
 class _Medians:

@@ -109,6 +109,22 @@ def let_memory_grow() -> None:
         setting("expandable_segments:True")
 
 
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Tell a GPU's allocator and generator that a capture which failed is over: PyTorch tells them
+    of others only, and nothing could be drawn at random any more. Without: nothing."""
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    release = getattr(torch._C, "_cuda_releasePool", None)
+    if end is None or release is None:
+        return
+    try:
+        end(device.index, pool)
+    except RuntimeError:
+        return  # it has ended: what failed was no launch
+    release(device.index, pool)
+    with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.empty(1, device=device).zero_()  # the generator ends with a capture that succeeds
+
+
 def borrowed(tensor: Tensor) -> Tensor:
     """A tensor in the same memory of a GPU that does not keep it: a CUDA graph's memory, which the
     next capture may take. Without: the tensor itself, whose memory is kept."""

@@ -6,6 +6,7 @@ through one node of autograd's, and is another. The loss in between runs as it i
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -235,14 +236,19 @@ class GraphedModel(GraphedStep):
 
     def _rehearsed(self, trial: Callable[[], None], device: torch.device) -> bool:
         """Whether the model has to hear that it is captured, or takes the way of other calls."""
-        for told in (False, True):
-            try:
-                with without_gradients(list(self._module().parameters())), captures(self.model):
-                    rehearse(trial, self._module(), [self.model], device, told=told)
-                break
-            except FlashClippingError:
-                if told:
-                    raise
+
+        def run(told: bool) -> None:
+            with without_gradients(list(self._module().parameters())), captures(self.model):
+                rehearse(trial, self._module(), [self.model], device, told=told)
+
+        told = False
+        try:
+            run(told)
+        except FlashClippingError:
+            told = True
+        if told:
+            gc.collect()  # the error's frames hold autograd's nodes, in cycles
+            run(told)
         torch.cuda.empty_cache()  # steps from now on are in the graphs' memory
         return told
 

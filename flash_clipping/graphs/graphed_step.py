@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import (
     borrowed,
     copy_all,
+    end_failed_capture,
     has_lasting_node,
     memory_id,
     pytree,
@@ -394,6 +395,8 @@ class GraphedStep:
         graph = Graph(call.device, call.modules, inputs, call.uses[-1])
         args, kwargs = pytree.tree_unflatten(fixed, call.structure)
         parts = self._parts(graph, partial(self.step, *args, **kwargs))
+        if self._autograd_is_held():
+            refuse("keeps autograd's graph of a call. Keep loss.detach()")
         params = list(self._module().parameters())
         with ExitStack() as stack, without_gradients(params):
             for wrapped in call.models:
@@ -451,6 +454,7 @@ class GraphedStep:
             raise
         except Exception as error:
             torch.cuda.set_stream(outside)  # PyTorch leaves the capturing one where capture fails
+            end_failed_capture(graph.device, self._pool)
             refuse(
                 f"could not be captured as a CUDA graph ({error}). Take what waits for the device "
                 "or changes from call to call out of it (activation checkpointing: "

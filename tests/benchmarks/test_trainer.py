@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from benchmarks.trainer import TASKS, Rows, Task, collate, lines, measure
+from benchmarks.trainer import TASKS, Rows, Task, collate, lines, measure, norms_apart
+from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping as FlashNorms
 from tests.benchmarks.conftest import Run
 from tests.support.trainers import bert
 
@@ -22,6 +23,17 @@ def test_a_run_of_each_method(method: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert found["model"] == "tiny" and found["method"] == method
     assert set(found["windows"]) == {"0-1", "1-3"} and found["first_seconds"] > 0
     assert (found["replays"] is None) == (method == "plain")
+
+
+def test_norms_are_compared_with_single_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiny(size: Any) -> nn.Module:
+        return bert(vocab_size=300, max_position_embeddings=16, num_labels=2)
+
+    monkeypatch.setitem(TASKS, "tiny", Task(tiny, 4, (4, 8), classes=2))
+    assert norms_apart("tiny") < 1e-5
+    right = FlashNorms.get_norm_sample
+    monkeypatch.setattr(FlashNorms, "get_norm_sample", lambda self: 1.01 * right(self))
+    assert norms_apart("tiny") > 5e-3
 
 
 def test_unknown_models_are_named(run: Run) -> None:
@@ -45,7 +57,13 @@ def test_lines_are_ratios_to_the_trainer() -> None:
     def result(method: str, last: float) -> dict[str, object]:
         windows = {"0-1": 9e3, "1-12": 9.0, "12-42": 8.0, "42-100": 7.0, "100-200": last}
         memory = {"allocated_gib": last / 10, "reserved_gib": last / 5}
-        run = {"model": "bert", "method": method, "windows": windows, "first_seconds": 9.0}
+        run = {
+            "model": "bert",
+            "method": method,
+            "windows": windows,
+            "first_seconds": 9.0,
+            "loss": 0.5,
+        }
         return run | memory | {"replays": [90, 100] if method == "private" else None}
 
     error = {"model": "vit", "method": "private", "error": "over 240 s"}

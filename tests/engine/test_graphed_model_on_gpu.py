@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,53 @@ def test_training_goes_on_where_nothing_can_be_captured() -> None:
     for seed in range(6):
         results(again, squares, inputs(seed))
     assert again._graphs.replays == 3
+
+
+class WaitsInCaptures(Waiting):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch._C._cuda_isCurrentStreamCapturing():  # whatever a model is told
+            torch.cuda.current_stream().synchronize()
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_training_goes_on_after_a_capture_that_fails() -> None:
+    torch.manual_seed(0)
+    graphed, eager = pair(WaitsInCaptures().to("cuda"))
+    for seed in range(6):
+        assert_same_tensors(
+            results(graphed, squares, inputs(seed)), results(eager, squares, inputs(seed))
+        )
+    assert "could not be captured" in graphed._graphs.off
+    # Random numbers are drawn, and other models captured, as if nothing had happened.
+    again, _ = pair(transformer(0.5))
+    found = [results(again, squares, inputs(0))[1] for _ in range(6)]
+    assert again._graphs.replays == 3
+    assert not any(torch.equal(x, y) for x, y in zip(found, found[1:], strict=False))
+
+
+def test_an_error_of_a_trial_leaves_no_graph_behind() -> None:
+    """The first trial, which hears of no capture, waits: its error's frames hold outputs."""
+
+    class Asks(Waiting):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            keep = y  # in this frame
+            if not torch.cuda.is_current_stream_capturing():
+                keep = y if y.isfinite().all() else y * 0
+            return keep
+
+    torch.manual_seed(0)
+    graphed, eager = pair(Asks().to("cuda"))
+    gc.disable()
+    try:
+        for seed in range(6):
+            assert_same_tensors(
+                results(graphed, squares, inputs(seed)), results(eager, squares, inputs(seed))
+            )
+    finally:
+        gc.enable()
+    assert graphed._graphs.replays == 3, graphed._graphs.off
 
 
 def test_checkpoints_that_keep_no_randomness_are_replayed() -> None:

@@ -205,7 +205,10 @@ def repeatable(
     over a batch does.
     """
     generators, new_seed = _own_generators(root), torch.seed
+    plans = torch.backends.cuda.cudnn_sdp_enabled()
     try:
+        # cuDNN plans attention for each new shape, up to a second long.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         # A seed from the system would be another one in every run (Reformer).
         torch.seed = torch.initial_seed  # type: ignore[assignment]
         with (
@@ -221,6 +224,7 @@ def repeatable(
             yield draws
     finally:
         torch.seed = new_seed
+        torch.backends.cuda.enable_cudnn_sdp(plans)
         for holder, state in generators:
             holder.__setstate__(state)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.no_trace import untouched
-from flash_clipping.capture.proof.repeatable import Repeatable
+from flash_clipping.capture.proof.repeatable import Repeatable, repeatable
 
 
 class Frozen(OrderedDict[str, Any]):
@@ -150,3 +150,11 @@ def test_nothing_of_a_look_is_kept() -> None:
     assert flash._watch.gate._why  # it was looked at
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x).__name__ == Repeatable.__name__]
+
+
+def test_no_attention_is_planned_in_compared_runs() -> None:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    before = enabled()
+    with repeatable(nn.Linear(2, 2), [], seed=0):
+        assert not enabled()
+    assert enabled() == before
