@@ -2,12 +2,13 @@
 version at the foot of every page.
 
 Pages link to files of the repository by relative paths (``../CONTRIBUTING.md``), which work where
-the repository itself is shown. The site gets a copy of every such file: Markdown as a page,
-anything else as it is. A link to a file that does not exist is an error.
+the repository itself is shown. The site gets a copy of every such file: Markdown and notebooks as
+pages, anything else as it is. A link to a file that does not exist is an error.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -54,7 +55,10 @@ def on_files(files: Files, *, config: Any) -> Files:
                 continue
             if path.startswith("../") or not (ROOT / path).is_file():
                 raise PluginError(f"{page.src_uri}: there is no file {path} to link to")
-            copy = File.generated(config, uri, content=(ROOT / path).read_bytes())
+            content: bytes | str = (ROOT / path).read_bytes()
+            if path.endswith(".ipynb"):
+                content = _notebook(json.loads(content))
+            copy = File.generated(config, uri, content=content)
             files.append(copy)
             if copy.is_documentation_page():
                 pages.append(copy)
@@ -79,7 +83,15 @@ def _in_repository(target: str, uri: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
 
 
+def _notebook(notebook: dict[str, Any]) -> str:
+    """Cells as Markdown; what they printed is left out."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
+    parts = [f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells]
+    return "\n\n".join(parts) + "\n"
+
+
 def _on_site(path: str) -> str:
+    path = re.sub(r"\.ipynb$", ".md", path)
     return path.removeprefix("docs/") if path.startswith("docs/") else f"{FOLDER}/{path}"
 
 
