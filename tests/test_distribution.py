@@ -77,6 +77,7 @@ def test_the_wheel_is_the_package_alone(wheel: Path) -> None:
     assert message["Description-Content-Type"] == "text/markdown"
     page = str(message.get_payload())
     assert "Migrating from Opacus (`docs/migrating-from-opacus.md`)" in page
+    assert "![" not in page
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert links and all(link.startswith("https://") for link in links)
 
