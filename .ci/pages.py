@@ -1,13 +1,16 @@
-"""What mkdocs.yml needs besides plugins: links out of docs/, reStructuredText in docstrings, the
-version at the foot of every page.
+"""What mkdocs.yml needs besides plugins: links out of docs/, formulas, reStructuredText in
+docstrings, the version at the foot of every page.
 
 Pages link to files of the repository by relative paths (``../CONTRIBUTING.md``), which work where
 the repository itself is shown. The site gets a copy of every such file: Markdown and notebooks as
 pages, anything else as it is. A link to a file that does not exist is an error.
+
+Formulas become MathML, which browsers show without a script.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import posixpath
 import re
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
@@ -24,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "repository"
 
 _LINK = re.compile(r"\]\((?!\w+:|#|/)([^)#\s]+)")
+#: As pymdownx.arithmatex leaves them.
+_FORMULA = re.compile(r"(class=\"arithmatex\">)\\([(\[])(.*?)\\[)\]](?=</)", flags=re.DOTALL)
 _ROLE = re.compile(r":\w+:`(~?)([\w.]+)`")
 _GROUPED = re.compile(
     r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+)(: .*(?:\n\1 +\S.*)*)$", flags=re.MULTILINE
@@ -74,6 +80,16 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         return f"]({posixpath.relpath(to, posixpath.dirname(uri) or '.')}"
 
     return _LINK.sub(moved, markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Turn TeX into MathML."""
+    return _FORMULA.sub(_mathml, content)
+
+
+def _mathml(formula: re.Match[str]) -> str:
+    display = "inline" if formula[2] == "(" else "block"
+    return formula[1] + convert(html.unescape(formula[3]).strip(), display=display)
 
 
 def _in_repository(target: str, uri: str) -> str:

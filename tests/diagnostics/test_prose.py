@@ -43,12 +43,13 @@ def _text(page: str) -> str:
         r"<!-- [\w-]+:start -->.*?<!-- [\w-]+:end -->",
         r"<!--.*?-->",
         r"^ *```.*?^ *```",
+        r"^\$\$$.*?^\$\$$",
     ):
         page = re.sub(left_out, "", page, flags=re.MULTILINE | re.DOTALL)
     page = re.sub(r"!\[[^]]*\]\([^)]*\)", "", page)
     page = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", page)
     page = re.sub(r"``[^`]+``|`[^`]*`", "code", page)
-    page = re.sub(r"\$[^$\n]+\$", "formula", page)
+    page = re.sub(r"\$[^$\n]+\$", "code", page)
     return re.sub(r"^( *)\* ", r"\1- ", page, flags=re.MULTILINE).replace("*", "")
 
 
