@@ -55,13 +55,13 @@ HOW = [
 ]
 
 
-SHAPES = [(3, 5), (5, 5), (1, 5), (2, 2), (7, 5), (6, 3), (1, 1), (4, 1)]
+SHAPES = [(3, 5), (5, 5), (1, 5), (6, 3), (1, 1), (4, 1)]
 
 
 #: What is a constant is shown before a mode is chosen: the other one has some of the shapes.
 @pytest.mark.parametrize(
     ("shape", "mode"),
-    [*((shape, MODES[0]) for shape in SHAPES), *((shape, MODES[1]) for shape in SHAPES[:3])],
+    [*((shape, MODES[0]) for shape in SHAPES), *((shape, MODES[1]) for shape in SHAPES[:2])],
 )
 @pytest.mark.parametrize("how", HOW)
 def test_computed_from_constants_is_exact(how: str, shape: tuple[int, int], mode: str) -> None:

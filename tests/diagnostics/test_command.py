@@ -176,7 +176,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"flash-clipping {flash_clipping.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", ["env", pytest.param("--help", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arguments", ["--help", pytest.param("env", marks=pytest.mark.slow)])
 def test_a_reader_that_has_enough_is_no_error(arguments: str) -> None:
     """``flash-clipping env | head -1``, where nobody reads any more before the first line."""
     reading, writing = os.pipe()

@@ -41,13 +41,13 @@ ZERO = 1e-20
 
 #: Layout of the input -> examples in CI.
 EXAMPLES = {
-    "ids": 40,
-    "vector": 20,
-    "sequence": 60,
-    "grid": 20,
-    "signal": 25,
-    "image": 35,
-    "volume": 20,
+    "ids": 24,
+    "vector": 12,
+    "sequence": 36,
+    "grid": 12,
+    "signal": 15,
+    "image": 21,
+    "volume": 12,
 }
 
 
@@ -136,7 +136,7 @@ def test_random_architecture(layout: str) -> None:
 def test_random_architecture_time_first(layout: str) -> None:
     """The same with ``batch_first=False``: every layer sees ``[T, B, ...]``."""
 
-    @profile(20)
+    @profile(12)
     @given(plan=plans(layout, time_first=True))
     def holds(plan: Plan) -> None:
         check_plan(plan)

@@ -232,13 +232,13 @@ def test_out_of_memory_at_operators_of_a_training(
 
     clean, expected, (history, _) = trained(-1)
     halved = 0
-    for at in range(clean.count // 20, clean.count, clean.count // 20):
+    for at in range(clean.count // 9, clean.count, clean.count // 9):
         _, found, (spent, in_parts) = trained(at)
         halved += in_parts.most is not None
         assert spent == history
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
-    assert halved >= 5  # looks, which are most of it, try other batches
+    assert halved >= 2  # looks, which are most of it, try other batches
 
 
 @pytest.mark.parametrize("fits", [100, 6])
