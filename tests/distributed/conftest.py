@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed import processes, test_four_processes, test_two_processes
+from tests.distributed import failures, processes, test_four_processes, test_two_processes
 from tests.distributed.processes import Found
 
 
 @pytest.fixture(scope="session")
 def by_two(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each of two processes has found."""
-    return processes.run(tmp_path_factory, "sharded_by_two", 2, test_two_processes.main)
+    name, main = "sharded_by_two", test_two_processes.main
+    return processes.run(tmp_path_factory, name, 2, main, beside=failures.main)
 
 
 @pytest.fixture(scope="session")

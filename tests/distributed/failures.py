@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -169,11 +170,13 @@ CASES: dict[str, tuple[Any, int, str]] = {
 }
 
 
-def main(rank: int, folder: str) -> Parts:
+def main(rank: int) -> Parts:
     """At the end of a pipeline's step NCCL's processes wait on their GPUs alone, until its watchdog
     ends them."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
     return {
-        f"failure {name}": partial(failed, rank, folder, name)
+        f"failure {name}": partial(failed, rank, str(folder[0]), name)
         for name in CASES
         if BACKEND != "nccl" or name != "pipeline, finish"
     }

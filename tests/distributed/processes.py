@@ -367,6 +367,7 @@ def _worker(
     main: Callable[[int], Parts],
     folder: str,
     lane: int,
+    every: int,
     start: int,
     deadline: float,
 ) -> None:
@@ -378,7 +379,7 @@ def _worker(
         initialize(f"{folder}/store.{lane}.{start}", rank, world, timedelta(seconds=60))
         with _patience(2 * PATIENCE):  # they meet here for the first time
             parts = main(rank)
-        names = list(parts)[lane::LANES]
+        names = list(parts)[lane % every :: every]
         Path(folder, f"names.{lane}").write_text("\n".join(names))
         for name in names[start:]:
             if (began := time.monotonic()) > deadline:
@@ -395,28 +396,38 @@ def _worker(
 
 
 def run(
-    factory: pytest.TempPathFactory, name: str, world: int, main: Callable[[int], Parts]
+    factory: pytest.TempPathFactory,
+    name: str,
+    world: int,
+    main: Callable[[int], Parts],
+    beside: Callable[[int], Parts] | None = None,
 ) -> list[Found]:
-    """What the parts of ``main`` returned in each of ``world`` processes."""
+    """What the parts of ``main`` returned in each of ``world`` processes; and those of ``beside``,
+    which mostly wait: other processes run them at the same time."""
     if not dist.is_available() or not dist.is_backend_available(BACKEND):
         pytest.skip(f"PyTorch without {BACKEND}")
     if BACKEND == "nccl" and torch.cuda.device_count() < world:
         pytest.skip(f"{name}: {world} processes, and {torch.cuda.device_count()} GPUs")
 
     def fill(folder: Path) -> None:
-        with ThreadPoolExecutor(LANES) as pool:
-            [*pool.map(lambda lane: _run_lane(folder, world, main, lane), range(LANES))]
+        lanes = [(main, lane, LANES) for lane in range(LANES)]
+        if beside is not None:
+            lanes.append((beside, LANES, 1))
+        with ThreadPoolExecutor(len(lanes)) as pool:
+            [*pool.map(lambda lane: _run_lane(folder, world, *lane), lanes)]
 
     folder = filled_once(factory, name, fill)
     return [Found(folder, rank) for rank in range(world)]
 
 
-def _run_lane(folder: Path, world: int, main: Callable[[int], Parts], lane: int) -> None:
+def _run_lane(
+    folder: Path, world: int, main: Callable[[int], Parts], lane: int, every: int
+) -> None:
     """Until every part of this lane has returned or failed."""
     first, names = 0, [""]
     while first < len(names) and time.monotonic() < DEADLINE:
         try:
-            args = (world, main, str(folder), lane, first, DEADLINE)
+            args = (world, main, str(folder), lane, every, first, DEADLINE)
             start_processes(_worker, args, world, fork=BACKEND == "gloo")
             failed = False
         except mp.ProcessExitedException:

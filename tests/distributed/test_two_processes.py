@@ -102,7 +102,6 @@ def main(rank: int) -> Parts:
         **pipelines.main(rank),
         **uses.main(rank),
         **experts.by_two(rank),
-        **failures.main(rank, str(folder[0])),
     }
 
 
