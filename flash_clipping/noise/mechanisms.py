@@ -231,7 +231,7 @@ class BandedInverseNoise(NoiseMechanism):
 
         def of_gaps(quotients: np.ndarray) -> BandedInverseNoise:
             # Gaps of neighbours' ratios to 1 never grow: the ratios do, the column is log-convex.
-            ratios = 1 - np.cumprod(quotients)
+            ratios = 1 - np.maximum(np.cumprod(quotients), 1e-9)  # flat, it grows by rounding
             column = np.cumprod(np.concatenate([[1.0], ratios]))
             a = -_filtered(np.ones(1), column, np.eye(1, count)[0])[1:]
             return cls(count, tuple(np.maximum(a, 0.0).tolist()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from flash_clipping.noise.mechanisms import (
     IndependentNoise,
     NoiseMechanism,
 )
+from tests.support.pages import ROOT
 
 OPTIMISED = BandedNoise.optimised(4, 40)
 ALL = [IndependentNoise(), BandedNoise(2), BandedNoise(4), OPTIMISED]
@@ -236,3 +238,42 @@ def test_fewer_steps_than_diagonals_and_other_memories() -> None:
         BufferedNoise.optimised(0, 3)
     with pytest.raises(ValueError, match="drawn_again"):
         BandedNoise(2, "kept")  # type: ignore[arg-type]
+
+
+def test_many_diagonals_for_many_steps() -> None:
+    """Rounding does not let a column grow that is all but flat."""
+    found = BandedInverseNoise.optimised(32, 2000)
+    assert found.error(2000) < BandedInverseNoise.optimised(8, 2000).error(2000)
+
+
+#: Rows of the table on the page: what is in front of the comma of a cell, and behind it.
+ROWS: dict[str, list[Callable[[int, int | None], NoiseMechanism]]] = {
+    "`IndependentNoise()`": [lambda T, b: IndependentNoise()],
+    "`BandedInverseNoise(2)`": [lambda T, b: BandedInverseNoise(2)],
+    "`BandedNoise(8)`, `.optimised(8, T)`": [
+        lambda T, b: BandedNoise(8),
+        lambda T, b: BandedNoise.optimised(8, T),
+    ],
+    "`BandedInverseNoise(8)`, optimised": [
+        lambda T, b: BandedInverseNoise(8),
+        lambda T, b: BandedInverseNoise.optimised(8, T, b),
+    ],
+    "`BandedInverseNoise(32)`, optimised": [
+        lambda T, b: BandedInverseNoise(32),
+        lambda T, b: BandedInverseNoise.optimised(32, T, b),
+    ],
+    "`BufferedNoise`, 1 buffer, optimised": [lambda T, b: BufferedNoise.optimised(1, T, b)],
+    "`BufferedNoise`, 3 buffers, optimised": [lambda T, b: BufferedNoise.optimised(3, T, b)],
+}
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (len(ROWS[row]) - 1)) for row in ROWS]
+)
+def test_the_figures_of_the_page(row: str) -> None:
+    page = (ROOT / "docs" / "correlated-noise.md").read_text(encoding="utf-8")
+    runs = [(56, None), (56, 14), (400, 100), (2000, None), (2000, 200)]
+    cells = [
+        ", ".join(f"{make(T, b).error(T, b) ** 0.5:.2f}" for make in ROWS[row]) for T, b in runs
+    ]
+    assert f"| {row} | {' | '.join(cells)} |" in page
