@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import certificate, memory, mixtures, plot, report, step, survey, tables, trainer
-from benchmarks.lab import budgets, hostwork, profile, sharded, versions, walk
+from benchmarks.lab import hostwork, profile, sharded, versions, walk
 from benchmarks.ops import (
     convolutions,
     hyper_connections,
@@ -30,7 +30,7 @@ _OPS = (kernels, segments, convolutions, hyper_connections, product_key, packed,
 COMMANDS: tuple[Any, ...] = (
     *(step, memory, trainer, tables, plot, report, survey, mixtures, certificate),
     *(module.BENCH for module in _OPS),
-    *(hostwork, walk, profile, sharded, budgets, versions),
+    *(hostwork, walk, profile, sharded, versions),
 )
 
 
