@@ -6,7 +6,6 @@ import argparse
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks import environment
 from benchmarks.methods import METHODS
@@ -18,7 +17,8 @@ from benchmarks.options import (
     setting,
     stop_without_triton,
 )
-from benchmarks.records import Record, Row
+from benchmarks.records import Record
+from benchmarks.report import memory_table
 from benchmarks.session import Session
 
 
@@ -58,30 +58,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
         record.rows += session.rows.values()
         if options.json:
             record.write(options.json)
-    console.print(memory_table(record.rows))
+    console.print(memory_table(record.rows), markup=False, soft_wrap=True)
     failed = any(row.status == "failed" for row in record.rows if METHODS[row.method].ours)
     return 1 if failed else 0
-
-
-def memory_table(rows: list[Row]) -> Table:
-    """Workloads down, methods across, MiB (and the ratio to the non-private step)."""
-    methods = list(dict.fromkeys(row.method for row in rows))
-    cells = {(row.workload, row.method): row for row in rows}
-    table = Table(title="Peak memory of a step, MiB (ratio to non-private)")
-    for heading in ("model", "B", "T", *methods):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for workload in dict.fromkeys(row.workload for row in rows):
-        baseline = cells.get((workload, "nonprivate"))
-        line: list[str] = []
-        for method in methods:
-            row = cells[workload, method]
-            if row.peak_bytes is None:
-                line.append(row.status)
-            elif baseline is None or not baseline.peak_bytes or row is baseline:
-                line.append(f"{row.peak_bytes / 2**20:,.1f}")
-            else:
-                ratio = row.peak_bytes / baseline.peak_bytes
-                line.append(f"{row.peak_bytes / 2**20:,.1f} ({ratio:.2f})")
-        model, batch, positions = workload
-        table.add_row(model, str(batch), str(positions), *line)
-    return table

@@ -1,4 +1,4 @@
-"""``plot``: a picture of a JSON file of results."""
+"""``plot``: a picture of a JSON file of ``step``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from benchmarks.options import UsageError
-from benchmarks.records import Record, Row, summaries
+from benchmarks.records import Record, summaries
 from benchmarks.report import PEERS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -33,6 +32,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     for path in options.files:
         try:
             record = Record.read(path)
+            if record.kind != "step":
+                raise ValueError(f"{path} is no record of step")
         except (OSError, ValueError) as error:
             raise UsageError(str(error)) from error
         output = options.output or path.with_suffix(".png")
@@ -45,13 +46,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def draw(record: Record) -> Figure:
-    """Bars of time and memory for ``step``; lines of peak memory for ``memory``."""
+    """Bars of time and memory."""
     from matplotlib.figure import Figure
 
-    if record.kind == "step":
-        figure = _draw_steps(Figure(figsize=(9.5, 3.8), layout="constrained"), record)
-    else:
-        figure = _draw_memory(Figure(figsize=(11, 4.5), layout="constrained"), record)
+    figure = _draw_steps(Figure(figsize=(9.5, 3.8), layout="constrained"), record)
     where = record.environment
     figure.suptitle(
         f"{where['device']}, torch {where['torch']}, revision {where['revision']}", fontsize=9
@@ -99,39 +97,3 @@ def _draw_steps(figure: Figure, record: Record) -> Figure:
     handles, labels = time.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(methods) or 1, fontsize=8)
     return figure
-
-
-def _draw_memory(figure: Figure, record: Record) -> Figure:
-    by_length, by_batch = figure.subplots(1, 2)
-    lengths = {row.positions for row in record.rows}
-    batches = {row.batch for row in record.rows}
-    for method in dict.fromkeys(row.method for row in record.rows):
-        rows = [r for r in record.rows if r.method == method and r.peak_bytes]
-        if len(lengths) > 1:
-            _line(
-                by_length, method, [r for r in rows if r.batch == _usual(record.rows, "batch")], 2
-            )
-        if len(batches) > 1:
-            _line(
-                by_batch, method, [r for r in rows if r.positions == _usual(record.rows, "seq")], 1
-            )
-    by_length.set_xlabel("sequence length")
-    by_batch.set_xlabel("batch size")
-    for axes in (by_length, by_batch):
-        axes.set_ylabel("peak memory of a step, GiB")
-        if axes.lines:
-            axes.legend(fontsize=7)
-        else:
-            axes.set_visible(False)
-    return figure
-
-
-def _usual(rows: list[Row], which: str) -> int:
-    """The size that the other series was measured at: the one with most rows."""
-    sizes = [row.batch if which == "batch" else row.positions for row in rows]
-    return max(set(sizes), key=sizes.count)
-
-
-def _line(axes: Axes, method: str, rows: list[Row], key: int) -> None:
-    points = sorted((row.workload[key], (row.peak_bytes or 0) / 2**30) for row in rows)
-    axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=method)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -157,7 +158,7 @@ def baseline_of(method: str) -> str:
     return "nonprivate-graph" if method == "flash-graph" else "nonprivate"
 
 
-def summaries(rows: list[Row]) -> list[Summary | None]:
+def summaries(rows: Sequence[Row]) -> list[Summary | None]:
     """One per row; None for a row that was not timed."""
 
     baselines = {(row.workload, row.method): row for row in rows}

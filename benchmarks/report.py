@@ -136,8 +136,8 @@ def render(records: Sequence[tuple[str, Record | KernelRecord]], folder: str) ->
                 dtype, tables = record.dtype, _kernel_tables(record)
             else:
                 dtype = record.settings["dtype"]
-                make = _step_table if record.kind == "step" else _memory_table
-                tables = [make(record)]
+                make = step_table if record.kind == "step" else memory_table
+                tables = [make(record.rows)]
             parts.append(f"({dtype}, [{name}]({folder}/{name}))\n")
             parts += tables
     return "\n".join(parts)
@@ -155,9 +155,10 @@ def render_peers(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
             continue
         device = "GPU" if record.environment["driver"] else "CPU"
         places.append(f"{device}: {_where(record)}, {record.settings['dtype']}")
-        reasons += _reasons(record, PEERS)
+        reasons += _reasons(record.rows, PEERS)
         lines += [
-            [f"{device}: {line[0]}", *line[1:]] for line in _step_lines(record, list(PEERS)[1:])
+            [f"{device}: {line[0]}", *line[1:]]
+            for line in _step_lines(record.rows, list(PEERS)[1:])
         ]
     headings = ["time (memory) of a step", *PEERS.values()]
     notes = [*places, *dict.fromkeys(reasons), *_small_models(records)]
@@ -283,46 +284,42 @@ def table(headings: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *lines)) + "\n"
 
 
-def _step_table(record: Record) -> str:
-    methods = [m for m in dict.fromkeys(row.method for row in record.rows) if m != "nonprivate"]
-    if "nonprivate" not in {row.method for row in record.rows}:
-        return _first_table(record)
-    what = "step"
-    if record.settings.get("graph"):
-        what += " as one CUDA graph, the optimizer's aside"
-    headings = [f"time (memory) of a {what}", "non-private", *methods]
-    reasons = _reasons(record, methods)
-    return table(headings, _step_lines(record, methods)) + (
-        "\n" + "".join(f"* {reason}\n" for reason in reasons) if reasons else ""
-    )
+def step_table(rows: Sequence[Row]) -> str:
+    """Workloads down, methods across; below it why some have no numbers."""
+    methods = [m for m in dict.fromkeys(row.method for row in rows) if m != "nonprivate"]
+    if "nonprivate" not in {row.method for row in rows}:
+        return _first_table(rows)
+    found = table(["time (memory) of a step", "non-private", *methods], _step_lines(rows, methods))
+    reasons = _reasons(rows, methods)
+    return found + ("\n" + "".join(f"* {reason}\n" for reason in reasons) if reasons else "")
 
 
-def _first_table(record: Record) -> str:
+def _first_table(rows: Sequence[Row]) -> str:
     """Of a run on a machine that has compiled nothing, without the non-private step."""
     lines = []
-    for row, summary in zip(record.rows, summaries(record.rows), strict=True):
+    for row, summary in zip(rows, summaries(rows), strict=True):
         seconds = f"{(row.first_milliseconds or 0) / 1e3:.1f} s" if summary else row.status
         later = f"{summary.milliseconds.median:.1f} ms" if summary else ""
         lines.append([_workload(row.workload), seconds, later])
     return table(["with no kernel compiled", "first step", "later ones"], lines)
 
 
-def _reasons(record: Record, methods: Iterable[str]) -> list[str]:
+def _reasons(rows: Sequence[Row], methods: Iterable[str]) -> list[str]:
     """Why a method could not run, or what was wrong with what it computed."""
     return [
         f"{_workload(row.workload)}: `{row.method}`: {row.note}"
-        for row in record.rows
+        for row in rows
         if row.note and row.method in methods
     ]
 
 
-def _step_lines(record: Record, methods: Sequence[str]) -> list[list[str]]:
+def _step_lines(rows: Sequence[Row], methods: Sequence[str]) -> list[list[str]]:
     cells = {
         (row.workload, row.method): (row, summary)
-        for row, summary in zip(record.rows, summaries(record.rows), strict=True)
+        for row, summary in zip(rows, summaries(rows), strict=True)
     }
     lines: list[list[str]] = []
-    for workload in dict.fromkeys(row.workload for row in record.rows):
+    for workload in dict.fromkeys(row.workload for row in rows):
         baseline = cells.get((workload, "nonprivate"))
         if baseline is None or baseline[1] is None:
             continue
@@ -360,11 +357,11 @@ def _step_cell(row: Row, summary: Summary | None) -> str:
     return f"{summary.ratio.median:.2f}×{memory}{host}"
 
 
-def _memory_table(record: Record) -> str:
-    methods = list(dict.fromkeys(row.method for row in record.rows))
-    cells = {(row.workload, row.method): row for row in record.rows}
+def memory_table(rows: Sequence[Row]) -> str:
+    methods = list(dict.fromkeys(row.method for row in rows))
+    cells = {(row.workload, row.method): row for row in rows}
     lines: list[list[str]] = []
-    for workload in dict.fromkeys(row.workload for row in record.rows):
+    for workload in dict.fromkeys(row.workload for row in rows):
         line = [_workload(workload)]
         for method in methods:
             row = cells[workload, method]

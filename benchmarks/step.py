@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 
-from rich.console import Console, Group
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.table import Table
+from rich.console import Console
 
 from benchmarks import environment
 from benchmarks.methods import METHODS
@@ -27,7 +17,8 @@ from benchmarks.options import (
     setting,
     stop_without_triton,
 )
-from benchmarks.records import Record, Row, Spread, summaries
+from benchmarks.records import Record, Row
+from benchmarks.report import step_table, table
 from benchmarks.session import Disagreement, Session
 
 STEPS = {"cuda": 12, "cpu": 3}
@@ -86,38 +77,31 @@ def run(options: argparse.Namespace, console: Console) -> int:
             f"{each.workload.name}: B {each.workload.batch}, T {each.workload.positions}, "
             f"{str(each.dtype).removeprefix('torch.')} on {record.environment['device']}"
         )
-        with _progress(console) as progress:
-            task = progress.add_task("", total=None)
-
-            def done(line: str, progress: Progress = progress, task: TaskID = task) -> None:
-                progress.update(task, description=line, advance=1)
-
-            since = time.monotonic()
-            session.measure_memory(done)
+        since = time.monotonic()
+        with console.status("") as status_line:
+            session.measure_memory(status_line.update)
             built = time.monotonic()
             try:
-                session.check(done)
+                session.check(status_line.update)
+                wrong = ""
             except Disagreement as error:
-                progress.stop()
-                _print_agreement(session, console)
-                console.print(f"[bold red]Nothing was timed: {error}[/]")
+                wrong = str(error)
+            checked = time.monotonic()
+            console.print(agreement(session), markup=False, soft_wrap=True)
+            if wrong:
+                console.print(f"[bold red]Nothing was timed: {wrong}[/]")
                 status = 1
                 continue
-            checked = time.monotonic()
-            progress.stop()
-            _print_agreement(session, console)
-            progress.start()
-            progress.reset(task, total=len(session.running()) * options.rounds)
             session.time(
                 rounds=options.rounds,
                 steps=options.steps,
                 warmup=options.warmup,
                 clock=options.clock,
                 gc_freeze=options.gc_freeze,
-                done=done,
+                done=status_line.update,
             )
         rows = list(session.rows.values())
-        console.print(step_table(rows))
+        console.print(step_table(rows), markup=False, soft_wrap=True)
         seconds = built - since, checked - built, time.monotonic() - checked
         console.print("first steps took {:.0f} s, agreement {:.0f}, turns {:.0f}".format(*seconds))
         record.rows += rows
@@ -128,58 +112,20 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return status
 
 
-def step_table(rows: Sequence[Row]) -> Group:
-    """The rows of one workload, for the terminal."""
-    table = Table()
-    table.add_column("method", no_wrap=True)
-    headings = ("ms / step", "p10 – p90", "ratio", "p10 – p90", "host ms", "ratio")
-    for heading in (*headings, "peak MiB", "ratio"):
-        table.add_column(heading, justify="right")
-    table.add_column("samples / s", justify="right")
-    table.add_column("tokens / s", justify="right")
-    notes: list[str] = []
-    for row, summary in zip(rows, summaries(list(rows)), strict=True):
-        notes += [f"{row.method}: {row.note}"] if row.note else []
-        peak = f"{row.peak_bytes / 2**20:,.1f}" if row.peak_bytes else ""
-        if summary is None:
-            table.add_row(row.method, f"[bold]{row.status}[/]", *[""] * 5, peak)
-            continue
-        ratio = summary.ratio
-        table.add_row(
-            row.method,
-            f"{summary.milliseconds.median:.2f}",
-            _range(summary.milliseconds, 2),
-            f"[bold]{ratio.median:.3f}[/]" if ratio else "",
-            _range(ratio, 3) if ratio else "",
-            f"{summary.host_milliseconds:.2f}" if summary.host_milliseconds else "",
-            f"{summary.host_ratio:.2f}" if summary.host_ratio else "",
-            peak,
-            f"{summary.memory_ratio:.3f}" if summary.memory_ratio else "",
-            f"{summary.samples_per_second:,.1f}",
-            f"{summary.tokens_per_second:,.0f}",
-        )
-    return Group(table, *notes)
-
-
-def _range(spread: Spread, digits: int) -> str:
-    return f"{spread.p10:.{digits}f} – {spread.p90:.{digits}f}"
-
-
-def _print_agreement(session: Session, console: Console) -> None:
-    table = Table()
-    for heading in ("method", "norms", "clipped sums", "shortened", "doubtful"):
-        table.add_column(heading)
+def agreement(session: Session) -> str:
+    """What each method is off by, and what it may be off by; in Markdown."""
+    lines: list[list[str]] = []
     notes: list[str] = []
     for name, row in session.rows.items():
+        if not METHODS[name].flat and row.status == "ok":
+            continue
+        errors = [_error(row.norm_error), _error(row.gradient_error)]
         if name == session.reference:
-            table.add_row(name, "reference", "reference", *_shortened(row))
+            errors = ["reference", "reference"]
         elif row.status != "ok":
-            table.add_row(name, f"[bold]{row.status}[/]", "", "", "")
-            notes += [f"{name}: {row.note}"] if row.note else []
-        elif METHODS[name].flat:
-            errors = _error(row.norm_error), _error(row.gradient_error)
-            table.add_row(name, *errors, *_shortened(row))
-            notes += [f"{name}: {row.note}"] if row.note else []
+            errors = [row.status, ""]
+        notes += [f"{name}: {row.note}"] if row.note else []
+        lines.append([name, *errors, *_shortened(row)])
     if session.reference not in session.rows:
         reference = session.reference or "nothing: no method could be a reference"
         notes.append(f"compared with {reference}")
@@ -188,8 +134,8 @@ def _print_agreement(session: Session, console: Console) -> None:
         notes.append(f"the plain model's own rounding: {norms} (norms), {sums} (clipped sums)")
     allowed = session.allowed
     limits = f"{_error(allowed.norms)} for norms, {_error(allowed.gradients)} for sums"
-    title = f"Agreement on one batch (allowed: {limits})"
-    console.print(title, table, *notes, sep="\n")
+    found = table(["method", "norms", "clipped sums", "shortened", "doubtful"], lines)
+    return "\n".join([f"Agreement on one batch (allowed: {limits})\n", found, *notes])
 
 
 def _error(value: float | None) -> str:
@@ -200,14 +146,3 @@ def _shortened(row: Row) -> tuple[str, str]:
     if row.shortened is None or row.doubtful is None:
         return "", ""
     return f"{row.shortened:.1e}", f"{row.doubtful:.1%}"
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-        transient=True,
-    )
