@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ from rich.console import Console
 from torch import Tensor, distributed as dist, nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import agreement, environment, models, options
+from benchmarks import agreement, environment, models, options, records
 from benchmarks.agreement import Errors, Fingerprint
 from benchmarks.measure import PeakMemory, host_milliseconds, milliseconds, settle
 from benchmarks.methods import Setting
@@ -70,23 +68,14 @@ COLLECTIVES = {
 
 
 @dataclass
-class Row:
-    """What was measured of one method.
+class Row(records.Row):
+    """What was measured of one method: by the slowest process, and that with the largest peak.
 
     Attributes:
-        peak_bytes: of the process with the largest peak.
-        host_ms: milliseconds of one step on the host, in the slowest process.
         collectives: of one step in the first process: calls and elements, by name.
     """
 
-    method: str
-    note: str = ""
-    norm_error: float | None = None
-    sum_error: float | None = None
-    peak_bytes: int | None = None
-    host_ms: float | None = None
     collectives: dict[str, list[int]] = field(default_factory=dict)
-    milliseconds: list[float] = field(default_factory=list)
 
 
 class Method:
@@ -213,8 +202,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--rounds", type=int, default=5, help="samples of each method")
     parser.add_argument("--steps", type=int, default=8, help="in a turn")
     parser.add_argument("--warmup", type=int, default=3, help="steps before a method's first turn")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
-    parser.add_argument("--revision", help="git revision to record where there is no git directory")
+    options.add_output_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -248,21 +236,22 @@ def _run(chosen: argparse.Namespace, console: Console, device: torch.device) -> 
     # Of their own in each process: but for tensor parallelism, where all compute with one batch.
     own = 0 if chosen.shards == "tp" else dist.get_rank()
     inputs, targets = dataclasses.replace(setting, seed=own).draw(1)[0]
-    rows = [Row(name) for name in chosen.methods.split(",")]
+    sizes = workload.name, workload.batch, workload.positions
+    rows = [Row(name, *sizes) for name in chosen.methods.split(",")]
     allowed = _check(rows, setting, chosen, inputs, targets)
     for row in rows:
-        console.print(f"{row.method}: off by {row.norm_error} (norms), {row.sum_error} (sums)")
+        console.print(f"{row.method}: off by {row.norm_error} (norms), {row.gradient_error} (sums)")
     console.print(f"allowed: {allowed.norms:.1e} (norms), {allowed.gradients:.1e} (sums)")
     for row in rows:
-        if Errors(row.norm_error, row.sum_error).exceed(allowed):
+        if Errors(row.norm_error, row.gradient_error).exceed(allowed):
             row.note = "off by more than allowed"
             if issubclass(METHODS[row.method], Flash):
                 console.print(f"[bold red]{row.method}: that is too much, nothing is timed[/]")
                 return 1
     _measure(rows, setting, chosen, inputs, targets)
     console.print(_table(rows), markup=False)
-    if chosen.json and dist.get_rank() == 0:
-        _write(rows, setting, chosen)
+    if dist.get_rank() == 0:
+        records.write_json(chosen.json, _record(rows, setting, chosen))
     return 0
 
 
@@ -296,7 +285,7 @@ def _check(
             continue
         of_cpu = None if norms is None else norms.detach().double().cpu()
         found = agreement.errors(Fingerprint(of_cpu, None, sums), reference)
-        row.norm_error, row.sum_error = _worst(found.norms), _worst(found.gradients)
+        row.norm_error, row.gradient_error = _worst(found.norms), _worst(found.gradients)
         del method
     plain_errors = agreement.errors(rounded, reference)
     both = Errors(_worst(plain_errors.norms), _worst(plain_errors.gradients))
@@ -340,7 +329,8 @@ def _measure(
         row.peak_bytes = int(_worst(memory.peak) or 0)
         row.collectives = _collectives(lambda m=method: m.step(inputs, targets))
         steps[row.method] = lambda m=method: m.step(inputs, targets)
-        row.host_ms = _worst(_host_milliseconds(setting.device, steps[row.method]))
+        host = _host_milliseconds(setting.device, steps[row.method])
+        row.host_milliseconds = [_worst(host) or host]
     for number in range(chosen.rounds):
         first = number % len(running)
         for row in running[first:] + running[:first]:
@@ -381,67 +371,34 @@ def _collectives(step: Callable[[], None]) -> dict[str, list[int]]:
 
 def _elements(shapes: Any) -> int:
     """Of the operand that is the largest, which is what travels."""
-    sizes = [torch.Size(shape).numel() for shape in shapes if shape and _is_shape(shape)]
-    return max(sizes, default=0)
-
-
-def _is_shape(shape: Any) -> bool:
-    return all(isinstance(size, int) for size in shape)
+    whole = [shape for shape in shapes if all(isinstance(size, int) for size in shape)]
+    return max((torch.Size(shape).numel() for shape in whole if shape), default=0)
 
 
 def _table(rows: list[Row]) -> str:
     lines = []
-    for row in rows:
-        ratios = [None if row.note else _ratio(row, rows), _memory_ratio(row, rows)]
+    for row, it in zip(rows, records.summaries(rows), strict=True):
         sent = ", ".join(f"{calls} {name}" for name, (calls, _) in row.collectives.items())
-        median = statistics.median(row.milliseconds) if row.milliseconds else None
-        lines.append(
-            [
-                row.method,
-                row.note or f"{median:.2f}",
-                "" if row.host_ms is None else f"{row.host_ms:.2f}",
-                *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
-                sent,
-            ]
-        )
+        figures = [row.note, "", "", ""]
+        if it is not None:
+            figures = [f"{it.milliseconds.median:.2f}", f"{it.host_milliseconds or 0:.2f}"]
+            figures += [f"{it.ratio.median:.3f}" if it.ratio else "", f"{it.memory_ratio or 0:.3f}"]
+        lines.append([row.method, *figures, sent])
     heads = ["method", "ms / step", "host", "ratio", "memory", "collectives of a step"]
     return table(heads, lines)
 
 
-def _ratio(row: Row, rows: list[Row]) -> float | None:
-    """Median of the ratios to the non-private method's turn of the same round."""
-    plain = next((other for other in rows if other.method == "nonprivate"), None)
-    if plain is None or not row.milliseconds or not plain.milliseconds:
-        return None
-    pairs = zip(row.milliseconds, plain.milliseconds, strict=True)
-    return statistics.median(mine / theirs for mine, theirs in pairs)
-
-
-def _memory_ratio(row: Row, rows: list[Row]) -> float | None:
-    plain = next((other for other in rows if other.method == "nonprivate"), None)
-    if plain is None or not plain.peak_bytes or not row.peak_bytes:
-        return None
-    return row.peak_bytes / plain.peak_bytes
-
-
-def _write(rows: list[Row], setting: Setting, chosen: argparse.Namespace) -> None:
+def _record(rows: list[Row], setting: Setting, chosen: argparse.Namespace) -> dict[str, Any]:
     started = f"torchrun --nproc-per-node {dist.get_world_size()} "
-    content = {
+    summaries = [it and dataclasses.asdict(it) for it in records.summaries(rows)]
+    return {
         "kind": "sharded",
         "environment": environment.describe(setting.device, chosen.revision),
         "command": started + chosen.command.removeprefix("python "),
         "processes": dist.get_world_size(),
         "dtype": str(setting.dtype).removeprefix("torch."),
-        "batch": setting.workload.batch,
-        "positions": setting.workload.positions,
         "rows": [
-            {
-                **dataclasses.asdict(row),
-                "ratio": _ratio(row, rows),
-                "memory_ratio": _memory_ratio(row, rows),
-            }
-            for row in rows
+            dataclasses.asdict(row) | {"summary": summary}
+            for row, summary in zip(rows, summaries, strict=True)
         ],
     }
-    chosen.json.parent.mkdir(parents=True, exist_ok=True)
-    chosen.json.write_text(json.dumps(content, indent=1) + "\n")
