@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import certificate, memory, mixtures, plot, report, step, survey, tables, trainer
+from benchmarks import certificate, memory, plot, report, step, survey, tables, trainer
 from benchmarks.lab import hostwork, profile, sharded, versions, walk
 from benchmarks.ops import (
     convolutions,
@@ -28,7 +28,7 @@ _OPS = (kernels, segments, convolutions, hyper_connections, product_key, packed,
 
 #: Each adds its parser.
 COMMANDS: tuple[Any, ...] = (
-    *(step, memory, trainer, tables, plot, report, survey, mixtures, certificate),
+    *(step, memory, trainer, tables, plot, report, survey, certificate),
     *(module.BENCH for module in _OPS),
     *(hostwork, walk, profile, sharded, versions),
 )
