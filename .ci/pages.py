@@ -27,6 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Where the site holds files from outside of docs/.
 FOLDER = "repository"
 
+#: The page that an installed package holds, too, is one of the site's own.
+ERRORS, ERRORS_URI = "flash_clipping/troubleshooting.md", "troubleshooting.md"
+
 _LINK = re.compile(r"\]\((?!\w+:|#|/)([^)#\s]+)")
 #: As pymdownx.arithmatex leaves them.
 _FORMULA = re.compile(r"(class=\"arithmatex\">)\\([(\[])(.*?)\\[)\]](?=</)", flags=re.DOTALL)
@@ -96,6 +99,7 @@ def _in_repository(target: str, uri: str) -> str:
     """The path in the repository that a link on the page ``uri`` of the site stands for."""
     copied = uri.startswith(f"{FOLDER}/")
     source = uri.removeprefix(f"{FOLDER}/") if copied else f"docs/{uri}"
+    source = ERRORS if uri == ERRORS_URI else source
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
 
 
@@ -107,6 +111,8 @@ def _notebook(notebook: dict[str, Any]) -> str:
 
 
 def _on_site(path: str) -> str:
+    if path == ERRORS:
+        return ERRORS_URI
     path = re.sub(r"\.ipynb$", ".md", path)
     return path.removeprefix("docs/") if path.startswith("docs/") else f"{FOLDER}/{path}"
 

@@ -5,6 +5,7 @@ flash-clipping plan --samples 60000 --batch-size 1024 --epochs 10 --epsilon 3
 flash-clipping audit scores.json --guesses 300
 flash-clipping env
 flash-clipping compose first.json second.json --delta 1e-5
+flash-clipping errors FC101
 flash-clipping --version
 """
 
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from flash_clipping import __version__
-from flash_clipping.errors import InvalidValue, checked_number
+from flash_clipping.codes import entries, entry
+from flash_clipping.errors import Coded, InvalidValue, MissingPackage, checked_number
 
 # PyTorch takes seconds to import: commands import what they use, and --help does without.
 
@@ -61,7 +63,7 @@ when the file cannot be used. The file:
 """
 
 
-class FactoryError(Exception):
+class FactoryError(Coded):
     """A factory that gives nothing to check; the message says what to change."""
 
 
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             run = _parser().parse_args(argv, args).run
-            if sys.stderr.isatty() and "torch" not in sys.modules:
+            if args.command != "errors" and sys.stderr.isatty() and "torch" not in sys.modules:
                 _tell("loading PyTorch")
             status: int = run(args)
         finally:
@@ -176,6 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     composed.add_argument("reports", metavar="FILE", nargs="+", help="JSON of engine.report(delta)")
     composed.add_argument("--delta", type=float, help="by default that of the reports")
     composed.set_defaults(run=_compose, refusals=(OSError, ValueError))
+    errors = commands.add_parser("errors", help="what a code of an error or a warning means")
+    errors.add_argument("code", metavar="CODE", nargs="?", help="e.g. FC101; without, all of them")
+    errors.set_defaults(run=_errors, refusals=(InvalidValue,))
     return parser
 
 
@@ -196,11 +201,19 @@ def _compose(args: argparse.Namespace) -> int:
     return 0
 
 
+def _errors(args: argparse.Namespace) -> int:
+    every = "\n".join(f"{one.code} {one.message}" for one in entries())
+    print(entry(args.code) if args.code else every)
+    return 0
+
+
 def _json(path: str) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InvalidValue(f"{path}: found no JSON ({error}); expected a file of it.") from error
+        raise InvalidValue(
+            f"FC932 {path}: found no JSON ({error}); expected a file of it."
+        ) from error
 
 
 def _tell(doing: str) -> None:
@@ -231,13 +244,15 @@ def _check(args: argparse.Namespace) -> int:
             model = model.to(args.device)
             batch = map_tensors(lambda x: x.to(args.device), batch, packed=True)
         except (AssertionError, RuntimeError, NotImplementedError) as error:
-            raise FactoryError(f"--device {args.device}: cannot move there: {error}") from error
+            raise FactoryError(
+                f"FC921 --device {args.device}: cannot move there: {error}"
+            ) from error
     device = next(model.parameters()).device.type
     if device == "meta":
-        raise FactoryError(f"{args.factory}: found parameters on the meta device, without values.")
+        raise FactoryError(f"FC125 {args.factory}: found parameters on the meta device.")
     if (args.backend, device) == ("triton", "cpu") and "TRITON_INTERPRET" not in os.environ:
         raise FactoryError(
-            "--backend triton: found a model on the CPU; expected one on a GPU, or "
+            "FC721 --backend triton: found a model on the CPU; expected one on a GPU, or "
             "TRITON_INTERPRET=1 in the environment."
         )
     logger = logging.getLogger("flash_clipping.diagnostics")
@@ -287,7 +302,7 @@ def _draw(file: str, batches: list[int], epochs: list[float], grid: Any) -> None
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("--plot needs matplotlib:\n    pip install matplotlib") from error
+        raise MissingPackage("FC940 --plot: pip install matplotlib") from error
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for batch, row in zip(batches, grid, strict=True):
@@ -305,11 +320,11 @@ def _audit(args: argparse.Namespace) -> int:
 
     told = _json(args.file)
     if not isinstance(told, dict):
-        raise InvalidValue(f"found a {type(told).__name__}; expected an object of names.")
+        raise InvalidValue(f"FC932 found a {type(told).__name__}; expected an object of names.")
     missing = [n for n in ("scores", "included", "epsilon", "delta") if n not in told]
     if missing:
         raise InvalidValue(
-            f"found no {', '.join(missing)}; expected scores, included, epsilon and delta."
+            f"FC932 found no {', '.join(missing)}; expected scores, included, epsilon and delta."
         )
     found = auditing.audit(
         torch.tensor(told["scores"]),
@@ -331,7 +346,7 @@ def load_factory(name: str) -> tuple[Any, Any, Callable[..., Any] | None]:
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
         raise FactoryError(
-            f"expected MODULE:FACTORY, found {name!r}; e.g. my_project.train:factory for the "
+            f"FC920 expected MODULE:FACTORY, found {name!r}; e.g. my_project.train:factory for the "
             "function factory in my_project/train.py."
         )
     if os.getcwd() not in sys.path:
@@ -339,53 +354,53 @@ def load_factory(name: str) -> tuple[Any, Any, Callable[..., Any] | None]:
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
-        raise FactoryError(f"cannot import {module_name!r}: {_where(error)}") from error
+        raise FactoryError(f"FC920 cannot import {module_name!r}: {_where(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             close = difflib.get_close_matches(part, dir(found))
             hint = f" Did you mean {' or '.join(close)}?" if close else ""
-            raise FactoryError(f"found no {attribute!r} in {module_name!r}.{hint}")
+            raise FactoryError(f"FC920 found no {attribute!r} in {module_name!r}.{hint}")
         found = getattr(found, part)
     if not callable(found) or isinstance(found, nn.Module):
         raise FactoryError(
-            f"{name} is a {type(found).__name__}; expected a function without arguments that "
+            f"FC920 {name} is a {type(found).__name__}; expected a function without arguments that "
             "returns (model, batch) or (model, batch, loss)."
         )
     try:
         inspect.signature(found).bind()
     except TypeError as error:
         raise FactoryError(
-            f"{name} must be callable without arguments, and {error}. Wrap it in a function that "
-            "passes them."
+            f"FC920 {name} must be callable without arguments, and {error}. Wrap it in a function "
+            "that passes them."
         ) from error
     except ValueError:  # not all callables have a signature
         pass
     try:
         made = found()
     except Exception as error:
-        raise FactoryError(f"{name}() failed: {_where(error)}") from error
+        raise FactoryError(f"FC920 {name}() failed: {_where(error)}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         size = f" of {len(made)}" if isinstance(made, tuple) else ""
         raise FactoryError(
-            f"{name}() returned a {type(made).__name__}{size}; expected the tuple (model, batch) "
-            "or (model, batch, loss)."
+            f"FC920 {name}() returned a {type(made).__name__}{size}; expected the tuple (model, "
+            "batch) or (model, batch, loss)."
         )
     model, batch, loss = (*made, None)[:3]
     if not isinstance(model, nn.Module):
         raise FactoryError(
-            f"{name}() returned a {type(model).__name__} as model; expected an nn.Module first, "
-            "then the batch."
+            f"FC920 {name}() returned a {type(model).__name__} as model; expected an nn.Module "
+            "first, then the batch."
         )
     if hasattr(model, "autograd_grad_sample_hooks"):
         raise FactoryError(
-            f"{name}() returned a model that is wrapped for per-sample gradients already; return "
-            "the plain nn.Module, before make_private."
+            f"FC172 {name}() returned a model that is wrapped for per-sample gradients already; "
+            "return the plain nn.Module, before make_private."
         )
     if not any(param.requires_grad for param in model.parameters()):
-        raise FactoryError(f"{name}() returned a model without a trainable parameter.")
+        raise FactoryError(f"FC305 {name}() returned a model without a trainable parameter.")
     if loss is not None and not callable(loss):
         raise FactoryError(
-            f"{name}() returned a {type(loss).__name__} as loss; expected loss(model, batch)."
+            f"FC920 {name}() returned a {type(loss).__name__} as loss; expected loss(model, batch)."
         )
     return model, batch, loss
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, NamesItsPage
 
 # -- how an interface is looked for, and what is said where it is missing --------------------------
 
@@ -33,15 +33,15 @@ from flash_clipping.errors import InvalidValue
 KNOWN = {"PyTorch": "2.11 to 2.15", "Triton": "3.6 to 3.9", "Opacus": "1.6"}
 
 
-class MissingInterface(ImportError):
+class MissingInterface(NamesItsPage, ImportError):
     """A private interface that has no substitute is not in the installed version."""
 
 
 def _refuse(name: str, *_: Any, package: str = "PyTorch", **__: Any) -> NoReturn:
     """Say that this private name is needed and missing."""
     raise MissingInterface(
-        f"flash_clipping needs {name}, which the installed {package} does not have. Known to work: "
-        f"{package} {KNOWN[package]}."
+        f"FC941 flash_clipping needs {name}, which the installed {package} does not have. Known to "
+        f"work: {package} {KNOWN[package]}."
     )
 
 
@@ -582,10 +582,10 @@ def explain_flash_mode() -> None:
     def explain(known: Any, grad_sample_mode: str) -> Any:
         if grad_sample_mode == "flash":
             raise InvalidValue(
-                'grad_sample_mode="flash": found with an engine of Opacus\'. Use\n'
-                "    flash_clipping.FlashPrivacyEngine().make_private(...)\n"
-                "and, in the place of PrivacyEngineAdaptiveClipping, give it "
-                'clipping="adaptive".'
+                'FC314 grad_sample_mode="flash": found with an engine of '
+                "Opacus'. Use the engine of flash_clipping "
+                '(clipping="adaptive" in the place of PrivacyEngineAdaptiveClipping):\n'
+                "    flash_clipping.FlashPrivacyEngine().make_private(...)"
             )
         return known(grad_sample_mode)
 

@@ -188,7 +188,7 @@ class Canaries:
         self.samples = samples
         m = len(samples)  # type: ignore[arg-type]
         if not m:
-            raise InvalidValue("Canaries: found no samples; expected one canary at least.")
+            raise InvalidValue("FC931 Canaries: found no samples; expected one canary at least.")
         if seed is None:
             self.included_M = torch.tensor([bool(secrets.randbits(1)) for _ in range(m)])
         else:
@@ -235,7 +235,7 @@ def audit(
     score_M = score_M.detach().double().cpu()
     if score_M.shape != (m,) or not score_M.isfinite().all():
         raise InvalidValue(
-            f"audit: found scores of shape {[*score_M.shape]}, "
+            f"FC931 audit: found scores of shape {[*score_M.shape]}, "
             f"{int((~score_M.isfinite()).sum())} of them not finite; expected a finite number "
             f"for each of {m} canaries:\n    score_M = score_M.nan_to_num()"
         )
@@ -372,8 +372,8 @@ def loss_scores(
             module.training = mode
     if found[0].shape != (len(samples),):  # type: ignore[arg-type]
         raise InvalidValue(
-            f"loss_scores: found losses of shape {[*found[0].shape]}; expected one for each of "
-            f"{len(samples)} samples, not reduced:\n"  # type: ignore[arg-type]
+            f"FC462 loss_scores: found losses of shape {[*found[0].shape]}; expected one for each "
+            f"of {len(samples)} samples, not reduced:\n"  # type: ignore[arg-type]
             '    F.cross_entropy(model(x), y, reduction="none")'
         )
     return -found[0] if reference is None else found[1] - found[0]

@@ -1,25 +1,48 @@
-"""The error that is raised in place of a wrong norm, and lines for messages to end in."""
+"""Errors, whose messages begin with codes, and lines for messages to end in."""
 
 from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, SupportsFloat
 
+_CODE = re.compile(r"\bFC\d{3} ")
 
-class NamesItsPage(Exception):
-    """An error with a note, which tracebacks show below the message: the page that has an entry for
-    it."""
+
+class Coded(Exception):
+    """An error or warning whose message begins with the code of its cause, ``FC101``, that
+    ``flash-clipping errors FC101`` explains."""
+
+    @property
+    def code(self) -> str:
+        """The code; empty where the message has none."""
+        found = _CODE.match(str(self))
+        return found[0].strip() if found else ""
+
+
+def without_code(text: str) -> str:
+    """A message, or a part of another one, without its code."""
+    return _CODE.sub("", text, count=1)
+
+
+class NamesItsPage(Coded):
+    """An error with a note, which tracebacks show below the message: the command that explains it.
+
+    A code within the message goes to its start: a layer's name was put before it.
+    """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        self.add_note("docs/troubleshooting.md has an entry for this error, by its text.")
+        found = _CODE.search(str(args[0])) if args else None
+        super().__init__(*([found[0] + without_code(found.string)] if found else args))
+        if found:
+            self.add_note(f"More on this error:  flash-clipping errors {self.code}")
 
     def __reduce__(self) -> Any:
         # Whatever a subclass is made of (modules, other errors), to another process goes its text.
-        return _with_text, (type(self), self.args, self.__notes__)
+        return _with_text, (type(self), self.args, getattr(self, "__notes__", []))
 
 
 def _with_text(kind: type[NamesItsPage], args: tuple[Any, ...], notes: list[str]) -> Any:
@@ -44,10 +67,20 @@ class NotServed(NamesItsPage, NotImplementedError):
     """A ``NotImplementedError`` of this library."""
 
 
+class NoAttribute(NamesItsPage, AttributeError):
+    """An ``AttributeError`` of this library."""
+
+
+class MissingPackage(NamesItsPage, ImportError):
+    """An ``ImportError`` of this library."""
+
+
 def check_one_of(name: str, value: str, known: Sequence[str]) -> None:
     """Raise ``ValueError`` for an option that is none of those that are known."""
     if value not in known:
-        raise InvalidValue(f"{name}={value!r} is unknown; expected one of {', '.join(known)}.")
+        raise InvalidValue(
+            f"FC301 {name}={value!r} is unknown; expected one of {', '.join(known)}."
+        )
 
 
 def checked_number(
@@ -75,7 +108,7 @@ def checked_number(
     if not (low < number < high or at_end):
         kind = "a whole number" if whole else "a number"
         raise InvalidValue(
-            f"{name}: found {value!r}; expected {kind} in {interval}:\n    {name}={example}"
+            f"FC302 {name}: found {value!r}; expected {kind} in {interval}:\n    {name}={example}"
         )
     return number
 
@@ -106,31 +139,9 @@ make_private, or of the wrapper:
     mode="one_by_one\""""
 
 
-def to_freeze(*paths: str) -> str:
-    """The last lines of a refusal: code that freezes the modules that it names, and of the model
-    itself its own parameters only; and the mode that does without."""
-    inner = [path for path in paths if module_at(path) != "model"]
-    own = "\n    for param in model.parameters(recurse=False): param.requires_grad_(False)"
-    line = own if len(inner) < len(paths) else ""
-    if len(inner) == 1:
-        line += f"\n    {module_at(inner[0])}.requires_grad_(False)"
-    elif inner:
-        names = ", ".join(f'"{path.partition(" (")[0]}"' for path in inner)
-        line += f"\n    for path in [{names}]: model.get_submodule(path).requires_grad_(False)"
-    return line + ONE_BY_ONE
-
-
-def to_freeze_parameters(*names: str) -> str:
-    """A line of a refusal: code that freezes the parameters that it names."""
-    if len(names) == 1:
-        return f'\n    model.get_parameter("{names[0]}").requires_grad_(False)'
-    listed = ", ".join(f'"{name}"' for name in names)
-    return f"\n    for name in [{listed}]: model.get_parameter(name).requires_grad_(False)"
-
-
 def missing_extra(extra: str, user: str, error: ImportError) -> ImportError:
     """What is raised where ``user`` needs packages of an extra that cannot be imported."""
-    return ImportError(
-        f"{user} needs the extra flash-clipping[{extra}]: {error}. In a clone of the repository:"
+    return MissingPackage(
+        f"FC940 {user} needs the extra flash-clipping[{extra}]: {error}. In a clone of it:"
         f"\n    pip install -e '.[{extra}]'"
     )

@@ -182,7 +182,7 @@ def plan(
     ):
         if [*given.values()].count(None) != 1:
             both = " and ".join(f"{name}={value}" for name, value in given.items())
-            raise InvalidValue(f"plan: found {both}; expected one of them.")
+            raise InvalidValue(f"FC930 plan: found {both}; expected one of them.")
     checked_number("samples", samples, "[1, inf)", example=1000, whole=True)
     checked_number("batch_size", batch_size, f"[1, {int(samples)}]", example=samples, whole=True)
     delta = 0.1 / samples if delta is None else delta
@@ -242,7 +242,7 @@ def first_bound(
     norms = torch.cat(found) if found else torch.empty(0)
     norms = norms[norms.isfinite()]
     if not len(norms):
-        raise InvalidValue("first_bound: found no batch with a finite norm; expected one at least.")
+        raise InvalidValue("FC931 first_bound: found no batch with a finite norm; expected one.")
     return float(norms.quantile(quantile))
 
 

@@ -32,11 +32,9 @@ def check_against_loader(
     sizes = " or ".join(map(str, forward.batch_sizes)) or "unknown size"
     axis, is_first = session.options.batch_axis, session.options.batch_first
     raise FlashClippingError(
-        f"the model: the loader drew {drawn} samples, but the model is called with a batch of "
-        f"{sizes} (the size of axis {axis} of its inputs). Samples that are packed "
-        "end to end into one row, or flattened into their tokens, are not recognised: give the "
-        "model one row per sample, padded to one length. If samples lie along axis "
-        f"{1 - axis}, use batch_first={not is_first}.{advice}"
+        f"FC240 the model: the loader drew {drawn} samples, but the model is called with a batch "
+        f"of {sizes} (the size of axis {axis} of its inputs). Give the model one row per sample, "
+        f"padded to one length; or use batch_first={not is_first}.{advice}"
     )
 
 
@@ -55,17 +53,14 @@ def check_losses(session: ClippingSession, losses: Tensor) -> None:
             return
         if call.units.by_position:
             raise FlashClippingError(
-                f"the criterion: found {counts[0]} losses; expected one for each of the "
+                f"FC241 the criterion: found {counts[0]} losses; expected one for each of the "
                 f"{counts_known[1]} positions, or of the {counts_known[0]} units, which are parts "
-                "of rows. A mean over a row would be shared by all units in it: call the criterion "
-                "on logits.flatten(0, 1) and labels.flatten(), without shape=."
+                "of rows: call it on logits.flatten(0, 1) and labels.flatten(), without shape=."
             )
     if samples not in counts:
         axis, is_first = session.options.batch_axis, session.options.batch_first
         raise FlashClippingError(
-            f"the criterion: found {counts[0]} losses, but the model was called with a batch "
-            f"of {samples} samples (the size of axis {axis} of its input). One of "
-            "the two does not count samples: give the model inputs whose axis "
-            f"{axis} is the batch (batch_first={is_first}), and the "
-            "criterion one row per sample."
+            f"FC241 the criterion: found {counts[0]} losses, but the model was called with a batch "
+            f"of {samples} samples (the size of axis {axis} of its input). Give both one row per "
+            f"sample; axis {axis} is the batch (batch_first={is_first})."
         )

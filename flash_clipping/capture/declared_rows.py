@@ -34,13 +34,13 @@ class DeclaredRows:
         where = f"{path}: called inside flash_clipping.samples(index, count={self.count})"
         if axis:
             raise FlashClippingError(
-                f"{where}, with a model that was wrapped with batch_first=False. Wrap it with "
-                "batch_first=True, and give these layers their rows on the first axis."
+                f"FC263 {where}, with a model that was wrapped with batch_first=False. Wrap it "
+                "with batch_first=True, and give these layers their rows on the first axis."
             )
         if batch is not None and batch != self.count:
             raise FlashClippingError(
-                f"{where}, but the model was called with a batch of {batch} samples. Pass the "
-                "number of samples in the batch as count."
+                f"FC260 {where}, but the model was called with a batch of {batch} samples. Pass "
+                "the number of samples in the batch as count."
             )
         rows = len(self.index_M)
         for x in args:
@@ -48,13 +48,13 @@ class DeclaredRows:
                 continue
             if x.dim() == 0 or x.shape[0] != rows:
                 raise FlashClippingError(
-                    f"{where}: found an input of shape {tuple(x.shape)}, but index has {rows} "
-                    "entries. The first axis must be the rows: one entry for each."
+                    f"FC260 {where}: found an input of shape {tuple(x.shape)}, but index has "
+                    f"{rows} entries. The first axis must be the rows: one entry for each."
                 )
             if x.device != self.index_M.device:
                 raise FlashClippingError(
-                    f"{where}: its input is on {x.device}, and index on {self.index_M.device}. "
-                    "Move index there."
+                    f"FC260 {where}: its input is on {x.device}, and index on "
+                    f"{self.index_M.device}. Move index there."
                 )
 
     def read_as(self, x: Any) -> DeclaredRows:
@@ -77,10 +77,9 @@ class LostRows(DeclaredRows):
 
     def of_samples(self, factor: PerSampleGrad) -> PerSampleGrad:
         raise FlashClippingError(
-            f"{self.path}: activation checkpointing runs this layer again, outside of the "
-            "flash_clipping.samples(index, count) that it was called in, so that it is not "
-            "known which samples its rows are of. Write `with samples(...)` inside the "
-            "function that is checkpointed, or checkpoint with use_reentrant=False."
+            f"FC262 {self.path}: activation checkpointing runs this layer again, outside of the "
+            "flash_clipping.samples(index, count) that it was called in. Write `with samples(...)` "
+            "inside the function that is checkpointed, or checkpoint with use_reentrant=False."
         )
 
 
@@ -128,8 +127,8 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
     """
     if torch.compiler.is_compiling():
         raise FlashClippingError(
-            "flash_clipping.samples(...): found inside what torch.compile traces; expected an "
-            "ordinary forward. Keep this module out of it: torch.compiler.disable(module)."
+            "FC261 flash_clipping.samples(...): found inside what torch.compile traces; expected "
+            "an ordinary forward. Keep this module out of it: torch.compiler.disable(module)."
         )
     integers = isinstance(index, Tensor) and not (
         index.is_floating_point()
@@ -144,12 +143,12 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
             else type(index).__name__
         )
         raise FlashClippingError(
-            f"flash_clipping.samples(index, count): found {found} and count={count!r}; expected "
-            "one integer for each row, and the number of samples."
+            f"FC260 flash_clipping.samples(index, count): found {found} and count={count!r}; "
+            "expected one integer for each row, and the number of samples."
         )
     check_on_device(
         (index >= -1).logical_and(index < count).all(),
-        f"flash_clipping.samples(index, count={count}): index has values outside of -1 to "
+        f"FC260 flash_clipping.samples(index, count={count}): index has values outside of -1 to "
         f"{count - 1}. Give each row its sample's place in the batch, or -1 for none.",
     )
     # A copy: the map is read in backward, and index is the user's.

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import Coded, FlashClippingError
 from flash_clipping.ops.runtime.checks import check_on_device
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,12 +35,12 @@ ONE_DRAW = """ A step is accounted for as one draw. Call optimizer.step() for ea
 larger steps use a larger batch size:
     DataLoader(dataset, batch_size=..., shuffle=True)"""
 
-_MAY_BE_NOBODYS = """the model: the row of this call may be that of a batch without samples, which \
-adds nothing. Call the model with the batch of each step, before the next one is taken from the \
-loader."""
+_MAY_BE_NOBODYS = """FC251 the model: the row of this call may be that of a batch without samples, \
+which adds nothing. Call the model with the batch of each step, before the next one is taken from \
+the loader."""
 
-_OTHER_ROWS = """the model: the rows of this call are not those of the loader's last batch. Call \
-the model with the batch of each step, before the next one is taken, and with its own tensors \
+_OTHER_ROWS = """FC243 the model: the rows of this call are not those of the loader's last batch. \
+Call the model with the batch of each step, before the next one is taken, and with its own tensors \
 (change them in the dataset or inside of the model). Or say which row of the batch each row is, \
 once for each batch:
     model.expect_rows(torch.arange(rows))"""
@@ -144,7 +144,7 @@ def scrambled(numbers: Tensor) -> Tensor:
     return numbers ^ (numbers >> 32)
 
 
-class NoStepWarning(UserWarning):
+class NoStepWarning(Coded, UserWarning):
     """The loader gave a batch that no step was taken on."""
 
 
@@ -220,15 +220,13 @@ class Draws:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"A batch was drawn, and no optimizer.step() followed: found that {found}. "
-                "The accountant counts steps, so epsilon holds only if leaving a batch out "
-                "does not depend on its samples. Call optimizer.step() for every batch:\n"
-                "    - a loss that is not finite: backward() and step() as always; such samples "
-                "add nothing\n"
+                f"FC551 A batch was drawn, and no optimizer.step() followed: found that {found}. "
+                "Epsilon holds only if leaving a batch out does not depend on its samples. Call "
+                "optimizer.step() for every batch:\n"
+                "    - a loss that is not finite: backward() and step() as always\n"
                 "    - a batch with no sample: step() alone; it adds noise and is accounted\n"
                 "    - a batch that does not fit: flash_clipping.MicroBatches(optimizer)\n"
-                "Sums that are read from p.grad have no noise: epsilon does not cover them. This "
-                "is said once.",
+                "This is said once.",
                 NoStepWarning,
                 stacklevel=4,
             )
@@ -313,16 +311,16 @@ class Draws:
         """
         if not self.waiting:
             raise FlashClippingError(
-                "expect_rows: no batch of the loader that make_private returned was given. Call it "
-                "after the batch is taken, and before the model."
+                "FC242 expect_rows: no batch of the loader that make_private returned was given. "
+                "Call it after the batch is taken, and before the model."
             )
         draw = self.waiting[-1]
         if order is not None:
             order = torch.as_tensor(order).detach().cpu().long()
             if order.dim() != 1 or bool(((order < 0) | (order >= draw.rows)).any()):
                 raise FlashClippingError(
-                    f"expect_rows: found a tensor of shape {tuple(order.shape)}; expected, for "
-                    f"every row of the model's input, a row of the batch, 0 to {draw.rows - 1}."
+                    f"FC242 expect_rows: found a tensor of shape {tuple(order.shape)}; expected, "
+                    f"for every row of the model's input, a row of the batch, 0 to {draw.rows - 1}."
                 )
         draw.order_R = order
 
@@ -346,18 +344,18 @@ class Draws:
         """The batch that was given last, if these are its rows."""
         if not self.waiting:
             raise FlashClippingError(
-                "the model: make_private was called with units=..., max_batch_size=... or batches "
-                "in an order, and no batch of the loader that it returned was given for this "
-                "forward. Take batches from that loader (through BatchMemoryManager with "
-                "num_workers=0 alone); run other data under torch.no_grad()."
+                "FC244 the model: make_private was called with units=..., max_batch_size=... or "
+                "batches in an order, and no batch of the loader that it returned was given for "
+                "this forward. Take batches from it (BatchMemoryManager with num_workers=0); run "
+                "other data under torch.no_grad()."
             )
         draw = self.waiting[-1]
         rows = draw.rows if draw.order_R is None else len(draw.order_R)
         if rows not in sizes:
             found = " or ".join(map(str, sizes)) or "unknown size"
             raise FlashClippingError(
-                f"the model: called with a batch of {found} rows; expected the {rows} rows of "
-                "the loader's last batch, all at once."
+                f"FC243 the model: called with a batch of {found} rows; expected the {rows} rows "
+                "of the loader's last batch, all at once."
             )
         if draw.order_R is None:
             fits = draw.fits(inputs, axis)
@@ -382,8 +380,8 @@ def of_one_draw(draws: Iterable[DrawnBatch | None]) -> DrawnBatch | None:
     if len(found) > 1:
         listed = ", ".join(map(str, sorted(found)))
         raise FlashClippingError(
-            f"One step has gradients of batches {listed} of the loader.{ONE_DRAW}\nOr the result "
-            "of an earlier forward is kept, and never goes backward. Before the next forward:\n"
+            f"FC510 One step has gradients of batches {listed} of the loader.{ONE_DRAW}\n"
+            "Or an earlier forward never goes backward. Before the next forward:\n"
             "    optimizer.zero_grad()"
         )
     return found.popitem()[1] if found else None
@@ -432,9 +430,9 @@ class CountedRows:
             return of_rows
         if self.rows != of_rows.shape[-1]:  # only of a mask that graphs read
             raise FlashClippingError(
-                f"GraphedStep: found a part of {of_rows.shape[-1]} rows, of batches of {self.rows} "
-                "(max_batch_size, and BatchMemoryManager). Graphs read one mask, of a whole batch. "
-                "Take whole batches, of a smaller max_batch_size; or leave GraphedStep out."
+                f"FC705 GraphedStep: found a part of {of_rows.shape[-1]} rows, of batches of "
+                f"{self.rows} (max_batch_size, and BatchMemoryManager). Take whole batches, of a "
+                "smaller max_batch_size; or leave GraphedStep out."
             )
         return of_rows.masked_fill(self.mask(of_rows.device), value)
 
@@ -478,7 +476,7 @@ class Padding:
         order = draw.order_R
         if order is not None and not torch.equal(order.sort()[0], torch.arange(draw.rows)):
             raise FlashClippingError(
-                f"expect_rows: found {len(order)} rows, of a batch that max_batch_size gives "
+                f"FC242 expect_rows: found {len(order)} rows, of a batch that max_batch_size gives "
                 f"{draw.rows}; expected every row of the batch once."
             )
         return CountedRows(draw.rows, draw.samples, order)

@@ -55,8 +55,8 @@ class Guard(dict[None, None]):
         # Gradients of a probe are autograd's own.
         if self.session.mode.enabled and self.session.mode.probing is None:
             raise FlashClippingError(
-                f"{self.name}: this parameter received a gradient from outside the module that "
-                f"owns it; it would be {self.why}"
+                f"FC142 {self.name}: this parameter received a gradient from outside the module "
+                f"that owns it; it would be {self.why}"
             )
 
 
@@ -130,8 +130,8 @@ class FactorSource:
         if backward_pass is None:
             if recomputed:
                 raise FlashClippingError(
-                    f"{self.path}: re-entrant activation checkpointing reached this layer before "
-                    "the model's own output. Compute the loss from what the wrapped model "
+                    f"FC234 {self.path}: re-entrant activation checkpointing reached this layer "
+                    "before the model's own output. Compute the loss from what the wrapped model "
                     "returns, or use checkpoint(..., use_reentrant=False)."
                 )
             backward_pass = self.session.begin_backward()
@@ -179,10 +179,10 @@ class FactorSource:
                 is_0 = (factor.sqnorms(self.session.options.backend) == 0).all()
                 check_on_device(
                     is_0,
-                    f"{self.path}: a gradient reaches this layer for the first time, and none has "
-                    "shown which of its rows belong to which sample. "
-                    "Clear the gradients and run this step again. If that does not help, return "
-                    f"what the loss is computed from with a row for each sample.{instead}",
+                    f"FC230 {self.path}: a gradient reaches this layer for the first time, and "
+                    "none has shown which of its rows belong to which sample. Clear the gradients "
+                    "and run this step again. Or return the loss with a row for each "
+                    f"sample.{instead}",
                 )
         except FlashClippingError:
             self.session.proof.proven_with = -1  # the next forward looks again
@@ -192,9 +192,9 @@ class FactorSource:
         """Rows that are parts of samples, as samples."""
         if samples is None or factor.batch_size % max(samples, 1):
             raise FlashClippingError(
-                f"{self.path}: its rows are parts of samples (declared in folded_modules, or found "
-                f"in the first step), but its {factor.batch_size} rows are no multiple of the "
-                f"batch ({samples}) that the model was called with. Every sample must be folded "
-                "into the same number of rows, which lie together."
+                f"FC201 {self.path}: its rows are parts of samples (declared in folded_modules, or "
+                f"found in the first step), but its {factor.batch_size} rows are no multiple of "
+                f"the batch ({samples}). Fold every sample into the same number of rows, which lie "
+                "together."
             )
         return factor.fold(samples)

@@ -163,9 +163,10 @@ def refuse_layout(root: nn.Module, x: Tensor) -> NoReturn:
     """Refuse an input of ``root`` that is sparse or nested."""
     line = "torch.nested.to_padded_tensor(x, 0.0)" if x.is_nested else "x.to_dense()"
     raise FlashClippingError(
-        f"the model ({type(root).__name__}): found a sparse or nested tensor among its inputs, "
-        "whose rows cannot be told apart in any mode. Give it dense, and make of it in forward "
-        f"what layers read:\n    x = {line}"
+        f"FC206 the model ({type(root).__name__}): found a sparse or nested tensor among its "
+        "inputs, whose rows cannot be told apart in any mode. Give it dense, and convert it in "
+        "forward:\n"
+        f"    x = {line}"
     )
 
 
@@ -178,9 +179,9 @@ def refuse_graphs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     for x in (*args, *kwargs.values()):
         if hasattr(x, "edge_index") or hasattr(x, "num_graphs"):
             raise FlashClippingError(
-                f"the model: found a {type(x).__name__} among its arguments, whose rows are nodes "
-                "of graphs: samples have several, and not as many each, so their norms cannot be "
-                "taken from a batch. Let graphs run through the model one at a time:\n"
+                f"FC207 the model: found a {type(x).__name__} among its arguments, whose rows are "
+                "nodes of graphs: samples have several, and not as many each. Let graphs run one "
+                "at a time:\n"
                 '    mode="one_by_one"'
             )
 

@@ -13,7 +13,7 @@ from flash_clipping._compat import memory_id, pytree
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.proxies import ParameterProxy, repeated, to_samples
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.rules.registry import Rule, UnsupportedLayer
 
 _signature_of = functools.lru_cache(maxsize=1024)(inspect.signature)
@@ -71,10 +71,9 @@ def _error_of(forward: Callable[..., Any], count: int) -> str:
 
 def _refuse(path: str, rule: Rule, found: str) -> NoReturn:
     raise FlashClippingError(
-        f"{path}: it was called with {found}, which its rule {type(rule).__name__} does "
-        "not take; it would be lost. Call the layer without, write a rule whose forward takes "
-        "it (flash_clipping.register_rule), or freeze the layer's parameters."
-        f"{to_freeze(path)}"
+        f"FC163 {path}: it was called with {found}, which its rule {type(rule).__name__} does not "
+        "take; it would be lost. Call the layer without, or write a rule whose forward takes it "
+        f"(flash_clipping.register_rule).{ONE_BY_ONE}"
     )
 
 
@@ -154,9 +153,9 @@ def samples_in(
     if not all(kinds.values()):
         constant = next(x for x in inputs if not kinds[id(x)])
         raise FlashClippingError(
-            f"{path}: one of its inputs, of shape {tuple(constant.shape)}, is the same for all "
-            "samples, and another one is not. Expand it over the batch, "
-            "x.expand(batch_size, ...)."
+            f"FC221 {path}: one of its inputs, of shape {tuple(constant.shape)}, is the same for "
+            "all samples, and another one is not. Expand it over the batch, x.expand(batch_size, "
+            "...)."
         )
     count, expanded = call.batch_size or 1, dict[int, Tensor]()
     for x in inputs:
@@ -182,9 +181,9 @@ def rows_by_sample(
     rows = args[0].shape[0]
     if axis or not samples or rows % samples:
         raise UnsupportedLayer(
-            f"found {rows} rows for a batch of {samples} along axis {axis}; expected as many "
-            "rows for every sample, which lie together: give the model [batch, ...] inputs, "
-            "all of one length, or freeze this layer's parameters."
+            f"FC201 found {rows} rows for a batch of {samples} along axis {axis}; expected as many "
+            "rows for every sample, which lie together: give the model [batch, ...] inputs, all of "
+            "one length."
         )
     return tuple(x.unflatten(0, (samples, -1)) if isinstance(x, Tensor) else x for x in args)
 
@@ -193,7 +192,7 @@ def refuse_input(path: str, x: Any, param: nn.Parameter) -> NoReturn:
     """Say why no rule can take this input of a layer whose parameters are where ``param`` is."""
     if not isinstance(x, Tensor):
         raise FlashClippingError(
-            f"{path}: expected a tensor as first input, found {type(x).__name__}.{ONE_BY_ONE}"
+            f"FC204 {path}: expected a tensor as first input, found {type(x).__name__}.{ONE_BY_ONE}"
         )
     if x.device != param.device:
         advice = f'Move the batch to the model:\n    x = x.to("{param.device}")'
@@ -205,10 +204,10 @@ def refuse_input(path: str, x: Any, param: nn.Parameter) -> NoReturn:
         elif param.device.type == "cpu" and not x.is_meta:
             advice = f'Move the model, before the optimizer is made:\n    model.to("{x.device}")'
         raise FlashClippingError(
-            f"{path}: its parameters are on {param.device}, but its input is on {x.device}. "
+            f"FC205 {path}: its parameters are on {param.device}, but its input is on {x.device}. "
             f"{advice}"
         )
     raise FlashClippingError(
-        f"{path}: found an input of shape {tuple(x.shape)}, which has no batch axis; "
+        f"FC203 {path}: found an input of shape {tuple(x.shape)}, which has no batch axis; "
         f"expected [batch, ...]. Add the axis with unsqueeze(0).{ONE_BY_ONE}"
     )

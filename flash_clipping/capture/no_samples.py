@@ -23,7 +23,7 @@ from flash_clipping.capture.no_trace import untouched
 from flash_clipping.capture.refused_forwards import NoRenormalisation
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
-from flash_clipping.errors import TO_EXPORT, FlashClippingError
+from flash_clipping.errors import TO_EXPORT, FlashClippingError, NoAttribute
 
 
 class RootForward(Tap):
@@ -43,8 +43,8 @@ class RootForward(Tap):
         return inspect.signature(forward)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"the forward of a private model has no {name!r}, which exports of PyTorch read. "
+        raise NoAttribute(
+            f"FC430 the forward of a private model has no {name!r}, which exports of PyTorch read. "
             f"{TO_EXPORT}"
         )
 
@@ -144,9 +144,8 @@ def refuse_no_rows(root: nn.Module, session: ClippingSession, tensors: Sequence[
     is_empty = sizes[:1] == [0] or session.rows.units_of_calls.sample_of is not None
     if is_empty and not (has_bags and any(sizes)):
         raise FlashClippingError(
-            "the model: called with a batch without rows. Where no sample was drawn, the loader "
-            "that make_private returned gives one row, which adds nothing. Leave out the call for "
-            "an empty batch, or part of one, that was made by hand:\n"
+            "FC250 the model: called with a batch without rows. Leave out the call for an empty "
+            "batch, or part of one, that was made by hand:\n"
             "    if len(x):\n"
             "        criterion(model(x), y).backward()"
         )

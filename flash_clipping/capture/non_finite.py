@@ -46,7 +46,7 @@ class NonFiniteWarning:
     def _warn(self) -> None:
         self.warned = True
         warnings.warn(
-            "The gradient of at least one sample was not finite (inf or NaN). Such samples get "
-            "clipping coefficient 0 and add nothing to the sum. This is said once.",
+            "FC555 The gradient of at least one sample was not finite (inf or NaN). Such samples "
+            "get clipping coefficient 0 and add nothing to the sum. This is said once.",
             stacklevel=2,
         )

@@ -33,16 +33,13 @@ from flash_clipping.errors import FlashClippingError
 from flash_clipping.ops.rows import finite_rows
 from flash_clipping.rules.registry import Rule
 
-_ALONE = (
-    "Give every document a row of its own, padded to one length, with a map of rows; or freeze "
-    "this layer's parameters."
-)
+_ALONE = "Give every document a row of its own, padded to one length, with a map of rows."
 
 
 def refuse_layer(path: str, found: str, advice: str = _ALONE) -> NoReturn:
     """Say why a layer cannot be served where units are parts of rows."""
     raise FlashClippingError(
-        f"{path}: units are parts of rows (sample_of with a map of positions), and {found}. "
+        f"FC278 {path}: units are parts of rows (sample_of with a map of positions), and {found}. "
         f"{advice}"
     )
 
@@ -72,8 +69,7 @@ class Positions:
                 self.path,
                 f"it reads a tensor of shape {tuple(x.shape)}; expected [{R}, {T}, ...], as the "
                 "map has",
-                "Keep all positions on the second axis of what it reads, in their order; or "
-                "freeze this layer's parameters.",
+                "Keep all positions on the second axis of what it reads, in their order.",
             )
         self.folded = True
         return x
@@ -121,9 +117,9 @@ def note_read(path: str, session: ClippingSession, rows: Tensor, recomputed: boo
     elif path not in session.rows.units_of_calls.proven:
         session.rows.units_of_calls.apart.clear()
         raise FlashClippingError(
-            f"{path}: this layer was reached for the first time, and units are parts of rows: it "
-            "was not seen whether documents reach each other in what it reads. It is looked at "
-            "before the next forward: clear the gradients and run this step again."
+            f"FC230 {path}: this layer was reached for the first time, and units are parts of "
+            "rows: it was not seen whether documents reach each other in what it reads. It is "
+            "looked at before the next forward: clear the gradients and run this step again."
         )
 
 
@@ -222,9 +218,9 @@ def _finite_positions(
     lies = cut.placements
     if any(placement.is_shard(0) or (placement.is_shard(1) and x.dim() > 2) for placement in lies):
         raise FlashClippingError(
-            f"the model: units are parts of rows (sample_of with a map of positions), and a layer "
-            f"reads or returns a tensor that is cut along its positions ({lies}), so that each "
-            "process has parts of the map. Leave SequenceParallel out of the plan."
+            "FC279 the model: units are parts of rows (sample_of with a map of positions), and a "
+            f"layer reads or returns a tensor that is cut along its positions ({lies}), so that "
+            "each process has parts of the map. Leave SequenceParallel out of the plan."
         )
     whole = [placement if placement.is_shard() else Replicate() for placement in lies]
     own = _FinitePositions.apply(cut.to_local(grad_placements=whole), session, values, gradients)

@@ -30,7 +30,7 @@ def refuse_max_norm(embeddings: Iterable[tuple[str, Any]]) -> None:
     for path, module in embeddings:
         if module.max_norm is not None:
             raise NotServed(
-                f"{path or 'the model'} ({type(module).__name__}): found max_norm="
+                f"FC103 {path or 'the model'} ({type(module).__name__}): found max_norm="
                 f"{module.max_norm}. {_WHY}\n    {module_at(path)}.max_norm = None"
             )
 
@@ -63,11 +63,11 @@ class NoRenormalisation(TorchFunctionMode):
         if func in (F.embedding, F.embedding_bag):
             if kwargs.get("max_norm") is not None:
                 raise FlashClippingError(
-                    f"torch.nn.functional.{func.__name__}: found max_norm={kwargs['max_norm']} in "
-                    f"the model's forward. {_WHY}"
+                    f"FC103 torch.nn.functional.{func.__name__}: found "
+                    f"max_norm={kwargs['max_norm']} in the model's forward. {_WHY}"
                 )
         elif func is torch.embedding_renorm_:
-            raise FlashClippingError(f"torch.embedding_renorm_ in the model's forward. {_WHY}")
+            raise FlashClippingError(f"FC103 found torch.embedding_renorm_ in forward. {_WHY}")
         return func(*args, **kwargs)
 
 
@@ -118,9 +118,8 @@ def _refuse_by_hand(operator: str) -> None:
         frame = frame.f_back
     where = "" if caller is None else f" ({caller.f_code.co_filename}:{caller.f_lineno})"
     raise FlashClippingError(
-        f"the model: found a collective, {operator}, in its forward{where}. What processes tell "
-        "each other there by hand cannot be followed: a layer that is cut over processes has a "
-        "part of a sample's gradient, and its norm would be taken for the whole. Cut layers by "
+        f"FC650 the model: found a collective, {operator}, in its forward{where}: a layer that is "
+        "cut over processes by hand has a part of a sample's gradient in each. Cut layers by "
         "torch.distributed.tensor.parallel.parallelize_module, whose DTensors say how they lie."
     )
 
@@ -128,11 +127,9 @@ def _refuse_by_hand(operator: str) -> None:
 def refuse_compiled_autograd() -> NoReturn:
     """Refuse a backward that Dynamo traces: nothing would be recorded, and norms would be old."""
     raise FlashClippingError(
-        "the model: compiled autograd is on (torch._dynamo.compiled_autograd, or "
-        "torch._dynamo.config.compiled_autograd = True with a compiled training step). It "
-        "replaces autograd's engine, in which flash clipping records and clips. Switch it off; "
-        "compile the model alone, wrapped.compile(), and call forward, loss and backward() "
-        "outside of torch.compile."
+        "FC436 the model: compiled autograd is on (torch._dynamo.compiled_autograd, or "
+        "torch._dynamo.config.compiled_autograd = True with a compiled training step). It replaces "
+        "autograd's engine. Switch it off; compile the model alone, wrapped.compile()."
     )
 
 
@@ -140,7 +137,7 @@ def refuse_graph_capture() -> None:
     """Refuse a backward pass that is captured as a CUDA graph, but not by ``GraphedStep``."""
     if is_current_stream_capturing():
         raise FlashClippingError(
-            "A backward pass of flash clipping is being captured as a CUDA graph. A replay "
+            "FC701 A backward pass of flash clipping is being captured as a CUDA graph. A replay "
             "would read tables that are gone by then, and leave no norms: capture the step "
             "with flash_clipping.GraphedStep, which is given the wrapped model (or what holds "
             "the hooks), or run it outside torch.cuda.graph."
@@ -150,8 +147,7 @@ def refuse_graph_capture() -> None:
 def refuse_threads(found: str, running: str) -> NoReturn:
     """Refuse that a second thread calls one model's forward or backward."""
     raise FlashClippingError(
-        f"Two threads use one wrapped model at the same time: {found} was called while another "
-        f"thread's {running} runs (or failed, with its exception still held). Their samples would "
-        "be mixed up. Use the model in one thread at a time: hold a lock from forward to the end "
-        "of backward, or give each thread a copy of the model."
+        f"FC435 Two threads use one wrapped model at the same time: {found} was called while "
+        f"another thread's {running} runs (or failed, with its exception still held). Hold a lock "
+        "from forward to the end of backward, or give each thread a copy of the model."
     )

@@ -38,11 +38,9 @@ class Layout:
         """
         if self.parts(x, B) is None:
             raise FlashClippingError(
-                f"{key}: found a tensor of shape {tuple(x.shape)} in a batch of {B} samples; "
+                f"FC232 {key}: found a tensor of shape {tuple(x.shape)} in a batch of {B} samples; "
                 f"expected samples to lie along axis {self.axis}, as they did before the first "
-                "step. They may lie otherwise, so that per-sample gradients would be wrong. Call "
-                "the model with inputs of the shapes that it is trained on, or keep the batch the "
-                "first axis of what this layer reads."
+                "step. Call the model with inputs of the shapes that it is trained on."
             )
 
     def front(self, x: Tensor, B: int) -> Tensor:

@@ -118,7 +118,7 @@ def forward_by_sample(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _refuse(tap: Any, found: str) -> None:
     raise FlashClippingError(
-        f"{tap.path}: this module's forward runs once for each sample, and {found}. Give and "
+        f"FC151 {tap.path}: this module's forward runs once for each sample, and {found}. Give and "
         "return tensors with the batch as first axis, in tuples, lists or dicts; or write a rule "
         f"for the module (flash_clipping.register_rule).{ONE_BY_ONE}"
     )

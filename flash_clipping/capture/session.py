@@ -47,7 +47,7 @@ from flash_clipping.capture.refused_forwards import (
     refuse_threads,
 )
 from flash_clipping.capture.units import Offsets, Units, UnitsOfCalls, the_same
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import ClipOptions
 from flash_clipping.finish.plan import Plans
@@ -358,10 +358,9 @@ class ClippingSession:
             return sure
         if is_fake(x):
             raise FlashClippingError(
-                f"{path}: called inside an operator that traces its body (torch.cond, while_loop, "
-                "scan), where its per-sample gradients cannot be recorded. Call the layer outside "
-                "of the operator, use plain Python for it, or freeze the layer's parameters."
-                f"{to_freeze(path)}"
+                f"FC403 {path}: called inside an operator that traces its body (torch.cond, "
+                "while_loop, scan), where its per-sample gradients cannot be recorded. Call the "
+                f"layer outside of the operator, or use plain Python for it.{ONE_BY_ONE}"
             )
         read = call.next_read(path)
         if self.rows.positions is not None:
@@ -376,10 +375,9 @@ class ClippingSession:
             known = self.known.is_samples(read, any_call=recomputed)
         if known is None and recomputed and not sure:
             raise FlashClippingError(
-                f"{path}: under activation checkpointing it reads a tensor of shape "
+                f"FC233 {path}: under activation checkpointing it reads a tensor of shape "
                 f"{tuple(x.shape)} that may or may not be samples. Call this layer outside the "
-                "checkpoint, or always with samples; or freeze its parameters."
-                f"{to_freeze(path)}"
+                f"checkpoint, or always with samples.{ONE_BY_ONE}"
             )
         answer = sure if known is None else known
         if known is None:
@@ -458,7 +456,7 @@ class ClippingSession:
         found = {forward.of_nobody for forward in self._unspent()}
         if len(found) > 1:
             raise FlashClippingError(
-                "backward() goes through calls of the model with samples and without. Call "
+                "FC412 backward() goes through calls of the model with samples and without. Call "
                 "backward() for each of them by itself."
             )
         return found == {True}
@@ -488,8 +486,9 @@ class ClippingSession:
                 draws.append(forward.draw)
         if len(rows) > 1:
             raise FlashClippingError(
-                "the model: it was called with several padded batches before backward, of which "
-                "other rows are padding. Call backward() for each batch before the next is taken."
+                "FC275 the model: it was called with several padded batches before backward, of "
+                "which other rows are padding. Call backward() for each batch before the next is "
+                "taken."
             )
         counted = rows.popitem()[1] if rows else EVERY_ROW
         return counted, of_one_draw(draws) if draws else None

@@ -46,7 +46,7 @@ from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.capture.sample_loop import forward_by_sample
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import Proven, apply_proven_layer, apply_tapped_layer
-from flash_clipping.errors import FlashClippingError, InvalidValue, module_at, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, InvalidValue, module_at
 from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 #: Grad mode, transforms of torch.func, Dynamo and declared rows, as the short way has them.
@@ -72,11 +72,12 @@ def _moved(output: Any, axis: int) -> Any:
 
 class RefusedByRule(FlashClippingError, ValueError):
     """A rule's error about a layer that it cannot serve, with the layer's path, which rules do not
-    know. Its last line is the rule's, or freezes the layer."""
+    know. Its last line is the rule's, or names the mode that serves every layer."""
 
     def __init__(self, path: str, error: UnsupportedLayer):
         line = error.line.format(layer=module_at(path))
-        super().__init__(f"{path}: {error}" + (f"\n    {line}" if line else to_freeze(path)))
+        code = "" if error.code else "FC119 "  # of a rule of the user's
+        super().__init__(f"{code}{path}: {error}" + (f"\n    {line}" if line else ONE_BY_ONE))
 
 
 class Tap(FactorSource):
@@ -128,8 +129,8 @@ class Tap(FactorSource):
         tapped = getattr(self.instance_forward, "__self__", self.instance_forward)
         if isinstance(tapped, Tap) and type(self) is Tap:
             raise InvalidValue(
-                f"{self.path}: this layer is tapped already, by a wrapped model that it, or what "
-                "it was copied from, belongs to. Call to_standard_module() there first."
+                f"FC172 {self.path}: this layer is tapped already, by a wrapped model that it, or "
+                "what it was copied from, belongs to. Call to_standard_module() there first."
             )
         self.by_function = by_function
         self.loops = False  # its forward, and all below it, runs once for each sample
@@ -327,10 +328,9 @@ class Tap(FactorSource):
         recorded = is_grad_enabled()
         if recorded and declared_rows() is not None:
             raise FlashClippingError(
-                f"{self.path}: called inside flash_clipping.samples(...), but it has parameters "
-                "and no rule, so its rows cannot be told apart. Call it outside, write a rule for "
-                "it (flash_clipping.register_rule), or freeze its parameters."
-                f"{to_freeze(self.path)}"
+                f"FC264 {self.path}: called inside flash_clipping.samples(...), but it has "
+                "parameters and no rule, so its rows cannot be told apart. Call it outside, or "
+                f"write a rule for it (flash_clipping.register_rule).{ONE_BY_ONE}"
             )
         if recorded and (units := session.rows.positions) is not None:
             if self.loops:
@@ -365,11 +365,10 @@ class Tap(FactorSource):
 
     def _refuse_call(self) -> NoReturn:
         raise FlashClippingError(
-            f"{self.path}: this layer is called while the wrapped model itself is not running, so "
-            "it is not known how many samples there are and which rows are theirs. Call the "
-            "wrapped model itself (model(x)), with all that is to be trained inside its forward; "
-            "where a training loop calls parts of it (self.net(x) in a training_step), wrap that "
-            "part. Under torch.no_grad() any part may be called."
+            f"FC401 {self.path}: this layer is called while the wrapped model itself is not "
+            "running, so it is not known how many samples there are and which rows are theirs. "
+            "Call the wrapped model itself (model(x)); where a training loop calls parts of it "
+            "(self.net(x) in a training_step), wrap that part."
         )
 
     def trainable(self) -> Trainable:
@@ -400,11 +399,10 @@ class Tap(FactorSource):
             if not (param.is_leaf or isinstance(param, ParameterProxy)):
                 refuse_until_lent(self.session, params)
                 raise FlashClippingError(
-                    f"{self.path}: its {name} is a tensor that was computed from something else "
-                    "(torch.func.functional_call, for example), not a parameter, so it has no "
-                    "per-sample gradient here. Compute it inside the forward of one module that "
-                    "owns what it is computed from (nn.utils.parametrize does), or freeze that."
-                    f"{to_freeze(self.path)}"
+                    f"FC141 {self.path}: its {name} is a tensor that was computed from something "
+                    "else (torch.func.functional_call, for example), not a parameter. Compute it "
+                    "inside the forward of one module that owns what it is computed from "
+                    f"(nn.utils.parametrize does).{ONE_BY_ONE}"
                 )
         attributes, buffers = vars(self.layer), self.layer._buffers.values()
         return (
@@ -434,8 +432,9 @@ class Tap(FactorSource):
             if getattr(unsupported.tap, "layer", None) not in [*self.layer.modules()]:
                 raise
             warnings.warn(
-                f"{self.path}: this module's forward runs once for each sample, which is exact and "
-                f"slow: {unsupported.found}. A rule (flash_clipping.register_rule) makes it fast.",
+                f"FC150 {self.path}: this module's forward runs once for each sample, which is "
+                f"exact and slow: {unsupported.found}. A rule (flash_clipping.register_rule) makes "
+                "it fast.",
                 stacklevel=2,
             )
         self.loops = True  # from now on
@@ -456,10 +455,10 @@ class Tap(FactorSource):
             if unsupported.tap is not self:
                 raise
             raise FlashClippingError(
-                f"{self.path}: what it reads does not derive from the samples (it is the same for "
-                f"all of them), and {unsupported.found}, so its parameters have no per-sample "
-                "gradients here. Expand what it reads over the batch, x.expand(batch_size, ...), "
-                f"or freeze its parameters.{to_freeze(self.path)}"
+                f"FC220 {self.path}: what it reads does not derive from the samples (it is the "
+                f"same for all of them), and {unsupported.found}, so its parameters have no "
+                "per-sample gradients here. Expand it over the batch, x.expand(batch_size, "
+                f"...).{ONE_BY_ONE}"
             ) from unsupported
         finally:
             self.reads_constants = outside
@@ -492,9 +491,9 @@ class Tap(FactorSource):
             args = positional(self.layer, self.path, rule, args, kwargs)
         if transforms_are_active():
             raise FlashClippingError(
-                f"{self.path}: called inside a transform of torch.func (vmap, grad, vjp, ...), "
-                "where its per-sample gradients cannot be recorded. Call the layer outside the "
-                "transform, or use torch.func.functional_call on the unwrapped model."
+                f"FC402 {self.path}: called inside a transform of torch.func (vmap, grad, vjp, "
+                "...), where its per-sample gradients cannot be recorded. Call the layer outside "
+                "the transform, or use torch.func.functional_call on the unwrapped model."
             )
         session, (trainable, call, recomputed) = self.session, use
         params = trainable[1]
@@ -515,8 +514,9 @@ class Tap(FactorSource):
             folded = self.folded and not rule.takes_samples
             if folded or any(isinstance(other, ParameterProxy) for other in args):
                 raise UnsupportedLayer(
-                    "it is called inside flash_clipping.samples(...), which is for layers that "
-                    "read the declared rows; it is folded, or reads parameters. Call it outside."
+                    "FC264 it is called inside flash_clipping.samples(...), which is for layers "
+                    "that read the declared rows; it is folded, or reads parameters. Call it "
+                    "outside."
                 )
             rows.check(self.path, args, axis, None if call is None else call.batch_size)
         elif call is not None and (
@@ -572,8 +572,8 @@ class Tap(FactorSource):
         layout.check(self.path, x, B)
         if len(args) > 1 or declared_rows() is not None:
             raise UnsupportedLayer(
-                "samples do not lie along the first axis of what it reads, and it is called with "
-                "other arguments beside, or inside flash_clipping.samples(...)."
+                "FC208 samples do not lie along the first axis of what it reads, and it is called "
+                "with other arguments beside, or inside flash_clipping.samples(...)."
             )
         output = self._apply(rule, use, (layout.front(x, B),), {}, laid_out=True)
         # As the layer itself would leave it: models view what they get.

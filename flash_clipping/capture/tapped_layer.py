@@ -23,9 +23,9 @@ from flash_clipping.rules.registry import GradRequest, own
 Proven: TypeAlias = tuple[list[str], list[nn.Parameter], GradRequest, GradRequest]
 
 _NO_SECOND = (
-    "{}: backward(create_graph=True) asks for second derivatives, which flash clipping does not "
-    "have. Call backward() without create_graph, or take such gradients on the unwrapped model."
-    f"{ONE_BY_ONE}"
+    "FC410 {}: backward(create_graph=True) asks for second derivatives, which flash clipping does "
+    "not have. Call backward() without create_graph, or take such gradients on the unwrapped "
+    f"model.{ONE_BY_ONE}"
 )
 
 
@@ -105,7 +105,7 @@ def backward_of(
         factors = [by_name[name] for name in names]
     except KeyError as missing:
         raise FlashClippingError(
-            f"{tap.path}: its rule {type(rule).__name__} returned no factor for "
+            f"FC160 {tap.path}: its rule {type(rule).__name__} returned no factor for "
             f"{missing.args[0]}; return one for every name in needs.params."
         ) from None
     if not isinstance(grads, tuple):
@@ -113,7 +113,7 @@ def backward_of(
     for i, wanted in enumerate(needs.inputs):
         if wanted and (i >= len(grads) or grads[i] is None):
             raise FlashClippingError(
-                f"{tap.path}: its rule {type(rule).__name__} returned no gradient for input "
+                f"FC161 {tap.path}: its rule {type(rule).__name__} returned no gradient for input "
                 f"{i}, which requires one; whatever computes that input would learn nothing. "
                 "Return a tuple with a gradient for every input that needs.inputs asks for."
             )

@@ -45,11 +45,10 @@ from flash_clipping.ops.runtime.checks import check_on_device
 AGAIN, AGAIN_LOW = 1e-3, 1e-2
 
 _ANOTHER_WALK = (
-    "the model: mode='two_pass' runs backward twice, and gradients of the second run are larger "
-    "than those that were measured in the first, so nothing was left in p.grad. Something in "
-    "backward comes out otherwise each time: a recomputation that draws from a generator of its "
-    "own, that counts its calls, or a hook with a state. Let recomputations compute what forward "
-    "did, or keep what is recomputed:\n"
+    "FC417 the model: mode='two_pass' runs backward twice, and gradients of the second run are "
+    "larger than those that were measured in the first: a recomputation draws from a generator of "
+    "its own, or counts its calls, or a hook has a state. Nothing was left in p.grad. Keep what is "
+    "recomputed:\n"
     '    mode="one_pass"'
 )
 
@@ -108,18 +107,18 @@ class _Call:
             self.output = output
             if any(isinstance(x, ParameterProxy) for x in tensors_in(output)):
                 raise FlashClippingError(
-                    f"{self.root.path}: the model returns a parameter, or what it computed from "
-                    "parameters alone. mode='two_pass' cuts outputs off from the model, so whose "
-                    "gradient comes back to it would not be known. Use mode='one_pass', or return "
-                    "a row of it for each sample:\n    parameter.expand(len(x), *parameter.shape)"
+                    f"FC418 {self.root.path}: the model returns a parameter, or what it computed "
+                    "from parameters alone, whose gradient mode='two_pass' cannot follow. Use "
+                    "mode='one_pass', or return a row of it for each sample:\n"
+                    "    parameter.expand(len(x), *parameter.shape)"
                 )
             # By id: what is returned twice is one tensor outside as well.
             outputs = list({id(x): x for x in tensors_in(output) if x.requires_grad}.values())
             if not outputs:
                 raise FlashClippingError(
-                    f"{self.root.path}: mode='two_pass' found no tensor that requires grad among "
-                    f"the model's outputs ({type(output).__name__}). Return tensors, or tuples, "
-                    "lists, dicts or dataclasses of tensors, or use mode='one_pass'."
+                    f"FC415 {self.root.path}: mode='two_pass' found no tensor that requires grad "
+                    f"among the model's outputs ({type(output).__name__}). Return tensors, or "
+                    "tuples, lists, dicts or dataclasses of tensors, or use mode='one_pass'."
                 )
             self.inner_outputs = outputs
             # Where tensors may be hidden, for messages.
@@ -269,11 +268,10 @@ class TwoWalks(BackwardPass):
         found = "no output" if call is None else call.returned
         self.session.end_backward(norms_taken=False)  # somebody may keep these frames
         raise FlashClippingError(
-            f"{path}: mode='two_pass' got a gradient past the model's outputs: the loss uses a "
-            "tensor that the model kept on a module or returned inside an object that cannot "
-            f"be opened (found: {found}), or this layer was called by itself. Return the "
-            "tensor, in a tuple, list, dict or dataclass; call the layer in the model's "
-            "forward; or use mode='one_pass'."
+            f"FC414 {path}: mode='two_pass' got a gradient past the model's outputs: the loss uses "
+            "a tensor that the model kept on a module or returned inside an object that cannot be "
+            f"opened (found: {found}), or this layer was called by itself. Return the tensor, in a "
+            "tuple, list, dict or dataclass; or use mode='one_pass'."
         )
 
     def _measure(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
@@ -285,7 +283,7 @@ class TwoWalks(BackwardPass):
         key = id(param)
         if key in self.paths:
             raise FlashClippingError(
-                f"{path}: a parameter that was used once in forward received a second "
+                f"FC413 {path}: a parameter that was used once in forward received a second "
                 "gradient. Call backward() once over everything that was computed from the "
                 "model, before the next forward()."
             )
@@ -396,8 +394,9 @@ class _TwoPass(torch.autograd.Function):
         call: _Call = ctx.call
         if call.seed is None:
             raise FlashClippingError(
-                f"{call.root.path}: mode='two_pass' has freed this forward's graph; it serves one "
-                "backward. Run forward again, or use mode='one_pass' with retain_graph=True."
+                f"FC413 {call.root.path}: mode='two_pass' has freed this forward's graph; it "
+                "serves one backward. Run forward again, or use mode='one_pass' with "
+                "retain_graph=True."
             )
         call.grads = list(grad_outputs)
         session, forward = call.root.session, call.forward
@@ -407,10 +406,10 @@ class _TwoPass(torch.autograd.Function):
             return None, None, *(tensor.grad for tensor in call.inner_inputs)
         if not will_run(ctx.next_functions[0][0]):
             raise FlashClippingError(
-                f"{call.root.path}: mode='two_pass' was asked for the gradient of the model's "
-                "input alone (torch.autograd.grad, backward(inputs=...)), and would leave clipped "
-                "sums in p.grad on the way. Use mode='one_pass', or call the model and backward "
-                "between module.disable_hooks() and module.enable_hooks()."
+                f"FC416 {call.root.path}: mode='two_pass' was asked for the gradient of the "
+                "model's input alone (torch.autograd.grad, backward(inputs=...)), and would leave "
+                "clipped sums in p.grad on the way. Use mode='one_pass', or call the model and "
+                "backward between module.disable_hooks() and module.enable_hooks()."
             )
         # Somebody may wait for the gradient of the model's input, so that it cannot be put off.
         in_the_midst = any(tensor.requires_grad for tensor in call.inner_inputs)
@@ -419,8 +418,8 @@ class _TwoPass(torch.autograd.Function):
         if in_the_midst and (not is_first or session.live_calls() > 1):
             session.end_backward(norms_taken=False)
             raise FlashClippingError(
-                f"{call.root.path}: mode='two_pass' cannot serve several calls of the model in "
-                "one backward whose inputs require grad. Detach the inputs, or use "
+                f"FC416 {call.root.path}: mode='two_pass' cannot serve several calls of the model "
+                "in one backward whose inputs require grad. Detach the inputs, or use "
                 "mode='one_pass'."
             )
         assert isinstance(backward_pass, TwoWalks)

@@ -78,11 +78,10 @@ class Units:
         if not self.by_position:
             return float(self.shape[0])
         raise FlashClippingError(
-            'the model: units are parts of rows, and loss_reduction="mean". A mean over tokens '
-            "makes the gradient of one document depend on how many tokens the others have, so that "
-            'no clipping bounds what one adds. Wrap the model with loss_reduction="sum" and add up '
-            "the losses of positions, each divided by what is public, or by the length of its own "
-            "document; or use the engine's criterion, which adds up."
+            'FC276 the model: units are parts of rows, and loss_reduction="mean". A mean over '
+            "tokens makes the gradient of one document depend on how many tokens the others have. "
+            'Wrap the model with loss_reduction="sum" and add up the losses of positions; or use '
+            "the engine's criterion, which does."
         )
 
     def lost_on(self, device: torch.device) -> Tensor:
@@ -109,15 +108,15 @@ class Units:
         if factor.batch_size != len(self.map):
             rows = " x ".join(map(str, self.shape))
             raise FlashClippingError(
-                f"{path}: found {factor.batch_size} rows along the batch axis, but the map of "
-                f"rows to units is for {rows}. The batch must be the first axis of the input of "
+                f"FC270 {path}: found {factor.batch_size} rows along the batch axis, but the map "
+                f"of rows to units is for {rows}. The batch must be the first axis of the input of "
                 "every layer that has parameters: keep other axes (windows, positions) behind it, "
                 "or declare modules whose rows are parts of rows (folded_modules=[...])."
             )
         index_M = self.map.index_M
         if index_M.device.type != "cpu" and device.type == "cpu":
             raise FlashClippingError(
-                f"{path}: its parameters are on the CPU, and the map of rows to units is on "
+                f"FC270 {path}: its parameters are on the CPU, and the map of rows to units is on "
                 f"{index_M.device}. Give the map on the CPU, from where it goes to every device."
             )
         return factor.by_units(self.map.on(device))
@@ -140,8 +139,8 @@ class UnitsOfCalls:
     def __init__(self, sample_of: str | Offsets | None, batch_first: bool):
         if sample_of is not None and not isinstance(sample_of, str | Offsets):
             raise InvalidType(
-                f"sample_of: found {type(sample_of).__name__}; expected the name of an argument "
-                "of the model's forward, or flash_clipping.Offsets(name)."
+                f"FC280 sample_of: found {type(sample_of).__name__}; expected the name of an "
+                "argument of the model's forward, or flash_clipping.Offsets(name)."
             )
         self.sample_of = sample_of
         self.name = sample_of.name if isinstance(sample_of, Offsets) else sample_of
@@ -198,18 +197,19 @@ class UnitsOfCalls:
         if not isinstance(given, Tensor) or given.dtype not in _INTEGERS:
             found = given.dtype if isinstance(given, Tensor) else type(given).__name__
             raise FlashClippingError(
-                f"{where}: found {found}; expected an integer tensor with the unit of every row, "
-                f"[{rows}], or of every position. Pass it as an argument by this name in every "
-                "call that is trained on."
+                f"FC270 {where}: found {found}; expected an integer tensor with the unit of every "
+                f"row, [{rows}], or of every position. Pass it as an argument by this name in "
+                "every call that is trained on."
             )
         if given.device.type == "meta":
-            raise FlashClippingError(f"{where}: found a tensor without values, on meta.")
+            raise FlashClippingError(f"FC270 {where}: found a tensor without values, on meta.")
         if isinstance(self.sample_of, Offsets):
             flat = bool(tensors) and tensors[0].dim() == 1
             if rows != 1 and not flat:  # [T], or one row
                 raise FlashClippingError(
-                    f"{where}: found a batch of {rows} rows; expected one, in which documents lie "
-                    "end to end. For several rows give the unit of every position, [R, T]."
+                    f"FC271 {where}: found a batch of {rows} rows; expected one, in which "
+                    "documents lie end to end. For several rows give the unit of every position, "
+                    "[R, T]."
                 )
             positions = tensors[0].shape[0] if flat else _positions(tensors, 1)
             return self._of_offsets(where, given, positions, drawn)
@@ -217,8 +217,9 @@ class UnitsOfCalls:
         expected = (rows,) if given.dim() != 2 else (rows, positions)
         if tuple(given.shape) != expected:
             raise FlashClippingError(
-                f"{where}: found a tensor of shape {tuple(given.shape)} for a batch of {rows} "
-                f"rows; expected [{rows}], or [{rows}, positions] as the model's own inputs have."
+                f"FC270 {where}: found a tensor of shape {tuple(given.shape)} for a batch of "
+                f"{rows} rows; expected [{rows}], or [{rows}, positions] as the model's own inputs "
+                "have."
             )
         return self._checked(where, given, given, drawn)
 
@@ -226,8 +227,8 @@ class UnitsOfCalls:
         """The map, with its values in range."""
         if index.dim() == 2 and not self.batch_first:
             raise FlashClippingError(
-                f"{where}: a map of positions, [R, T], and batch_first=False. Give the model its "
-                "batch on the first axis."
+                f"FC274 {where}: a map of positions, [R, T], and batch_first=False. Give the model "
+                "its batch on the first axis."
             )
         # A copy: the map is read in backward, and the tensor is the user's.
         index = index.detach().to(torch.int64, copy=True)
@@ -240,15 +241,15 @@ class UnitsOfCalls:
             count = len(index)  # at most; units without rows have a norm of 0
         else:
             raise FlashClippingError(
-                f"{where}: found a map of positions on {index.device}, and nobody said how many "
-                "units there are: looking would wait for the device. Call "
+                f"FC270 {where}: found a map of positions on {index.device}, and nobody said how "
+                "many units there are: looking would wait for the device. Call "
                 "module.expect_samples(n) before the forward, or give the map on the CPU."
             )
         count = max(count, 0)
         told = f", as expect_samples or the loader said {drawn} units" if drawn is not None else ""
         check_on_device(
             (index >= -1).logical_and(index < count).all(),
-            f"{where}: found units outside of -1 to {count - 1}{told}. Number the units of a "
+            f"FC272 {where}: found units outside of -1 to {count - 1}{told}. Number the units of a "
             "batch from 0, and give rows of none -1.",
         )
         if self.are_items and drawn is not None:  # each is a unit, and the other way round
@@ -257,11 +258,10 @@ class UnitsOfCalls:
             present.index_fill_(0, bins, True)
             check_on_device(
                 present[:drawn].all(),
-                f"{where}: the loader drew {drawn} items one by one, and the map has fewer units: "
-                "items were joined, or left out. Removing a unit would then change more than one "
-                "draw, and epsilon would be too small. Make every item of the dataset a unit by "
-                "itself; or give make_private units=..., the unit of every row of the dataset, "
-                "which are then drawn together.",
+                f"FC273 {where}: the loader drew {drawn} items one by one, and the map has fewer "
+                "units: items were joined, or left out, and epsilon would be too small. Make every "
+                "item of the dataset a unit by itself; or give make_private units=..., the unit of "
+                "every row of the dataset.",
             )
         return Units(index, count, given)
 
@@ -271,24 +271,24 @@ class UnitsOfCalls:
         """The unit of every position, from where units begin."""
         if given.dim() != 1 or not len(given):
             raise FlashClippingError(
-                f"{where}: found a tensor of shape {tuple(given.shape)}; expected [U + 1]: where "
-                "each of U documents begins, and where the last ends."
+                f"FC271 {where}: found a tensor of shape {tuple(given.shape)}; expected [U + 1]: "
+                "where each of U documents begins, and where the last ends."
             )
         if positions is None:
             raise FlashClippingError(
-                f"{where}: found no input of the model with an axis of positions; expected "
+                f"FC271 {where}: found no input of the model with an axis of positions; expected "
                 "[1, T, ...] or [T]."
             )
         offsets = given.detach().to(torch.int64)
         count = len(offsets) - 1
         if self.are_items and drawn not in (None, count):
             raise FlashClippingError(
-                f"{where}: found {count} documents, but the loader drew {drawn} items one by one. "
-                "Make every item of the dataset one document."
+                f"FC273 {where}: found {count} documents, but the loader drew {drawn} items one by "
+                "one. Make every item of the dataset one document."
             )
         check_on_device(
             (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= positions),
-            f"{where}: found offsets that do not begin at 0, fall, or go beyond the "
+            f"FC271 {where}: found offsets that do not begin at 0, fall, or go beyond the "
             f"{positions} positions of the batch.",
         )
         places_T = torch.arange(positions, device=offsets.device)
@@ -323,9 +323,9 @@ def the_same(of_calls: Sequence[Units | None]) -> Units | None:
             for units in (first, second)
         )
         raise FlashClippingError(
-            f"the model: it was called several times before backward, with different maps of rows "
-            f"to units ({found}), so that it is not known which rows are of one unit. Give all "
-            "these calls the same map (on a GPU the very same tensor), or all rows in one call."
+            "FC275 the model: it was called several times before backward, with different maps of "
+            f"rows to units ({found}), so that it is not known which rows are of one unit. Give "
+            "all these calls the same map (on a GPU the very same tensor), or all rows in one call."
         )
     if first is not None:
         first._also = [units for units in of_calls[1:] if units is not None]

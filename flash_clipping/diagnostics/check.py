@@ -44,7 +44,7 @@ from flash_clipping.diagnostics.report import (
     ParameterReport,
 )
 from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks, floats
-from flash_clipping.errors import InvalidType, InvalidValue, checked_number
+from flash_clipping.errors import InvalidType, InvalidValue, checked_number, without_code
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def _compared_parameter(
 
 def uncovered_parameters(subject: Subject, error: str) -> Iterator[ParameterReport]:
     """Nothing could be compared: which parameters that leaves uncovered, and why."""
-    lines = error.splitlines()  # an error may name several layers, one a line
+    lines = without_code(error).splitlines()  # an error may name several layers, one a line
     for owned in owned_parameters(subject.plain):
         kind = type(owned.owner).__name__
         # As this library names a module, and as Opacus does.
@@ -317,11 +317,11 @@ def check(
     """
     if not isinstance(model, nn.Module) or hasattr(model, "autograd_grad_sample_hooks"):
         raise InvalidType(
-            f"check() takes a plain nn.Module, found {type(model).__name__}"
+            f"FC923 check() takes a plain nn.Module, found {type(model).__name__}"
             f"{' that is wrapped already' if isinstance(model, nn.Module) else ''}."
         )
     if "clipping" in options:
-        raise InvalidType("check() checks norms and flat clipped sums; leave out clipping=...")
+        raise InvalidType("FC923 check() is for flat clipped sums; leave out clipping=...")
     checked_number("removals", removals, "[0, inf)", example=16, whole=True)
     if max_grad_norm is not None:
         checked_number("max_grad_norm", max_grad_norm, "(0, inf)", example=1.0)

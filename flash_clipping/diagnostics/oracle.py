@@ -35,11 +35,11 @@ class Samples(batches.Samples):
         super().__init__((batch,), {}, axis, parts=parts)
         if not any(x.dim() > axis for x in self.tensors):
             raise BadBatchError(
-                f"The batch ({type(batch).__name__}) holds no tensor with a batch axis "
+                f"FC922 The batch ({type(batch).__name__}) holds no tensor with a batch axis "
                 f"(axis {axis}). Return tensors, or tuples, lists or dicts of tensors."
             )
         if self.count == 0:
-            raise BadBatchError("The batch is empty: there is no sample to check.")
+            raise BadBatchError("FC922 The batch is empty: there is no sample to check.")
         self.all = batch
         self.notes = [
             f"A tensor of shape {tuple(x.shape)} in the batch has no axis of {self.count} "
@@ -102,8 +102,8 @@ class Task:
         if not isinstance(losses, Tensor) or losses.dim() > 1:
             found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
             raise BadBatchError(
-                "loss(model, batch) must return one loss per sample, [B], or a scalar tensor; "
-                f"found {found[:200]}."
+                "FC462 loss(model, batch) must return one loss per sample, [B], or a scalar "
+                f"tensor; found {found[:200]}."
             )
         self.counted = len(losses) if losses.dim() == 1 else None
         return losses.mean() if self.reduction == "mean" else losses.sum()
@@ -135,8 +135,8 @@ def squared_outputs(batch_first: bool) -> Loss:
                 parts.append((values.square() * weight.to(values.dtype)).mean(1))
         if not parts:
             raise BadBatchError(
-                f"The model's output ({type(output).__name__}) holds no floating-point tensor "
-                "[B, ...] to make a loss of. Give a loss: return (model, batch, loss)."
+                f"FC922 The model's output ({type(output).__name__}) holds no floating-point "
+                "tensor [B, ...] to make a loss of. Give a loss: return (model, batch, loss)."
             )
         return torch.stack(parts).sum(0)
 

@@ -122,13 +122,13 @@ def refuse_sharding(root: nn.Module) -> None:
     parts = [path for path, module in root.named_modules() if is_sharded(module)]
     if parts[:1] == ["_orig_mod"]:
         raise NotServed(
-            "the model: found torch.compile around a model that fully_shard was applied to. "
-            "Compile it in place, before it is wrapped, or after (the private model has compile() "
-            "as well):\n    model.compile()  # in the place of model = torch.compile(model)"
+            "FC607 the model: found torch.compile around a model that fully_shard was applied to. "
+            "Compile it in place:\n"
+            "    model.compile()  # in the place of model = torch.compile(model)"
         )
     if parts and parts[0]:
         raise NotServed(
-            f"{parts[0]}: found fully_shard on parts of the model, and not on the model "
+            f"FC606 {parts[0]}: found fully_shard on parts of the model, and not on the model "
             f"({type(root).__name__}) itself. Call fully_shard(model) last. {_WORKS}"
         )
     shards: dict[str, Any] = {
@@ -140,16 +140,16 @@ def refuse_sharding(root: nn.Module) -> None:
     for name, param in root.named_parameters():
         if parts and name not in shards and param.requires_grad:
             raise NotServed(
-                f"{name}: found a trainable parameter that fully_shard does not manage "
-                "(ignored_params, or a parameter that came later): nothing would reduce its "
-                f"clipped sums. Freeze it, or let fully_shard manage it. {_WORKS}"
+                f"FC606 {name}: found a trainable parameter that fully_shard does not manage "
+                "(ignored_params, or a parameter that came later). Let fully_shard manage it, or "
+                f"freeze it. {_WORKS}"
             )
     meshes = [] if is_tensor_parallel else [param.device_mesh for param in shards.values()]
     for mesh in meshes:
         if mesh != meshes[0]:
             raise NotServed(
-                f"the model: found parameters on several device meshes ({meshes[0]} and {mesh}). "
-                f"Shard all of it over one. {_WORKS}"
+                f"FC606 the model: found parameters on several device meshes ({meshes[0]} and "
+                f"{mesh}). Shard all of it over one. {_WORKS}"
             )
 
 
@@ -159,8 +159,8 @@ def _refuse_tensor_parallel(root: nn.Module, shards: Mapping[str, Any], dims: in
 
     for path in in_parallel(root):
         raise NotServed(
-            f"{path}: found experts in parallel in a model that fully_shard was not applied to "
-            "over the same mesh, or whose layers are cut over processes as well. Cut experts "
+            f"FC606 {path}: found experts in parallel in a model that fully_shard was not applied "
+            "to over the same mesh, or whose layers are cut over processes as well. Cut experts "
             "alone, and shard all else over their mesh, blocks first:\n"
             "    fully_shard(model, mesh=mesh, ignored_params=distribute_experts(model, mesh))"
         )
@@ -169,14 +169,13 @@ def _refuse_tensor_parallel(root: nn.Module, shards: Mapping[str, Any], dims: in
         mesh, placements = param.device_mesh, tuple(param.placements)
         if mesh.ndim > dims:
             raise NotServed(
-                f"{name}: found a DTensor over a mesh of {mesh.ndim} dimensions "
-                f"({mesh.mesh_dim_names}), with placements {placements}. Replicas beside "
-                f"(data, tensor), and other forms of several dimensions, are not built. "
-                f"{_TENSOR_WORKS}"
+                f"FC621 {name}: found a DTensor over a mesh of {mesh.ndim} dimensions "
+                f"({mesh.mesh_dim_names}), with placements {placements}. Replicas beside (data, "
+                f"tensor) are not built. {_TENSOR_WORKS}"
             )
         if any(placement.is_partial() for placement in placements):
             raise NotServed(
-                f"{name}: found a DTensor that is a sum over processes ({placements}). "
+                f"FC621 {name}: found a DTensor that is a sum over processes ({placements}). "
                 f"{_TENSOR_WORKS}"
             )
         if mesh.ndim < dims:
@@ -186,13 +185,13 @@ def _refuse_tensor_parallel(root: nn.Module, shards: Mapping[str, Any], dims: in
         rows = param.shape[last.dim] if last.is_shard() else ranks
         if -(-rows // ranks) * (ranks - 1) >= rows:
             raise NotServed(
-                f"{name}: found {rows} rows or columns cut into {ranks} parts, some of them empty. "
-                "Use fewer processes, or leave this layer whole."
+                f"FC621 {name}: found {rows} rows or columns cut into {ranks} parts, some of them "
+                "empty. Use fewer processes, or leave this layer whole."
             )
     for name, param in shards.items():
         mesh = param.device_mesh
         if mesh != (whole if mesh.ndim == dims else whole[whole.mesh_dim_names[0]]):
             raise NotServed(
-                f"{name}: found a DTensor over {mesh}; expected {whole}, as of other parameters, "
-                f"or its first dimension. {_TENSOR_WORKS}"
+                f"FC621 {name}: found a DTensor over {mesh}; expected {whole}, as of other "
+                f"parameters, or its first dimension. {_TENSOR_WORKS}"
             )

@@ -37,8 +37,8 @@ class ShardedBackwardPass(BackwardPass):
     def stand_in(self) -> None:
         if self.session.calls.recomputed:
             raise FlashClippingError(
-                f"{', '.join(self.session.calls.recomputed)}: found a module that uses its own "
-                "parameters under activation checkpointing, in a sharded model. Checkpoint the "
+                f"FC611 {', '.join(self.session.calls.recomputed)}: found a module that uses its "
+                "own parameters under activation checkpointing, in a sharded model. Checkpoint the "
                 "layers inside of it, or use these parameters outside of the checkpoint."
             )
 
@@ -74,7 +74,7 @@ class ShardedBackwardPass(BackwardPass):
             return False
         if not self.is_for_all:
             raise FlashClippingError(
-                "backward(inputs=...) asked for gradients of some parameters of a sharded "
+                "FC612 backward(inputs=...) asked for gradients of some parameters of a sharded "
                 "model. All processes reduce the sums of all parameters: call "
                 "backward() without inputs, and freeze what is not to be trained."
             )

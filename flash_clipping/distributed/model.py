@@ -66,8 +66,8 @@ class SynchronizedProbe:
         if watched == self._settled_with:
             if wanted:
                 raise FlashClippingError(
-                    "the model: a layer read what no rehearsal has seen, after the processes had "
-                    "agreed that all layers are known. A sharded model must use its layers in "
+                    "FC609 the model: a layer read what no rehearsal has seen, after the processes "
+                    "had agreed that all layers are known. A sharded model must use its layers in "
                     "every step as in the first ones."
                 )
             return False
@@ -104,7 +104,7 @@ class SynchronizedProbe:
                 return forward(*args, **kwargs)
             except UsesOthers:
                 self._failure = FlashClippingError(
-                    "the model: a module uses a trainable parameter that another module owns "
+                    "FC610 the model: a module uses a trainable parameter that another module owns "
                     "(F.linear(x, self.embed.weight)). That is not built for sharded models: call "
                     "the layer that owns it, or give both modules the parameter (tied weights)."
                 )
@@ -126,10 +126,9 @@ class SynchronizedProbe:
         if (failure := self._failure) is not None:
             self._failure = None
             raise FlashClippingError(
-                f"the model: a rehearsal ended with {type(failure).__name__}: {failure} Rehearsals "
-                "run the model on its batch, and on one sample less or more. A sharded "
-                "model must run on any number of samples: a process that stops in the midst of a "
-                "run leaves the others waiting."
+                f"FC608 the model: a rehearsal ended with {type(failure).__name__}: {failure} A "
+                "sharded model must run on any number of samples: rehearsals have one less or "
+                "more, and a process that stops in the midst leaves the others waiting."
             ) from failure
 
     def _is_unsettled(self) -> bool:
@@ -145,7 +144,7 @@ class SynchronizedProbe:
         found = self._tell(says)
         if found == _FAILED:
             raise FlashClippingError(
-                "the model: a rehearsal failed in another process, whose error says why."
+                "FC608 the model: a rehearsal failed in another process, whose error says why."
             )
         return found
 
@@ -163,7 +162,7 @@ class ShardedModel:
         self.slots = ParameterSlots(root, self._watch)
         if not self.slots.trainable():
             raise FlashClippingError(
-                f"{type(root).__name__}: found no trainable parameter in a sharded model."
+                f"FC305 {type(root).__name__}: found no trainable parameter in a sharded model."
             )
         self.processes = ProcessGroups([*root.parameters()], isinstance(root, FSDPModule))
         self.reducer = Reducer(self.slots, bool(self.processes.data))
@@ -202,10 +201,7 @@ class ShardedModel:
 
     def _watch(self, name: str, unsharded: nn.Parameter) -> None:
         """Refuse gradients that autograd brings to an unsharded parameter."""
-        why = (
-            "reduced without being clipped. Use it in its own module's forward, detach it where it "
-            "is used elsewhere, or freeze it."
-        )
+        why = "reduced without being clipped. Use it in its own module's forward, or detach it."
         guard = Guard(name, why, self.session)
         self._handles.append(unsharded.register_hook(guard.__getitem__))
 

@@ -189,7 +189,7 @@ class ParameterSlots:
                 known = found is held.destination or found is held.unsharded
                 if isinstance(found, DTensor) and not known:
                     raise FlashClippingError(
-                        f"{held.name}: found another parameter than the one that "
+                        f"FC171 {held.name}: found another parameter than the one that "
                         "was there when the model was wrapped, which the optimizer knows. Load "
                         "weights without assign=True, or before the model is wrapped."
                     )

@@ -60,12 +60,12 @@ _SERVED = (LinearRule, EmbeddingRule, LayerNormRule, RMSNormRule)
 _ALIKE = 1e-3
 
 _OTHER_SAMPLES = (
-    "the model: processes of one tensor mesh were called with different samples. Give all of them "
-    "the same batch, in the same order: from the loader that make_private returns, or seed "
+    "FC623 the model: processes of one tensor mesh were called with different samples. Give all of "
+    "them the same batch, in the same order: from the loader that make_private returns, or seed "
     "samplers and augmentations alike."
 )
 _OTHER_GRADIENTS = (
-    "the model: found parameters that are whole in every process of a tensor mesh, and whose "
+    "FC624 the model: found parameters that are whole in every process of a tensor mesh, and whose "
     "gradients differ between them. Parallelize each layer that reads only its process's heads or "
     "positions (SequenceParallel), or seed labels and dropout alike."
 )
@@ -117,14 +117,14 @@ def layout_of(rule: Rule, weight: Any, x: Any, axis: int) -> Layout:
     """
     if x.device_mesh != weight.device_mesh:
         raise UnsupportedLayer(
-            f"found an input on {x.device_mesh}, and a weight on {weight.device_mesh}. Lay both "
-            "out on one tensor mesh."
+            f"FC621 found an input on {x.device_mesh}, and a weight on {weight.device_mesh}. Lay "
+            "both out on one tensor mesh."
         )
     (cut,), (lies,) = weight.placements, x.placements
     if lies.is_shard(axis):
         raise UnsupportedLayer(
-            f"found an input that is cut along axis {axis}, that of the samples. Processes of a "
-            "tensor mesh see the same samples: cut it along the sequence or the features."
+            f"FC621 found an input that is cut along axis {axis}, that of the samples. Processes "
+            "of a tensor mesh see the same samples: cut it along the sequence or the features."
         )
     whole, own = Replicate(), Share.SHARD
     if type(rule) is LinearRule:
@@ -145,7 +145,7 @@ def layout_of(rule: Rule, weight: Any, x: Any, axis: int) -> Layout:
     elif cut.is_replicate():
         shape, features = tuple(x.shape), range(x.ndim - weight.ndim, x.ndim)
     else:
-        raise UnsupportedLayer(f"found a norm layer's weight with placement {cut}. Leave it whole.")
+        raise UnsupportedLayer(f"FC621 found a norm layer's weight as {cut}. Leave it whole.")
     # Every process has the parameters.
     if lies.is_partial() or any(lies.is_shard(axis) for axis in features):
         lies = whole
@@ -175,25 +175,25 @@ class LocalBoundary(Rule):
         if weight is None or not isinstance(x, DTensor):
             found = ", ".join(type(one).__name__ for one in (*args, *kwargs.values()))
             raise UnsupportedLayer(
-                f"it has parameters that are DTensors, and was called with {found}; expected one "
-                "DTensor. Parallelize it by parallelize_module, with input_layouts."
+                f"FC620 it has parameters that are DTensors, and was called with {found}; expected "
+                "one DTensor. Parallelize it by parallelize_module, with input_layouts."
             )
         if not isinstance(weight, DTensor) or weight.device_mesh.ndim != 1:
             raise UnsupportedLayer(
-                "some of its parameters are DTensors over a tensor mesh, and its weight is none. "
-                "Parallelize all of the layer."
+                "FC620 some of its parameters are DTensors over a tensor mesh, and its weight is "
+                "none. Parallelize all of the layer."
             )
         layout = layout_of(self.inner, weight, x, self.session.options.batch_axis)
         if self.session.rows.positions is not None and layout.share is Share.TERM:
             raise UnsupportedLayer(
-                "found parts of the positions in each process, and a map of all of them (sample_of "
-                "with a map of positions). Leave SequenceParallel out of the plan."
+                "FC279 found parts of the positions in each process, and a map of all of them "
+                "(sample_of with a map of positions). Leave SequenceParallel out of the plan."
             )
         if is_dynamo_compiling():  # what is noted in a trace is noted once for many calls
             if layout.share is not self.share:
                 raise UnsupportedLayer(
-                    "found a DTensor that is laid out otherwise than when the part of the model "
-                    "around this layer was first called. Leave that part uncompiled."
+                    "FC620 found a DTensor that is laid out otherwise than when the part of the "
+                    "model around this layer was first called. Leave that part uncompiled."
                 )
         else:
             self.share = layout.share
@@ -214,8 +214,8 @@ class LocalBoundary(Rule):
             output = tapped(inside)
         except ReadsNoSamples:
             raise UnsupportedLayer(
-                "what it reads is the same for all samples (positions, say), which is not built "
-                "for a layer with DTensors. Leave it out of parallelize_module, or freeze it."
+                "FC620 what it reads is the same for all samples (positions, say), which is not "
+                "built for a layer with DTensors. Leave it out of parallelize_module."
             ) from None
         if mine is not None:  # no gradient comes back to the rows that stood for others' words
             output = torch.where(mine.unsqueeze(-1), output, 0)
@@ -251,8 +251,8 @@ class LocalBoundary(Rule):
     ) -> tuple[Any, Mapping[str, PerSampleGrad]]:
         if not self.session.mode.enabled:
             raise FlashClippingError(
-                f"{self.path}: hooks were enabled in forward and are disabled in backward, which "
-                "leaves ordinary gradients. That is not built for layers that are cut over "
+                f"FC507 {self.path}: hooks were enabled in forward and are disabled in backward, "
+                "which leaves ordinary gradients. That is not built for layers that are cut over "
                 "processes: disable hooks before forward."
             )
         local, *rest = saved
@@ -321,9 +321,9 @@ class TensorParallelLayers:
                 tap.surround(LocalBoundary(rule, tap.path, self))
             elif any(param is not None and param.requires_grad for param in own):
                 raise NotServed(
-                    f"{tap.path}: found a DTensor among its trainable parameters. Tensor "
+                    f"FC620 {tap.path}: found a DTensor among its trainable parameters. Tensor "
                     "parallelism is built for nn.Linear, nn.Embedding, nn.LayerNorm and "
-                    "nn.RMSNorm; leave this module out of parallelize_module, or freeze it."
+                    "nn.RMSNorm; leave this module out of parallelize_module."
                 )
 
     def note_share(self, name: str, key: int, share: Share) -> None:
@@ -331,10 +331,9 @@ class TensorParallelLayers:
         before = self._shares.setdefault(key, share)
         if before is not share:
             raise FlashClippingError(
-                f"{name}: found a parameter of which a process has {before.value} of the gradient "
-                f"in one use, and {share.value} in another. Norms of both cannot be added up. "
-                "Give all uses of a parameter inputs of one layout (all cut along the sequence, "
-                "or none)."
+                f"FC625 {name}: found a parameter of which a process has {before.value} of the "
+                f"gradient in one use, and {share.value} in another. Give all uses of a parameter "
+                "inputs of one layout (all cut along the sequence, or none)."
             )
 
     def share_of(self, key: int) -> Share:
@@ -349,9 +348,9 @@ class TensorParallelLayers:
         tensors = batched_inputs(args, kwargs)
         if any(isinstance(x, DTensor) for x in tensors):
             raise FlashClippingError(
-                "the model: called with a DTensor. Samples are looked for in plain tensors, which "
-                "all processes of a tensor mesh have alike: give it those, and lay them out inside "
-                "(PrepareModuleInput on a module below the model)."
+                "FC622 the model: called with a DTensor. Samples are looked for in plain tensors, "
+                "which all processes of a tensor mesh have alike: give it those, and lay them out "
+                "inside (PrepareModuleInput on a module below the model)."
             )
         marks_R = _marks_of(tensors, self.session.options.batch_axis)
         if marks_R is not None:
@@ -365,9 +364,9 @@ class TensorParallelLayers:
             return None
         if any(isinstance(x, DTensor) for x in tensors_in((args, kwargs))):
             raise FlashClippingError(
-                f"{tap.path}: called with a DTensor, and its parameters are none. Parallelize this "
-                "layer as well (SequenceParallel for norm layers), or let the layer before it "
-                "return a local tensor that all processes have alike (output_layouts=Replicate())."
+                f"FC620 {tap.path}: called with a DTensor, and its parameters are none. "
+                "Parallelize this layer as well, or let the layer before it return a local tensor "
+                "that all processes have alike (output_layouts=Replicate())."
             )
         return tuple(map(arrived, args)), {name: arrived(x) for name, x in kwargs.items()}
 

@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 from flash_clipping._compat import compute_once
 from flash_clipping.engine import wings
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import Coded, InvalidValue
 
 #: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
 Sampling = Literal[
@@ -114,11 +114,10 @@ class CountsSteps:
         if kept > 0 and not self._warned_of_kept:
             self._warned_of_kept = True
             warnings.warn(
-                f"load_checkpoint: found {kept} steps of this engine that the checkpoint lacks. "
-                "They stay in the accountant's history: what they released is not undone by going "
-                "back. If nobody saw any result of them, load the checkpoint into a new engine:\n"
-                "    engine = FlashPrivacyEngine(); engine.make_private(...); "
-                "engine.load_checkpoint(...)",
+                f"FC585 load_checkpoint: found {kept} steps of this engine that the checkpoint "
+                "lacks. They stay in the accountant's history: what they released is not undone by "
+                "going back. If nobody saw any result of them, load the checkpoint into a new "
+                "FlashPrivacyEngine().",
                 stacklevel=4,
             )
 
@@ -214,7 +213,7 @@ def least_noise(
         low, high = high, 2 * high
         if high > _MOST_NOISE:
             raise InvalidValue(
-                f"target_epsilon={target_epsilon} with target_delta={target_delta}: no noise "
+                f"FC566 target_epsilon={target_epsilon} with target_delta={target_delta}: no noise "
                 f"below {_MOST_NOISE:g} is enough."
             )
     while target_epsilon - found > epsilon_tolerance and high - low > 1e-9 * high:
@@ -226,9 +225,9 @@ def least_noise(
     return high
 
 
-class LargeDeltaWarning(UserWarning):
+class LargeDeltaWarning(Coded, UserWarning):
     """δ is not below one over the number of samples: publishing some samples as they are has it."""
 
 
-class PlanExceededWarning(UserWarning):
+class PlanExceededWarning(Coded, UserWarning):
     """More steps than ``make_private_with_epsilon`` planned: ε is above its target."""

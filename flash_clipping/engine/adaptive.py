@@ -49,7 +49,7 @@ class AdaptiveBound:
         checked_number("max_clipbound", self.max_clipbound, "(0, inf]", example=1e8)
         if not self.min_clipbound <= self.max_clipbound:
             raise InvalidValue(
-                f"Adaptive clipping: found min_clipbound={self.min_clipbound} and "
+                f"FC321 Adaptive clipping: found min_clipbound={self.min_clipbound} and "
                 f"max_clipbound={self.max_clipbound}; expected min_clipbound <= max_clipbound."
             )
 
@@ -62,10 +62,10 @@ class AdaptiveBound:
         of_count = 2 * COUNT_NOISE * batch_size
         if of_count <= accounted:
             raise FlashClippingError(
-                f"Adaptive clipping: found noise_multiplier={accounted:.4g} and an expected batch "
-                f"of {batch_size:.4g} samples; expected more than {10 * accounted:.4g} samples "
-                "(10 noise multipliers), or nothing is left for the noise of the sum. Use larger "
-                "batches, a smaller noise multiplier, or clipping='flat'."
+                f"FC321 Adaptive clipping: found noise_multiplier={accounted:.4g} and an expected "
+                f"batch of {batch_size:.4g} samples; expected more than {10 * accounted:.4g} "
+                "samples (10 noise multipliers). Use larger batches, a smaller noise multiplier, "
+                "or clipping='flat'."
             )
         return float((accounted**-2 - of_count**-2) ** -0.5)
 

@@ -92,14 +92,13 @@ class BufferWatch:
     def _refuse(self, module: nn.Module, name: str, what: str, line: str = "") -> NoReturn:
         path = next((path for path, m in self.root.named_modules() if m is module), "")
         raise NotServed(
-            f"{path or 'the model'} ({type(module).__name__}): its buffer {name!r} is changed by "
-            f"forward, which {what}. Forward may read buffers only: what it keeps of samples "
-            "there (running statistics, loads of experts, codebooks) gets no noise, and is saved "
-            "with the model. Use a layer without such a buffer (nn.GroupNorm has no statistics), "
-            "put this module into eval mode if it changes nothing then, or make the value before. "
-            "A mask or table that is made once stays as it is after one plain forward of the "
-            "longest input, before the model is wrapped. strict=False leaves buffers alone, and "
-            f"what they keep is not private.\n    {line or module_at(path) + '.training = False'}"
+            f"FC130 {path or 'the model'} ({type(module).__name__}): its buffer {name!r} is "
+            f"changed by forward, which {what}. Forward may read buffers only: what it keeps of "
+            "samples there gets no noise, and is saved with the model. Use a layer without such a "
+            "buffer, make the value before (it stays after one plain forward of the longest "
+            "input), or put this module into eval mode; strict=False leaves buffers alone, and "
+            "what they keep is not private.\n"
+            f"    {line or module_at(path) + '.training = False'}"
         )
 
 

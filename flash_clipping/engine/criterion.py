@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from flash_clipping.capture.no_trace import untouched
 from flash_clipping.engine.separable import compares_samples
 from flash_clipping.engine.token_losses import logits_of
-from flash_clipping.errors import HALVE_PARTS, FlashClippingError, InvalidType, InvalidValue
+from flash_clipping.errors import (
+    HALVE_PARTS,
+    FlashClippingError,
+    InvalidType,
+    InvalidValue,
+    NoAttribute,
+)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -71,9 +77,10 @@ class FlashTensor(DPTensorFastGradientClipping):
         return format(float(self), spec)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"loss.{name}: found a loss of each sample, which has backward() and arithmetic. For "
-            "its number and tensor:\n    number, losses = loss.item(), loss.loss_per_sample"
+        raise NoAttribute(
+            f"FC463 loss.{name}: found a loss of each sample, which has backward() and arithmetic. "
+            "For its number and tensor:\n"
+            "    number, losses = loss.item(), loss.loss_per_sample"
         )
 
 
@@ -85,7 +92,7 @@ def _keeps_type(name: str) -> Any:
         for theirs in [[*other.loss_per_sample.shape] for other in others]:
             if mine != theirs:
                 raise InvalidValue(
-                    f"loss.{name}: found losses of shape {mine} and {theirs}. A scalar would "
+                    f"FC462 loss.{name}: found losses of shape {mine} and {theirs}. A scalar would "
                     "count once for every sample: give both one for each sample (a torch.nn loss, "
                     "a function with reduction=). Of batches, add numbers:\n    loss.item()"
                 )
@@ -93,7 +100,7 @@ def _keeps_type(name: str) -> Any:
         found = FlashTensor(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
         if [*found.loss_per_sample.shape] != mine:
             raise InvalidValue(
-                f"loss.{name}: found losses of shape {mine}, and "
+                f"FC462 loss.{name}: found losses of shape {mine}, and "
                 f"{[*found.loss_per_sample.shape]} after it; expected a number, or one for each "
                 "sample, of the same shape."
             )
@@ -168,9 +175,9 @@ class FlashLoss(DPLossFastGradientClipping):
         if len(set(found.values())) > 1 or loss_reduction not in ("mean", "sum"):
             listed = ", ".join(f"{name}={value!r}" for name, value in found.items())
             raise InvalidValue(
-                f"The loss reductions do not match: {listed}. Norms would be off by the batch "
-                "size. Give all of them the same reduction, 'mean' or 'sum'; or, where the "
-                "criterion's own scalar is such a mean or sum over samples, the scalar itself:\n"
+                f"FC461 The loss reductions do not match: {listed}. Norms would be off by the "
+                "batch size. Give all of them the same reduction, 'mean' or 'sum'; or let the "
+                "scalar be the criterion:\n"
                 "    make_private(criterion=lambda *args: criterion(*args), ...)"
             )
         #: Whether it was looked at whether it compares samples; losses of PyTorch do not.
@@ -198,7 +205,7 @@ class FlashLoss(DPLossFastGradientClipping):
         shape = kwargs.pop("shape", None)
         if kwargs.get("reduction", self.loss_reduction) not in (self.loss_reduction, "none"):
             raise InvalidValue(
-                f"criterion: found reduction={kwargs['reduction']!r} in a call, and "
+                f"FC461 criterion: found reduction={kwargs['reduction']!r} in a call, and "
                 f"make_private(loss_reduction={self.loss_reduction!r}). Leave it out of the call."
             )
         own = None
@@ -234,9 +241,9 @@ class FlashLoss(DPLossFastGradientClipping):
         for (name, buffer), before, version in zip(now, buffers, versions, strict=True):
             if buffer is not before or buffer._version != version:
                 raise FlashClippingError(
-                    f"criterion ({self._name}): its buffer {name!r} was changed by a call. What it "
-                    "keeps of samples gets no noise, and is in the losses of other samples. Use a "
-                    "criterion that only reads its buffers; or, where evaluation mode does:\n"
+                    f"FC450 criterion ({self._name}): its buffer {name!r} was changed by a call. "
+                    "What it keeps of samples gets no noise. Use a criterion that only reads its "
+                    "buffers:\n"
                     "    criterion.criterion.eval()"
                 )
 
@@ -261,12 +268,11 @@ class FlashLoss(DPLossFastGradientClipping):
         if compares:
             self._is_separable = False
             raise FlashClippingError(
-                f"criterion ({self._name}): found a loss that compares the samples of a batch: a "
-                "sample's gradient changes with the others, and no clipping bounds what one of "
-                "them changes. Where a batch's mean, weight or count is divided by, take one of "
-                "public data, or give PyTorch's own loss as it is:\n"
-                "    make_private(criterion=nn.CrossEntropyLoss(weight=weight), ...)\n"
-                "Samples that must be compared can be one unit (docs/units.md)."
+                f"FC440 criterion ({self._name}): found a loss that compares the samples of a "
+                "batch: a sample's gradient changes with the others. Divide by a mean, weight or "
+                "count of public data, make samples that must be compared one unit "
+                "(docs/units.md), or give PyTorch's own loss as it is:\n"
+                "    make_private(criterion=nn.CrossEntropyLoss(weight=weight), ...)"
             )
 
     def _of_samples(self, losses: Tensor, ignored: Tensor | None) -> Tensor:
@@ -301,7 +307,7 @@ class FlashLoss(DPLossFastGradientClipping):
                 self.criterion.reduction = before
         if not isinstance(found, Tensor):
             raise InvalidType(
-                f"criterion ({self._name}): found {type(found).__name__}; expected a "
+                f"FC462 criterion ({self._name}): found {type(found).__name__}; expected a "
                 "tensor: a loss for each sample, or a scalar."
             )
         return found
@@ -325,10 +331,9 @@ class FlashLoss(DPLossFastGradientClipping):
                 line = "target.view_as(output)"
             shapes = " and ".join(str([*x.shape]) for x in (output, target))
             raise InvalidValue(
-                f"criterion ({self._name}): found losses of shape {[*losses.shape]}, for an output "
-                f"and a target of shapes {shapes}; expected no more losses than outputs. The two "
-                "are broadcast against each other: the losses of a sample are of the targets of "
-                "all others, which no clipping bounds. Give the target the output's axes:\n"
+                f"FC460 criterion ({self._name}): found losses of shape {[*losses.shape]}, for an "
+                f"output and a target of shapes {shapes}; expected no more losses than outputs. "
+                "The two are broadcast against each other. Give the target the output's axes:\n"
                 f"    loss = criterion(output, {line})"
             )
 
@@ -351,10 +356,9 @@ class FlashLoss(DPLossFastGradientClipping):
             self._is_known = True
             return
         raise InvalidValue(
-            f"criterion ({self._name}): found {float(own):.6g} with its own "
-            f"reduction, and {float(reduced):.6g} by reducing its losses of samples: it divides by "
-            "something else than their number. Where that depends on other samples, no clipping "
-            "bounds what one of them changes: divide each sample's loss by what belongs to that "
-            "sample, or to all batches. Where it does not, train on the scalar itself:\n"
+            f"FC441 criterion ({self._name}): found {float(own):.6g} with its own reduction, and "
+            f"{float(reduced):.6g} by reducing its losses of samples: it divides by something else "
+            "than their number. Divide each sample's loss by what belongs to that sample, or to "
+            "all batches. If the divisor does not depend on samples, train on the scalar itself:\n"
             "    make_private(criterion=lambda *args: criterion(*args), ...)"
         )

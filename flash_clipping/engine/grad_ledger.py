@@ -63,10 +63,9 @@ class StepRecord:
             return
         found = f"clipping={clipping!r}, max_grad_norm={_shown(bound)}"
         raise FlashClippingError(
-            f"This backward pass clips by {found}, but the step that it belongs to has been "
-            f"clipped by clipping={self.clipping!r}, max_grad_norm={_shown(self.bound)} so far, "
-            "and its noise is for that. Change the bound between steps: after optimizer.step(), "
-            "not skipped, and before the next backward(). Or let go of the step first: "
+            f"FC520 This backward pass clips by {found}, but the step that it belongs to has been "
+            f"clipped by clipping={self.clipping!r}, max_grad_norm={_shown(self.bound)} so far. "
+            "Change the bound after optimizer.step(), or let go of the step first: "
             "optimizer.zero_grad(), after skipped steps also optimizer.discard_step()."
         )
 
@@ -76,10 +75,10 @@ class StepRecord:
         self.check_same_bound(later.bound, later.clipping)
         if self.params != later.params:
             raise FlashClippingError(
-                "The parts of this step have clipped sums of different parameters: "
+                "FC505 The parts of this step have clipped sums of different parameters: "
                 f"{len(self.params)} until now, {len(later.params)} in this one. Freeze and "
-                "unfreeze parameters (requires_grad) between steps, not between the parts of one; "
-                "optimizer.discard_step() lets go of the parts."
+                "unfreeze parameters (requires_grad) between steps; optimizer.discard_step() lets "
+                "go of the parts."
             )
         return replace(
             later,
@@ -275,11 +274,10 @@ class GradLedger:
         held = (p for group in plain.param_groups for p in group["params"] if id(p) in mine)
         if any(p.grad is not None for p in held):
             raise FlashClippingError(
-                f"optimizer.step(): found a step of {type(plain).__name__} itself, on parameters "
-                "of a private model; expected one of the optimizer that make_private returned. "
-                "Parameters would move by clipped sums without noise, and nobody would account for "
-                "it. Nothing was released. Give make_private one optimizer, with a group for what "
-                "needs settings of its own, and step on what it returns:\n"
+                f"FC539 optimizer.step(): found a step of {type(plain).__name__} itself, on "
+                "parameters of a private model; expected one of the optimizer that make_private "
+                "returned. Parameters would move by sums without noise. Nothing was released. Step "
+                "on what it returns:\n"
                 "    model, optimizer, data_loader = engine.make_private(...)"
             )
 
@@ -298,13 +296,10 @@ class GradLedger:
             if any(is_alias_of(x, p) for p in (*self.model.parameters(), *self.model.buffers())):
                 continue
             warnings.warn(
-                f"the model: tensor {number} of {len(inputs)} among its inputs is a result of an "
-                "earlier call, from before the last backward(): memories of Transformer-XL, a "
-                "hidden state that is handed on, a generated batch. Gradients of this batch's "
-                "samples then depend on samples of that one, which no clipping bounds. Begin every "
-                "batch without it:\n"
-                "    mems = None\n"
-                "It is right only where no sample enters it, or row b is of one sample in both.",
+                f"FC515 the model: tensor {number} of {len(inputs)} among its inputs is a result "
+                "of an earlier call, from before the last backward(): gradients depend on that "
+                "batch, too. Begin every batch without it, unless row b is of one sample in both:\n"
+                "    mems = None",
                 stacklevel=2,
             )
 
@@ -353,7 +348,7 @@ class GradLedger:
             before.check_same_bound(bound, clipping)
         if running is not None and not may_accumulate:
             raise InvalidValue(
-                "Poisson sampling is not compatible with grad accumulation. You need to call "
+                "FC510 Poisson sampling is not compatible with grad accumulation. You need to call "
                 "optimizer.step() after every forward/backward pass or consider using "
                 "BatchMemoryManager"
             )
@@ -409,9 +404,9 @@ class GradLedger:
         if found is None or None in wanted or self.awaits_backward:
             of_last = " of the last forward" * (found is not None and None not in wanted)
             raise FlashClippingError(
-                f"There are no per-sample norms{of_last} yet: they are taken during backward. Call "
-                "the model, then loss.backward(), with hooks enabled, and ask before "
-                "optimizer.step(), which lets go of them:\n"
+                f"FC525 There are no per-sample norms{of_last} yet: they are taken during "
+                "backward, with hooks enabled. Ask before optimizer.step(), which lets go of "
+                "them:\n"
                 "    loss.backward(); norms = model.get_norm_sample(); optimizer.step()"
             )
         if wanted == [*range(len(rows))]:
@@ -450,7 +445,7 @@ class GradLedger:
         record = self.record
         if record is None or not record.backwards:
             raise InvalidValue(
-                "No clipped backward pass was recorded since the last step: p.grad is not a "
+                "FC501 No clipped backward pass was recorded since the last step: p.grad is not a "
                 "clipped sum. Call loss.backward() with hooks enabled (module.enable_hooks()) "
                 "before optimizer.step()."
             )
@@ -463,7 +458,7 @@ class GradLedger:
             some, n, left = self._elements
             if (same := _is_same(_bits_of(some, n, _GRAD), left)) is None:
                 self._refuse_grad(some[0])
-            check_on_device(same, f"optimizer.step(): a {_NOT_THE_SUM}", InvalidValue)
+            check_on_device(same, f"FC503 optimizer.step(): a {_NOT_THE_SUM}", InvalidValue)
         return replace(record, params=frozenset(map(id, params)))
 
     def name_of(self, param: Tensor, where: str = "optimizer") -> str:
@@ -472,37 +467,33 @@ class GradLedger:
             if found is param:
                 return name
         raise InvalidValue(
-            f"{where}: found a parameter of shape {tuple(param.shape)} that the wrapped model has "
-            "not, or had not when it was wrapped: its gradients are not clipped. Wrap the model "
-            "when it is complete, and give the optimizer its parameters."
+            f"FC170 {where}: found a parameter of shape {tuple(param.shape)} that the wrapped "
+            "model has not, or had not when it was wrapped: its gradients are not clipped. Wrap "
+            "the model when it is complete, and give the optimizer its parameters."
         )
 
     def _refuse_grad(self, param: nn.Parameter) -> NoReturn:
         name = self.name_of(param)
         if param.grad is None:
             raise InvalidValue(
-                f"{name}: this parameter has no clipped sum; its p.grad is None. Call "
+                f"FC502 {name}: this parameter has no clipped sum; its p.grad is None. Call "
                 "loss.backward() on the wrapped model's output before optimizer.step(), after "
-                "freezing, unfreezing and clearing gradients. (backward(inputs=...) leaves sums in "
-                "the named parameters only.)"
+                "freezing, unfreezing and clearing gradients, and without inputs=."
             )
-        raise InvalidValue(f"{name}: its {_NOT_THE_SUM}")
+        raise InvalidValue(f"FC503 {name}: its {_NOT_THE_SUM}")
 
 
 _NOT_THE_SUM = (
-    "p.grad is not the clipped sum that backward() left, so noise for the clipping bound would not "
-    "hide a sample. It was changed or replaced between backward() and step() "
-    "(torch.nn.utils.clip_grad_norm_, a trainer's gradient clipping, GradScaler.unscale_, p.grad "
-    "+= ..., a backward() with hooks disabled), or was not cleared before. Leave p.grad alone "
-    "(samples are clipped already; switch the trainer's clipping off), and clear gradients with "
-    "optimizer.zero_grad()."
+    "p.grad is not the clipped sum that backward() left. It was changed between backward() and "
+    "step() (torch.nn.utils.clip_grad_norm_, a trainer's gradient clipping, GradScaler.unscale_, "
+    "p.grad += ..., a backward() with hooks disabled), or was not cleared. Leave p.grad alone "
+    "(switch the trainer's clipping off), and clear gradients with optimizer.zero_grad()."
 )
 
 _WRITTEN = (
-    "backward(): found parameters that were written since the last backward(), without an "
-    "optimizer.step(). An ascent step (SAM) writes what follows from sums without noise, and "
-    "samples count twice. Use an optimizer of one gradient a step. Where weights were only loaded, "
-    "begin the step anew before this:\n    optimizer.discard_step()"
+    "FC504 backward(): found parameters that were written since the last backward(), without an "
+    "optimizer.step(). An ascent step (SAM) counts samples twice, without noise. Where weights "
+    "were only loaded, begin the step anew before this:\n    optimizer.discard_step()"
 )
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -54,15 +54,15 @@ from flash_clipping.engine.unsupported import (
     refuse_replay,
     refuse_unsupported,
 )
-from flash_clipping.errors import HALVE_PARTS, InvalidValue
+from flash_clipping.errors import HALVE_PARTS, InvalidValue, NoAttribute
 from flash_clipping.finish.clipping import ClipOptions, Doubts, clipping_coefficients, total_norm
 from flash_clipping.ops.runtime.checks import device_checks
 
 _NOTHING = Told()
 
 _NO_SHARDS = (
-    "bucket_mb: found a model without shards, whose sums nothing adds up over processes. Set it "
-    "after fully_shard(model) and make_private, or leave it out."
+    "FC603 bucket_mb: found a model without shards, whose sums nothing adds up over processes. Set "
+    "it after fully_shard(model) and make_private, or leave it out."
 )
 
 
@@ -212,9 +212,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         root = self._module
         if hasattr(root, "autograd_grad_sample_hooks"):
             raise InvalidValue(
-                "Trying to add hooks twice to the same model. One model has one optimizer, with "
-                "a parameter group for whatever needs settings of its own. To start afresh, take "
-                "the hooks off first: to_standard_module(), or cleanup() with wrap_model=False."
+                "FC172 Trying to add hooks twice to the same model. One model has one optimizer, "
+                "with several parameter groups. To start afresh, take the hooks off first: "
+                "to_standard_module(), or cleanup() with wrap_model=False."
             )
         # Opacus' users and tests find the handles under this name.
         handles: list[Any] = []
@@ -511,7 +511,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             ValueError: it is set for such a model, or to no integer from 64 to 1024.
         """
         if self._sharded is None:  # no error of another class: hasattr and inspect read it
-            raise AttributeError(_NO_SHARDS)
+            raise NoAttribute(_NO_SHARDS)
         return self._sharded.reducer.bucket_bytes >> 20
 
     @bucket_mb.setter
@@ -520,7 +520,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             raise InvalidValue(_NO_SHARDS)
         if not isinstance(value, int) or not 64 <= value <= 1024:
             raise InvalidValue(
-                f"bucket_mb: found {value!r}; expected an integer from 64 to 1024.\n"
+                f"FC603 bucket_mb: found {value!r}; expected an integer from 64 to 1024.\n"
                 "    model.bucket_mb = 256"
             )
         self._sharded.reducer.bucket_bytes = value << 20

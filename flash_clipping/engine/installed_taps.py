@@ -116,7 +116,7 @@ def plan_taps(
         named = [path for path in paths if fnmatchcase(path, pattern)]
         if not named:
             raise InvalidValue(
-                f"folded_modules: no module is named like {pattern!r}. Names look like "
+                f"FC174 folded_modules: no module is named like {pattern!r}. Names look like "
                 f"{', '.join(repr(path) for path in paths[1:4])}."
             )
         folded |= {p for name in named for p in paths if p == name or p.startswith(f"{name}.")}

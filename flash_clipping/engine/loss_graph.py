@@ -87,10 +87,9 @@ class LossLook:
             return
         self._crossed_with.add(samples)
         text = (
-            f"the loss: found outputs of shape {crossed[0]}, for {samples} samples, that become "
-            f"{crossed[1]} where they meet something else, such as targets of another shape. Each "
-            "number of these is of two samples, as the output is broadcast over the batch axis, "
-            "and no clipping bounds what one of them changes. Give both the same shape:\n"
+            f"FC460 the loss: found outputs of shape {crossed[0]}, for {samples} samples, that "
+            f"become {crossed[1]} where they meet something else: they are broadcast over the "
+            "batch axis. Give outputs and targets the same shape:\n"
             "    loss = criterion(output, target.view_as(output))"
         )
         if len(self._crossed_with) == _SIZES:
@@ -99,8 +98,9 @@ class LossLook:
             raise FlashClippingError(text)
         if len(self._crossed_with) == 1:
             warnings.warn(
-                f"{text}\nIt is right only where the other {samples} are no samples, but as many "
-                "by chance; batches of other sizes will show it.",
+                text + "\n"
+                f"It is right only where the other {samples} are no samples, but as many by "
+                "chance; batches of other sizes will show it.",
                 stacklevel=2,
             )
 
@@ -115,11 +115,11 @@ class LossLook:
         ]
         if found:
             warnings.warn(
-                f"{_named(found[0])} is reached by the loss, and not the private model's "
+                f"FC451 {_named(found[0])} is reached by the loss, and not the private model's "
                 f"({len(found)} parameters): gradients of such parameters are neither clipped nor "
                 "get noise. Make what is trained on private data a part of the model, before "
-                "make_private. What is frozen, or reads public data or noise alone (a generator), "
-                "may stay:\n    module.requires_grad_(False)",
+                "make_private. What reads public data or noise alone may stay:\n"
+                "    module.requires_grad_(False)",
                 stacklevel=2,
             )
 

@@ -154,9 +154,9 @@ class RowsOfBatch(Parts):
             cut = {key: self.samples(value, size, start, stop) for key, (_, value) in parts.items()}
             return rebuilt(part, cut)
         raise FlashClippingError(
-            f"MicroBatches: found {type(part).__name__} in a batch that has to be cut; expected "
-            "tensors, in lists, tuples, mappings and dataclasses. Let the function that is run "
-            "hold what belongs to all samples."
+            f"FC545 MicroBatches: found {type(part).__name__} in a batch that has to be cut; "
+            "expected tensors, in lists, tuples, mappings and dataclasses. Let the function that "
+            "is run hold what belongs to all samples."
         )
 
 
@@ -195,8 +195,8 @@ class MicroBatches:
         module = getattr(optimizer, "_module", None)
         if module is None:
             raise InvalidValue(
-                f"MicroBatches: found {type(optimizer).__name__}; expected the optimizer that "
-                "make_private returned."
+                f"FC319 MicroBatches: found {type(optimizer).__name__}; expected the optimizer "
+                "that make_private returned."
             )
         session, most = module._session, max_physical_batch_size
         if most != "auto":
@@ -210,12 +210,9 @@ class MicroBatches:
             found = "batches that must come whole (units, max_batch_size, batches in an order)"
         if found:
             raise FlashClippingError(
-                f"MicroBatches: found {found}; expected rows that are samples, in one process or "
-                "with data parallelism. Find a size that fits before training, by "
-                "flash_clipping.planning.largest_physical_batch, and use it where parts are "
-                "possible:\n"
-                "    BatchMemoryManager(data_loader=loader, max_physical_batch_size=..., "
-                "optimizer=optimizer)"
+                f"FC546 MicroBatches: found {found}; expected rows that are samples, in one "
+                "process or with data parallelism. Find a size that fits, for BatchMemoryManager:\n"
+                "    flash_clipping.planning.largest_physical_batch(...)"
             )
         self._module = module
         self._step = StepInParts(optimizer, most=None if most == "auto" else int(most))
@@ -246,19 +243,18 @@ class MicroBatches:
         optimizer = self._step.optimizer
         if optimizer._loop is not None and optimizer._step_skip_queue:
             raise FlashClippingError(
-                "MicroBatches: found a batch of BatchMemoryManager, which is a part already, and "
-                "would be a step; expected whole batches, of the loader that make_private "
-                "returned:\n"
+                "FC547 MicroBatches: found a batch of BatchMemoryManager, which is a part already; "
+                "expected whole batches, of the loader that make_private returned:\n"
                 "    for x, y in loader:"
             )
         module = self._module
         rows = RowsOfBatch(batch, module._session.options.batch_axis)
         if rows.count is None:
             raise FlashClippingError(
-                "MicroBatches: found tensors that have "
-                f"{[tuple(x.shape) for x in tensors_in(batch)]} as shapes; expected as many rows "
-                f"along axis {rows.axis} in each, one for each sample. Let the function that is "
-                "run hold what belongs to all samples."
+                "FC545 MicroBatches: found tensors that have "
+                f"{[tuple(x.shape) for x in tensors_in(batch)]} as shapes; expected a row along "
+                f"axis {rows.axis} for each sample. Let the function that is run hold what belongs "
+                "to all samples."
             )
 
         def work(part: tuple[Any, ...], size: int) -> _T:

@@ -47,7 +47,7 @@ from flash_clipping.engine.unsupported import (
     refuse_in_pipeline,
     refuse_since,
 )
-from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, to_freeze_parameters
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.ops.runtime.checks import device_checks
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ _PAST_THE_TAP = (
     "added without being clipped. Use it in its own module's forward, which others call; or detach "
     "it where it is used elsewhere. For a penalty on weights, use the optimizer's weight_decay. A "
     "weight that a hook computes needs torch.nn.utils.parametrize instead; after pruning, "
-    "torch.nn.utils.prune.remove(module, name). Freeze it, and train adapters (LoRA on the model's "
-    "linear layers)."
+    "torch.nn.utils.prune.remove(module, name)."
 )
 
 _MODE, _PLACE = operator.attrgetter("training"), operator.attrgetter("dtype", "device")
@@ -128,7 +127,7 @@ class ParameterGuards:
             why = self._why
             if why is _PAST_THE_TAP:
                 refuse_complex(names[key], param)
-                why += to_freeze_parameters(names[key]) + ONE_BY_ONE
+                why += ONE_BY_ONE
             guard = Guard(names[key], why, self.session)
             self.handles.append(param.register_hook(guard.__getitem__))
             guarded[key] = param  # the last: what was refused is looked at again
@@ -190,11 +189,10 @@ class Structure:
                 if param is not None and param.requires_grad:
                     where = path.removeprefix("_module.") or "the model"
                     raise FlashClippingError(
-                        f"{where} ({type(module).__name__}): its parameter {name!r} came after the "
-                        "model was wrapped, so its gradients would not be clipped. Wrap the model "
-                        "(make_private) when it is complete: take the wrapper off with "
-                        "to_standard_module() (or cleanup()), change the model, and wrap it again. "
-                        "What is no part of the model goes elsewhere than onto the wrapper."
+                        f"FC170 {where} ({type(module).__name__}): its parameter {name!r} came "
+                        "after the model was wrapped, so its gradients would not be clipped. "
+                        "Unwrap the model with to_standard_module() (or cleanup()), change it, and "
+                        "wrap it again."
                     )
         self._look()
 

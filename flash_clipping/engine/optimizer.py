@@ -112,7 +112,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             checked_number("expected_batch_size", expected_batch_size, "(0, inf)", example=64)
         if noise_grid == "exact" and type(self) is not FlashDPOptimizer:
             raise NotServed(
-                f"noise_grid='exact': found {type(self).__name__}, as for several processes; "
+                f"FC317 noise_grid='exact': found {type(self).__name__}, as for several processes; "
                 "expected FlashDPOptimizer: discrete noise is for whole parameters in one process. "
                 "Use noise_grid=True."
             )
@@ -129,15 +129,15 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self._ledger = GradLedger(nn.Module())
         if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
             raise NotServed(
-                f"{type(self).__name__}: found DTensors, as fully_shard makes them. Use "
+                f"FC605 {type(self).__name__}: found DTensors, as fully_shard makes them. Use "
                 "make_private, or engine.sharded_optimizer.ShardedFlashDPOptimizer."
             )
 
     def __getstate__(self) -> Any:
         # Opacus' own state cannot be copied: it breaks every optimizer's step on the way.
         raise FlashClippingError(
-            f"{type(self).__name__}: a private optimizer cannot be copied or pickled: it takes the "
-            "sums of one model, with noise that is drawn once. Copy what it has learnt:\n"
+            f"FC537 {type(self).__name__}: a private optimizer cannot be copied or pickled: it "
+            "takes the sums of one model, with noise that is drawn once. Copy what it has learnt:\n"
             "    saved = copy.deepcopy(optimizer.state_dict()); optimizer.load_state_dict(saved)"
         )
 
@@ -171,11 +171,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         plain = getattr(optimizer, "original_optimizer", optimizer)
         if other is not None and other.original_optimizer is not plain:
             raise InvalidValue(
-                f"This model has a private optimizer already ({type(other).__name__} around "
+                f"FC530 This model has a private optimizer already ({type(other).__name__} around "
                 f"{type(other.original_optimizer).__name__}). Two of them would each take the "
-                "other's sums. Use one optimizer, with a parameter group for whatever needs "
-                "settings of its own. To replace it, pass that optimizer to make_private, or start "
-                "afresh from module.to_standard_module()."
+                "other's sums. Use one optimizer with several parameter groups; or pass that one "
+                "to make_private, or start afresh from module.to_standard_module()."
             )
 
     @property
@@ -232,11 +231,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         clipped sums by its scale, and skip steps for some sample's overflow."""
         if sys._getframe(1).f_code.co_name == "_unscale_grads_":
             raise InvalidValue(
-                "torch.amp.GradScaler: found scaler.unscale_(optimizer), a part of "
-                "scaler.step(optimizer), on a private optimizer. Gradients were clipped as they "
-                "came, multiplied by the scale, which would divide the clipped sums. Call "
-                "loss.backward() and optimizer.step() without the scaler (samples that overflow "
-                "are left out), or use bfloat16, which needs no scaling."
+                "FC470 torch.amp.GradScaler: found scaler.unscale_(optimizer), a part of "
+                "scaler.step(optimizer), on a private optimizer: it would divide the clipped sums. "
+                "Use bfloat16, or call loss.backward() and optimizer.step() without the scaler."
             )
         groups: list[dict[str, Any]] = self.original_optimizer.param_groups
         return groups
@@ -289,7 +286,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """Let go of the sums of a logical batch that will never be complete; none was released."""
         if self.step_record is not None:
             warnings.warn(
-                "The first parts of a logical batch had been added up when "
+                "FC513 The first parts of a logical batch had been added up when "
                 f"{because}. They are left out: nothing of them was released. Let every loop over "
                 "BatchMemoryManager's loader run to the end of a logical batch.",
                 stacklevel=3,
@@ -345,19 +342,19 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             device_checks.raise_found()
         if self._replaced:
             raise InvalidValue(
-                "This optimizer was replaced by that of a later make_private(): use the one that "
-                "was returned last."
+                "FC531 This optimizer was replaced by that of a later make_private(): use the one "
+                "that was returned last."
             )
         if self._ledger.uncleared:
             raise InvalidValue(
-                "Gradients haven't been cleared since the last optimizer step: they would be "
+                "FC532 Gradients haven't been cleared since the last optimizer step: they would be "
                 "released a second time. Call optimizer.zero_grad() after each step."
             )
         if self._module is None:
             if any(p.grad is None for p in params):
                 raise InvalidValue(
-                    "A parameter has no clipped sum: its p.grad is None. Call loss.backward() on "
-                    "the wrapped model's output before optimizer.step()."
+                    "FC502 A parameter has no clipped sum: its p.grad is None. Call "
+                    "loss.backward() on the wrapped model's output before optimizer.step()."
                 )
             return None
         record: StepRecord = self._module.running_step.pending_record(params)
@@ -366,7 +363,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             if not p.requires_grad and p.grad is not None:
                 name = self._module.running_step.name_of(p)
                 raise InvalidValue(
-                    f"{name}: this parameter is frozen but has a gradient, "
+                    f"FC505 {name}: this parameter is frozen but has a gradient, "
                     "which would be released without noise. Freeze parameters before backward(), "
                     "or clear gradients (optimizer.zero_grad()) after."
                 )
@@ -375,11 +372,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         draw = record.draw
         if draw is not None and draw is before.draw and draw.samples and not draw.in_parts:
             raise FlashClippingError(
-                f"optimizer.step(): found batch {draw.number} of the loader twice in one "
-                "step, of which the first was skipped (signal_skip_step). Each of its samples "
-                "would count for up to twice max_grad_norm, for which there is no noise. Nothing "
-                "was released. Call signal_skip_step(True) for parts of a batch only, or let "
-                "BatchMemoryManager do it, and begin the step anew:\n"
+                f"FC511 optimizer.step(): found batch {draw.number} of the loader twice in one "
+                "step, of which the first was skipped (signal_skip_step): its samples would count "
+                "twice. Nothing was released. Skip parts only, and begin the step anew:\n"
                 "    optimizer.discard_step()"
             )
         return before.plus(record)
@@ -398,7 +393,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         std = self._multiplier() * sensitivity_of(bound)
         if not math.isfinite(std) or std < 0:
             raise InvalidValue(
-                f"The noise would have standard deviation {std}: found noise_multiplier="
+                f"FC521 The noise would have standard deviation {std}: found noise_multiplier="
                 f"{self.noise_multiplier} and max_grad_norm={total_bound(bound)}; expected finite "
                 "numbers."
             )
@@ -458,7 +453,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         sums = self._ledger.sums
         if any(id(p) not in sums for p in self.params):
             raise InvalidValue(
-                "add_noise(): found no clipped sums that noise could be added to. Call "
+                "FC540 add_noise(): found no clipped sums that noise could be added to. Call "
                 "optimizer.step(), after loss.backward()."
             )
         return [sums[id(p)] for p in self.params]
@@ -502,8 +497,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         for known in self.step_hooks:
             if any(one is other for one in accountants for other in _accountants_in(known)):
                 raise InvalidValue(
-                    "attach_step_hook: found the hook of an accountant that counts each step of "
-                    "this optimizer already (make_private attaches it). Each step would count "
+                    "FC538 attach_step_hook: found the hook of an accountant that counts each step "
+                    "of this optimizer already (make_private attaches it). Each step would count "
                     "twice, and epsilon would be too large. Leave this line out."
                 )
         self.step_hooks.append(fn)
@@ -557,8 +552,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """Samples that are expected in the running step, over all processes."""
         if self.expected_batch_size is None or self._module is None:
             raise FlashClippingError(
-                "Adaptive clipping needs an optimizer with expected_batch_size that follows the "
-                "wrapped model (make_private makes one)."
+                "FC321 Adaptive clipping needs an optimizer with expected_batch_size that follows "
+                "the wrapped model (make_private makes one)."
             )
         return float(self.expected_batch_size * self.accumulated_iterations)
 
@@ -567,8 +562,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         assert self.adaptive is not None
         if record is None or record.unclipped is None or isinstance(record.bound, tuple):
             raise FlashClippingError(
-                "Adaptive clipping: the step has no count of the samples within its bound. Make "
-                "the criterion before the first backward (make_private does)."
+                "FC321 Adaptive clipping: the step has no count of the samples within its bound. "
+                "Make the criterion before the first backward (make_private does)."
             )
         samples = self._expected_samples()
         noisy = float(self._noisy_count(record.unclipped, COUNT_NOISE * samples))
@@ -593,10 +588,10 @@ def _refuse_divided_losses() -> None:
     steps = 1 if accelerate is None else accelerate.GradientState().num_steps
     if steps != 1:
         raise InvalidValue(
-            f"optimizer.step(): found an Accelerator with gradient_accumulation_steps={steps}. Its "
-            f"backward() divides losses by {steps}, so that samples are clipped by gradients that "
-            "are too small. Nothing was released. Make batches larger, in parts by "
-            "BatchMemoryManager where they do not fit, and leave it out:\n"
+            "FC471 optimizer.step(): found an Accelerator with "
+            f"gradient_accumulation_steps={steps}. Its backward() divides losses by {steps}: "
+            "samples are clipped by gradients that are too small. Nothing was released. Cut larger "
+            "batches by BatchMemoryManager:\n"
             "    accelerator = Accelerator(gradient_accumulation_steps=1)"
         )
 
@@ -607,17 +602,17 @@ def _refuse_optimizer(optimizer: Any) -> None:
         _refuse_optimizer(each)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise InvalidValue(
-            "optimizer: found SparseAdam, which takes sparse gradients only. A noisy sum is dense, "
-            "as every row gets noise. Use Adam:\n"
+            "FC534 optimizer: found SparseAdam, which takes sparse gradients only. A noisy sum is "
+            "dense, as every row gets noise. Use Adam:\n"
             "    optimizer = torch.optim.Adam(model.parameters())"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         name = type(optimizer).__name__
         raise InvalidValue(
-            f"optimizer: found {name}, whose step evaluates the loss several times. Each "
-            "evaluation would be a release of its own, which nobody adds noise to or accounts "
-            "for. Use an optimizer of one gradient a step:\n"
+            f"FC533 optimizer: found {name}, whose step evaluates the loss several times: each "
+            "would be a release of its own, without noise. Use an optimizer of one gradient a "
+            "step:\n"
             "    optimizer = torch.optim.AdamW(model.parameters())"
         )
 
@@ -633,8 +628,9 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
     def __init__(self, *args: Any, **kwargs: Any):
         if kwargs.get("noise_grid"):
             raise NotServed(
-                f"noise_grid={kwargs['noise_grid']!r}: found data-parallel training, where sums of "
-                "other workers are added to the rounded one. Use fully_shard, or one process."
+                f"FC317 noise_grid={kwargs['noise_grid']!r}: found data-parallel training, where "
+                "sums of other workers are added to the rounded one. Use fully_shard, or one "
+                "process."
             )
         super().__init__(*args, **kwargs)
 

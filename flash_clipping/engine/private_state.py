@@ -43,8 +43,8 @@ class PrivateState:
 
         if self.optimizer.step_record is not None:
             raise FlashClippingError(
-                "PrivateState: found a step of which some parts were taken and others not. They "
-                "would be lost. Save after a whole step."
+                "FC580 PrivateState: found a step of which some parts were taken and others not. "
+                "They would be lost. Save after a whole step."
             )
         bounds = self.optimizer.max_grad_norms
         private = {
@@ -63,9 +63,9 @@ class PrivateState:
         accountant = self.engine.accountant
         if len(accountant):
             raise InvalidValue(
-                "PrivateState: found an accountant that has accounted for steps already. It would "
-                "forget them. Load into a new engine, before the first step; this model holds the "
-                "checkpoint's weights by now."
+                "FC581 PrivateState: found an accountant that has accounted for steps already. It "
+                "would forget them. Load into a new engine, before the first step; this model "
+                "holds the checkpoint's weights by now."
             )
         set_state_dict(
             self.model,

@@ -30,8 +30,8 @@ class SeveralOptimizers(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.optimizers:
             raise InvalidValue(
-                "add_param_group: found several optimizers; expected one, which is to step on the "
-                "new parameters. Add them to it, and make the private optimizer anew:\n"
+                "FC541 add_param_group: found several optimizers; expected one, which is to step "
+                "on the new parameters. Add them to it, and make the private optimizer anew:\n"
                 "    adamw.add_param_group(group)"
             )
         super().add_param_group(param_group)

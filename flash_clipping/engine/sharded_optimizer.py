@@ -40,8 +40,8 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         """As :meth:`FlashDPOptimizer.follow`; all processes call it together."""
         if module._sharded is None:
             raise InvalidValue(
-                "ShardedFlashDPOptimizer: found a model that fully_shard was not applied to when "
-                "it was wrapped. Use FlashDPOptimizer."
+                "FC605 ShardedFlashDPOptimizer: found a model that fully_shard was not applied to "
+                "when it was wrapped. Use FlashDPOptimizer."
             )
         before = module.running_step.follower
         super().follow(module)
@@ -53,17 +53,16 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     def _refuse_parts_of(self, sampler: Any) -> None:
         super()._refuse_parts_of(sampler)
         raise FlashClippingError(
-            "BatchMemoryManager: found a model that fully_shard was applied to, and a "
-            f"loader with {type(sampler).__name__}. Processes would split their batches "
-            "into different numbers of parts, and wait for each other for ever. Give it "
-            "the loader that make_private returned, with poisson_sampling=True."
+            "FC604 BatchMemoryManager: found a model that fully_shard was applied to, and a loader "
+            f"with {type(sampler).__name__}: processes would split batches into different numbers "
+            "of parts. Give it the loader that make_private returned, with poisson_sampling=True."
         )
 
     def _checked(self, params: Sequence[Any]) -> StepRecord | None:
         record = super()._checked(params)
         if record is None:
             raise FlashClippingError(
-                "ShardedFlashDPOptimizer: found a step without a model to follow. Call "
+                "FC605 ShardedFlashDPOptimizer: found a step without a model to follow. Call "
                 "optimizer.follow(wrapped_model) first (make_private does)."
             )
         return record

@@ -51,7 +51,7 @@ def per_sample_loss(
     logits = logits if isinstance(logits, Tensor) else logits_of(logits)
     if logits.shape[:-1] != labels.shape or labels.dim() == 0:
         raise InvalidValue(
-            f"per_sample_loss: found logits {tuple(logits.shape)} and labels "
+            f"FC303 per_sample_loss: found logits {tuple(logits.shape)} and labels "
             f"{tuple(labels.shape)}; expected logits [B, ..., V] and labels [B, ...]."
         )
     if shift:
@@ -76,7 +76,7 @@ def logits_of(output: Any) -> Tensor:
     """The logits in what a model returned; ``TypeError`` if there are none."""
     logits = part_of(output, "logits")
     if not isinstance(logits, Tensor):
-        raise InvalidType(f"found {type(output).__name__}; expected logits, or what holds .logits.")
+        raise InvalidType(f"FC303 found {type(output).__name__}; expected logits, or with .logits.")
     return logits
 
 

@@ -43,8 +43,6 @@ from flash_clipping.errors import (
     InvalidValue,
     NotServed,
     module_at,
-    to_freeze,
-    to_freeze_parameters,
 )
 
 # -- data parallelism ------------------------------------------------------------------------------
@@ -90,13 +88,14 @@ def refuse_inside(path: str, module: nn.Module) -> None:
     Python cannot follow it."""
     if isinstance(module, torch.jit.ScriptModule):
         raise NotServed(
-            f"{path or 'the model'} ({module.original_name}): found a module of torch.jit.script, "
-            "whose layers Python never runs. Give the module that it was made of, and compile it:\n"
+            f"FC116 {path or 'the model'} ({module.original_name}): found a module of "
+            "torch.jit.script, whose layers Python never runs. Give the plain module, and compile "
+            "it:\n"
             "    model.compile()"
         )
     if (form := _form_of(module)) is not None and not is_sharded(module):
         raise NotServed(
-            f"{path or 'the model'}: found {form}, which reduces gradients before they are "
+            f"FC601 {path or 'the model'}: found {form}, which reduces gradients before they are "
             f"clipped. {_INSTEAD}"
         )
 
@@ -109,18 +108,17 @@ def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
     # All forms of context_parallel put a function of theirs in the place of this builtin.
     if _CONTEXT_PARALLEL in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
         raise FlashClippingError(
-            f"the model ({type(module).__name__}): found torch.distributed's context_parallel "
-            "around a private model. The positions of a sample lie in several processes, and each "
-            "would clip its own part of the sample's gradient: of R parts, a sample could move the "
-            "sum by R times max_grad_norm. Give every sample to one process: fully_shard, with "
-            "activation checkpointing or mode='two_pass' for long sequences."
+            f"FC651 the model ({type(module).__name__}): found torch.distributed's "
+            "context_parallel around a private model: each process would clip its own part of a "
+            "sample's gradient. Give every sample to one process: fully_shard, with activation "
+            "checkpointing or mode='two_pass' for long sequences."
         )
     in_ddp = runs_in_ddp()
     if in_ddp or (may_be_replica and is_replica(module)):
         form = DistributedDataParallel if in_ddp else DataParallel
         raise FlashClippingError(
-            f"the model ({type(module).__name__}): found torch.nn.parallel.{form.__name__} around "
-            f"a private model. {_UNREDUCED}"
+            f"FC601 the model ({type(module).__name__}): found torch.nn.parallel.{form.__name__} "
+            f"around a private model. {_UNREDUCED}"
         )
 
 
@@ -133,10 +131,9 @@ def refuse_in_pipeline(module: nn.Module) -> None:
     while frame is not None:
         if frame.f_globals.get("__name__") == PIPELINES:
             raise FlashClippingError(
-                f"the model ({type(module).__name__}): found a stage of "
-                "torch.distributed.pipelining that runs a private model. Every stage would clip by "
-                "the norms of its own parameters: of S stages, a sample could move the released "
-                "sums by sqrt(S) times max_grad_norm. Run the schedule by "
+                f"FC640 the model ({type(module).__name__}): found a stage of "
+                "torch.distributed.pipelining that runs a private model: every stage would clip by "
+                "the norms of its own parameters. Run the schedule by "
                 "flash_clipping.PrivateSchedule(schedule, microbatch_size=...), on all stages."
             )
         frame = frame.f_back
@@ -155,21 +152,22 @@ def refuse_since(module: nn.Module, sharded: Container[nn.Module] = ()) -> None:
                 form = "torch.distributed.fsdp.FullyShardedDataParallel"
             elif not isinstance(param, nn.Parameter):
                 raise FlashClippingError(
-                    f"{path}.{name}: found a {type(param).__name__} in its place, as "
+                    f"FC141 {path}.{name}: found a {type(param).__name__} in its place, as "
                     "torch.func.functional_call puts there; expected the model's own parameter. "
-                    "Clipped sums are of parameters, so nothing would come of this tensor's "
-                    "gradients. Call the private model itself, and functional_call on the plain "
-                    "one:\n    plain = model.to_standard_module()"
+                    "Call the private model itself, and functional_call on the plain one:\n"
+                    "    plain = model.to_standard_module()"
                 )
         if form is not None:
             where = path or "the model"
-            raise FlashClippingError(f"{where}: found {form} on a private model. {_UNREDUCED}")
+            raise FlashClippingError(
+                f"FC601 {where}: found {form} on a private model. {_UNREDUCED}"
+            )
 
 
 def refuse_export(module: nn.Module) -> NoReturn:
     """Refuse to be exported with what records gradients."""
     raise FlashClippingError(
-        f"the model ({type(module).__name__}): found torch.export, torch.onnx.export, "
+        f"FC430 the model ({type(module).__name__}): found torch.export, torch.onnx.export, "
         f"torch.jit.trace or torch.jit.script of a private model. {TO_EXPORT}"
     )
 
@@ -177,7 +175,7 @@ def refuse_export(module: nn.Module) -> NoReturn:
 def refuse_new_class(module: nn.Module, new: Any) -> None:
     """Refuse to become a module of another class, as fully_shard and replicate do with modules."""
     raise FlashClippingError(
-        f"{type(module).__name__}: found something that would make it a {new.__name__}, as "
+        f"FC601 {type(module).__name__}: found something that would make it a {new.__name__}, as "
         f"torch.distributed's fully_shard and replicate do. {_UNREDUCED}"
     )
 
@@ -190,14 +188,16 @@ def refuse_lacking(module: nn.Module, optimizer: Any) -> None:
         return
     listed = ", ".join(f'"{name}"' for name in names)
     raise InvalidValue(
-        f"optimizer: found {type(optimizer).__name__} without {len(names)} of the module's "
-        f"trainable parameters, {names[0]} among them; expected all of them. All count in the norm "
-        "of a sample, and one noisy step is for all: a second optimizer would move the rest by "
-        "sums without noise. Give one optimizer a group for each part, with settings of its own:\n"
-        f'    optimizer.add_param_group({{"params": [model.get_parameter(name) for name in '
-        f"[{listed}]]}})\nOr make one of both:\n"
+        f"FC535 optimizer: found {type(optimizer).__name__} without {len(names)} of the module's "
+        f"trainable parameters, {names[0]} among them; expected all of them: a second optimizer "
+        "would move the rest by sums without noise. Give one optimizer a group for each part, with "
+        "settings of its own:\n"
+        '    optimizer.add_param_group({"params": [model.get_parameter(name) for name in '
+        f"[{listed}]]}})\n"
+        "Or make one of both:\n"
         "    optimizer = flash_clipping.SeveralOptimizers(optimizer, other)\n"
-        f"Or freeze what is not to be trained:{to_freeze_parameters(*names)}"
+        "Or freeze what is not to be trained:\n"
+        f"    for name in [{listed}]: model.get_parameter(name).requires_grad_(False)"
     )
 
 
@@ -213,23 +213,22 @@ def refuse_alone(module: Any, distributed: bool | None) -> None:
     if (processes := processes_of(module)) is not None:
         if distributed is None and processes.mesh.size() < world:
             raise InvalidValue(
-                f"module ({type(module).__name__}): its layers are cut over "
-                f"{processes.mesh.size()} of {world} processes, and nothing would "
-                "reduce the gradients of the others' samples. Call fully_shard over the data "
-                "dimension of the mesh as well, on blocks and on the model. Or pass "
-                "distributed=False to make_private, if every group of processes is to train a "
-                "model of its own."
+                f"FC602 module ({type(module).__name__}): its layers are cut over "
+                f"{processes.mesh.size()} of {world} processes, and nothing would reduce the "
+                "gradients of the others' samples. Call fully_shard over the data dimension of the "
+                "mesh as well, or pass distributed=False to make_private, if each group of "
+                "processes trains a model of its own."
             )
         return
     if distributed:
-        raise InvalidValue(f"distributed=True: found {type(module).__name__} as module. {_INSTEAD}")
+        raise InvalidValue(f"FC602 distributed=True: found a {type(module).__name__}. {_INSTEAD}")
     if distributed is None and world > 1:
         for path, part in module.named_modules():
             refuse_inside(path, part)
         raise InvalidValue(
-            f"module ({type(module).__name__}): torch.distributed runs {world} processes, and "
-            f"nothing would reduce the model's gradients. {_INSTEAD} Or pass "
-            "distributed=False to make_private, if every process is to train a model of its own."
+            f"FC602 module ({type(module).__name__}): torch.distributed runs {world} processes, "
+            f"and nothing would reduce the model's gradients. {_INSTEAD} Or pass distributed=False "
+            "to make_private, if every process is to train a model of its own."
         )
 
 
@@ -268,8 +267,8 @@ def refuse_complex(name: str, param: nn.Parameter) -> None:
     """Raise ``FlashClippingError`` for a trainable parameter that is complex."""
     if param.requires_grad and param.is_complex():
         raise FlashClippingError(
-            f"{name}: a complex parameter ({param.dtype}), which mode='one_by_one' alone serves. "
-            "Keep it as reals, nn.Parameter(torch.view_as_real(w)), and use "
+            f"FC115 {name}: a complex parameter ({param.dtype}), which mode='one_by_one' alone "
+            "serves. Keep it as reals, nn.Parameter(torch.view_as_real(w)), and use "
             f"torch.view_as_complex(self.w) in forward, which is exact and fast.{ONE_BY_ONE}"
         )
 
@@ -282,13 +281,12 @@ def refuse_hooks(name: str, param: Tensor) -> None:
     own = hooks.values() if isinstance(hooks, dict) else ()
     if awaits_gradient(param) or any(type(getattr(f, "__self__", None)) is not Guard for f in own):
         raise FlashClippingError(
-            f"{name}: found a hook on this parameter (register_hook, or "
-            "register_post_accumulate_grad_hook). Autograd brings a private parameter no gradient: "
-            "clipped sums are put into p.grad at the end of backward. Take the hook off, by "
-            "remove() of its handle, and change what noise was added to, by a mask, say:\n"
+            f"FC506 {name}: found a hook on this parameter (register_hook, or "
+            "register_post_accumulate_grad_hook). Autograd brings a private parameter no gradient. "
+            "Take the hook off, by remove() of its handle, and change what noise was added to, by "
+            "a mask, say:\n"
             f'    param = model.get_parameter("{name}")\n'
-            "    optimizer.attach_step_hook(lambda _: param.grad.mul_(mask))\n"
-            f"Or freeze it.{to_freeze_parameters(name)}"
+            "    optimizer.attach_step_hook(lambda _: param.grad.mul_(mask))"
         )
 
 
@@ -311,18 +309,17 @@ def refuse_one_by_one(root: nn.Module) -> None:
     """Refuse models that are spread over processes, or whose layers keep statistics of samples."""
     if has_shards(root) or processes_of(root) is not None:
         raise NotServed(
-            'mode="one_by_one": found a model whose parameters are spread over processes '
+            'FC189 mode="one_by_one": found a model whose parameters are spread over processes '
             "(fully_shard, parallelize_module). Samples run through a whole model. Use another "
             "mode, or train by DifferentiallyPrivateDistributedDataParallel."
         )
     for path, module in batch_norms_of(root):
         if module.training and module.running_mean is not None:
             raise NotServed(
-                f"{path or 'the model'} ({type(module).__name__}): it keeps running statistics of "
-                "samples, which get no noise and are saved with the model. Replace it by "
-                "nn.GroupNorm, or make it without them, so that it normalizes each sample by "
-                f"itself:\n    norm = nn.{type(module).__name__}(features, "
-                "track_running_stats=False)"
+                f"FC104 {path or 'the model'} ({type(module).__name__}): it keeps running "
+                "statistics of samples, which get no noise and are saved with the model. Replace "
+                "it by nn.GroupNorm, or make it without them:\n"
+                f"    norm = nn.{type(module).__name__}(features, track_running_stats=False)"
             )
     _refuse_in_any_mode(root)
 
@@ -337,10 +334,10 @@ def _refuse_in_any_mode(root: nn.Module) -> None:
         for name, param in module._parameters.items():
             if param is not None and is_lazy(param):
                 raise NotServed(
-                    f"{path or 'the model'} ({type(module).__name__}): its parameter {name!r} has "
-                    "no shape before the first forward, so nothing can be clipped or trained. Call "
-                    "the model once on a batch, then make the optimizer and wrap the model."
-                    "\n    with torch.no_grad(): model(x)"
+                    f"FC113 {path or 'the model'} ({type(module).__name__}): its parameter "
+                    f"{name!r} has no shape before the first forward. Call the model once on a "
+                    "batch, then make the optimizer and wrap the model.\n"
+                    "    with torch.no_grad(): model(x)"
                 )
 
 
@@ -348,8 +345,8 @@ def refuse_replay(mode: str, what: str) -> None:
     """Refuse to compile a model whose samples run one at a time, or to replay its steps."""
     if mode == "one_by_one":
         raise NotServed(
-            f"{what}: found mode='one_by_one', in which samples run one at a time, each as it is: "
-            "nothing is compiled or replayed. Leave it out."
+            f"FC188 {what}: found mode='one_by_one', in which samples run one at a time, each as "
+            "it is: nothing is compiled or replayed. Leave it out."
         )
 
 
@@ -360,7 +357,7 @@ def refuse_frozen(root: nn.Module) -> None:
         return
     path = (names[-1] if names else "").removeprefix("_module.").rpartition(".")[0]
     raise InvalidValue(
-        f"module ({type(root).__name__}): found no trainable parameter, {len(names)} of them "
+        f"FC305 module ({type(root).__name__}): found no trainable parameter, {len(names)} of them "
         "frozen; expected one at least. Before the optimizer is made, for the last layer:\n"
         f"    {module_at(path)}.requires_grad_(True)"
     )
@@ -393,9 +390,9 @@ def refuse_batch_norms(norms: Sequence[tuple[str, Any]]) -> None:
             elif module.running_mean is None:
                 line += ONE_BY_ONE
             raise UnsupportedModel(
-                f"{path or 'the model'} ({type(module).__name__}) mixes samples: the gradient of "
-                "one sample depends on the others, so no clipping can bound it. Replace it by "
-                f"nn.GroupNorm, before the optimizer is made:{line}"
+                f"FC101 {path or 'the model'} ({type(module).__name__}) mixes samples: the "
+                "gradient of one sample depends on the others, so no clipping can bound it. "
+                f"Replace it by nn.GroupNorm, before the optimizer is made:{line}"
             )
 
 
@@ -428,8 +425,8 @@ def _refuse_recurrent(path: str, module: Any) -> NoReturn:
             f"\n    new.load_state_dict(old.state_dict()); {put}"
         )
     raise UnsupportedModel(
-        f"{path or 'the model'} ({type(module).__name__}) has no per-sample gradients. {advice}:"
-        f"{line}"
+        f"FC110 {path or 'the model'} ({type(module).__name__}) has no per-sample gradients. "
+        f"{advice}:{line}"
     )
 
 
@@ -449,9 +446,9 @@ def _refuse_hooked(path: str, module: nn.Module) -> None:
             line = f"layer = {module_at(path)}; torch.nn.utils.remove_{kind}(layer); "
             line += f"torch.nn.utils.parametrizations.{kind}(layer)"
         raise NotServed(
-            f"{path or 'the model'} ({type(module).__name__}): its {name} is computed by a hook "
-            f"(torch.nn.utils.{kind}) before the layer runs, so what it is computed from has no "
-            "per-sample gradients; expected a parametrization (exact), or a plain parameter:\n"
+            f"FC114 {path or 'the model'} ({type(module).__name__}): its {name} is computed by a "
+            f"hook (torch.nn.utils.{kind}) before the layer runs, so what it is computed from has "
+            "no per-sample gradients; expected a parametrization (exact), or a plain parameter:\n"
             f"    {line}"
         )
 
@@ -480,8 +477,8 @@ def refuse_unloaded(root: nn.Module) -> None:
                     '    model = AutoModelForCausalLM.from_pretrained(name, device_map={"": 0})'
                 )
             raise FlashClippingError(
-                f"{f'{path}.{name}'.lstrip('.')}: found {found}, on the meta device; expected one "
-                f"on the device that it is trained on. {advice}"
+                f"FC125 {f'{path}.{name}'.lstrip('.')}: found {found}, on the meta device; "
+                f"expected one on the device that it is trained on. {advice}"
             )
 
 
@@ -498,8 +495,9 @@ def validate(module: nn.Module, mode: str = "one_pass") -> None:
         return
     if not module.training:
         raise UnsupportedModel(
-            f"the model ({type(module).__name__}): found evaluation mode; expected training mode, "
-            "as the model will be trained:\n    model.train()"
+            f"FC112 the model ({type(module).__name__}): found evaluation mode; expected training "
+            "mode, as the model will be trained:\n"
+            "    model.train()"
         )
     for path, part in module.named_modules():
         verdict = ModuleValidator.VALIDATORS.get(type(part))
@@ -507,7 +505,7 @@ def validate(module: nn.Module, mode: str = "one_pass") -> None:
             continue
         for error in verdict(part):
             raise UnsupportedModel(
-                f"{path.removeprefix('_module.') or 'the model'} ({type(part).__name__}): found "
-                f"what its validator of Opacus refuses. {error}"
-                f"{_FIX if _is_fixed(part) else to_freeze(path)}"
+                f"FC111 {path.removeprefix('_module.') or 'the model'} ({type(part).__name__}): "
+                "found what its validator of Opacus refuses. "
+                f"{error}{_FIX if _is_fixed(part) else ONE_BY_ONE}"
             )

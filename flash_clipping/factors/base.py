@@ -47,9 +47,9 @@ class PerSampleGrad(ABC):
             own = base.__module__.partition(".")[0] == __name__.partition(".")[0]
             if own and issubclass(base, PerSampleGrad) and not inspect.isabstract(base):
                 raise InvalidType(
-                    f"{cls.__name__} is derived from {base.__name__}, which is final. Derive it "
-                    "from flash_clipping.factors.PerSampleGrad, and give it sqnorms, error_bound, "
-                    "clipped_sum and dense of its own."
+                    f"FC165 {cls.__name__} is derived from {base.__name__}, which is final. Derive "
+                    "it from flash_clipping.factors.PerSampleGrad, and give it sqnorms, "
+                    "error_bound, clipped_sum and dense of its own."
                 )
 
     @property

@@ -184,12 +184,12 @@ class BackwardPass:
         if expected and found not in expected:
             sizes = " or ".join(map(str, sorted(expected)))
             raise FlashClippingError(
-                f"{path}: found {found} samples along the batch axis, but the model was called "
-                f"with a batch of {sizes}. {advice}"
+                f"FC201 {path}: found {found} samples along the batch axis, but the model was "
+                f"called with a batch of {sizes}. {advice}"
             )
         if self.batch_size is not None:
             raise FlashClippingError(
-                f"{path}: found {found} samples along the batch axis, but {self.first_path} "
+                f"FC201 {path}: found {found} samples along the batch axis, but {self.first_path} "
                 f"recorded {self.batch_size} in the same backward. {advice}"
             )
         self.batch_size, self.first_path = found, path
@@ -237,9 +237,9 @@ class BackwardPass:
             if "autograd.grad" not in str(error):
                 raise
             raise FlashClippingError(
-                "torch.autograd.grad was asked for gradients of a wrapped model's parameters; "
-                "clipped sums are only left by loss.backward(), in p.grad. Call that; or, for "
-                "ordinary gradients, call the model and torch.autograd.grad between "
+                "FC411 torch.autograd.grad was asked for gradients of a wrapped model's "
+                "parameters; clipped sums are only left by loss.backward(), in p.grad. Call that; "
+                "or, for ordinary gradients, call the model and torch.autograd.grad between "
                 "module.disable_hooks() and module.enable_hooks()."
             ) from None
 

@@ -110,7 +110,7 @@ def clipping_coefficients(
     if clipping == "per_layer":
         if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != len(norms_PB):
             raise InvalidValue(
-                "clipping='per_layer' needs max_grad_norm to be a list with one bound per "
+                "FC320 clipping='per_layer' needs max_grad_norm to be a list with one bound per "
                 f"trainable parameter ({len(norms_PB)}); found {max_grad_norm!r}."
             )
         norms = norms_PB
@@ -120,7 +120,7 @@ def clipping_coefficients(
     else:
         if isinstance(max_grad_norm, Sequence):
             raise InvalidValue(
-                f"clipping={clipping!r} takes one max_grad_norm; found a list of "
+                f"FC320 clipping={clipping!r} takes one max_grad_norm; found a list of "
                 f"{len(max_grad_norm)}. Pass a number, or clipping='per_layer'."
             )
         norms = total_norm(norms_PB) if total_B is None else total_B

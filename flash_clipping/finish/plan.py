@@ -151,7 +151,7 @@ def plan_of(
     if frozen := paths.keys() - trainable.keys():
         names = ", ".join(sorted({paths[key] for key in frozen}))
         raise FlashClippingError(
-            f"{names}: found a parameter that was trainable in forward and is frozen in "
+            f"FC505 {names}: found a parameter that was trainable in forward and is frozen in "
             "backward; its part of the norms would be missing. Change requires_grad between "
             "steps, before forward()."
         )
@@ -193,7 +193,7 @@ def _check_operands(factor: LinearGrad, path: str) -> None:
     A, G = factor.A_BTd, factor.G_BTp
     if A.dim() != 3 or G.dim() != 3 or G.shape[:2] != A.shape[:2] or A.device != G.device:
         raise FlashClippingError(
-            f"{path}: its rule returned a LinearGrad of A_BTd {tuple(A.shape)} on {A.device} and "
-            f"G_BTp {tuple(G.shape)} on {G.device}; expected [B, T, d] and [B, T, p] of the same "
-            "B and T on one device. Flatten the axes between batch and features of both alike."
+            f"FC162 {path}: its rule returned a LinearGrad of A_BTd {tuple(A.shape)} on {A.device} "
+            f"and G_BTp {tuple(G.shape)} on {G.device}; expected [B, T, d] and [B, T, p] of the "
+            "same B and T on one device. Flatten the axes between batch and features of both alike."
         )

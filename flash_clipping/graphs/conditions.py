@@ -280,7 +280,7 @@ def _never_waits(device: torch.device) -> Iterator[None]:
 def refuse(what: str, cause: Exception | None = None) -> NoReturn:
     """Say why a step cannot be replayed."""
     raise FlashClippingError(
-        f"GraphedStep: the step {what}, or call it without GraphedStep."
+        f"FC703 GraphedStep: the step {what}, or call it without GraphedStep."
     ) from cause
 
 

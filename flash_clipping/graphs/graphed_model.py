@@ -317,8 +317,8 @@ def _check_backward(session: Any, is_second: bool, problem: str = "") -> None:
         problem = "backward() is of several calls of the model"
     if problem:
         raise FlashClippingError(
-            f"cuda_graphs='auto': found that {problem}, unlike in the first steps, which were "
-            "captured. Run the model without graphs (in trainers by engine_options):\n"
+            f"FC704 cuda_graphs='auto': found that {problem}, unlike in the first steps, which "
+            "were captured. Run the model without graphs (in trainers by engine_options):\n"
             "    make_private(..., cuda_graphs='off')"
         )
 

@@ -201,8 +201,8 @@ class GraphedStep:
     ):
         if warmup < 2 or graphs < 0:
             raise InvalidValue(
-                f"GraphedStep: found warmup={warmup} and graphs={graphs}; expected at least 2 "
-                "(the first call compiles kernels, the last shows whether the step waits for the "
+                f"FC702 GraphedStep: found warmup={warmup} and graphs={graphs}; expected at least "
+                "2 (the first call compiles kernels, the last shows whether the step waits for the "
                 "device) and 0."
             )
         self.step, self.model = step, model
@@ -275,9 +275,9 @@ class GraphedStep:
     def _foreign(self, leaf: Any) -> None:
         """An argument is neither a tensor nor a plain value."""
         raise InvalidType(
-            f"GraphedStep: found {type(leaf).__name__} in the step's arguments; expected tensors "
-            "and plain values (numbers, strings, None) in lists, tuples and dicts, as it knows "
-            "nothing else by its contents. Pass dict(batch) where a tokenizer made the batch."
+            f"FC702 GraphedStep: found {type(leaf).__name__} in the step's arguments; expected "
+            "tensors and plain values (numbers, strings, None) in lists, tuples and dicts, as it "
+            "knows nothing else by its contents. Pass dict(batch) where a tokenizer made the batch."
         )
 
     def _device(self, modules: list[nn.Module], tensors: list[Tensor]) -> torch.device | None:
@@ -294,7 +294,7 @@ class GraphedStep:
         if len(devices) > 1:
             listed = " and ".join(sorted(map(str, devices)))
             raise InvalidValue(
-                f"GraphedStep: found parameters and arguments on {listed}; expected one "
+                f"FC702 GraphedStep: found parameters and arguments on {listed}; expected one "
                 "device. Move the batch before the call; a model on several devices runs without "
                 "GraphedStep."
             )
@@ -372,9 +372,9 @@ class GraphedStep:
         self._waited = self._waited + 1 if self._autograd_is_held() else 0
         if self._waited == PATIENCE:
             warnings.warn(
-                f"GraphedStep, or cuda_graphs='auto': {PATIENCE} steps ran as they are that could "
-                "have been replayed, because something still holds autograd's graph of an earlier "
-                "one: a loss or an output in a list, say. Keep loss.detach().",
+                f"FC706 GraphedStep, or cuda_graphs='auto': {PATIENCE} steps ran as they are that "
+                "could have been replayed, because something still holds autograd's graph of an "
+                "earlier one: a loss or an output in a list, say. Keep loss.detach().",
                 stacklevel=6,
             )
         return self._waited > 0
@@ -488,9 +488,9 @@ class GraphedStep:
         for leaf in pytree.tree_leaves(output):
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise InvalidType(
-                    f"GraphedStep: found {type(leaf).__name__} in the step's results; expected "
-                    "tensors or None, in lists, tuples and dicts: anything else would be the "
-                    "captured step's in every replay. Return the loss as a tensor, or nothing."
+                    f"FC702 GraphedStep: found {type(leaf).__name__} in the step's results; "
+                    "expected tensors or None, in lists, tuples and dicts: anything else would be "
+                    "the captured step's in every replay. Return the loss as a tensor, or nothing."
                 )
         return pytree.tree_map_only(Tensor, Tensor.detach, output)
 

@@ -192,10 +192,9 @@ class ExpertsRule(Rule):
                 found = difference(own_Md, output_BTd.flatten(0, 1), narrowest)
                 if found:
                     raise UnsupportedLayer(
-                        "its attributes are those of experts that transformers can run by any of "
-                        f"its implementations, but they compute something else ({found}). Give it "
-                        "a rule of its own (flash_clipping.register_rule), or freeze its "
-                        "parameters."
+                        "FC123 its attributes are those of experts that transformers can run by "
+                        f"any of its implementations, but they compute something else ({found}). "
+                        "Give it a rule of its own (flash_clipping.register_rule)."
                     )
                 self.checked.add(layer)
         return output_BTd, (*saved, arithmetic, arranged)
@@ -330,7 +329,7 @@ class JetMoeExpertsRule(Rule):
         found = _sorted_rows.get()
         if found is None or found[1] is not sizes or len(found[0]) != len(rows_Nd):
             raise UnsupportedLayer(
-                "found rows that are not those its router put in order last; expected the "
+                "FC124 found rows that are not those its router put in order last; expected the "
                 "router's expert_size as the second argument, and as many rows"
             )
         order_N = found[0]
@@ -412,9 +411,9 @@ class _DropsNoToken(Tap):
         capacity: Any = self.layer.expert_capacity
         if torch.is_grad_enabled() and (capacity is None or capacity < tokens):
             error = UnsupportedLayer(
-                f"found an expert capacity of {capacity} for {tokens} tokens: where an expert is "
-                "full, tokens of one sample are dropped because of another's, which no clipping "
-                "bounds. Expected room for every token",
+                f"FC105 found an expert capacity of {capacity} for {tokens} tokens: where an "
+                "expert is full, tokens of one sample are dropped because of another's, which no "
+                "clipping bounds. Expected room for every token",
                 "{layer}.expert_capacity = 2**31",
             )
             raise RefusedByRule(self.path, error)

@@ -67,9 +67,9 @@ class ExpertsBackwardPass(ShardedBackwardPass):
     def _note_samples(self, path: str, samples: Samples) -> None:
         if self._samples is not None and self._samples.counts != samples.counts:
             raise FlashClippingError(
-                f"{path}: found experts with rows of {samples.counts} samples in the processes of "
-                f"their mesh, and of {self._samples.counts} in the same backward. Call backward() "
-                "for each batch by itself."
+                f"FC633 {path}: found experts with rows of {samples.counts} samples in the "
+                f"processes of their mesh, and of {self._samples.counts} in the same backward. "
+                "Call backward() for each batch by itself."
             )
         self._samples = samples
         if not self._is_of_nobody and samples.own != self.batch_size:

@@ -47,8 +47,8 @@ def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
     """
     if mesh.ndim > 2:
         raise InvalidValue(
-            f"distribute_experts: found a mesh of {mesh.ndim} dimensions; expected (expert,) or "
-            "(data, expert). Use init_device_mesh(device, (data, experts), mesh_dim_names=...)."
+            f"FC630 distribute_experts: found a mesh of {mesh.ndim} dimensions; expected (expert,) "
+            "or (data, expert). Use init_device_mesh(device, (data, experts), mesh_dim_names=...)."
         )
     found: dict[int, nn.Parameter] = {}
     for path, module in [*model.named_modules()]:
@@ -57,13 +57,13 @@ def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
             _distribute(path or "the model", module, rule, mesh, found)
         elif isinstance(rule, ExpertsRule):
             raise NotServed(
-                f"{path} ({type(module).__name__}): found adapters around experts, which are not "
-                "built for experts in parallel. Distribute the experts of the plain model, or use "
-                "flash_clipping.layers.MixtureOfExperts(..., rank=r)."
+                f"FC631 {path} ({type(module).__name__}): found adapters around experts, which are "
+                "not built for experts in parallel. Distribute the experts of the plain model, or "
+                "use flash_clipping.layers.MixtureOfExperts(..., rank=r)."
             )
     if not found:
         raise InvalidValue(
-            f"{type(model).__name__}: found no experts to distribute; expected "
+            f"FC630 {type(model).__name__}: found no experts to distribute; expected "
             "flash_clipping.layers.MixtureOfExperts, or stacked experts of transformers."
         )
     return {*found.values()}
@@ -78,14 +78,14 @@ def _distribute(
     experts, n = layer.experts if is_own else layer.num_experts, mesh.size(mesh.ndim - 1)
     if experts % n:
         raise InvalidValue(
-            f"{path}: found {experts} experts and {n} processes along the mesh's last dimension; "
-            "expected as many experts in each. Use a mesh whose last dimension divides "
+            f"FC630 {path}: found {experts} experts and {n} processes along the mesh's last "
+            "dimension; expected as many experts in each. Use a mesh whose last dimension divides "
             f"{experts}."
         )
     if any(param.is_meta or isinstance(param, DTensor) for param in layer.parameters()):
         raise InvalidValue(
-            f"{path}: found parameters on the meta device, or DTensors; expected whole ones. Call "
-            "distribute_experts before fully_shard, on a model whose weights are loaded."
+            f"FC630 {path}: found parameters on the meta device, or DTensors; expected whole ones. "
+            "Call distribute_experts before fully_shard, on a model whose weights are loaded."
         )
     if not is_own:
         _compare(path, layer, rule, experts)
@@ -120,8 +120,8 @@ def _compare(path: str, layer: Any, rule: ExpertsRule, experts: int) -> None:
         raise NotServed(f"{path}: {error}") from error
     if layer not in rule.checked:
         raise InvalidValue(
-            f"{path}: found experts that give what is not finite, for tokens of ordinary size. "
-            "Load their weights before distribute_experts."
+            f"FC632 {path}: found experts that give what is not finite, for tokens of ordinary "
+            "size. Load their weights before distribute_experts."
         )
 
 

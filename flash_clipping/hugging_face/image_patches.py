@@ -149,8 +149,8 @@ def _patches(module: Any, tower: Any, given: Mapping[str, Any]) -> tuple[Patches
         is_whole_I = sample_M[(ends_I - 1).clamp(max=M - 1)] == sample_I
         check_on_device(
             is_whole_I.all() | (ends_B[-1] != M),  # else the model says that tokens do not fit
-            f"{pixels_name}: found an image that takes the places of tokens of several samples of "
-            f"input_ids; expected as many {token_name} in each sample as its images in "
+            f"FC209 {pixels_name}: found an image that takes the places of tokens of several "
+            f"samples of input_ids; expected as many {token_name} in each sample as its images in "
             f"{grids_name} have rows.",
         )
         sample_N = sample_M.repeat_interleave(merged)

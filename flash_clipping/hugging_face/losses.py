@@ -82,10 +82,10 @@ class SampleMeans:
             self.items = items
             return
         raise FlashClippingError(
-            f"{self.path or 'the model'}: found num_items_in_batch{found}. A number of tokens "
-            "that is counted in the batch makes one sample's gradient depend on the others. Leave "
-            "it out, and each sample's loss is the mean over its own labels; or pass an int that "
-            'is the same for every batch, with loss_reduction="sum".'
+            f"FC442 {self.path or 'the model'}: found num_items_in_batch{found}. A number of "
+            "tokens that is counted in the batch makes one sample's gradient depend on the others. "
+            "Leave it out, and each sample's loss is the mean over its own labels; or pass an int "
+            'that is the same for every batch, with loss_reduction="sum".'
         )
 
 
@@ -130,9 +130,9 @@ class ModelLosses:
             stand_in.calls = 0
         if self.penalised and self.session.mode.enabled and kwargs.get("labels") is not None:
             raise FlashClippingError(
-                "the model: its own loss holds AdaLoRA's penalty on weights (orth_reg_weight), "
-                "whose gradient is no sample's and would not be clipped. Call the model without "
-                "labels. "
+                "FC443 the model: its own loss holds AdaLoRA's penalty on weights "
+                "(orth_reg_weight), whose gradient is no sample's and would not be clipped. Call "
+                "the model without labels. "
                 + _INSTEAD.format(
                     shift=", shift=True", reduction=self.session.options.loss_reduction
                 )
@@ -159,7 +159,7 @@ class ModelLosses:
             return
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if reason := self._shared(path, module, given, output):
-            refusal = f"{path or 'the model'}: {reason}"
+            refusal = f"FC440 {path or 'the model'}: {reason}"
 
             def refuse(grad: Tensor | None) -> None:
                 # Where the model is one function of autograd's (mode="two_pass"), hooks of all

@@ -72,9 +72,8 @@ def _active(wrapper: Any) -> list[str]:
         params = [param for low in _pair(wrapper, name) for param in low.parameters()]
         if name not in used and any(param.requires_grad for param in params):
             raise UnsupportedLayer(
-                f"adapter {name!r} of {wrapper.parameter_name} is trainable and {state}, so that "
-                "no sample reaches it. Activate it (model.set_adapter, unmerge_adapter), or freeze "
-                "it."
+                f"FC121 adapter {name!r} of {wrapper.parameter_name} is trainable and {state}, so "
+                "that no sample reaches it. Activate it (model.set_adapter, unmerge_adapter)."
             )
     return used
 
@@ -132,9 +131,9 @@ def _check_layout(wrapper: Any, adapter: str) -> None:
     narrow = min(own.dtype, A.dtype, key=lambda dtype: dtype.itemsize)
     if found := difference(own, ruled, narrow) if own.shape == ruled.shape else shape:
         raise UnsupportedLayer(
-            f"PEFT adds something else to {wrapper.parameter_name} than the product of its low "
-            f"ranks as this version of flash_clipping knows it ({found}). "
-            "Use LoRA on the model's linear layers (target_modules), or freeze these adapters."
+            f"FC122 PEFT adds something else to {wrapper.parameter_name} than the product of its "
+            f"low ranks as this version of flash_clipping knows it ({found}). Use LoRA on linear "
+            "layers (target_modules)."
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.errors import FlashClippingError, NotServed, module_at, to_freeze_parameters
+from flash_clipping.errors import FlashClippingError, NotServed, module_at
 from flash_clipping.factors import DenseGrad, SumGrad
 from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.rules.linear import LinearRule, has_quantized_weight
@@ -124,17 +124,18 @@ def refuse_rounding(path: str, module: nn.Module) -> None:
                 name in of_weight or scaling != "axiswise"
             ):
                 raise NotServed(
-                    f"{where}: found {name} with {scaling} scaling, {_ONE_SCALE}, and gradients of "
-                    "weights that are not rounded. Convert the model again, from nn.Linear:\n"
-                    "    convert_to_float8_training(model, config=Float8LinearConfig."
-                    'from_recipe_name("rowwise_with_gw_hp"))'
+                    f"FC902 {where}: found {name} with {scaling} scaling, {_ONE_SCALE}, and "
+                    "gradients of weights that are not rounded. Convert the model again, from "
+                    "nn.Linear:\n"
+                    "    convert_to_float8_training(model, "
+                    'config=Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))'
                 )
     weight: Any = module._parameters.get("weight")
     rounding = getattr(weight, "act_quant_kwargs", None)  # of what torchao's multiplies it by
     granularity = type(getattr(rounding, "granularity", None)).__name__
     if granularity == "PerTensor" and getattr(weight, "act_quant_scale", None) is None:
         raise NotServed(
-            f"{where}: found activations that are rounded with granularity={granularity}, "
+            f"FC902 {where}: found activations that are rounded with granularity={granularity}, "
             f"{_ONE_SCALE}. Quantize the model again, from nn.Linear:\n"
             "    quantize_(model, Int8DynamicActivationInt8WeightConfig(granularity=PerRow()))"
         )
@@ -142,26 +143,24 @@ def refuse_rounding(path: str, module: nn.Module) -> None:
         state = getattr(weight, "quant_state", None)
         if layer.support_avx512bf16_for_cpu or getattr(state, "packing_format_for_cpu", False):
             raise NotServed(
-                f"{where}: found 4 bits on a CPU with AVX512-BF16, where the first call in "
-                "evaluation mode puts the weight into another order, through which no gradients "
-                "come back from then on; expected a GPU, or the order of training. Load the model "
-                "again, and before it is called:\n"
+                f"FC901 {where}: found 4 bits on a CPU with AVX512-BF16, where the first call in "
+                "evaluation mode puts the weight into an order that has no gradients; expected a "
+                "GPU, or the order of training. Load the model again, and before it is called:\n"
                 "    for m in model.modules(): m.support_avx512bf16_for_cpu = False"
             )
     if "bitsandbytes.nn.modules.Linear8bitLt" not in names:
         return
     if layer.weight.requires_grad:
         raise NotServed(
-            f"{where}: found a weight that is trained; expected a frozen one: gradients of weights "
-            "are rounded to 8 bits by columns, over all samples. Train adapters (LoRA)."
-            f"{to_freeze_parameters(f'{path}.weight'.lstrip('.'))}"
+            f"FC903 {where}: found a weight that is trained; expected a frozen one: gradients of "
+            "weights are rounded to 8 bits by columns, over all samples. Train adapters (LoRA):\n"
+            f"    {module_at(path)}.weight.requires_grad_(False)"
         )
     if layer.state.threshold > 0:
         raise NotServed(
-            f"{where}: found llm_int8_threshold={layer.state.threshold}: a column is computed in "
-            "more bits where any sample of the batch has a value above it, so that the gradient of "
-            "one sample depends on the others, which no clipping can bound; expected 0. Load the "
-            "model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or:\n"
+            f"FC904 {where}: found llm_int8_threshold={layer.state.threshold}: a column is "
+            "computed in more bits where any sample of the batch has a value above it; expected 0. "
+            "Load the model with llm_int8_threshold=0.0 in BitsAndBytesConfig, or:\n"
             f"    {module_at(path)}.state.threshold = 0.0"
         )
 
@@ -180,9 +179,8 @@ def rounds_by_scale(root: nn.Module) -> str:
 def refuse_mean(path: str) -> NoReturn:
     """Refuse a loss that is divided by the size of the batch, before this layer's backward."""
     raise FlashClippingError(
-        f"{path}: found a loss that is a mean over the batch; expected each sample's own. The "
-        "layer rounds gradients to fp8, and one that was divided by the size of the batch is "
-        "rounded in another way in every batch: adding one sample would change the gradients of "
-        "all others. Call the criterion that make_private returns, or add losses up:\n"
+        f"FC905 {path}: found a loss that is a mean over the batch; expected each sample's own: "
+        "the layer rounds gradients to fp8, and those of a mean otherwise in every batch. Call the "
+        "criterion that make_private returns, or add losses up:\n"
         '    make_private(loss_reduction="sum", ...); losses.sum().backward()'
     )

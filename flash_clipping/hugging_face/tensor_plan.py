@@ -81,6 +81,6 @@ def _after(style: Any, layer: nn.Module, args: Any, output: Any) -> Any:
 
 def _refuse(path: str, layer: nn.Module, what: str) -> None:
     raise NotServed(
-        f"{path} ({type(layer).__name__}): found {what}, of transformers' tp_plan. Built are "
+        f"FC626 {path} ({type(layer).__name__}): found {what}, of transformers' tp_plan. Built are "
         f"'colwise', 'rowwise' and those of them that gather. {_INSTEAD}"
     )

@@ -155,8 +155,8 @@ def are_parts(params: Sequence[Any]) -> bool:
     cut = [hasattr(param, "device_mesh") for param in params]
     if any(cut) and not all(cut):
         raise InvalidValue(
-            "found parameters of experts of which some lie in parts over a mesh, and others are "
-            "whole. Adapters around experts in parallel are not built: use "
+            "FC631 found parameters of experts of which some lie in parts over a mesh, and others "
+            "are whole. Adapters around experts in parallel are not built: use "
             "flash_clipping.layers.MixtureOfExperts(..., rank=r)."
         )
     return all(cut)

@@ -88,12 +88,13 @@ class HyperConnections(nn.Module):
         super().__init__()
         if streams not in ops.STREAMS or dim < 1:
             raise InvalidValue(
-                f"HyperConnections: found dim={dim} and streams={streams}; expected a positive dim "
-                f"and {ops.STREAMS[0]} to {ops.STREAMS[-1]} streams."
+                f"FC302 HyperConnections: found dim={dim} and streams={streams}; expected a "
+                f"positive dim and {ops.STREAMS[0]} to {ops.STREAMS[-1]} streams."
             )
         if backend not in BACKENDS:
             raise InvalidValue(
-                f"HyperConnections: backend is {backend!r}; expected one of {', '.join(BACKENDS)}."
+                f"FC301 HyperConnections: backend is {backend!r}; expected one of "
+                f"{', '.join(BACKENDS)}."
             )
         self.dim = dim
         self.streams = streams
@@ -165,7 +166,7 @@ class HyperConnections(nn.Module):
         x_BSnD = self.positions(x)
         if y.shape != (*x.shape[:-2], self.dim):
             raise InvalidValue(
-                f"HyperConnections.combine: y has shape {tuple(y.shape)}; expected "
+                f"FC303 HyperConnections.combine: y has shape {tuple(y.shape)}; expected "
                 f"{(*x.shape[:-2], self.dim)}, as x has shape {tuple(x.shape)}."
             )
         B, S, n, D = x_BSnD.shape
@@ -180,7 +181,7 @@ class HyperConnections(nn.Module):
         """``x`` as ``[B, S, n, D]``."""
         if x.dim() < 3 or x.shape[-2:] != (self.streams, self.dim):
             raise InvalidValue(
-                f"HyperConnections: x has shape {tuple(x.shape)}; expected [B, ..., "
+                f"FC303 HyperConnections: x has shape {tuple(x.shape)}; expected [B, ..., "
                 f"{self.streams}, {self.dim}]. Make streams of hidden states [B, S, D] with "
                 f"hidden.unsqueeze(-2).expand(-1, -1, {self.streams}, -1)."
             )

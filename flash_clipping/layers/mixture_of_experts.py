@@ -91,12 +91,12 @@ class MixtureOfExperts(nn.Module):
         ):
             if value < least:
                 raise InvalidValue(
-                    f"MixtureOfExperts: found {name}={value}, expected at least {least}."
+                    f"FC302 MixtureOfExperts: found {name}={value}, expected at least {least}."
                 )
         if lora_alpha is not None and not rank:
             raise InvalidValue(
-                f"MixtureOfExperts: found lora_alpha={lora_alpha} with rank=0, where there is no "
-                "LoRA to scale. Give a rank, or leave lora_alpha out."
+                f"FC302 MixtureOfExperts: found lora_alpha={lora_alpha} with rank=0, where there "
+                "is no LoRA to scale. Give a rank, or leave lora_alpha out."
             )
         self.dim, self.hidden, self.experts, self.rank = dim, hidden, experts, rank
         self.lora_alpha = float(rank if lora_alpha is None else lora_alpha)
@@ -179,7 +179,7 @@ class MixtureOfExperts(nn.Module):
         fits = fits and expert_ids.shape[:-1] == x.shape[:-1] and expert_ids.dim() == x.dim()
         if not fits or expert_ids.is_floating_point() or not weights.is_floating_point():
             raise InvalidValue(
-                f"MixtureOfExperts: found x {tuple(x.shape)}, expert_ids "
+                f"FC303 MixtureOfExperts: found x {tuple(x.shape)}, expert_ids "
                 f"{tuple(expert_ids.shape)} of {expert_ids.dtype} and weights "
                 f"{tuple(weights.shape)} of {weights.dtype}; expected [B, ..., {self.dim}], "
                 "integers [B, ..., k] and floating-point numbers [B, ..., k] for the same tokens."
@@ -224,7 +224,7 @@ class MixtureOfExpertsRule(Rule):
         for name, of in computed.items():
             if any(param.requires_grad for param in of.parameters()):
                 raise UnsupportedLayer(
-                    f"its {name} is computed by torch.nn.utils.parametrize from trainable "
+                    f"FC120 its {name} is computed by torch.nn.utils.parametrize from trainable "
                     "parameters, which have no per-sample gradients there; expected a frozen base. "
                     "Freeze it (LoRA beside it, rank=, is trained).",
                     f"{{layer}}.parametrizations.{name}.requires_grad_(False)",
@@ -283,12 +283,12 @@ class TopKRouter(nn.Module):
         super().__init__()
         if not 1 <= k <= experts:
             raise InvalidValue(
-                f"TopKRouter: found k={k}, expected 1 to {experts}, as many experts."
+                f"FC302 TopKRouter: found k={k}, expected 1 to {experts}, as many experts."
             )
         if balance not in (None, "sample"):
             raise InvalidValue(
-                f"TopKRouter: found balance={balance!r}, expected None or 'sample'. Balancing over "
-                "a batch mixes samples, and no clipping bounds that."
+                f"FC106 TopKRouter: found balance={balance!r}, expected None or 'sample'. "
+                "Balancing over a batch mixes samples, and no clipping bounds that."
             )
         self.k, self.normalize, self.balance = k, normalize, balance
         self.linear = nn.Linear(dim, experts, bias=False, device=device, dtype=dtype)

@@ -94,7 +94,7 @@ class ExpertTables(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise InvalidValue(
-                f"ExpertTables: found activation={activation!r}; expected one of "
+                f"FC301 ExpertTables: found activation={activation!r}; expected one of "
                 f"{', '.join(ACTIVATIONS)}."
             )
         self.activation = activation
@@ -271,12 +271,12 @@ class ProductKeyRouter(nn.Module):
         side = math.isqrt(experts)
         if side < 1 or side * side != experts:
             raise InvalidValue(
-                f"ProductKeyRouter: found experts={experts}; expected a square, as {side**2} or "
-                f"{(side + 1) ** 2}: each is a pair of entries of two axes."
+                f"FC302 ProductKeyRouter: found experts={experts}; expected a square, as {side**2} "
+                f"or {(side + 1) ** 2}: each is a pair of entries of two axes."
             )
         if not 1 <= k <= min(128, experts):
             raise InvalidValue(
-                f"ProductKeyRouter: found k={k} for {experts} experts; expected 1 to "
+                f"FC302 ProductKeyRouter: found k={k} for {experts} experts; expected 1 to "
                 f"{min(128, experts)}."
             )
         self.side, self.k, self.heads, self.backend = side, k, heads, backend
@@ -373,7 +373,7 @@ class TokenGroupNorm(nn.Module):
         super().__init__()
         if channels % groups:
             raise InvalidValue(
-                f"TokenGroupNorm: found {channels} channels for {groups} groups; expected a "
+                f"FC302 TokenGroupNorm: found {channels} channels for {groups} groups; expected a "
                 "multiple of the groups."
             )
         self.groups, self.eps = groups, eps
@@ -397,8 +397,9 @@ def _made(norm: str | MakeNorm | None, side: int, groups: int) -> nn.Module:
     found = repr(norm) if made is None else type(made).__name__
     if made is None or any(isinstance(module, BATCH_NORMS) for module in made.modules()):
         raise InvalidValue(
-            f"ProductKeyRouter: found norm={found}; expected 'rms', 'group', None or a function "
-            "that makes a module which normalizes every token by itself. Batch normalization of "
-            "logits lets one sample choose the experts of the others: use 'rms' or 'group'."
+            f"FC106 ProductKeyRouter: found norm={found}; expected 'rms', 'group', None or a "
+            "function that makes a module which normalizes every token by itself. Batch "
+            "normalization of logits lets one sample choose the experts of the others: use 'rms' "
+            "or 'group'."
         )
     return made

@@ -48,8 +48,8 @@ class DiscreteGaussianAccountant(StepsOfRdpAccountant):
         """As in Opacus; ``ValueError`` for orders that are not whole, or below 2."""
         if wrong := [alpha for alpha in alphas or () if alpha < 2 or alpha != int(alpha)]:
             raise InvalidValue(
-                f"alphas: found {wrong}; expected whole orders, 2 or more: at others discrete "
-                "noise is not accounted for."
+                f"FC563 alphas: found {wrong}; expected whole orders, 2 or more: at others "
+                "discrete noise is not accounted for."
             )
         if any(multiplier == 0 for multiplier, _, _ in self.history):
             return math.inf, math.nan
@@ -91,14 +91,15 @@ class PldAccountant(CountsSteps, IAccountant):
         """Account for this process from now on; ``ValueError`` after steps of another one."""
         if self.is_used and not (process.is_plain and self.process.is_plain):
             raise InvalidValue(
-                "accountant: make_private was called on this engine before. Steps of two models, "
-                "or of two runs, cannot be told apart where batches have a fixed size or noise is "
-                "correlated. Use a new engine for each."
+                "FC562 accountant: make_private was called on this engine before. Steps of two "
+                "models, or of two runs, cannot be told apart where batches have a fixed size or "
+                "noise is correlated. Use a new engine for each."
             )
         if self.history and process != self.process:
             raise InvalidValue(
-                f"accountant: found {len(self)} steps of {self.process.state_dict()}, and now "
-                f"{process.state_dict()}. One engine accounts for one of them: use a new engine."
+                f"FC562 accountant: found {len(self)} steps of {self.process.state_dict()}, and "
+                f"now {process.state_dict()}. One engine accounts for one of them: use a new "
+                "engine."
             )
         self.process, self._begins, self.before_run = process, True, None
 
@@ -108,11 +109,10 @@ class PldAccountant(CountsSteps, IAccountant):
         of_round = steps % self.process.round_steps
         if of_round and not is_new_run and kind != [noise_multiplier, sample_rate]:
             raise FlashClippingError(
-                f"optimizer.step(): found noise_multiplier={noise_multiplier} in step {of_round} "
-                f"of a round of {self.process.round_steps}, whose steps before had {kind[0]}; "
-                f"expected one for all steps of a round of sampling={self.process.sampling!r}: a "
-                "sample takes part in any of them. Nothing was released. Change it when a round "
-                "ends."
+                f"FC522 optimizer.step(): found noise_multiplier={noise_multiplier} in step "
+                f"{of_round} of a round of {self.process.round_steps}, whose steps before had "
+                f"{kind[0]}; expected one for all steps of a round of "
+                f"sampling={self.process.sampling!r}. Change it when a round ends."
             )
         if kind == [noise_multiplier, sample_rate] and not is_new_run:
             self.history.pop()
@@ -134,7 +134,7 @@ class PldAccountant(CountsSteps, IAccountant):
         def hook(optimizer: Any) -> None:
             if optimizer.accumulated_iterations != 1 and not self.process.is_plain:
                 raise FlashClippingError(
-                    f"optimizer.step(): found a step of {optimizer.accumulated_iterations} "
+                    f"FC512 optimizer.step(): found a step of {optimizer.accumulated_iterations} "
                     "batches; expected one, for which steps are accounted. Nothing was released. "
                     "Use a larger batch size."
                 )
@@ -153,8 +153,8 @@ class PldAccountant(CountsSteps, IAccountant):
         now, then = self.process.state_dict(), state_dict.get("process")
         if then is not None and (then := MechanismSpec().state_dict() | then) != now:
             raise InvalidValue(
-                f"accountant: the checkpoint accounts for {then}; this engine for {now}. Make the "
-                "model private as it was, and load the checkpoint then."
+                f"FC562 accountant: the checkpoint accounts for {then}; this engine for {now}. "
+                "Make the model private as it was, and load the checkpoint then."
             )
         super().load_state_dict(state_dict)
         self._begins = True

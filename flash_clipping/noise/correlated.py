@@ -77,11 +77,10 @@ class CorrelatedNoise:
         self._before_noise(batch)
         if self._settings not in (None, (multiplier, std)):
             raise FlashClippingError(
-                f"optimizer.step(): found noise multiplier and standard deviation "
+                "FC522 optimizer.step(): found noise multiplier and standard deviation "
                 f"{(multiplier, std)}, and {self._settings} in the steps before, of which this one "
-                "takes back a part, and with which it is accounted for as one run. Leave "
-                "noise_multiplier and max_grad_norm as they are while noise is correlated, without "
-                "schedulers."
+                "takes back a part. Leave noise_multiplier and max_grad_norm as they are while "
+                "noise is correlated."
             )
         rows = self.next(sums, stream, shards, rounds)
         self._settings = multiplier, std
@@ -103,9 +102,9 @@ class CorrelatedNoise:
         shapes = [(tuple(s.shape), s.dtype, s.device) for s in sums]
         if self._shapes not in (None, shapes):
             raise FlashClippingError(
-                "optimizer.step(): found other trainable parameters than in the steps before, "
-                "with noise that is correlated over steps. Train all of them from the first step "
-                "to the last, or begin a new run."
+                "FC523 optimizer.step(): found other trainable parameters than in the steps "
+                "before, with noise that is correlated over steps. Train all of them from the "
+                "first step to the last, or begin a new run."
             )
         self._shapes = shapes
         draw = stream.draw(Purpose.NOISE, rounds)
@@ -154,7 +153,7 @@ class CorrelatedNoise:
 
     def __getstate__(self) -> Any:
         raise FlashClippingError(
-            "A copy or pickle of correlated noise would take back the same noise twice. Save "
+            "FC537 A copy or pickle of correlated noise would take back the same noise twice. Save "
             "model, optimizer.state_dict() and engine; a resumed run begins a new row of steps, "
             "which the accountant counts by itself."
         )

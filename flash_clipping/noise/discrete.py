@@ -80,7 +80,7 @@ def discrete_grid(std: float, multiplier: float, elements: int) -> tuple[float, 
     bits = max(8, math.ceil(math.log2(rounding * 2.0**10)))
     if bits > MOST_BITS:
         raise InvalidValue(
-            f"noise_grid='exact': found {elements} elements with a noise multiplier of "
+            f"FC317 noise_grid='exact': found {elements} elements with a noise multiplier of "
             f"{multiplier}; expected 2^{MOST_BITS - 10} at most for the product of the multiplier "
             "and the root of their number: to round them would move the sum by too much. Train "
             "fewer parameters, or use noise_grid=True."
@@ -114,7 +114,7 @@ def discrete_gaussian(
         How long it takes depends on the words, and on nothing else: not on data.
     """
     if not 1 <= bits <= MOST_BITS:
-        raise InvalidValue(f"discrete_gaussian: found {bits} bits; expected 1 to {MOST_BITS}.")
+        raise InvalidValue(f"FC302 discrete_gaussian: {bits} bits; expected 1 to {MOST_BITS}.")
     words = Keystream(draw, tensor=tensor, shard=shard)
     found_N = np.empty(count, dtype=np.int64)
     for start in range(0, count, _EXACT_AT_A_TIME):

@@ -56,7 +56,7 @@ class NoiseMechanism(ABC):
             (Kalinin and Lampert 2024, arXiv 2405.13763, theorem 2).
         """
         if separation is not None and separation < 1:
-            raise InvalidValue(f"separation: found {separation}; expected 1 or more steps.")
+            raise InvalidValue(f"FC318 separation: found {separation}; expected 1 or more steps.")
         column_T = self.column(steps)
         total_T = np.zeros(steps)
         for start in range(0, steps, separation or max(1, steps)):
@@ -120,7 +120,8 @@ class BandedNoise(NoiseMechanism):
         _check_diagonals("BandedNoise", self.count)
         if self.memory not in ("stored", "drawn_again"):
             raise InvalidValue(
-                f"BandedNoise: found memory={self.memory!r}; expected 'stored' or 'drawn_again'."
+                f"FC301 BandedNoise: found memory={self.memory!r}; expected 'stored' or "
+                "'drawn_again'."
             )
         if self.weights is None:
             return
@@ -128,8 +129,8 @@ class BandedNoise(NoiseMechanism):
         c = np.asarray(self.weights)
         if not (len(c) == self.count and c[0] == 1 and (c >= 0).all() and (np.diff(c) <= 0).all()):
             raise InvalidValue(
-                f"BandedNoise: found weights {self.weights}; expected {self.count} of them, 1 "
-                "first, never negative and never growing: for others sensitivities are not known."
+                f"FC318 BandedNoise: found weights {self.weights}; expected {self.count} of them, "
+                "1 first, never negative and never growing: for others sensitivities are not known."
             )
 
     @classmethod
@@ -206,8 +207,8 @@ class BandedInverseNoise(NoiseMechanism):
         fits = len(a) == self.count - 1 and np.isfinite(a).all() and (a >= 0).all()
         if not (fits and a.any() and (np.diff(self.column(self.count)) <= 0).all()):
             raise InvalidValue(
-                f"BandedInverseNoise: found shares {self.shares}; expected {self.count - 1} of "
-                "them, none negative and not all 0, for which the column of C never grows: for "
+                f"FC318 BandedInverseNoise: found shares {self.shares}; expected {self.count - 1} "
+                "of them, none negative and not all 0, for which the column of C never grows: for "
                 "others sensitivities are not known."
             )
 
@@ -292,9 +293,9 @@ class BufferedNoise(NoiseMechanism):
         fits = len(w) == len(decay) > 0 and (w > 0).all() and w.sum() <= 1
         if not (fits and (decay >= 0).all() and (decay < 1).all()):
             raise InvalidValue(
-                f"BufferedNoise: found weights {self.weights} and decays {self.decays}; expected "
-                "as many of both, weights above 0 with a sum of 1 at most, and decays from 0 to "
-                "1, 1 not included: for others sensitivities are not known."
+                f"FC318 BufferedNoise: found weights {self.weights} and decays {self.decays}; "
+                "expected as many of both, weights above 0 with a sum of 1 at most, and decays "
+                "from 0 to 1, 1 not included: for others sensitivities are not known."
             )
 
     @classmethod
@@ -311,7 +312,7 @@ class BufferedNoise(NoiseMechanism):
         """
         if isinstance(buffers, bool) or buffers < 1:
             raise InvalidValue(
-                f"BufferedNoise.optimised: found {buffers!r} buffers; expected 1 or more."
+                f"FC318 BufferedNoise.optimised: found {buffers!r} buffers; expected 1 or more."
             )
         _check_steps("BufferedNoise", steps, buffers)
 
@@ -377,7 +378,7 @@ def _filtered(numerator: np.ndarray, denominator: np.ndarray, x_T: np.ndarray) -
 def _check_diagonals(name: str, count: int) -> None:
     if isinstance(count, bool) or count < 2:
         raise InvalidValue(
-            f"{name}: found {count!r} diagonals; expected 2 or more. With one, noise is "
+            f"FC318 {name}: found {count!r} diagonals; expected 2 or more. With one, noise is "
             "independent: IndependentNoise()."
         )
 
@@ -385,7 +386,7 @@ def _check_diagonals(name: str, count: int) -> None:
 def _check_steps(name: str, steps: int, least: int) -> None:
     if steps < least:
         raise InvalidValue(
-            f"{name}.optimised: found {steps} steps; expected as many steps as diagonals or "
+            f"FC318 {name}.optimised: found {steps} steps; expected as many steps as diagonals or "
             f"buffers at least, {least}."
         )
 

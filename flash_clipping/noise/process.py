@@ -63,14 +63,14 @@ class MechanismSpec:
         checked_number("participations", self.participations, "[1, inf)", example=1, whole=True)
         if self.participations > 1 and self.sampling != "random_allocation":
             raise InvalidValue(
-                f"participations: found {self.participations} with sampling={self.sampling!r}; "
-                "expected sampling='random_allocation'."
+                f"FC316 participations: found {self.participations} with "
+                f"sampling={self.sampling!r}; expected sampling='random_allocation'."
             )
         if (self.sampling == "poisson_rows") != (self.rows_per_unit is not None):
             raise InvalidValue(
-                f"max_rows_per_unit: found {self.rows_per_unit} with sampling={self.sampling!r}; "
-                "expected sampling='poisson_rows' and the most rows of a unit, by which epsilon is "
-                "for all of them."
+                f"FC281 max_rows_per_unit: found {self.rows_per_unit} with "
+                f"sampling={self.sampling!r}; expected sampling='poisson_rows' and the most rows "
+                "of a unit, by which epsilon is for all of them."
             )
         served = {"fixed_order": NoiseMechanism, "cyclic_poisson": BandedNoise}
         fits = isinstance(self.noise, served.get(self.sampling, IndependentNoise))
@@ -79,19 +79,17 @@ class MechanismSpec:
             fits, found = fits and self.sampling == "poisson", f"max_batch_size with {found}"
         if not fits:
             raise InvalidValue(
-                f"make_private: found {found}. A sample may take part in two steps whose noise "
-                "partly cancels, and epsilon must know how often. It does for IndependentNoise "
-                "with every sampling but 'cyclic_poisson' (max_batch_size: with 'poisson' alone), "
-                "for BandedNoise with 'cyclic_poisson' or 'fixed_order' (it reaches over fewer "
-                "steps than a cycle has), and for BandedInverseNoise and BufferedNoise with "
-                "'fixed_order' (they reach over all steps: no amplification of theirs is proven "
-                "here)."
+                f"FC316 make_private: found {found}. A sample may take part in two steps whose "
+                "noise partly cancels, and epsilon must know how often. It does for "
+                "IndependentNoise with every sampling but 'cyclic_poisson' (max_batch_size: with "
+                "'poisson' alone), for BandedNoise with 'cyclic_poisson' or 'fixed_order', and for "
+                "BandedInverseNoise and BufferedNoise with 'fixed_order'."
             )
         if isinstance(self.noise, BandedNoise) and self.noise.count > self.cycle:
             raise InvalidValue(
-                f"make_private: found BandedNoise({self.noise.count}) with {self.cycle} batches in "
-                "an epoch. Steps in which one sample takes part must be further apart than noise "
-                "reaches. Use fewer diagonals, or smaller batches."
+                f"FC316 make_private: found BandedNoise({self.noise.count}) with {self.cycle} "
+                "batches in an epoch. Steps in which one sample takes part must be further apart "
+                "than noise reaches. Use fewer diagonals, or smaller batches."
             )
 
     @property

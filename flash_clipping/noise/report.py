@@ -144,32 +144,33 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
             where none is given.
     """
     if not reports:
-        raise InvalidValue("compose: found no report; expected one or more.")
+        raise InvalidValue("FC568 compose: found no report; expected one or more.")
     for number, report in enumerate(reports):
         found = report.get("format") if isinstance(report, dict) else type(report).__name__
         if found != FORMAT:
             raise InvalidValue(
-                f"compose: found format {found!r} in report {number}; expected {FORMAT}, as "
+                f"FC568 compose: found format {found!r} in report {number}; expected {FORMAT}, as "
                 "engine.report(delta) makes it."
             )
         if missing := [name for name in _NEEDED if name not in report]:
             raise InvalidValue(
-                f"compose: found no {', '.join(missing)} in report {number}; expected a report as "
-                "engine.report(delta) makes it."
+                f"FC568 compose: found no {', '.join(missing)} in report {number}; expected a "
+                "report as engine.report(delta) makes it."
             )
     relations = {(report["relation"], report["unit"]) for report in reports}
     deltas = {report["delta"] for report in reports}
     if len(relations) > 1:
         listed = "; ".join(f"{relation}: {unit}" for relation, unit in sorted(relations))
         raise InvalidValue(
-            f"compose: found reports for different neighbours ({listed}); expected one relation "
-            "and one unit. Their epsilons are for different promises, and have no sum."
+            f"FC568 compose: found reports for different neighbours ({listed}); expected one "
+            "relation and one unit. Their epsilons are for different promises, and have no sum."
         )
     relation, unit = relations.pop()
     if delta is None and len(deltas) > 1:
         raise InvalidValue(
-            f"compose: found reports for different deltas {sorted(deltas)}; expected one. Say "
-            "which:\n    compose(reports, delta=1e-5)"
+            f"FC568 compose: found reports for different deltas {sorted(deltas)}; expected one. "
+            "Say which:\n"
+            "    compose(reports, delta=1e-5)"
         )
     try:
         neighbours = [
@@ -178,7 +179,7 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
         ]
     except TypeError as error:
         raise InvalidValue(
-            f"compose: found releases that cannot be read ({error}); expected those of "
+            f"FC568 compose: found releases that cannot be read ({error}); expected those of "
             "engine.report(delta)."
         ) from error
 

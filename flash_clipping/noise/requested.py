@@ -21,7 +21,7 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> MechanismSpec:
     sampling, max_batch_size = given.get("sampling", "poisson"), given.get("max_batch_size")
     if not isinstance(noise, NoiseMechanism):
         raise InvalidValue(
-            f"noise: found {type(noise).__name__}; expected IndependentNoise(), "
+            f"FC301 noise: found {type(noise).__name__}; expected IndependentNoise(), "
             "BandedNoise(...), BandedInverseNoise(...) or BufferedNoise(...) of "
             "flash_clipping.noise.mechanisms."
         )
@@ -75,7 +75,7 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> MechanismSpec:
 def _refuse(named: str, advice: dict[str, str]) -> None:
     """Raise ``ValueError`` for the first of these, which were found with what is named."""
     for found, instead in advice.items():
-        raise InvalidValue(f"make_private: found {named} with {found}. {instead}.")
+        raise InvalidValue(f"FC316 make_private: found {named} with {found}. {instead}.")
 
 
 def check_noise_grid(accountant: Any, given: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def check_noise_grid(accountant: Any, given: dict[str, Any]) -> None:
     discrete noise is not accounted for."""
     grid = given["noise_grid"]
     if not (isinstance(grid, bool) or grid == "exact"):
-        raise InvalidValue(f"noise_grid: found {grid!r}; expected False, True or 'exact'.")
+        raise InvalidValue(f"FC301 noise_grid: found {grid!r}; expected False, True or 'exact'.")
     if grid != "exact":
         return
     advice: dict[str, str] = {}

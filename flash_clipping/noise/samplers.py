@@ -55,8 +55,9 @@ class FixedShapeSampler(WholeBatchSampler):
         if max_batch_size % self.world_size:
             fewer = max_batch_size - max_batch_size % self.world_size
             raise InvalidValue(
-                f"max_batch_size: found {max_batch_size} rows, for {self.world_size} processes "
-                "together; expected a multiple of these, so that all have batches of one shape:\n"
+                f"FC337 max_batch_size: found {max_batch_size} rows, for {self.world_size} "
+                "processes together; expected a multiple of these, so that all have batches of one "
+                "shape:\n"
                 f"    max_batch_size={fewer or self.world_size}"
             )
         self.max_batch_size = max_batch_size
@@ -87,9 +88,9 @@ class OrderedSampler(WholeBatchSampler):
         if draw is None or draw.number != self.taken:
             found = "an unknown batch" if draw is None else f"batch {draw.number}"
             raise FlashClippingError(
-                f"optimizer.step(): found step {self.taken} (from 0) with {found} of the loader. "
-                "Epsilon is for one step on every batch, in order. Call optimizer.step() once for "
-                "each batch; do not leave batches out. Nothing was released."
+                f"FC512 optimizer.step(): found step {self.taken} (from 0) with {found} of the "
+                "loader. Epsilon is for one step on every batch, in order. Call optimizer.step() "
+                "once for each. Nothing was released."
             )
 
 
@@ -158,8 +159,8 @@ class RowsOfUnitsSampler(PoissonSampler):
     def __init__(self, *, units: UnitsOfRows, world_size: int = 1, **kwargs: Any):
         if world_size > 1:
             raise InvalidValue(
-                "sampling='poisson_rows': found with a model of several processes. Draw units "
-                "in the place of their rows (sampling='poisson'); or train in one process."
+                "FC316 sampling='poisson_rows': found with a model of several processes. Draw "
+                "units in the place of their rows (sampling='poisson'); or train in one process."
             )
         super().__init__(**kwargs | {"num_samples": 0, "sample_rate": units.sample_rate})
         draw = self.stream.draw(Purpose.SAMPLING)
@@ -178,8 +179,8 @@ class CyclicPoissonSampler(OrderedSampler):
         super().__init__(**kwargs)
         if cycle * self.sample_rate > 1:
             raise InvalidValue(
-                f"sampling='cyclic_poisson': found {cycle} groups and {self.steps} batches in an "
-                "epoch; expected at least as many batches as groups. Use fewer diagonals, or "
+                f"FC316 sampling='cyclic_poisson': found {cycle} groups and {self.steps} batches "
+                "in an epoch; expected at least as many batches as groups. Use fewer diagonals, or "
                 "smaller batches."
             )
         self.cycle = cycle

@@ -115,9 +115,10 @@ class Batch:
             lists = {name: len(leaf) for name, leaf in leaves if isinstance(leaf, list)}
             few, many = sorted(ways, key=lambda n: n not in lists.values())  # entries come first
             raise FlashClippingError(
-                f"the model: {', '.join(lists)}: found lists of tensors that may be {few} samples "
-                f"or {many}: a list has an entry for each sample, or inputs with a row for each. "
-                f"Say how many samples there are before the call:\n    model.expect_samples({few})"
+                f"FC182 the model: {', '.join(lists)}: found lists of tensors that may be {few} "
+                f"samples or {many}: a list has an entry for each sample, or inputs with a row for "
+                "each. Say how many samples there are before the call:\n"
+                f"    model.expect_samples({few})"
             )
         return ways.pop() if ways else 0
 
@@ -163,20 +164,20 @@ class Batch:
                 is_cut = bool(found)
             elif rows == self.count and found is None:
                 raise FlashClippingError(
-                    f"the model: {name}: found a list of {self.count} tensors with {self.count} "
-                    "rows each: it may have an entry for each sample, or inputs with a row for "
-                    "each. Give the model inputs with rows in a tuple, or one by one; or begin "
-                    "with a batch of another size."
+                    f"FC182 the model: {name}: found a list of {self.count} tensors with "
+                    f"{self.count} rows each: it may have an entry for each sample, or inputs with "
+                    "a row for each. Give the model inputs with rows in a tuple, or one by one; or "
+                    "begin with a batch of another size."
                 )
             elif found is False or rows == self.count:
                 is_cut = bool(found)
             elif kind is tuple and all(isinstance(x, int | float) for x in leaf):
                 if len({*leaf}) > 1:
                     raise FlashClippingError(
-                        f"the model: {name}: found a tuple of {self.count} numbers in a batch of "
-                        f"{self.count} samples: it may have one for each sample, or be a size. "
-                        "Give the model a list, if it has one for each; or begin with a batch of "
-                        "another size."
+                        f"FC182 the model: {name}: found a tuple of {self.count} numbers in a "
+                        f"batch of {self.count} samples: it may have one for each sample, or be a "
+                        "size. Give the model a list, if it has one for each; or begin with a "
+                        "batch of another size."
                     )
                 is_cut = False
         elif self.count > 1:
@@ -198,20 +199,18 @@ class Batch:
                 self._are_samples[name] = False
             elif self.count > 1 and self._are_samples.get(name) is None:
                 raise FlashClippingError(
-                    f"the model: {name}: found a tensor of shape {[*x.shape]} in a batch of "
+                    f"FC181 the model: {name}: found a tensor of shape {[*x.shape]} in a batch of "
                     f"{self.count} samples: it may be one row for all samples, or hold samples "
-                    f"along axis {self.axis + 1}, and each would read those of all others. Give "
-                    "the model a tensor with a row for each sample, and transpose it there; or "
-                    "begin with a batch of another size."
+                    f"along axis {self.axis + 1}. Give the model a tensor with a row for each "
+                    "sample, or begin with a batch of another size."
                 )
             return lambda rows: copy.copy(x) if type(x).__module__ == "numpy" else x.clone()
         kind = "a tensor" if isinstance(x, Tensor) else "an array"
         raise FlashClippingError(
-            f"the model: {name}: found {kind} of shape {[*x.shape]} in a batch of {self.count} "
-            "samples, which has no row for each. Samples run one at a time, and each would read "
-            "what may be of all others. Give the model a tensor with a row for each sample, or a "
-            "list with an entry for each. What is the same for all batches is the model's own, "
-            "before it is wrapped:\n"
+            f"FC181 the model: {name}: found {kind} of shape {[*x.shape]} in a batch of "
+            f"{self.count} samples, which has no row for each. Give the model a tensor with a row "
+            "for each sample, or a list with an entry for each. Or make it the model's own, before "
+            "it is wrapped, if it is the same for all batches:\n"
             f"    model.forward = functools.partial(model.forward, {name.partition('[')[0]}=...)"
         )
 

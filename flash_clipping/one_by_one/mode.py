@@ -70,27 +70,29 @@ _PAST_THE_SAMPLES = (
 )
 
 _OF_PARAMETERS = (
-    "the model: in mode='one_by_one' it returned a parameter, or what it computed from parameters "
-    "alone. That is one value for all samples, and whose gradient comes back to it would not be "
-    "known. Use mode='one_pass', or return a row of it for each sample:\n"
+    "FC418 the model: in mode='one_by_one' it returned a parameter, or what it computed from "
+    "parameters alone. That is one value for all samples, and whose gradient comes back to it "
+    "would not be known. Use mode='one_pass', or return a row of it for each sample:\n"
     "    parameter.expand(len(x), *parameter.shape)"
 )
 
 _OF_ANOTHER_RUN = (
-    "the model: in mode='one_by_one' a sample's run read what another run had computed from "
+    "FC185 the model: in mode='one_by_one' a sample's run read what another run had computed from "
     "parameters, and left in a cache. Gradients of several samples would come back to one. Compute "
     "it in each forward, or keep it in an attribute, a list or a dict of its module."
 )
 
 _ANOTHER_WAY = (
-    "the loss: in mode='one_by_one' it reads what forward has left elsewhere than in the model's "
-    "outputs and in attributes of its modules: in a global, a closure or an object. That is of one "
-    "sample alone. Return it from forward, and read it there:\n    return output, value"
+    "FC185 the loss: in mode='one_by_one' it reads what forward has left elsewhere than in the "
+    "model's outputs and in attributes of its modules: in a global, a closure or an object. That "
+    "is of one sample alone. Return it from forward, and read it there:\n"
+    "    return output, value"
 )
 
 _TOO_LATE = (
-    "the model: in mode='one_by_one' a backward of its own ran layers again after the gradient of "
-    "their sample was clipped. Keep activations instead, by a way that autograd follows."
+    "FC186 the model: in mode='one_by_one' a backward of its own ran layers again after the "
+    "gradient of their sample was clipped. Keep activations instead, by a way that autograd "
+    "follows."
 )
 
 #: What a model may raise where it is run once more.
@@ -132,8 +134,8 @@ class OneByOne:
         self._compiled = self.root._compiled_call_impl
         self.root._compiled_call_impl = self  # where nn.Module.compile() puts what replaces a call
         warnings.warn(
-            'mode="one_by_one": samples run through the model one at a time, forward and backward, '
-            "so that a step takes as many runs as the batch has samples.",
+            'FC180 mode="one_by_one": samples run through the model one at a time, forward and '
+            "backward, so that a step takes as many runs as the batch has samples.",
             stacklevel=6,
         )
 
@@ -304,7 +306,7 @@ class OneByOne:
         self.guards.watch_new()
         if kwargs.get("num_items_in_batch") is not None:
             raise FlashClippingError(
-                "the model: found num_items_in_batch in mode='one_by_one'. A number that is "
+                "FC442 the model: found num_items_in_batch in mode='one_by_one'. A number that is "
                 "counted in the batch makes one sample's gradient depend on the others. Leave it "
                 "out: each sample's loss is the mean over its own labels."
             )
@@ -327,8 +329,8 @@ class OneByOne:
             return [[b] for b in range(batch.count)]
         if units.by_position:
             raise FlashClippingError(
-                "the model: units are parts of rows, and mode='one_by_one' runs whole rows. Give "
-                "each unit rows of its own, or use another mode."
+                "FC187 the model: units are parts of rows, and mode='one_by_one' runs whole rows. "
+                "Give each unit rows of its own, or use another mode."
             )
         groups: list[list[int]] = [[] for _ in range(units.count + 1)]
         for row, unit in enumerate(units.map.index_M.tolist()):
@@ -594,16 +596,16 @@ class SamplesPass(BackwardPass):
         """A call of the model that is reached first."""
         if samples.are_over:
             raise FlashClippingError(
-                "the model: backward() came a second time through a call in mode='one_by_one'. "
-                "Its samples' gradients were clipped already, and would count twice. Call the "
-                "model again, and backward() once over all losses of it."
+                "FC184 the model: backward() came a second time through a call in "
+                "mode='one_by_one'. Its samples' gradients were clipped already, and would count "
+                "twice. Call the model again, and backward() once over all losses of it."
             )
         first = next(iter(self.arrived.values()), (samples,))[0]
         if (first.count, [*map(id, first.params)]) != (samples.count, [*map(id, samples.params)]):
             raise FlashClippingError(
-                f"the model: backward() goes through calls of {first.count} and {samples.count} "
-                "samples in mode='one_by_one', and it is not known which of them are the same. "
-                "Call backward() for each batch by itself."
+                f"FC183 the model: backward() goes through calls of {first.count} and "
+                f"{samples.count} samples in mode='one_by_one', and it is not known which of them "
+                "are the same. Call backward() for each batch by itself."
             )
         self.arrived[id(samples)] = samples, set()
         self.used = [samples.params]

@@ -59,8 +59,8 @@ def pipeline_group(pipeline: Any, settings: dict[str, Any]) -> Any:
         return None
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidValue(
-            "pipeline: torch.distributed is not initialised. Start the stages' processes with "
-            "torchrun, and call torch.distributed.init_process_group first."
+            "FC644 pipeline: torch.distributed is not initialised. Start the stages' processes "
+            "with torchrun, and call torch.distributed.init_process_group first."
         )
     refuse_unserved("pipeline", settings["module"], settings)
     return dist.group.WORLD if pipeline is True else pipeline
@@ -70,15 +70,15 @@ def refuse_unserved(who: str, module: Any, settings: dict[str, Any]) -> None:
     """Raise ``NotImplementedError`` for what is not built for pipelines."""
     if has_shards(module) or getattr(module, "_sharded", None) is not None:
         raise NotServed(
-            f"{who}: found a stage that fully_shard was applied to, for which it is not built. "
-            "Leave fully_shard out, or shard the whole model without a pipeline."
+            f"FC643 {who}: found a stage that fully_shard was applied to, for which it is not "
+            "built. Leave fully_shard out, or shard the whole model without a pipeline."
         )
     for name, works in _SERVED.items():
         value = settings.get(name, works[0])
         if not any(value is one or (isinstance(one, str) and value == one) for one in works):
             shown = value if isinstance(value, str | bool) else "..."
             raise NotServed(
-                f"{who}: found {name}={shown!r}, for which it is not built; expected "
+                f"FC643 {who}: found {name}={shown!r}, for which it is not built; expected "
                 f"{' or '.join(map(repr, works))}. Stages draw one Poisson batch together, and "
                 "clip it by one norm over all of them."
             )

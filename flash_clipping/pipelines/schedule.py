@@ -46,8 +46,8 @@ from flash_clipping.ops.runtime.checks import check_on_device
 from flash_clipping.pipelines.optimizer import PipelineFlashDPOptimizer, refuse_unserved
 
 _DISAGREE = (
-    "PrivateSchedule.step: the stages of the pipeline count different numbers of samples in this "
-    "batch. Every process must be given the same batch."
+    "FC648 PrivateSchedule.step: the stages of the pipeline count different numbers of samples in "
+    "this batch. Every process must be given the same batch."
 )
 
 
@@ -285,9 +285,9 @@ class PrivateSchedule:
             if not self._running:
                 if backward and self._stage.has_backward:
                     raise FlashClippingError(
-                        f"{type(self.schedule).__name__}.step: found a step of the schedule by "
-                        "itself, which would leave no clipped sums. Call step() of the "
-                        "PrivateSchedule around it."
+                        f"FC640 {type(self.schedule).__name__}.step: found a step of the schedule "
+                        "by itself, which would leave no clipped sums. Call step() of the "
+                        "PrivateSchedule."
                     )
                 return run(number, *args, **kwargs)
             self._microbatch = number
@@ -315,19 +315,18 @@ class PrivateSchedule:
             counts = {0} if is_empty else counts | {drawn}
         if not counts:
             raise FlashClippingError(
-                "PrivateSchedule.step: found neither arguments nor a target, and no loader of "
-                "make_private has told how many samples there are. Call step(x, target=y) with the "
-                "same batch in every process."
+                "FC645 PrivateSchedule.step: found neither arguments nor a target, and no loader "
+                "of make_private. Call step(x, target=y) with the same batch in every process."
             )
         (count, *others) = counts
         if others or count is None:
             shapes = ", ".join(str(tuple(x.shape)) for x, _ in found)
             drew = "" if drawn is None else f", and {drawn} samples that the loader drew"
             raise FlashClippingError(
-                f"PrivateSchedule.step: found arguments and a target of shapes {shapes}{drew}; "
-                f"expected as many samples along axis {axis} of every argument and axis 0 of the "
-                "target, which are split into micro-batches. What is the same for all samples "
-                "belongs into the stage's module."
+                "FC645 PrivateSchedule.step: found arguments and a target of shapes "
+                f"{shapes}{drew}; expected as many samples along axis {axis} of every argument and "
+                "axis 0 of the target. What is the same for all samples belongs into the stage's "
+                "module."
             )
         return count
 
@@ -338,15 +337,15 @@ class PrivateSchedule:
         number, found = self._microbatch, backward_pass.norms_PB.shape[1]
         if found != self._size:
             raise FlashClippingError(
-                f"PrivateSchedule: micro-batch {number} has {found} samples in this stage; "
+                f"FC645 PrivateSchedule: micro-batch {number} has {found} samples in this stage; "
                 f"expected microbatch_size={self._size}. Chunk along axis "
-                f"{self._session.options.batch_axis} (args_chunk_spec, kwargs_chunk_spec), and let "
-                "stages hand on a row for every sample."
+                f"{self._session.options.batch_axis} (args_chunk_spec, kwargs_chunk_spec), in "
+                "every stage."
             )
         if number in self._held:
             raise FlashClippingError(
-                f"PrivateSchedule: micro-batch {number} has had a backward pass in this step. "
-                "Use ScheduleGPipe or Schedule1F1B as they are."
+                f"FC646 PrivateSchedule: micro-batch {number} has had a backward pass in this "
+                "step. Use ScheduleGPipe or Schedule1F1B as they are."
             )
         self._held[number] = backward_pass
 
@@ -362,7 +361,7 @@ class PrivateSchedule:
         if trainable and len(self._held) < M:
             missing = sorted({*range(M)} - {*self._held})
             raise FlashClippingError(
-                f"PrivateSchedule: backward reached no layer of this stage in micro-batches "
+                f"FC647 PrivateSchedule: backward reached no layer of this stage in micro-batches "
                 f"{missing}, and its parameters are trainable. Is what the stage returns detached?"
             )
         held = [self._held[number] for number in range(M)] if trainable else []
@@ -411,9 +410,9 @@ class PrivateSchedule:
         follower = self.module.running_step.follower
         if follower is not None and not isinstance(follower, PipelineFlashDPOptimizer):
             raise InvalidValue(
-                f"PrivateSchedule.step: found {type(follower).__name__} as the module's optimizer. "
-                "Its noise could be the same in all stages. Use make_private(pipeline=True), or "
-                "flash_clipping.pipelines.PipelineFlashDPOptimizer."
+                f"FC642 PrivateSchedule.step: found {type(follower).__name__} as the module's "
+                "optimizer, whose noise could be the same in all stages. Use "
+                "make_private(pipeline=True)."
             )
 
 
@@ -438,36 +437,35 @@ def _checked_parts(schedule: Any) -> tuple[Any, int]:
 
     if not isinstance(schedule, ScheduleGPipe | Schedule1F1B):
         raise NotServed(
-            f"PrivateSchedule: found {type(schedule).__name__}; expected ScheduleGPipe or "
-            "Schedule1F1B. Others run several stages in a process, or compute gradients of "
-            "parameters by themselves, past what clips them."
+            f"FC641 PrivateSchedule: found {type(schedule).__name__}; expected ScheduleGPipe or "
+            "Schedule1F1B, in which one stage runs in a process and backward computes all "
+            "gradients."
         )
     stage, loss_fn, count = parts_of_schedule(schedule)
     module = stage.submod
     if not isinstance(module, GradSampleModuleFlashClipping):
         raise InvalidType(
-            f"PrivateSchedule: the stage's module is {type(module).__name__}; expected a "
-            "GradSampleModuleFlashClipping. Give make_private(pipeline=True), or "
-            "GradSampleModuleFlashClipping, the part of the model that this stage runs, and make "
-            "the PipelineStage of what it returns."
+            f"FC642 PrivateSchedule: the stage's module is {type(module).__name__}; expected a "
+            "GradSampleModuleFlashClipping, of make_private(pipeline=True): make the PipelineStage "
+            "of what it returns."
         )
     settings = {name: getattr(module, name) for name in ("mode", "clipping", "sample_of")}
     refuse_unserved("PrivateSchedule", module, settings)
     if dist.get_world_size(stage.group) != dist.get_world_size():
         raise NotServed(
-            f"PrivateSchedule: found a pipeline of {dist.get_world_size(stage.group)} processes "
-            f"among {dist.get_world_size()}. Sums of several pipelines are not added up: use all "
-            "processes as stages of one."
+            f"FC641 PrivateSchedule: found a pipeline of {dist.get_world_size(stage.group)} "
+            f"processes among {dist.get_world_size()}. Sums of several pipelines are not added up: "
+            "use all processes as stages of one."
         )
     if isinstance(loss_fn, DPLossFastGradientClipping):
         raise InvalidValue(
-            f"PrivateSchedule: found {type(loss_fn).__name__} as the schedule's loss_fn. Give the "
-            "schedule the criterion that make_private was given, which returns a tensor."
+            f"FC642 PrivateSchedule: found {type(loss_fn).__name__} as the schedule's loss_fn. "
+            "Give the schedule the criterion that make_private was given, which returns a tensor."
         )
     reduction = getattr(loss_fn, "reduction", module.loss_reduction)
     if reduction != module.loss_reduction:
         raise InvalidValue(
-            f"PrivateSchedule: loss_fn has reduction={reduction!r}, the module "
+            f"FC461 PrivateSchedule: loss_fn has reduction={reduction!r}, the module "
             f"loss_reduction={module.loss_reduction!r}. Norms would be off by the size of a "
             "micro-batch. Give both the same."
         )

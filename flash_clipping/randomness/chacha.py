@@ -58,7 +58,7 @@ class Keystream:
         first, self._next = self._next, self._next + len(found)
         if self._next > MOST_BLOCKS:
             raise InvalidValue(
-                f"Keystream: found {self._next} blocks of words for one tensor; expected "
+                f"FC304 Keystream: found {self._next} blocks of words for one tensor; expected "
                 f"{MOST_BLOCKS} at most: a nonce has no others. Split the parameter."
             )
         if self._rounds != ALL_ROUNDS:

@@ -26,7 +26,7 @@ def threshold(rate: float) -> int:
         ValueError: ``rate`` is no probability.
     """
     if not 0 <= rate <= 1:
-        raise InvalidValue(f"rate: found {rate}; expected a probability, 0 to 1.")
+        raise InvalidValue(f"FC302 rate: found {rate}; expected a probability, 0 to 1.")
     return int(Fraction(rate) * (1 << 64))
 
 
@@ -55,7 +55,7 @@ def subset(draw: Draw, count: int, size: int, *, tensor: int = 0) -> Tensor:
         ValueError: ``size`` is not between 0 and ``count``.
     """
     if not 0 <= size <= count:
-        raise InvalidValue(f"subset: found a size of {size}; expected 0 to {count}.")
+        raise InvalidValue(f"FC302 subset: found a size of {size}; expected 0 to {count}.")
     words = Keystream(draw, tensor=tensor)
     while True:
         keys_N = words.take(count)
@@ -76,7 +76,7 @@ def allocations(draw: Draw, count: int, steps: int, times: int) -> Tensor:
         ValueError: ``times`` is not between 1 and ``steps``.
     """
     if not 1 <= times <= steps:
-        raise InvalidValue(f"allocations: found {times} of {steps}; expected 1 to {steps}.")
+        raise InvalidValue(f"FC302 allocations: found {times} of {steps}; expected 1 to {steps}.")
     chosen_NK = np.empty((count, times), dtype=np.int32)
     for k, j in enumerate(range(steps - times, steps)):
         found_N = _below(Keystream(draw, tensor=k), count, j + 1).astype(np.int32)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flash_clipping.errors import FlashClippingError, InvalidValue
+from flash_clipping.errors import Coded, FlashClippingError, InvalidValue
 
 KEY_BYTES = 32
 
@@ -49,7 +49,7 @@ def _this_process() -> tuple[int, int]:
     return os.getpid(), _forks
 
 
-class SeededNoiseWarning(UserWarning):
+class SeededNoiseWarning(Coded, UserWarning):
     """Noise and batches come from a seed: whoever knows it can take the noise away."""
 
 
@@ -88,7 +88,7 @@ class Draw:
     def __post_init__(self) -> None:
         if self.rounds not in (ALL_ROUNDS, FEWER_ROUNDS):
             raise InvalidValue(
-                f"rounds: found {self.rounds}; expected {ALL_ROUNDS} or {FEWER_ROUNDS}."
+                f"FC302 rounds: found {self.rounds}; expected {ALL_ROUNDS} or {FEWER_ROUNDS}."
             )
 
     def nonce(self, tensor: int = 0, shard: int = 0) -> tuple[int, int, int]:
@@ -104,7 +104,7 @@ class Draw:
         ):
             if not 0 <= found < most:
                 raise InvalidValue(
-                    f"{name}: found number {found}; expected 0 or more, below {most}."
+                    f"FC302 {name}: found number {found}; expected 0 or more, below {most}."
                 )
         return self.number, tensor, shard << 8 | int(self.purpose)
 
@@ -130,17 +130,17 @@ class SecretStream:
     def __init__(self, *, seed: int | None = None, key: bytes | None = None):
         if seed is not None and key is not None:
             raise InvalidValue(
-                "SecretStream: found a seed and a key; expected one of them at most."
+                "FC312 SecretStream: found a seed and a key; expected one of them at most."
             )
         if key is not None and len(key) != KEY_BYTES:
-            raise InvalidValue(f"key: found {len(key)} bytes; expected {KEY_BYTES}.")
+            raise InvalidValue(f"FC302 key: found {len(key)} bytes; expected {KEY_BYTES}.")
         self.seed = seed
         self._is_shared = key is not None
         if seed is not None:
             warnings.warn(
-                f"Noise and batches are drawn from seed {seed}: whoever knows it can subtract the "
-                "noise, and no epsilon holds against them. Two runs with one seed draw the same. "
-                "Use it for tests and debugging; train what you release without it.",
+                f"FC570 Noise and batches are drawn from seed {seed}: whoever knows it can "
+                "subtract the noise, and no epsilon holds against them. Two runs with one seed "
+                "draw the same. Use it for tests and debugging; train what you release without it.",
                 SeededNoiseWarning,
                 stacklevel=3,
             )
@@ -167,9 +167,9 @@ class SecretStream:
         self._drawn = number + 1
         if number >= MOST_DRAWS:
             raise FlashClippingError(
-                f"The noise's key has served {number} draws, and every further one would repeat "
-                "words of an earlier one. Go on from a checkpoint in a new process: it takes a new "
-                "key."
+                f"FC571 The noise's key has served {number} draws, and every further one would "
+                "repeat words of an earlier one. Go on from a checkpoint in a new process: it "
+                "takes a new key."
             )
         return Draw(self._key, purpose, number, rounds)
 
@@ -216,9 +216,9 @@ class SecretStream:
     def _check_own(self, found: str) -> None:
         if self._is_shared:
             raise FlashClippingError(
-                f"The noise's key is shared by the processes of a sharded model: found {found} of "
-                "its stream, which would draw the same noise again or other noise than its "
-                "replicas. Make the model private in the processes that train it."
+                "FC572 The noise's key is shared by the processes of a sharded model: found "
+                f"{found} of its stream, which would draw the same noise again or other noise than "
+                "its replicas. Make the model private in the processes that train it."
             )
 
     def __repr__(self) -> str:
@@ -233,14 +233,14 @@ def stream_of(
     seeds."""
     if secure_mode and (generator is not None or (stream is not None and stream.is_seeded)):
         raise InvalidValue(
-            "secure_mode=True: found a seed for the noise (a generator, or a seeded stream), which "
-            "whoever knows it can subtract. Leave one of them out."
+            "FC311 secure_mode=True: found a seed for the noise (a generator, or a seeded stream), "
+            "which whoever knows it can subtract. Leave one of them out."
         )
     if generator is None:
         return SecretStream() if stream is None else stream
     if stream is not None:
         raise InvalidValue(
-            "FlashDPOptimizer: found a stream and a generator; expected one of them."
+            "FC312 FlashDPOptimizer: found a stream and a generator; expected one of them."
         )
     seed = torch.randint(1 << 62, (1,), generator=generator, device=generator.device)
     return SecretStream(seed=int(seed))

@@ -54,13 +54,13 @@ class MultiheadAttentionRule(Rule):
     ) -> tuple[Tensor, Tensor | None]:
         if query.dim() != 3:
             raise UnsupportedLayer(
-                "nn.MultiheadAttention without a batch axis has no samples: expected a query of 3 "
-                f"dimensions, found shape {tuple(query.shape)}. Add the axis with unsqueeze.",
+                "FC203 nn.MultiheadAttention without a batch axis has no samples: expected a query "
+                f"of 3 dimensions, found shape {tuple(query.shape)}. Add the axis with unsqueeze.",
                 "query, key, value = (x.unsqueeze(0) for x in (query, key, value))",
             )
         if is_causal and attn_mask is None:
             raise UnsupportedLayer(
-                "nn.MultiheadAttention: is_causal=True needs attn_mask as well.",
+                "FC118 nn.MultiheadAttention: is_causal=True needs attn_mask as well.",
                 "attn_mask = torch.nn.Transformer.generate_square_subsequent_mask(query.shape[1])",
             )
         projected = tapped(query, key, value)

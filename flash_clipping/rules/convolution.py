@@ -63,9 +63,9 @@ class ConvolutionRule(Rule):
         assert weight is not None
         if x.ndim != weight.ndim:
             raise UnsupportedLayer(
-                f"a {type(layer).__name__} without a batch axis has no samples: expected an input "
-                f"of {weight.dim()} dimensions, found shape {tuple(x.shape)}. "
-                "Add the batch axis, x.unsqueeze(0).",
+                f"FC203 a {type(layer).__name__} without a batch axis has no samples: expected an "
+                f"input of {weight.dim()} dimensions, found shape {tuple(x.shape)}. Add the batch "
+                "axis, x.unsqueeze(0).",
                 "x = x.unsqueeze(0)",
             )
         if is_autocasting():

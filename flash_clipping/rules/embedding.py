@@ -43,8 +43,8 @@ class EmbeddingRule(Rule):
     def forward(self, layer: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.scale_grad_by_freq:
             raise UnsupportedLayer(
-                "nn.Embedding(scale_grad_by_freq=True) mixes samples: its gradient depends on how "
-                "often an id occurs in the whole batch. Set scale_grad_by_freq=False.",
+                "FC102 nn.Embedding(scale_grad_by_freq=True) mixes samples: its gradient depends "
+                "on how often an id occurs in the whole batch. Set scale_grad_by_freq=False.",
                 "{layer}.scale_grad_by_freq = False",
             )
         output = F.embedding(ids, layer.weight, layer.padding_idx, layer.max_norm, layer.norm_type)
@@ -82,7 +82,7 @@ class EmbeddingBagRule(Rule):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.mode == "max" or layer.scale_grad_by_freq:
             raise UnsupportedLayer(
-                f"nn.EmbeddingBag(mode={layer.mode!r}, scale_grad_by_freq="
+                f"FC117 nn.EmbeddingBag(mode={layer.mode!r}, scale_grad_by_freq="
                 f"{layer.scale_grad_by_freq}) has no per-sample gradients here; expected mode "
                 "'sum' or 'mean' and scale_grad_by_freq=False.",
                 '{layer}.mode, {layer}.scale_grad_by_freq = "sum", False',

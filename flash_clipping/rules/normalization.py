@@ -375,14 +375,14 @@ class InstanceNormRule(GroupNormRule):
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.track_running_stats:
             raise UnsupportedLayer(
-                f"{type(layer).__name__}(track_running_stats=True) keeps statistics of the "
+                f"FC104 {type(layer).__name__}(track_running_stats=True) keeps statistics of the "
                 "samples that are not private. Set track_running_stats=False.",
                 "{layer}.track_running_stats, {layer}.running_mean, {layer}.running_var = "
                 "False, None, None",
             )
         if lacks_batch_axis(layer, x):
             raise UnsupportedLayer(
-                f"{type(layer).__name__} without a batch axis has no samples: found shape "
+                f"FC203 {type(layer).__name__} without a batch axis has no samples: found shape "
                 f"{tuple(x.shape)}. Add the batch axis, x.unsqueeze(0).",
                 "x = x.unsqueeze(0)",
             )

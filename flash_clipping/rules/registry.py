@@ -10,18 +10,17 @@ from typing import Any, TypeAlias, TypeVar
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flash_clipping.errors import InvalidType
+from flash_clipping.errors import Coded, InvalidType
 from flash_clipping.factors import PerSampleGrad
 from flash_clipping.ops.runtime.backend import autocast_operands as autocast_operands
 
 
-class UnsupportedLayer(ValueError):
+class UnsupportedLayer(Coded, ValueError):
     """A layer, or an input of it, that a rule cannot serve. The tap adds the layer's path.
 
     Args:
         message: what was found, what was expected, and what to do.
-        line: code that does it, in which ``{layer}`` stands for the layer; without, the layer is
-            frozen.
+        line: code that does it, in which ``{layer}`` stands for the layer.
     """
 
     def __init__(self, message: str, line: str = ""):
@@ -178,7 +177,7 @@ def register_rule(*layer_types: type[nn.Module] | str) -> Callable[[_R], _R]:
             continue
         if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
             raise InvalidType(
-                f"register_rule expects nn.Module subclasses, found {layer_type!r}; "
+                f"FC164 register_rule expects nn.Module subclasses, found {layer_type!r}; "
                 "write @register_rule(MyLayer)."
             )
 

@@ -59,7 +59,7 @@ class PrivacyArguments:
     def __post_init__(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise InvalidValue(
-                f"PrivacyArguments: found target_epsilon={self.target_epsilon} and "
+                f"FC801 PrivacyArguments: found target_epsilon={self.target_epsilon} and "
                 f"noise_multiplier={self.noise_multiplier}; expected exactly one of them."
             )
         checked_number("target_delta", self.target_delta, "(0, 0.5)", example=1e-5)
@@ -73,12 +73,12 @@ class PrivacyArguments:
             checked_number("max_physical_batch_size", most, "[1, inf)", example=32, whole=True)
         if self.secure_mode and self.seed is not None:
             raise InvalidValue(
-                "PrivacyArguments: found seed= with secure_mode=True, which has no seed. Leave one "
-                "of them out."
+                "FC311 PrivacyArguments: found seed= with secure_mode=True, which has no seed. "
+                "Leave one of them out."
             )
         if taken := sorted(self.engine_options.keys() & _OWN.split()):
             raise InvalidValue(
-                f"PrivacyArguments: found engine_options with {', '.join(taken)}, which the "
+                f"FC801 PrivacyArguments: found engine_options with {', '.join(taken)}, which the "
                 "trainer sets itself or does not support. Leave them out, or train with "
                 "FlashPrivacyEngine in a loop of your own."
             )

@@ -95,9 +95,9 @@ class ClippingStatistics:
         self._unclipped += more
         if self._unclipped >= _MANY:
             warnings.warn(
-                f"clipped_share: found 0 in {self._unclipped} backward passes. Every gradient is "
-                "shorter than max_grad_norm, which noise is made for. Give a smaller max_grad_norm "
-                "in the next run; or clipping='adaptive', which looks for it privately.",
+                f"FC550 clipped_share: found 0 in {self._unclipped} backward passes. Every "
+                "gradient is shorter than max_grad_norm, which noise is made for. Take a smaller "
+                "max_grad_norm in the next run, or clipping='adaptive'.",
                 stacklevel=4,
             )
             self._unclipped = -1

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from flash_clipping.distributed import has_shards
-from flash_clipping.errors import InvalidValue, missing_extra
+from flash_clipping.errors import FlashClippingError, InvalidValue, missing_extra
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -73,14 +73,14 @@ class PrivateTraining(ReportsPrivacy, Callback):
     ):
         if privacy.max_grad_norm is None:
             raise InvalidValue(
-                "PrivateTraining: found no max_grad_norm in PrivacyArguments; expected the "
+                "FC803 PrivateTraining: found no max_grad_norm in PrivacyArguments; expected the "
                 "clipping bound of a sample."
             )
         if "sample_of" in privacy.engine_options:
             raise InvalidValue(
-                "PrivateTraining: found engine_options with sample_of; expected samples that are "
-                "items of the dataset and rows of the batch. Use FlashPrivacyEngine in a loop of "
-                "your own (docs/units.md)."
+                "FC820 PrivateTraining: found engine_options with sample_of; expected samples that "
+                "are items of the dataset and rows of the batch. Use FlashPrivacyEngine in a loop "
+                "of your own (docs/units.md)."
             )
         self.privacy, self.run = privacy, PrivateRun(privacy)
         self.module = module
@@ -104,8 +104,8 @@ class PrivateTraining(ReportsPrivacy, Callback):
         _refuse(trainer, model)
         if self._loader is not None:
             raise InvalidValue(
-                "PrivateTraining: found a second fit(). Give the number of epochs at once, or "
-                "resume from a checkpoint with new objects (Trainer, LightningModule, callback)."
+                "FC821 PrivateTraining: found a second fit(). Give the number of epochs at once, "
+                "or resume from a checkpoint with new objects (Trainer, LightningModule, callback)."
             )
         self._loader = self._private_loader(trainer, pl_module, distributed=has_shards(model))
         loop = trainer.fit_loop
@@ -127,8 +127,8 @@ class PrivateTraining(ReportsPrivacy, Callback):
         plain = trainer.fit_loop._data_source.dataloader()
         if not isinstance(plain, DataLoader):
             raise InvalidValue(
-                f"PrivateTraining: found training data of type {type(plain).__name__}; expected "
-                "one torch.utils.data.DataLoader."
+                f"FC822 PrivateTraining: found training data of type {type(plain).__name__}; "
+                "expected one torch.utils.data.DataLoader."
             )
         refuse_loader(plain, poisson_sampling=True, distributed=distributed)
         options: dict[str, Any] = {"stream": self.run.sampling_stream, "distributed": distributed}
@@ -136,8 +136,9 @@ class PrivateTraining(ReportsPrivacy, Callback):
             return PoissonLoader.from_data_loader(plain, **options)
         if not pl_module.automatic_optimization:
             raise InvalidValue(
-                "PrivateTraining: found max_physical_batch_size with manual optimization, whose "
-                "training_step takes steps itself. Leave it out, or use automatic optimization."
+                "FC820 PrivateTraining: found max_physical_batch_size with manual optimization, "
+                "whose training_step takes steps itself. Leave it out, or use automatic "
+                "optimization."
             )
         options["part_size"] = self.max_physical_batch_size
         return LogicalLoader.from_data_loader(plain, **options)
@@ -146,9 +147,9 @@ class PrivateTraining(ReportsPrivacy, Callback):
         """Let Lightning step with noise, now that it has loaded the plain optimizer's state."""
         trainer.strategy.optimizers = [self.run.optimizer]
         if trainer.train_dataloader is not self._loader:
-            raise RuntimeError(
-                f"PrivateTraining: Lightning trains with a {type(trainer.train_dataloader)}, not "
-                "with the Poisson loader. Do not reload dataloaders, or change the fit loop."
+            raise FlashClippingError(
+                f"FC822 PrivateTraining: Lightning trains with a {type(trainer.train_dataloader)}, "
+                "not with the Poisson loader. Do not reload dataloaders, or change the fit loop."
             )
         self.run.check_steps(trainer.global_step)
         self.run.check_budget(int(trainer.estimated_stepping_batches) - trainer.global_step)
@@ -240,4 +241,4 @@ def _refuse(trainer: Any, model: nn.Module) -> None:
     ]
     for found, name, advice in refused:
         if found:
-            raise InvalidValue(f"PrivateTraining: found {name}. {advice}.")
+            raise InvalidValue(f"FC820 PrivateTraining: found {name}. {advice}.")

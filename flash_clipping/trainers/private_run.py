@@ -18,7 +18,7 @@ from flash_clipping.engine.accounting import least_noise
 from flash_clipping.engine.micro_batches import Parts, RowsOfBatch, StepInParts, bounds_of
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import PoissonLoader
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import FlashClippingError, InvalidValue
 from flash_clipping.randomness import SecretStream
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics, Reading
@@ -141,9 +141,9 @@ class PrivateRun:
             self.noise_multiplier = self._noise_multiplier(rate)
         elif arguments.target_epsilon is not None and rate > self.sample_rate:
             raise InvalidValue(
-                f"target_epsilon={arguments.target_epsilon}: its noise was computed for steps "
-                f"that draw a sample with probability {self.sample_rate:.4g}; found a dataset of "
-                f"which each is drawn with {rate:.4g}. Instead of target_epsilon give "
+                f"FC583 target_epsilon={arguments.target_epsilon}: its noise was computed for "
+                f"steps that draw a sample with probability {self.sample_rate:.4g}; found a "
+                f"dataset of which each is drawn with {rate:.4g}. Instead of target_epsilon give "
                 f"noise_multiplier={self.noise_multiplier:.4g}: epsilon then grows further."
             )
         self.sample_rate = rate
@@ -209,9 +209,9 @@ class PrivateRun:
         """Raise ``RuntimeError`` unless the steps that a trainer counts are those accounted for."""
         accounted = self.steps - self.steps_before
         if accounted != counted:
-            raise RuntimeError(
-                f"The trainer counts {counted} steps, and {accounted} are accounted. Something "
-                "overrides the optimizer, its step() or the loading of a checkpoint."
+            raise FlashClippingError(
+                f"FC584 The trainer counts {counted} steps, and {accounted} are accounted. "
+                "Something overrides the optimizer, its step() or the loading of a checkpoint."
             )
 
     def check_budget(self, remaining: int) -> None:
@@ -219,7 +219,7 @@ class PrivateRun:
         if self.arguments.target_epsilon is None or self.steps + remaining <= self.planned_steps:
             return
         raise InvalidValue(
-            f"target_epsilon={self.arguments.target_epsilon}: its noise was computed for "
+            f"FC583 target_epsilon={self.arguments.target_epsilon}: its noise was computed for "
             f"{self.planned_steps} steps, of which {self.steps} are done; found {remaining} more. "
             "Give the number of steps of the whole training at once, or noise_multiplier="
             f"{self.noise_multiplier:.4g} instead of target_epsilon: epsilon then grows further. "
@@ -253,16 +253,16 @@ class PrivateRun:
         noise is drawn afresh, unless from a seed."""
         if self.steps:
             raise InvalidValue(
-                f"resume: found a run that has done {self.steps} private steps. Make a new trainer "
-                "to resume with."
+                f"FC581 resume: found a run that has done {self.steps} private steps. Make a new "
+                "trainer to resume with."
             )
         now, then = self._settings(), state["settings"]
         changed = [name for name in then if now[name] != then[name]]
         if changed:
             listed = "; ".join(f"{name} was {then[name]}, is {now[name]}" for name in changed)
             raise InvalidValue(
-                f"resume: the checkpoint is of another run: {listed}. Use the same data, batch "
-                "size, number of steps and privacy arguments."
+                f"FC582 resume: the checkpoint is of another run: {listed}. Use the same data, "
+                "batch size, number of steps and privacy arguments."
             )
         self.steps_before = state["steps_before"]
         self.engine.accountant.load_state_dict(state["accountant"])
@@ -284,9 +284,8 @@ class LogicalBatch(Parts):
         rows = RowsOfBatch(part, axis=0)
         if rows.count != size:
             raise InvalidValue(
-                f"PrivateTrainer: found a part of {size} samples that runs out of memory, and "
-                "whose tensors do not have a row for each of them; expected parts that can be cut. "
-                "Say how many samples fit:\n"
+                f"FC810 PrivateTrainer: found a part of {size} samples that runs out of memory, "
+                "and whose tensors do not have a row for each of them. Say how many samples fit:\n"
                 f"    PrivacyArguments(..., max_physical_batch_size={size // 2})"
             )
         return rows.samples(part, size, start, stop)

@@ -165,4 +165,4 @@ def refuse_loader(loader: Any) -> None:
 
 def _refuse_if(found: Any, name: str, advice: str) -> None:
     if found:
-        raise InvalidValue(f"PrivateTrainer: found {name}. {advice}.")
+        raise InvalidValue(f"FC802 PrivateTrainer: found {name}. {advice}.")

@@ -77,9 +77,9 @@ def sample_losses(
     if labels.keys() != {"labels"} or logits is None:
         names = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise InvalidValue(
-            f"sample_losses: found labels named {sorted(labels)} and outputs {names}; expected "
-            "'labels' and 'logits', or start_positions and end_positions with their logits. "
-            f"{_INSTEAD}"
+            f"FC805 sample_losses: found labels named {sorted(labels)} and outputs {names}; "
+            "expected 'labels' and 'logits', or start_positions and end_positions with their "
+            f"logits. {_INSTEAD}"
         )
     logits, target = _wide(logits), labels["labels"]
     problem = getattr(getattr(model, "config", None), "problem_type", None)
@@ -95,7 +95,7 @@ def sample_losses(
     is_known = is_binary or problem in ("regression", "multi_label_classification")
     if not (is_alike and is_known) or label_smoothing:
         raise InvalidValue(
-            f"sample_losses: found logits of shape {[*logits.shape]} and labels of shape "
+            f"FC805 sample_losses: found logits of shape {[*logits.shape]} and labels of shape "
             f"{[*target.shape]}, {target.dtype}, with problem_type={problem!r} and "
             f"label_smoothing={label_smoothing}; expected classes [B] or [B, T] for logits "
             f"[B, K] or [B, T, K], or (without smoothing) numbers of the logits' shape. {_INSTEAD}"
@@ -123,9 +123,9 @@ def _of_classes(
     """Cross-entropy of classes ``[R]``, or of each position's ``[R, T]``."""
     if target.dim() > 1 and shift is None:
         raise InvalidValue(
-            f"sample_losses: found labels of shape {[*target.shape]} for a model without a loss of "
-            "its own; expected one, which tells whether a position predicts its own label or the "
-            f"next one's. {_INSTEAD}"
+            f"FC805 sample_losses: found labels of shape {[*target.shape]} for a model without a "
+            "loss of its own; expected one, which tells whether a position predicts its own label "
+            f"or the next one's. {_INSTEAD}"
         )
     if target.dim() > 1 and shift:
         nexts, last_R1 = target[:, 1:], torch.full_like(target[:, :1], IGNORED)
@@ -207,8 +207,8 @@ def _of_masked_images(
         hidden = hidden.to(torch.bool)
         check_on_device(
             hidden.sum() == len(labels),
-            "sample_losses: found more or fewer labels than patches that bool_masked_pos hides; "
-            "expected one for each of them, image by image:\n"
+            "FC805 sample_losses: found more or fewer labels than patches that bool_masked_pos "
+            "hides; expected one for each of them, image by image:\n"
             "    labels = tokens[bool_masked_pos]",
         )
         target = torch.full(hidden.shape, IGNORED, dtype=labels.dtype, device=labels.device)
@@ -246,8 +246,8 @@ def _means(losses: Tensor, counted: Tensor | None, units: tuple[Tensor, int] | N
     index, count = units
     if index.shape != losses.shape:
         raise InvalidValue(
-            f"sample_losses: found units that are parts of rows, {[*index.shape]}, and one loss "
-            f"for each row; expected classes for each position. {_INSTEAD}"
+            f"FC805 sample_losses: found units that are parts of rows, {[*index.shape]}, and one "
+            f"loss for each row; expected classes for each position. {_INSTEAD}"
         )
     is_of_unit = index >= 0 if of_rows or counted is None else counted & (index >= 0)
     index = index.clamp(min=0).long().flatten()
@@ -356,9 +356,9 @@ def _compare(model: nn.Module, own: Tensor, losses: Tensor, what: str) -> None:
         return
     name = type(model).__name__
     raise InvalidValue(
-        f"PrivateTrainer: found a loss of {ours:.6g} for {what} of train_dataset, where {name} "
-        f"itself has {expected:.6g}. compute_sample_losses would train for something else than "
-        f"{name} is evaluated by. Override it, with one loss for each sample:\n"
+        f"FC806 PrivateTrainer: found a loss of {ours:.6g} for {what} of train_dataset, where "
+        f"{name} itself has {expected:.6g}. compute_sample_losses would train for something else "
+        f"than {name} is evaluated by. Override it, with one loss for each sample:\n"
         "    class MyTrainer(PrivateTrainer):\n"
         "        def compute_sample_losses(self, model, inputs):  # [B], not reduced\n"
         "            ..."

@@ -20,7 +20,7 @@ import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 
-from flash_clipping.errors import InvalidType, InvalidValue, missing_extra
+from flash_clipping.errors import FlashClippingError, InvalidType, InvalidValue, missing_extra
 
 try:
     import accelerate as accelerate  # which Trainer needs later
@@ -163,8 +163,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         """
         if resume_from_checkpoint and self.run.steps:
             raise InvalidValue(
-                f"resume_from_checkpoint: found a trainer that has done {self.run.steps} private "
-                "steps. Make a new PrivateTrainer to resume with."
+                f"FC581 resume_from_checkpoint: found a trainer that has done {self.run.steps} "
+                "private steps. Make a new PrivateTrainer to resume with."
             )
         self.run.steps_before = self.run.steps
         # Accelerate keeps this number for the process; another Accelerator may have set it.
@@ -269,9 +269,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         which those that are not finite count nothing, as in the step."""
         if self.run.hooks is None or not isinstance(inputs, LogicalBatch):
             raise InvalidValue(
-                f"PrivateTrainer: found a training batch of type {type(inputs).__name__}; expected "
-                "one of its own loader. Do not override get_train_dataloader; change train_dataset "
-                "or data_collator."
+                f"FC807 PrivateTrainer: found a training batch of type {type(inputs).__name__}; "
+                "expected one of its own loader. Do not override get_train_dataloader; change "
+                "train_dataset or data_collator."
             )
         hooks, parts = self.run.hooks, self.run.in_parts
         model.train()
@@ -287,8 +287,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 losses = self.compute_sample_losses(model, inputs)
             if losses.shape != (rows,):
                 raise InvalidValue(
-                    f"compute_sample_losses: found losses of shape {[*losses.shape]} for {rows} "
-                    "samples; expected one loss for each sample, [B], not reduced."
+                    f"FC804 compute_sample_losses: found losses of shape {[*losses.shape]} for "
+                    f"{rows} samples; expected one loss for each sample, [B], not reduced."
                 )
             # A sum's gradients are each sample's own, however many samples a part has.
             with hooks.summed_loss():
@@ -331,9 +331,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             index, without = self._units.argument(plain, (), inputs)
             if not isinstance(index, Tensor):
                 raise InvalidValue(
-                    f"PrivateTrainer: sample_of={self._units.name!r}: found {type(index).__name__} "
-                    "in a batch; expected a tensor by that name from data_collator, with the unit "
-                    "of every row, [R], or of every position, [R, T]."
+                    f"FC808 PrivateTrainer: sample_of={self._units.name!r}: found "
+                    f"{type(index).__name__} in a batch; expected a tensor by that name from "
+                    "data_collator, with the unit of every row, [R], or of every position, [R, T]."
                 )
             found = self._units.of_call(index, batched_inputs((), without), self._samples)
             units = found.map.index_M.view(found.shape), found.count
@@ -436,8 +436,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         path = os.path.join(checkpoint, STATE_NAME)
         if not os.path.isfile(path):
             raise InvalidValue(
-                f"resume_from_checkpoint: {checkpoint} has no {STATE_NAME}. It was written by "
-                "another trainer, or with save_only_model=True. Resume from one that "
+                f"FC582 resume_from_checkpoint: {checkpoint} has no {STATE_NAME}. It was written "
+                "by another trainer, or with save_only_model=True. Resume from one that "
                 "PrivateTrainer wrote."
             )
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -445,8 +445,9 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         others = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
         if state["global_step"] != others.global_step:
             raise InvalidValue(
-                f"resume_from_checkpoint: {path} is of step {state['global_step']}, the other "
-                f"files of {checkpoint} are of step {others.global_step}. Resume from another."
+                f"FC582 resume_from_checkpoint: {path} is of step {state['global_step']}, the "
+                f"other files of {checkpoint} are of step {others.global_step}. Resume from "
+                "another."
             )
         self.run.load_state_dict(state)
         self._trainings = state["trainings"]
@@ -467,8 +468,8 @@ class _Watch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._trainer.run
         if run.optimizer is None:
-            raise RuntimeError(
-                "PrivateTrainer: training begins, and the optimizer is not private. Do not "
+            raise FlashClippingError(
+                "FC807 PrivateTrainer: training begins, and the optimizer is not private. Do not "
                 "override create_scheduler or get_train_dataloader."
             )
         run.check_steps(state.global_step)
@@ -502,13 +503,13 @@ def _clipping_bound(of_trainer: float | None, of_privacy: float | None) -> float
     if of_privacy is None:
         if not of_trainer:
             raise InvalidValue(
-                f"max_grad_norm: found {of_trainer} in TrainingArguments, and none in "
+                f"FC803 max_grad_norm: found {of_trainer} in TrainingArguments, and none in "
                 "PrivacyArguments; expected the clipping bound of a sample in one of them."
             )
         return of_trainer
     if of_trainer and of_trainer not in (_DEFAULT_BOUND, of_privacy):
         raise InvalidValue(
-            f"max_grad_norm: found {of_trainer} in TrainingArguments and {of_privacy} in "
+            f"FC803 max_grad_norm: found {of_trainer} in TrainingArguments and {of_privacy} in "
             "PrivacyArguments; expected one bound. Leave it out of TrainingArguments."
         )
     return of_privacy
@@ -525,11 +526,11 @@ def _bound(cls: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> ins
         bound = signature.bind(None, *arguments, **kwargs)
         if base is not Trainer and bound.arguments.get("args") is None:
             raise InvalidValue(
-                f"PrivateTrainer: found no args; expected those of {base.__name__}, "
+                f"FC809 PrivateTrainer: found no args; expected those of {base.__name__}, "
                 f"args={named.annotation}."
             )
         return bound
-    raise InvalidType(f"PrivateTrainer: found no Trainer among the bases of {cls.__name__}.")
+    raise InvalidType(f"FC809 PrivateTrainer: found no Trainer among the bases of {cls.__name__}.")
 
 
 def _options_of(model: Any) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def _by(privacy: PrivacyArguments, name: str) -> PrivacyArguments:
     """The privacy of samples that this part of a batch tells."""
     if "sample_of" in privacy.engine_options:
         raise InvalidValue(
-            f"PrivacyArguments: found sample_of={privacy.engine_options['sample_of']!r} for one of "
-            f"TRL's trainers, which says itself whose each row is ({name!r}). Leave it out."
+            f"FC801 PrivacyArguments: found sample_of={privacy.engine_options['sample_of']!r} for "
+            f"one of TRL's trainers, which says itself whose each row is ({name!r}). Leave it out."
         )
     return replace(privacy, engine_options={**privacy.engine_options, "sample_of": name})
 
@@ -59,7 +59,7 @@ def _config(cls: type, wanted: type, arguments: tuple[Any, ...], kwargs: dict[st
     args = _bound(cls, arguments, kwargs).arguments["args"]
     if not isinstance(args, wanted):
         raise InvalidValue(
-            f"{cls.__name__}: found args of type {type(args).__name__}; expected "
+            f"FC809 {cls.__name__}: found args of type {type(args).__name__}; expected "
             f"{wanted.__name__}:\n    from trl import {wanted.__name__}"
         )
     return args
@@ -84,13 +84,13 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):  # type: ignore[misc]
         args: SFTConfig = _config(type(self), SFTConfig, arguments, kwargs)
         if args.packing:
             raise InvalidValue(
-                "PrivateSFTTrainer: found packing=True. Which texts share a row depends on all "
-                "texts. Let those that a step draws lie end to end, without padding; TRL cuts no "
-                "text then:\n    SFTConfig(packing=False, padding_free=True, max_length=None)"
+                "FC802 PrivateSFTTrainer: found packing=True. Which texts share a row depends on "
+                "all texts. Let those that a step draws lie end to end, without padding:\n"
+                "    SFTConfig(packing=False, padding_free=True, max_length=None)"
             )
         if args.loss_type != "nll":
             raise InvalidValue(
-                f"PrivateSFTTrainer: found loss_type={args.loss_type!r}; expected 'nll'. For "
+                f"FC802 PrivateSFTTrainer: found loss_type={args.loss_type!r}; expected 'nll'. For "
                 "another loss override compute_sample_losses."
             )
         if args.padding_free:
@@ -147,9 +147,9 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         if refused := {name: value for name, value in found.items() if value is not None}:
             listed = ", ".join(f"{name}={value!r}" for name, value in refused.items())
             raise InvalidValue(
-                f"PrivateDPOTrainer: found {listed}; expected loss_type of {sorted(_DPO_LOSSES)}, "
-                "f_divergence_type='reverse_kl', and nothing else that changes the loss. For "
-                "another loss override compute_sample_losses."
+                f"FC802 PrivateDPOTrainer: found {listed}; expected loss_type of "
+                f"{sorted(_DPO_LOSSES)}, f_divergence_type='reverse_kl', and nothing else that "
+                "changes the loss. For another loss override compute_sample_losses."
             )
         self._loss_of_margin = _DPO_LOSSES[losses[0]]
         super().__init__(*arguments, privacy=_by(privacy, "pair"), **kwargs)

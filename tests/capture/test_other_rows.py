@@ -123,7 +123,7 @@ def test_all_layers_are_named_at_once() -> None:
     for path in ("2 (Linear)", "3 (LayerNorm)", "4 (Linear)"):
         assert f"{path}: what it reads has 15 rows for a batch of 3, and 10 for a batch" in text
     assert "0 (Linear)" not in text
-    assert "folded_modules" in text and "freeze" in text
+    assert "Declare modules" in text and "folded_modules" in text
 
 
 def test_all_layers_that_reach_nowhere_are_named_at_once() -> None:

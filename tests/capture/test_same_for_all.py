@@ -291,7 +291,7 @@ def test_tables_of_biases(compiler: Any) -> None:
 
 def test_misuse_between_two_graphs(compiler: Any) -> None:
     plain = Using(MISUSED["rows laid flat"]).double()
-    with pytest.warns(UserWarning, match=r"it runs uncompiled, as embed \(Embedding\)"):
+    with pytest.warns(UserWarning, match=r"FC711 .* runs uncompiled, as embed \(Embedding\)"):
         check(compiler(copy.deepcopy(plain), fullgraph=False), plain, float64s(4, 5, 4), steps=2)
 
 

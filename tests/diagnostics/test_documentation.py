@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import pickle
 import re
 from functools import cached_property
 from itertools import chain
@@ -17,7 +18,13 @@ from torch import distributed as dist, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flash_clipping
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, Rule
+from flash_clipping import (
+    FlashClippingError,
+    GradSampleModuleFlashClipping,
+    Rule,
+    SeededNoiseWarning,
+    codes,
+)
 from flash_clipping.diagnostics import check
 from flash_clipping.ops.error_bounds import ETA
 from tests.support.models import Wrapped
@@ -43,7 +50,7 @@ def test_the_rule_in_the_documentation_works(own_rules: None) -> None:
 
 
 PACKAGE = ROOT / "flash_clipping"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), codes.PAGE]
 FOLDERS = ("flash_clipping", "tests", "benchmarks", "examples", "docs", ".ci")
 FILES = [
     str(path.relative_to(ROOT))
@@ -72,7 +79,12 @@ def test_links_of_the_documentation_lead_somewhere(page: Path) -> None:
 #: Of users, in examples on the pages.
 OF_USERS = {"train.py"}
 
-ALL_PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+ALL_PAGES = [
+    *PAGES,
+    *sorted((ROOT / "docs").glob("*/*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
 
 
 def page_id(page: Path) -> str:
@@ -168,67 +180,87 @@ def test_names_in_the_architecture_exist(messages: Messages) -> None:
         assert messages.defined.keys() >= {*name.split(".")}, name
 
 
-# -- errors and warnings by their texts, docs/troubleshooting.md ----------------------------------
-
-SHOWN = "…"  # what a message puts in: a path, a shape
-
-#: So long a text is a message, and not what is put into one.
-WHOLE = 60
+# -- errors and warnings by their codes, flash_clipping/troubleshooting.md -----------------------
 
 #: Where the text is, among the arguments of what is no class of errors.
-SAID = {"warnings.warn": 0, "check_on_device": 1, "Finding": 1}
+SAID = {"warnings.warn": 0, "check_on_device": 1}
 
-#: Their texts end up in another error's, or never leave the library.
-INNER = {"ReadsNoSamples", "UsesOthers", "_NotFinite", "AssertionError"}
-INNER |= {"RefusedByRule", "UnsupportedLayer(str(error))", "FlashClippingError(message)"}
+#: They never leave the library, or Python itself reads them.
+INNER = {"ReadsNoSamples", "UsesOthers", "_NotFinite", "ModelsOwnError", "AssertionError"}
+INNER |= {"AttributeError", "IndexError", "ImportError", "KeyError", "RuntimeError"}
 
-#: Errors of arguments: where these say what was found and what was expected, one entry serves all.
-OF_ARGUMENTS = {"InvalidValue", "InvalidType", "IndexError"}
+#: Their messages get codes last.
+LAST = {PACKAGE / "engine" / "options.py", PACKAGE / "engine" / "privacy_engine.py"}
+OPEN = set(
+    [
+        "FC173",
+        "FC310",
+        "FC313",
+        "FC315",
+        "FC320",
+        "FC536",
+        "FC560",
+        "FC561",
+        "FC564",
+        "FC565",
+        "FC567",
+    ]
+)
+
+#: Errors that are told again, and texts that were made elsewhere: their codes come with them.
+HANDED_ON = {
+    "FlashClippingError(f'{error.args[0]}{where}')",
+    "NotServed(f'{path}: {error}')",
+    "NotServed('it may compute something else of a sample without the others')",
+    "UnsupportedLayer(str(error))",
+}
 
 
 class Messages:
-    """Texts of all errors and warnings in a package, read from its source.
-
-    A message that is made elsewhere is followed: to what its module assigns, and to functions
-    and classes by their names. Docstrings are left out; strings that are put in become
-    :data:`SHOWN`.
-    """
+    """The errors and warnings of a package, and the codes that its texts begin with."""
 
     def __init__(self, package: Path):
         self.trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
-        self.assigned: dict[tuple[Path, str], list[ast.expr]] = {}
         self.defined: dict[str, list[ast.AST]] = {}
-        self.where: dict[ast.AST, Path] = {}
-        for path, tree in self.trees.items():
+        for tree in self.trees.values():
             for node in ast.walk(tree):
-                self.where[node] = path
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    if ast.get_docstring(node) is not None:
-                        node.body[0] = ast.Pass()
                     self.defined.setdefault(node.name, []).append(node)
-                elif (
-                    isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)
-                    and node.value is not None
-                ):
-                    targets = getattr(node, "targets", None) or [node.target]
-                    for target in filter(None, map(_name, targets)):
-                        self.assigned.setdefault((path, target), []).append(node.value)
 
     @cached_property
-    def all(self) -> list[tuple[str, str, str]]:
-        """(place, class, text) of every message; the text is empty where it could not be read."""
+    def codes(self) -> set[str]:
+        nodes = chain(*map(ast.walk, self.trees.values()))
+        texts = (node.value for node in nodes if isinstance(node, ast.Constant))
+        found = (re.match(r"(FC\d{3}) ?", text) for text in texts if isinstance(text, str))
+        return {code[1] for code in found if code}
+
+    def uncoded(self) -> list[str]:
+        """Every place where an error or a warning is made of a text that begins with no code."""
         found = []
         for path, tree in self.trees.items():
-            for node in ast.walk(tree):
-                if not isinstance(node, ast.Call):
+            for node in [] if path in LAST else ast.walk(tree):
+                kind = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                if not isinstance(node, ast.Call) or not (kind in SAID or self._is_error(kind)):
                     continue
-                kind = ast.unparse(node.func)
-                at = SAID.get(kind)
-                made = node if self._is_error(kind) else None if at is None else node.args[at]
-                if made is not None and not INNER & {kind, ast.unparse(node)}:
-                    text = "\n".join(self._texts(made, path, frozenset()))
-                    found.append((f"{path.relative_to(ROOT)}:{node.lineno}", kind, text))
+                text = node.args[SAID.get(kind, 0) :][:1]
+                if not text or kind in INNER or ast.unparse(node) in HANDED_ON:
+                    continue
+                if self._begins(text[0]) not in (None, True):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
         return found
+
+    def _begins(self, text: ast.expr) -> bool | None:
+        """Whether this begins with a code; ``None`` of what is made elsewhere."""
+        match text:
+            case ast.BinOp(left=left):
+                return self._begins(left)
+            case ast.Call(func=ast.Attribute(value=value)):
+                return self._begins(value)
+            case ast.JoinedStr(values=[first, *_]):
+                return isinstance(first, ast.Constant) and self._begins(first)
+            case ast.Constant(value=str(said)):
+                return re.match(r"FC\d{3} ", said) is not None
+        return None
 
     def _is_error(self, name: str) -> bool:
         made = getattr(builtins, name, None)
@@ -237,48 +269,10 @@ class Messages:
         defined = [n for n in self.defined.get(name, []) if isinstance(n, ast.ClassDef)]
         return any(self._is_error(ast.unparse(base)) for n in defined for base in n.bases)
 
-    def _texts(self, part: ast.AST, path: Path, seen: frozenset[str]) -> list[str]:
-        nodes = [*ast.walk(part)]
-        texts = [_template(n) for n in nodes if isinstance(n, ast.Constant | ast.JoinedStr)]
-        texts = [text for text in texts if text not in FlashClippingError().__notes__]
-        if not seen and isinstance(part, ast.Call):  # a class of errors adds words of its own
-            for made in self.defined.get(ast.unparse(part.func), []):
-                texts += self._texts(made, self.where[made], frozenset({"__init__"}))
-        if max(map(len, texts), default=0) < WHOLE and len(seen) < 4:
-            for name in {name: None for name in map(_name, nodes) if name and name not in seen}:
-                assigned = self.assigned.get((path, name), [])
-                for made in assigned or self.defined.get(name, []):
-                    texts += self._texts(made, self.where[made], seen | {name})
-        return texts
-
-
-def _name(node: ast.AST) -> str | None:
-    """``name`` of a variable, or of ``self.name``."""
-    if isinstance(node, ast.Attribute):
-        return node.attr if ast.unparse(node.value) == "self" else None
-    return node.id if isinstance(node, ast.Name) else None
-
-
-def _template(node: ast.AST) -> str:
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else ""
-    parts = node.values if isinstance(node, ast.JoinedStr) else []
-    return "".join(_template(p) if isinstance(p, ast.Constant) else SHOWN for p in parts)
-
 
 @pytest.fixture(scope="module")
 def messages() -> Messages:
     return Messages(PACKAGE)
-
-
-def _entries(page: str) -> dict[str, list[str]]:
-    """Headings of entries, each with the parts of messages that it quotes."""
-    found = {}
-    for section in page.split("\n### ")[1:]:
-        heading, _, text = section.partition("\n")
-        quoted = " ".join(line for line in text.splitlines() if line.startswith("> "))
-        found[heading] = re.findall(r"`([^`]+)`", quoted)
-    return found
 
 
 class Gated(nn.Module):
@@ -294,8 +288,8 @@ class Gated(nn.Module):
 
 
 def test_the_lines_on_the_page_of_errors_work(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    fix, freeze, unwrap, expand, ordinary, losses, load, parallel = re.findall(
+    page = codes.PAGE.read_text()
+    fix, freeze, unwrap, expand, load, ordinary, losses, parallel = re.findall(
         r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL
     )
     names: dict[str, Any] = {"torch": torch, "opacus": opacus, "flash_clipping": flash_clipping}
@@ -340,31 +334,33 @@ def test_the_lines_on_the_page_of_errors_work(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def _pattern(part: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, part.split(SHOWN))))
-
-
-def test_every_error_names_the_page(messages: Messages) -> None:
-    """Those of Python's own classes would not."""
-    kinds = {kind for _, kind, _ in messages.all}
+def test_every_error_has_a_class_of_the_library(messages: Messages) -> None:
+    """Those of Python's own classes would name no page."""
+    calls = [
+        n for tree in messages.trees.values() for n in ast.walk(tree) if isinstance(n, ast.Call)
+    ]
+    kinds = {ast.unparse(call.func) for call in calls}
     assert not kinds & {"ValueError", "TypeError", "NotImplementedError"}
 
 
-def test_every_error_and_warning_has_an_entry(messages: Messages) -> None:
-    entries = _entries((ROOT / "docs" / "troubleshooting.md").read_text())
-    assert all(entries.values())
-    arguments = entries.pop("An argument")
-    patterns = {part: _pattern(part) for parts in entries.values() for part in parts}
-    of_arguments = {part: _pattern(part) for part in arguments}
-    found = messages.all
-    assert len(found) > 400
-    used: set[str] = set()
-    missing = []
-    for place, kind, text in found:
-        known = patterns | (of_arguments if kind in OF_ARGUMENTS else {})
-        parts = {part for part, pattern in known.items() if pattern.search(text)}
-        used |= parts
-        if not parts:
-            missing.append(f"{place}: {kind}: {text}")
-    assert not missing, "\n".join(missing)
-    assert used == patterns.keys() | of_arguments.keys()
+def test_every_error_and_warning_begins_with_a_code(messages: Messages) -> None:
+    assert messages.uncoded() == []
+
+
+def test_every_code_has_one_entry_and_every_entry_a_code(messages: Messages) -> None:
+    entries = [entry.code for entry in codes.entries()]
+    assert len(entries) == len({*entries}) > 200
+    assert {*entries} - OPEN == messages.codes - OPEN
+    assert codes.PAGE.read_text().count("**FC") == len(entries)
+
+
+def test_an_error_and_a_warning_know_their_codes() -> None:
+    for error in (
+        FlashClippingError("FC101 conv: it mixes samples."),
+        FlashClippingError("conv: FC101 it mixes samples."),
+        pickle.loads(pickle.dumps(FlashClippingError("FC101 conv: it mixes samples."))),
+    ):
+        assert error.code == "FC101" and str(error).startswith("FC101 conv: it mixes")
+        assert "flash-clipping errors FC101" in error.__notes__[0]
+    assert SeededNoiseWarning("FC570 a seed").code == "FC570"
+    assert FlashClippingError().code == "" == FlashClippingError("of a user's rule").code

@@ -10,13 +10,14 @@ import pytest
 from tests.support.pages import ROOT
 
 OF_THE_ROOT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OF_THE_ROOT)]
+OTHERS = (*OF_THE_ROOT, "flash_clipping/troubleshooting.md")
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OTHERS)]
 
 #: Not yet rewritten. The list only gets shorter.
 UNFINISHED = {
     "docs/api.md",
     "docs/performance.md",
-    "docs/troubleshooting.md",
+    "flash_clipping/troubleshooting.md",
 }
 
 LONGEST = 35

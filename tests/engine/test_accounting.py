@@ -274,7 +274,7 @@ def test_the_noise_for_a_target(process: MechanismSpec) -> None:
         ({"noise": BandedNoise(3)}, "'cyclic_poisson' or 'fixed_order'"),
         (
             {"sampling": "cyclic_poisson", "noise": BandedInverseNoise(2)},
-            "fewer steps than a cycle",
+            "BandedNoise with 'cyclic_poisson'",
         ),
         (
             {"sampling": "cyclic_poisson", "noise": BandedInverseNoise(3), "cycle": 3},

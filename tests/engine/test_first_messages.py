@@ -6,7 +6,6 @@ import copy
 import re
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from opacus.validators.utils import register_module_validator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import FlashPrivacyEngine, codes
 
 #: Code in a message.
 LINES = re.compile("(?m)((?:^    .*\\n?)+)")
@@ -108,7 +107,7 @@ def test_a_refusal_names_the_module_and_its_lines_help(name: str) -> None:
     with pytest.raises(UnsupportedModuleError, match=text) as error:
         private(model)
     assert isinstance(error.value, NotImplementedError)
-    assert "troubleshooting" in error.value.__notes__[0]
+    assert "flash-clipping errors FC1" in error.value.__notes__[0]
     lines, *_ = LINES.findall(str(error.value))
     assert line in lines
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -154,7 +153,7 @@ def test_a_frozen_recurrent_layer_is_supported() -> None:
 
 def test_the_page_of_errors_says_how_many_things_make_private_returns() -> None:
     """Python's own message, of the line that takes them, cannot be ours."""
-    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    page = codes.PAGE.read_text()
     lines = re.findall(r"`(model, .*) = engine\.make_private\(", page)
     assert len(lines) == 2
     for line, given in zip(lines, ({}, {"criterion": nn.CrossEntropyLoss()}), strict=True):

@@ -76,7 +76,7 @@ def parametrize(private: Private) -> None:
         (replace_head, r"head \(Linear\): its parameter 'weight' came after"),
         (replace_nested, r"body\.0 \(Linear\): its parameter 'weight' came after"),
         (insert_nested, r"body\.1 \(LayerNorm\): its parameter 'weight' came after"),
-        (put_on_the_wrapper, r"head \(Linear\): .*onto the wrapper"),
+        (put_on_the_wrapper, r"head \(Linear\): its parameter 'weight' came after"),
         (late_parameter, r"body\.1 \(Tanh\): its parameter 'gain' came after"),
         (parametrize, r"head\.parametrizations\.weight .*came after the model was wrapped"),
     ],

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proxies import UnsupportedUse
-from flash_clipping.errors import to_freeze
 from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
 
 D = 6
@@ -159,19 +158,3 @@ def test_with_the_line_it_says_the_model_trains(name: str) -> None:
 def test_an_unsupported_use_offers_the_exact_mode() -> None:
     tap: Any = SimpleNamespace(path="middle (Scales)")
     assert code_in(str(UnsupportedUse(tap, "by hand"))) == ['mode="one_by_one"']
-
-
-def test_of_the_model_itself_its_own_parameters_are_frozen() -> None:
-    model = Around(nn.Identity())
-    model.gain = nn.Parameter(torch.ones(()))
-    for path in ("", "the model (Around)"):
-        model.requires_grad_(True)
-        exec(code_in(to_freeze(path))[0], {"model": model})
-        assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["gain"]
-    for paths in (("", "first"), ("the model (Around)", "first (Linear)")):  # not all of it
-        model.requires_grad_(True)
-        exec(code_in(to_freeze(*paths))[0], {"model": model})
-        trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        assert trained == ["head.weight", "head.bias"]
-    exec(code_in(to_freeze("first (Linear)", "head (Linear)"))[0], {"model": model})
-    assert not any(param.requires_grad for param in model.parameters())

@@ -166,7 +166,7 @@ def test_nothing_is_left_after_noise() -> None:
     run = Run().to("step")
     assert not run.model.running_step.sums and run.model.running_step.norms is None
     for ask in (run.model.get_norm_sample, run.model.get_clipping_coef):
-        with pytest.raises(FlashClippingError, match=r"ask before optimizer\.step\(\)"):
+        with pytest.raises(FlashClippingError, match=r"Ask before optimizer\.step\(\)"):
             ask()
     with pytest.raises(AttributeError):
         _ = run.model.per_sample_gradient_norms

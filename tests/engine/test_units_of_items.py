@@ -122,7 +122,7 @@ def test_logical_batches_of_documents() -> None:
         ({"units": None, "max_rows_per_unit": 2}, r"max_rows_per_unit: .*without units"),
         ({"poisson_sampling": False}, r"units: .*poisson_sampling=False"),
         ({"sample_of": "user"}, r"units and sample_of: found both"),
-        ({"grad_sample_mode": "ghost"}, r"units: found with another grad_sample_mode"),
+        ({"grad_sample_mode": "ghost"}, r"units: found another grad_sample_mode"),
         ({"units": None, "sample_of": "x", "grad_sample_mode": "ghost"}, r"sample_of: .*'flash'"),
     ],
 )

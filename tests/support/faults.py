@@ -223,7 +223,7 @@ def fail_at_operators(
             except (Exception, KeyboardInterrupt) as error:
                 first_of_all: BaseException = error
                 if isinstance(error, FlashClippingError):  # the model itself has not raised
-                    assert "This is a fault of flash clipping" in str(error), where
+                    assert "a fault of flash clipping" in str(error), where
                     while first_of_all.__cause__ is not None:
                         first_of_all = first_of_all.__cause__
                 assert first_of_all.args in (("injected",), ()), where

@@ -197,7 +197,7 @@ class Wired(torch.autograd.Function):
         region, layout, session, call, recomputed = ctx.handed
         if torch.is_grad_enabled():
             raise FlashClippingError(
-                f"{region}: backward(create_graph=True) asks for second derivatives, which "
+                f"FC410 {region}: backward(create_graph=True) asks for second derivatives, which "
                 "flash clipping does not have. Call backward() without create_graph, or take such "
                 f"gradients on the unwrapped model.{ONE_BY_ONE}"
             )

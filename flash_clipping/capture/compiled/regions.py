@@ -37,7 +37,7 @@ from flash_clipping.capture.no_trace import (
 )
 from flash_clipping.capture.proxies.parameter_proxy import circumstances
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 
 if TYPE_CHECKING:
     from flash_clipping.capture.no_samples import WatchedForward
@@ -117,9 +117,9 @@ class Region:
             return self.inner(*args, **kwargs)
         if session.rows.positions is not None:
             raise FlashClippingError(
-                f"{self.path}: it is compiled, and units are parts of rows (sample_of with a map "
-                "of positions), which compiled layers do not know. Leave the model uncompiled; or "
-                "give every document a row of its own, with a map of rows."
+                f"FC285 {self.path}: it is compiled, and units are parts of rows (sample_of with a "
+                "map of positions), which compiled layers do not know. Leave the model uncompiled; "
+                "or give every document a row of its own, with a map of rows."
             )
         if not session.recording:
             if session.mode.enabled and call is not None and call.recorded and not in_backward():
@@ -162,7 +162,7 @@ class Region:
                 if layout.uncompiled and not self.fullgraph:
                     if not self._warned:
                         why = layout.uncompiled
-                        warnings.warn(f"{self.path}: it runs uncompiled, as {why}", stacklevel=2)
+                        warnings.warn(f"FC711 {self.path} runs uncompiled, as {why}", stacklevel=2)
                     self._warned = True
                     return self.inner(*args, **kwargs)
                 return self._run(layout, args, kwargs)
@@ -171,11 +171,10 @@ class Region:
             except Exception as error:
                 if traces.inside:
                     raise FlashClippingError(
-                        f"{', '.join(dict.fromkeys(traces.inside))}: called inside an operator "
-                        "with a body of its own (torch.cond, while_loop, scan, a nested compile "
-                        "region), which may run it any number of times: there is nothing to "
-                        "record it with. Call the layer outside of the operator, leave this part "
-                        "uncompiled, or freeze the layer's parameters."
+                        f"FC403 {', '.join(dict.fromkeys(traces.inside))}: called inside an "
+                        "operator with a body of its own (torch.cond, while_loop, scan, a nested "
+                        "compile region). Call the layer outside of it, or leave this part "
+                        "uncompiled."
                     ) from error
                 # With one graph for all, nothing has run while it is traced. Otherwise a part may
                 # have.
@@ -200,11 +199,11 @@ class Region:
             # Layers without wires, where they may not break the graph.
             lines = "\n".join(f"{path}: {why}" for path, why in layout.refused.items())
             raise FlashClippingError(
-                f"{self.path}: it is compiled with fullgraph=True, but these layers in it cannot "
-                f"be recorded inside a compiled graph:\n{lines}\nCompile without fullgraph (such a "
-                "layer then runs by itself, between two graphs), compile blocks without such "
-                "layers (model.block.compile(fullgraph=True)), or freeze their parameters."
-                f"{to_freeze(*layout.refused)}"
+                f"FC710 {self.path}: it is compiled with fullgraph=True, but these layers in it "
+                "cannot be recorded inside a compiled graph:\n"
+                f"{lines}\n"
+                "Compile without fullgraph, or blocks without such layers "
+                f"(model.block.compile(fullgraph=True)).{ONE_BY_ONE}"
             )
         session = self.session
         before, call = ACTIVE.pop(key, None), session.calls.proven_call
@@ -279,16 +278,14 @@ class Region:
                 if reads_same:
                     layout.uncompiled = (
                         f"{tap.path}: {why}. Such values cannot go from one graph to the next: "
-                        "expand what the layer reads over the batch, x.expand(batch_size, ...), or "
-                        "freeze its parameters."
+                        "expand what the layer reads over the batch, x.expand(batch_size, ...)."
                     )
             elif calls == [] and (tap.trainable()[1] or (tap.rule and tap.rule.allows_children)):
                 layout.calls[tap.number] = None  # if it is called after all, then by itself
             if session.options.layers_are_cut and tap.path in layout.refused:
                 layout.uncompiled = (
                     f"{tap.path}: {layout.refused[tap.path]}. Gradients that are DTensors cannot "
-                    "go from one graph to the next: leave this part uncompiled, or freeze the "
-                    "layer's parameters."
+                    "go from one graph to the next: leave this part uncompiled."
                 )
         return layout
 

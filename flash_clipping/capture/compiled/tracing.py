@@ -273,13 +273,12 @@ def by_itself(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     session = tap.session
     if session.options.layers_are_cut:
         raise FlashClippingError(
-            f"{tap.path}: found a break between two compiled graphs at this layer, in a model "
-            "whose layers are cut over processes. Gradients that are DTensors do not go from one "
-            "graph to the next, and autograd does not say so. Compile parts that have no break, "
-            "and let the compiler name one:\n    for block in model.blocks:\n"
-            "        block.compile(fullgraph=True)\n"
-            "Hooks that were disabled are such a break too: use the model before it is wrapped. So "
-            "are inputs that lie otherwise than in the first call: lay them out alike in all calls."
+            f"FC712 {tap.path}: found a break between two compiled graphs at this layer, in a "
+            "model whose layers are cut over processes: gradients that are DTensors do not go from "
+            "one graph to the next. Disabled hooks and inputs that lie otherwise are such breaks, "
+            "too. Let the compiler name it:\n"
+            "    for block in model.blocks:\n"
+            "        block.compile(fullgraph=True)"
         )
     before, session.mode.by_itself = session.mode.by_itself, True
     try:

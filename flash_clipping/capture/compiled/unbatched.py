@@ -327,11 +327,9 @@ def _agree(each: Tensor, whole: Tensor) -> bool:
 
 def _raise(path: str, name: str) -> NoReturn:
     raise FlashClippingError(
-        f"{path or 'a compiled layer'}: it computes what is the same for all samples (from ids of "
-        f"positions, or from parameters alone), and {name} is called with it, which flash clipping "
-        "does not serve in a compiled graph. Leave fullgraph out and call the layer outside of "
-        "what is compiled, expand what it reads over the batch, x.expand(batch_size, ...), or "
-        "freeze its parameters."
+        f"FC714 {path or 'a compiled layer'}: it computes what is the same for all samples (from "
+        f"ids of positions, or from parameters alone), and {name} is called with it. Call the "
+        "layer outside of what is compiled, or expand what it reads: x.expand(batch_size, ...)."
     )
 
 

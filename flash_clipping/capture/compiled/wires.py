@@ -50,7 +50,7 @@ class Form(NamedTuple):
             return None
         if len(found) < len(all_grads):
             raise FlashClippingError(
-                f"{path}: in a compiled model, only a part of what its norm needs "
+                f"FC713 {path}: in a compiled model, only a part of what its norm needs "
                 "arrived. Call the layer with a tensor that requires grad, or compile the "
                 "model without it."
             )
@@ -80,7 +80,7 @@ def forms_of_rule(
     with torch.no_grad():
         output, saved = rule.forward(layer, x)
         if not all(value is None or isinstance(value, Tensor) for value in saved):
-            raise UnsupportedLayer("its rule saves what is no tensor")
+            raise UnsupportedLayer("FC715 its rule saves what is no tensor")
         by_name = rule.backward(layer, saved, torch.zeros_like(output), needs)[1]
     forms = [Form(copy.copy(by_name[name]), {}) for name in names]
     tensors: list[Tensor] = []  # each once, though several factors may hold it

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from flash_clipping.capture.forward_call import Read
 from flash_clipping.capture.proof.coverage import Coverage
 from flash_clipping.capture.row_layouts import Layout
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 
 
 @dataclass
@@ -120,10 +120,10 @@ class Knowledge:
                 a, b = old.get(key), now.get(key)
                 if a != b and (a or key in self.plain) and (b or key in new.reads):
                     raise FlashClippingError(
-                        f"{key}: samples lie along another axis of what it reads than they did "
-                        f"before: found {b}, expected {a} (None: along the batch axis). Keep one "
-                        "axis, in training and evaluation and for batches of all sizes, or freeze "
-                        f"the parameters of this layer.{to_freeze(key)}"
+                        f"FC232 {key}: samples lie along another axis of what it reads than they "
+                        f"did before: found {b}, expected {a} (None: along the batch axis). Keep "
+                        "one axis, in training and evaluation and for batches of all "
+                        f"sizes.{ONE_BY_ONE}"
                     )
             merged.append({**old, **now})
         laid_out = self.laid_out | new.laid_out

@@ -23,7 +23,7 @@ from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.reads import Note, Read, Reads
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.tap import Tap
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, without_code
 
 #: Layers that an error names.
 NAMED = 20
@@ -71,10 +71,9 @@ def observe(
         if again := wrong & corrected:
             path = min(again)[0]
             raise FlashClippingError(
-                f"{path}: what it reads turns out to be samples when it is taken for the same for "
-                "all of them, and the other way round. Expand what is the same for all samples "
-                f"over the batch, x.expand(batch_size, ...), or freeze its parameters."
-                f"{to_freeze(path)}"
+                f"FC222 {path}: what it reads turns out to be samples when it is taken for the "
+                "same for all of them, and the other way round. Expand what is the same for all "
+                f"samples over the batch, x.expand(batch_size, ...).{ONE_BY_ONE}"
             )
         corrected |= wrong
         for tap in loops:
@@ -281,8 +280,8 @@ def tap_of(module: nn.Module) -> Tap | None:
 # -- words ----------------------------------------------------------------------------------------
 
 
-def refusal(findings: Sequence[Finding], batch_first: bool) -> str:
-    """One error that names every layer."""
+def refusal(findings: Sequence[Finding], batch_first: bool, whys: Sequence[str] = ()) -> str:
+    """One error that names every layer, after what else was found (``whys``)."""
     by_path: dict[str, str] = {}
     for finding in findings:
         by_path.setdefault(finding.read[0], finding.words)
@@ -293,23 +292,20 @@ def refusal(findings: Sequence[Finding], batch_first: bool) -> str:
     values = any(finding.of_values for finding in findings)
     axis = "first" if batch_first else "second"
     parts = all(finding.may_be_parts or finding.of_values for finding in findings)
-    declare = "declare modules whose rows are parts of samples (folded_modules=[...]); "
+    declare = "Declare modules whose rows are parts of samples (folded_modules=[...]). "
     advice = []
     if rows:
         advice.append(
-            "The rows are not samples, or a sample's rows lie apart, and parameters of these "
-            f"layers have no per-sample gradients. Keep the batch the {axis} axis of what a layer "
-            "reads, other axes (windows, positions) behind it, and a sample's rows together: "
+            f"The rows are not samples, or a sample's rows lie apart. {declare if parts else ''}"
+            f"Keep the batch the {axis} axis of what a layer reads, and a sample's rows together: "
             "x_BWTd.flatten(0, 1), or torch.stack([a, b], 1).flatten(0, 1) in place of "
-            f"torch.cat([a, b]); {declare if parts else ''}give them a rule of their own "
-            "(flash_clipping.register_rule); or freeze their parameters, or train LoRA on other "
-            "layers alone."
+            "torch.cat([a, b]); or give the layers a rule (flash_clipping.register_rule)."
         )
     if values:
         advice.append(
             "Rows are in another order than the samples, were chosen among those of all samples "
             "(sorted, shuffled, routed to experts), or depend on other samples (a mean over the "
-            "batch). Keep the order of the batch and compute each sample by itself, or freeze "
-            "the parameters of these layers."
+            "batch). Keep the order of the batch and compute each sample by itself."
         )
-    return "\n".join((*lines, *advice)) + to_freeze(*sorted(by_path))
+    lines = [*map(without_code, whys), *lines, *advice]
+    return f"{'FC201' if rows else 'FC202'} " + "\n".join(lines) + ONE_BY_ONE

@@ -85,31 +85,32 @@ WORDS = {
     "STRAY": "the gradient of some samples reaches rows that are booked to others",
 }
 
+#: The last lines where an output is at fault.
+LEAVE_OUT = f"\nOr leave this output out of the loss:\n    output = output.detach(){ONE_BY_ONE}"
+
 ADVICE = (
     "The model mixes samples (a mean or a scale over the batch, shuffled or sorted rows, in-batch "
     "negatives, a hook that looks at the whole batch), a layer has its rows in another order than "
-    "the samples, or a rule is wrong. Compute each sample by itself, mix samples outside of the "
-    "model, or"
+    "the samples, or a rule is wrong. Compute each sample by itself, or mix outside of the model."
 )
 
 #: The findings for outputs that are one number for the batch.
 _SHARED = (
-    "output {number}: what the model's own loss asks of a sample changes with the others in its "
-    "batch. Found a gradient with {ratio:.3g} times the norm that it has for the loss of this "
+    "FC444 output {number}: what the model's own loss asks of a sample changes with the others in "
+    "its batch. Found a gradient with {ratio:.3g} times the norm that it has for the loss of this "
     'sample alone, expected once, with loss_reduction="{reduction}". '
 )
 _NOT_ALONE = (
-    "output {number}: the model's own loss is one number for the batch, and whether that is the "
-    "{reduction} of the losses of its samples was not seen: for one of them alone, the model "
+    "FC444 output {number}: the model's own loss is one number for the batch, and whether that is "
+    "the {reduction} of the losses of its samples was not seen: for one of them alone, the model "
     "raises {error}. "
 )
 _OWN_LOSS = (
     "The loss may divide by what is counted in the whole batch (labels, tokens, a mask), or "
     'compare samples; or it is a sum, which needs loss_reduction="sum". Compute the loss of each '
     "sample from the model's other outputs:\n"
-    "    loss = flash_clipping.per_sample_loss(output.logits, labels).{reduction}()\n"
-    "or leave this output out of the loss:\n"
-    f"    output = output.detach(){ONE_BY_ONE}"
+    "    loss = flash_clipping.per_sample_loss(output.logits, labels).{reduction}()"
+    f"{LEAVE_OUT}"
 )
 
 #: How outputs are named, by their numbers.
@@ -128,16 +129,11 @@ class Complaint:
         names = [*self.names[:NAMED]]
         if len(self.names) > NAMED:
             names.append(f"and {len(self.names) - NAMED} more")
-        found = (
-            f"{', '.join(names)}: {WORDS[self.part]}. Found a relative difference of "
+        return (
+            f"FC210 {', '.join(names)}: {WORDS[self.part]}. Found a relative difference of "
             f"{self.gap:.2g}, expected rounding alone. {ADVICE}"
+            f"{LEAVE_OUT if names[0].startswith(OUTPUT) else ONE_BY_ONE}"
         )
-        if self.names[0].startswith(OUTPUT):
-            line = "leave this output out of the loss:\n    output = output.detach()"
-            return f"{found} {line}{ONE_BY_ONE}"
-        freeze = self.names[0]
-        line = f'model.get_parameter("{freeze}").requires_grad_(False)'
-        return f"{found} freeze the parameters:\n    {line}{ONE_BY_ONE}"
 
 
 @dataclass

@@ -99,7 +99,7 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
         moved = [*(reads for reads, _, _ in others), reads_where(nothing_N, sources)]
     except ModelsOwnError as error:
         raise FlashClippingError(
-            "the model: units are parts of rows, and it could not be seen whether documents "
+            "FC278 the model: units are parts of rows, and it could not be seen whether documents "
             f"reach each other: with other tokens it raised {error}"
         ) from error
     _refuse_constants(whole, moved)
@@ -167,11 +167,10 @@ def _refuse_constants(whole: Reads, others: list[Reads]) -> None:
     }
     if paths:
         raise FlashClippingError(
-            f"{', '.join(paths)}: units are parts of rows (sample_of with a map of positions), and "
-            "what it reads does not derive from the model's inputs: positions that the model makes "
-            "itself, say. Pass them to the model (position_ids, which begin anew in every "
-            "document), or freeze the parameters of this layer:\n    "
-            f"for path in {[*paths]}: model.get_submodule(path).requires_grad_(False)"
+            f"FC278 {', '.join(paths)}: units are parts of rows (sample_of with a map of "
+            "positions), and what it reads does not derive from the model's inputs: positions that "
+            "the model makes itself, say. Pass them to the model:\n"
+            "    position_ids  # which begin anew in every document"
         )
 
 
@@ -193,17 +192,15 @@ def _compare(whole: Reads, other: Reads, kept_N: Tensor, moved_N: Tensor) -> Non
             changed = True
     if reached:
         raise FlashClippingError(
-            f"{', '.join(reached)}: units are parts of rows (sample_of with a map of positions), "
-            "and what is read at the positions of a document changes with the tokens of others. "
-            "Attention reaches from one document to another, so that no clipping bounds what one "
-            "adds: give the model a block-diagonal mask; or position_ids that begin anew in every "
-            "document, without an attention_mask and with use_cache=False (transformers makes the "
-            "mask of them); or cu_seqlens (flash-attention). A layer that mixes positions or "
-            "changes their order looks like this as well."
+            f"FC277 {', '.join(reached)}: units are parts of rows (sample_of with a map of "
+            "positions), and what is read at the positions of a document changes with the tokens "
+            "of others. Give the model a block-diagonal mask; or position_ids that begin anew in "
+            "every document, without an attention_mask and with use_cache=False; or cu_seqlens "
+            "(flash-attention)."
         )
     if not changed:
         raise FlashClippingError(
-            "the model: units are parts of rows, and other tokens changed nothing that its layers "
-            "read, so that it cannot be seen whether documents reach each other. Give the model "
-            "its tokens as a tensor with an entry for every position, [R, T] or [R, T, features]."
+            "FC278 the model: units are parts of rows, and other tokens changed nothing that its "
+            "layers read, so that it cannot be seen whether documents reach each other. Give the "
+            "model its tokens as a tensor with an entry for every position, [R, T]."
         )

@@ -30,7 +30,7 @@ from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.row_layouts import TOGETHER, Layout
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.rules.registry import Rule
 
 #: How often layers that only some forwards reach are looked for, by other draws.
@@ -95,9 +95,9 @@ def _settle_findings(subject: Subject, findings: Sequence[Finding]) -> None:
         FlashClippingError: it does not.
     """
     session, paths = subject.session, {finding.read[0] for finding in findings}
-    words = refusal(findings, session.options.batch_first)
+    batch_first = session.options.batch_first
     if not session.proof.has_oracle:
-        raise FlashClippingError(words)
+        raise FlashClippingError(refusal(findings, batch_first))
     saved = session.known
     taps = taps_of(subject.root)
     unruled = [t for t in taps if t.path in paths and t.rule is None and not t.loops]
@@ -132,7 +132,8 @@ def _settle_findings(subject: Subject, findings: Sequence[Finding]) -> None:
     for tap in unruled:
         tap.loops = False
     # Without their lines to paste: the last line is the one that helps.
-    raise FlashClippingError("\n".join((*[why.partition("\n    ")[0] for why in whys], words)))
+    found = [why.partition("\n    ")[0] for why in whys]
+    raise FlashClippingError(refusal(findings, batch_first, found))
 
 
 def _not_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) -> list[str]:
@@ -248,16 +249,15 @@ def _check_guesses(session: ClippingSession, call: ForwardCall) -> None:
         known = session.known.is_samples(read, any_call=True) if known is None else known
         if known is None:
             raise FlashClippingError(
-                f"{path}: this layer was reached for the first time, and by no look at the model, "
-                "so that it is not known whether what it reads is samples. Run it in every forward "
-                "of training (no layer drop, no counter of steps), or freeze its parameters."
-                f"{to_freeze(path)}"
+                f"FC230 {path}: this layer was reached for the first time, and by no look at the "
+                "model, so that it is not known whether what it reads is samples. Run it in every "
+                f"forward of training (no layer drop, no counter of steps).{ONE_BY_ONE}"
             )
         if known is not answer or path in session.known.laid_out:
             kinds = ("samples", "the same for all samples")
             found = kinds[not known] if known is not answer else "samples that lie otherwise"
             raise FlashClippingError(
-                f"{path}: this layer was reached for the first time, and what it read was taken "
-                f"for {kinds[not answer]}, but is {found}: by its size it could be either. "
+                f"FC231 {path}: this layer was reached for the first time, and what it read was "
+                f"taken for {kinds[not answer]}, but is {found}: by its size it could be either. "
                 "It is known now: clear the gradients and run this step again."
             )

@@ -496,9 +496,8 @@ class Forward:
 def _of_taps(error: ModelsOwnError) -> FlashClippingError:
     """Of an error that the model by itself does not raise."""
     return FlashClippingError(
-        f"the model: it runs by itself, and raises {error} where flash clipping takes gradients of "
-        "samples, before the first step or in an audit. This is a fault of flash clipping: please "
-        "report it. Until it is mended, let samples run one at a time:\n"
+        f"FC211 the model: it runs by itself, and raises {error} where flash clipping takes "
+        "gradients of samples: a fault of flash clipping, please report it. Until it is mended:\n"
         '    mode="one_by_one"'
     )
 

@@ -41,7 +41,7 @@ from flash_clipping.capture.proxies.proxy_ops import (
     of_samples,
 )
 from flash_clipping.capture.row_layouts import Layout
-from flash_clipping.errors import FlashClippingError, to_freeze
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
@@ -368,9 +368,8 @@ def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str,
         if by_count:
             name, instead = f"{name}(scale_grad_by_freq=True)", "scale_grad_by_freq=False"
         raise FlashClippingError(
-            f"{tap.path}: calls {name}, in which one sample's result depends on the others, so no "
-            f"clipping can bound what a sample adds. Use {instead}, or freeze the parameter that "
-            f"takes part in it.{to_freeze(tap.path)}"
+            f"FC101 {tap.path}: calls {name}, in which one sample's result depends on the others, "
+            f"so no clipping can bound what a sample adds. Use {instead}.{ONE_BY_ONE}"
         )
 
 
@@ -491,11 +490,9 @@ def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> 
             return mixed(torch.add, leaves, spec, [True], 0, Layout(axis), batch_size)
     if x.row is None or len(x.row) != 1 or x.shape[0] != batch_size:
         raise FlashClippingError(
-            f"{path}: its input has shape {tuple(x.shape)} and is computed from parameters alone, "
-            f"or from parameters of {x.tap.path} and tensors whose first axis is not the batch "
-            f"({batch_size}); the layer's own parameters then have no per-sample gradients. "
-            "Expand what is the same for all samples over the batch, x.expand(batch_size, ...); "
-            "keep the batch the first axis of what meets parameters."
+            f"FC220 {path}: its input has shape {tuple(x.shape)} and is computed from parameters "
+            f"alone, or from parameters of {x.tap.path} and tensors whose first axis is not the "
+            f"batch ({batch_size}). Expand it over the batch, x.expand(batch_size, ...)."
         )
     with plain_functions():
         return of_samples(ParameterProxy.wrap(x.row, x.leaves, x.tap), batch_size, x.dim())

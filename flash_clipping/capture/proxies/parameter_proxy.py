@@ -223,11 +223,9 @@ class UnsupportedUse(FlashClippingError):
     def __init__(self, tap: FactorSource, found: str):
         self.tap, self.found = tap, found
         super().__init__(
-            f"{tap.path}: a parameter of this module is used in a way that gives no per-sample "
-            f"gradient: {found}. Freeze the module's own parameters (requires_grad_(False)) and "
-            "train adapters (LoRA on the model's linear layers) instead; or use the parameter in "
-            "ordinary operations of the module's own forward; or write a rule for the module "
-            f"(flash_clipping.register_rule).{ONE_BY_ONE}"
+            f"FC140 {tap.path}: a parameter of this module is used in a way that gives no "
+            f"per-sample gradient: {found}. Use it in ordinary operations of the module's own "
+            f"forward, or write a rule for the module (flash_clipping.register_rule).{ONE_BY_ONE}"
         )
 
 
@@ -323,7 +321,7 @@ class ParameterProxy(torch.Tensor):
         """
         if hasattr(param, "placements"):
             raise FlashClippingError(
-                f"{tap.path}: its own forward uses a parameter that is a DTensor, as tensor "
+                f"FC620 {tap.path}: its own forward uses a parameter that is a DTensor, as tensor "
                 "parallelism makes them; only layers that are called are served there. Call the "
                 "layer that owns it, or leave that layer out of parallelize_module."
             )

@@ -214,10 +214,9 @@ class _MixedFunction(torch.autograd.Function):
         batches = [x for x, batched in zip(tensors, operation.batched, strict=False) if batched]
         if any(x.dim() == 0 for x in batches):
             raise FlashClippingError(
-                f"{operation.tap.path}: {operation.name} puts a parameter together with "
-                "one number that was computed from the whole batch, a mean or a sum over samples. "
-                "It mixes samples, so no clipping can bound what one adds. Keep the batch as the "
-                "first axis (x.mean(-1), not x.mean()), or detach that number."
+                f"FC143 {operation.tap.path}: {operation.name} puts a parameter together with one "
+                "number that was computed from the whole batch, a mean or a sum over samples. Keep "
+                "the batch as the first axis (x.mean(-1), not x.mean()), or detach that number."
             )
         if operation.after is not None and operation.after.parts(output, operation.count) is None:
             raise UnsupportedUse(operation.tap, f"{operation.name} moves the batch axis")

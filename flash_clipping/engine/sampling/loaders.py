@@ -44,7 +44,7 @@ from flash_clipping.engine.sampling.samplers import (
     ShardedPoissonSampler,
     UnitsOfRows,
 )
-from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
+from flash_clipping.errors import Coded, FlashClippingError, InvalidValue, checked_number
 from flash_clipping.randomness import SecretStream
 from flash_clipping.randomness.stream import stream_of
 
@@ -71,10 +71,9 @@ class OrderedCollate:
                 continue
             if not _are_equal(rows, other.flip(0)):
                 raise FlashClippingError(
-                    f"collate_fn: {self.what} goes by the order of the rows, and this collate "
-                    "function gave other rows for the same samples in reverse order: it sorts "
-                    "them, or changes them at random. Keep their order; sort inside of the model, "
-                    "and change samples in the dataset's __getitem__."
+                    f"FC284 collate_fn: {self.what} goes by the order of the rows, and this "
+                    "collate function gave other rows for the same samples in reverse order. Sort "
+                    "inside of the model, and change samples in the dataset's __getitem__."
                 )
             self._is_known = self._is_known or not _are_equal(rows, other)
         return batch
@@ -90,7 +89,7 @@ _MOST_OBJECTS = 200_000
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 
 
-class NotPoissonWarning(UserWarning):
+class NotPoissonWarning(Coded, UserWarning):
     """Steps are accounted as if their batches were drawn by Poisson sampling, and they are not."""
 
 
@@ -188,7 +187,7 @@ class PoissonLoader(DPDataLoader):
         """This loader for another one's data, at that one's rate unless ``sample_rate`` is given.
         That one's own generator goes on seeding workers; it does not tell what is drawn."""
         if isinstance(data_loader.dataset, IterableDataset):
-            raise InvalidValue("Uniform sampling is not supported for IterableDataset")
+            raise InvalidValue("FC332 Uniform sampling is not supported for IterableDataset")
         names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
         names += " prefetch_factor persistent_workers drop_last collate_fn"
         options = {name: getattr(data_loader, name) for name in names.split()} | kwargs
@@ -236,12 +235,10 @@ class _AnnouncingCollate:
         if not samples if is_list else tells and not draw.rows:
             if not tells:  # a row would be taken for a sample
                 raise FlashClippingError(
-                    "BatchMemoryManager, or another loader around that of make_private: found a "
-                    "draw without samples, whose row nobody tells the model of. Let the process of "
-                    "the model collate:\n"
-                    "    DataLoader(..., num_workers=0)\n"
-                    "or take batches of the loader itself, in parts that fit:\n"
-                    "    flash_clipping.MicroBatches(optimizer)"
+                    "FC253 BatchMemoryManager, or another loader around that of make_private: "
+                    "found a draw without samples, whose row nobody tells the model of. Use "
+                    "MicroBatches(optimizer), or let the process of the model collate:\n"
+                    "    DataLoader(..., num_workers=0)"
                 )
             samples = [self.dataset[0]] if is_list else self.dataset.__getitems__([0])
             draw = draw.with_a_row()
@@ -283,8 +280,8 @@ def _refuse_different(size: int, steps: int, units: UnitsOfRows | None) -> None:
     if len(set(found)) > 1:
         listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
         raise InvalidValue(
-            f"data_loader: the processes' loaders differ ({listed}). Expected the whole dataset, "
-            "the same batch size and the same units in every process."
+            f"FC331 data_loader: the processes' loaders differ ({listed}). Expected the whole "
+            "dataset, the same batch size and the same units in every process."
         )
 
 
@@ -444,7 +441,7 @@ def _objects(source: Any, index_R: Any) -> list[Any]:
 
 
 def _refuse(found: str, advice: str) -> None:
-    raise InvalidValue(f"data_loader: found {found}. {advice}.")
+    raise InvalidValue(f"FC330 data_loader: found {found}. {advice}.")
 
 
 def refuse_units(given: dict[str, Any]) -> None:
@@ -452,19 +449,19 @@ def refuse_units(given: dict[str, Any]) -> None:
     if given["units"] is None:
         if given["max_rows_per_unit"] is not None:
             raise InvalidValue(
-                "max_rows_per_unit: found a number without units=..., the unit of every row."
+                "FC281 max_rows_per_unit: found a number without units=..., the unit of every row."
             )
         return
     if given["grad_sample_mode"] != "flash":
-        raise InvalidValue("units: found with another grad_sample_mode; only 'flash' clips units.")
+        raise InvalidValue("FC281 units: found another grad_sample_mode; only 'flash' has units.")
     if given["sample_of"] is not None:
         raise InvalidValue(
-            "units and sample_of: found both; expected one of them. With units the loader says "
-            "which unit each row belongs to, with sample_of an argument of the forward does."
+            "FC281 units and sample_of: found both; expected one of them. With units the loader "
+            "says which unit each row belongs to, with sample_of an argument of the forward does."
         )
     if not given["poisson_sampling"]:
         raise InvalidValue(
-            "units: found with poisson_sampling=False; expected True: the loader draws units."
+            "FC281 units: found with poisson_sampling=False; expected True: the loader draws units."
         )
 
 
@@ -475,13 +472,13 @@ def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
         return
     if by_hand:
         raise FlashClippingError(
-            "optimizer.signal_skip_step(): found a loader whose batches must come whole, with one "
-            "step for each (units, max_batch_size or batches in an order). Call optimizer.step() "
-            "after every batch; for larger steps use a larger batch_size. Nothing was released."
+            "FC283 optimizer.signal_skip_step(): found a loader whose batches must come whole "
+            "(units, max_batch_size or batches in an order). Call optimizer.step() after every "
+            "batch; for larger steps use a larger batch_size. Nothing was released."
         )
     raise FlashClippingError(
-        "BatchMemoryManager: found with a loader whose batches must come whole (units): parts of "
-        "one unit would be clipped one by one. Use a loader with a smaller batch_size, "
+        "FC283 BatchMemoryManager: found with a loader whose batches must come whole (units): "
+        "parts of one unit would be clipped one by one. Use a loader with a smaller batch_size, "
         "max_rows_per_unit, or activation checkpointing (mode='two_pass')."
     )
 
@@ -529,14 +526,10 @@ def _warn(engine: Any, found: str) -> None:
     if not engine._warned_not_poisson:
         engine._warned_not_poisson = True
         warnings.warn(
-            f"Batches are not drawn by Poisson sampling: found {found}. The accountant assumes "
-            "that every step draws every sample independently with the sample rate; for other "
-            "batches the epsilon that it reports is an approximation that may be too small. "
-            "Take batches from the loader that make_private returns, with "
-            "poisson_sampling=True; for an epsilon that holds in any order, "
-            "make_private(sampling='shuffled') with accountant='pld'. (Trainers that make their "
-            "own loaders must be given this one, and a datamodule must return it.) This is said "
-            "once.",
+            f"FC335 Batches are not drawn by Poisson sampling: found {found}. The epsilon that is "
+            "reported may be too small for them. Take batches from the loader that make_private "
+            "returns, with poisson_sampling=True; for an epsilon that holds in any order, "
+            "make_private(sampling='shuffled') with accountant='pld'. This is said once.",
             NotPoissonWarning,
             stacklevel=5,
         )

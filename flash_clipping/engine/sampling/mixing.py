@@ -48,10 +48,9 @@ def warn_of_mixing(loader: Any) -> None:
         return
     name = getattr(collate, "__name__", type(collate).__name__)
     warnings.warn(
-        f"data_loader: its collate_fn ({name}) gives a sample another row beside another sample. "
-        "Where it mixes samples (mixup, cutmix, statistics of the batch), one of them changes the "
-        "gradients of others, and no clipping bounds that. Augment each sample by itself, in the "
-        "dataset, and standardise by public statistics:\n"
+        f"FC336 data_loader: its collate_fn ({name}) gives a sample another row beside another "
+        "sample. If it mixes samples (mixup, cutmix, statistics of the batch), no clipping bounds "
+        "one. Augment each sample by itself, in the dataset:\n"
         "    DataLoader(dataset, batch_size=batch_size)",
         stacklevel=3,
     )

@@ -90,18 +90,17 @@ class UnitsOfRows:
             shared = [row for row, owner in enumerate(units) if isinstance(owner, several)]
         if shared:
             raise InvalidValue(
-                f"units: found several owners of row {shared[0]}; expected one "
-                "for each row. Removing one of its owners would remove the row from the others' "
-                "sums as well, which are clipped together with it: no bound here is for that. Give "
-                "each row to one of them; or leave units out, and rows are hidden one by one."
+                f"FC282 units: found several owners of row {shared[0]}; expected one for each row: "
+                "removing one of its owners would remove the row from the others' sums as well. "
+                "Give each row to one of them; or leave units out, and rows are hidden one by one."
             )
         ids = units.detach().cpu() if isinstance(units, Tensor) else torch.as_tensor(units)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise InvalidValue(f"units: found {ids.dtype}; expected an integer for each row.")
+            raise InvalidValue(f"FC281 units: found {ids.dtype}; expected an integer for each row.")
         if tuple(ids.shape) != (rows,):
             raise InvalidValue(
-                f"units: found shape {tuple(ids.shape)} for a dataset of {rows} rows; expected the "
-                "id of one unit for each row."
+                f"FC281 units: found shape {tuple(ids.shape)} for a dataset of {rows} rows; "
+                "expected the id of one unit for each row."
             )
         if max_rows is not None:
             checked_number("max_rows_per_unit", max_rows, "[1, inf)", example=8, whole=True)
@@ -198,9 +197,8 @@ class PoissonSampler(UniformWithReplacementSampler):
     def sample_rate(self, value: float) -> None:
         if hasattr(self, "_sample_rate"):
             raise InvalidValue(
-                f"batch_sampler.sample_rate: found {value} for a sampler that draws with "
-                f"{self._sample_rate}, as it is accounted. Call make_private with a loader of "
-                "another batch size:\n"
+                f"FC333 batch_sampler.sample_rate: found {value} for a sampler that draws with "
+                f"{self._sample_rate}, as it is accounted. Call make_private with another loader:\n"
                 "    DataLoader(dataset, batch_size=..., shuffle=True)"
             )
         self._sample_rate = value

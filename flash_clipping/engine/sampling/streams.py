@@ -40,7 +40,7 @@ class StreamedDataset(Dataset[Any]):
         if sizes is None:
             if unknown := [n for n, shard in enumerate(shards) if not isinstance(shard, Sized)]:
                 raise InvalidValue(
-                    f"StreamedDataset: found shard {unknown[0]}, a "
+                    f"FC334 StreamedDataset: found shard {unknown[0]}, a "
                     f"{type(shards[unknown[0]]).__name__} without __len__; expected a known size: "
                     "the sample rate is a share of it. Count it once:\n"
                     "    StreamedDataset(shards, sizes=[sum(1 for _ in s) for s in shards])"
@@ -48,8 +48,8 @@ class StreamedDataset(Dataset[Any]):
             sizes = [len(shard) for shard in shards]  # type: ignore[arg-type]
         if len(sizes) != len(shards) or any(size < 0 for size in sizes):
             raise InvalidValue(
-                f"StreamedDataset: found sizes {[*sizes]} for {len(shards)} shards; expected the "
-                "number of samples of each."
+                f"FC334 StreamedDataset: found sizes {[*sizes]} for {len(shards)} shards; expected "
+                "the number of samples of each."
             )
         self.shards = shards
         self._ends = [0, *accumulate(sizes)]
@@ -83,9 +83,8 @@ class StreamedDataset(Dataset[Any]):
                 return
         if count != size:
             raise FlashClippingError(
-                f"StreamedDataset: found {count} samples in shard {shard}; expected {size}, by "
-                "which samples are drawn. Give its true size. (A stream that can be read once "
-                "only is empty after that: give one that begins again. One that gives each worker "
-                "a part needs DataLoader(num_workers=0).)"
+                f"FC334 StreamedDataset: found {count} samples in shard {shard}; expected {size}, "
+                "by which samples are drawn. Give its true size, and a stream that begins again. "
+                "(One that gives each worker a part needs DataLoader(num_workers=0).)"
             )
         self._counted.add(shard)

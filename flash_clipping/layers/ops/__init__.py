@@ -13,8 +13,8 @@ def check_streams(x_BSnD: Tensor, streams: range, **others: Tensor) -> None:
     x = x_BSnD
     if x.dim() != 4 or x.shape[2] not in streams or not x.is_floating_point():
         raise InvalidValue(
-            f"x has shape {tuple(x.shape)} and dtype {x.dtype}; expected floating point numbers of "
-            f"shape [B, S, n, D] with n from {streams[0]} to {streams[-1]} streams."
+            f"FC303 x has shape {tuple(x.shape)} and dtype {x.dtype}; expected floating point "
+            f"numbers of shape [B, S, n, D] with n from {streams[0]} to {streams[-1]} streams."
         )
     B, S, n, D = x.shape
     sizes = {"B": B, "S": S, "n": n, "D": D, "K": n * D, "m": n * n + 2 * n, "3": 3}
@@ -23,7 +23,7 @@ def check_streams(x_BSnD: Tensor, streams: range, **others: Tensor) -> None:
         expected = tuple(sizes[axis] for axis in axes)
         if found.shape != expected or found.get_device() != x.get_device():
             raise InvalidValue(
-                f"{name} has shape {tuple(found.shape)} on {found.device}; expected "
+                f"FC303 {name} has shape {tuple(found.shape)} on {found.device}; expected "
                 f"[{', '.join(axes)}] = {expected} on {x.device}, as x has shape "
                 f"{tuple(x.shape)}."
             )

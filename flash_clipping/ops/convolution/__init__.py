@@ -87,7 +87,7 @@ def _checked(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """Operands of one dtype that fit together: a kernel reads where these shapes say."""
     _check_shapes(x.shape, G.shape, geometry)
     if x.get_device() != G.get_device():
-        raise InvalidValue(f"x is on {x.device} and G is on {G.device}.")
+        raise InvalidValue(f"FC303 x is on {x.device} and G is on {G.device}.")
     return in_one_dtype(x, G)
 
 
@@ -96,8 +96,8 @@ def _check_shapes(x: torch.Size, G: torch.Size, geometry: Geometry) -> None:
     out_sizes, groups = geometry.out_sizes(x), geometry.groups
     if (*x[:1], *G[1:2], *out_sizes) != G or x[1] % groups:
         raise InvalidValue(
-            f"G has shape {tuple(G)} and x has shape {tuple(x)}; expected "
+            f"FC303 G has shape {tuple(G)} and x has shape {tuple(x)}; expected "
             f"[B, O, {', '.join(map(str, out_sizes))}] for this convolution: {geometry}."
         )
     if G[1] % groups:
-        raise InvalidValue(f"G has {G[1]} channels; expected a multiple of {groups} groups.")
+        raise InvalidValue(f"FC302 G has {G[1]} channels; expected a multiple of {groups} groups.")

@@ -64,8 +64,8 @@ class Geometry(NamedTuple):
         """
         if len(shape) != 2 + len(self.kernel):
             raise InvalidValue(
-                f"x has shape {tuple(shape)}; expected [B, channels] and {len(self.kernel)} more "
-                f"axes, as the convolution's window {self.kernel} has."
+                f"FC303 x has shape {tuple(shape)}; expected [B, channels] and {len(self.kernel)} "
+                f"more axes, as the convolution's window {self.kernel} has."
             )
         return tuple(
             (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1

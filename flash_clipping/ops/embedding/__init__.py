@@ -63,8 +63,8 @@ def embedding_sqnorms(
     """
     if num_embeddings is not None and num_embeddings >= 2**31:
         raise InvalidValue(
-            f"num_embeddings is {num_embeddings}; norms are for tables of fewer than 2**31 rows. "
-            "Split the table."
+            f"FC304 num_embeddings is {num_embeddings}; norms are for tables of fewer than 2**31 "
+            "rows. Split the table."
         )
     ids_BT, G_BTd = _as_positions(ids, G)
     parts_Bn = backends.run(
@@ -165,7 +165,7 @@ def tied_cross_term(
     B, S, d = Ahead_BSd.shape
     if Ghead_BSV.shape[:2] != (B, S) or (len(Gemb_BTd), Gemb_BTd.shape[2]) != (B, d):
         raise InvalidValue(
-            f"Gemb has shape {tuple(Gemb.shape)}, Ahead {tuple(Ahead.shape)} and Ghead "
+            f"FC303 Gemb has shape {tuple(Gemb.shape)}, Ahead {tuple(Ahead.shape)} and Ghead "
             f"{tuple(Ghead.shape)}; samples must agree, positions of Ahead and Ghead, and the "
             "features of Gemb and Ahead: a tied weight has one width."
         )
@@ -176,8 +176,8 @@ def tied_cross_term(
 def _as_positions(ids: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
     if ids.shape != G.shape[:-1]:
         raise InvalidValue(
-            f"ids has shape {tuple(ids.shape)} and G {tuple(G.shape)}; G must have ids' shape and "
-            "one feature dimension."
+            f"FC303 ids has shape {tuple(ids.shape)} and G {tuple(G.shape)}; G must have ids' "
+            "shape and one feature dimension."
         )
     ids_BT = ids.unsqueeze(1) if ids.dim() == 1 else ids.flatten(1)
     return ids_BT, as_rows(G, "G")

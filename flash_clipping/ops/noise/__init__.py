@@ -106,7 +106,7 @@ def refuse_capture(device: torch.device) -> None:
     """Raise where noise for this device would become a part of a CUDA graph."""
     if device.type == "cuda" and is_current_stream_capturing():
         raise FlashClippingError(
-            "Noise is being captured as a part of a CUDA graph, whose replays would all add "
+            "FC701 Noise is being captured as a part of a CUDA graph, whose replays would all add "
             "the same. Capture forward and backward (flash_clipping.GraphedStep), and call "
             "optimizer.step() outside."
         )
@@ -121,13 +121,13 @@ def _numbers(
     numbers = list(zip(tensors, shards, strict=True))
     if len({*numbers}) < len(sums) or len(numbers) != len(sums):
         raise InvalidValue(
-            f"noisy_means: found {len(sums)} sums with {len({*numbers})} different numbers of "
-            "tensor and shard; expected one for each: two with one number get the same noise."
+            f"FC312 noisy_means: found {len(sums)} sums with {len({*numbers})} different numbers "
+            "of tensor and shard; expected one for each: two with one number get the same noise."
         )
     for summed in sums:
         if summed.numel() > MOST_ELEMENTS:
             raise InvalidValue(
-                f"noisy_means: found a sum with {summed.numel()} elements; expected "
+                f"FC304 noisy_means: found a sum with {summed.numel()} elements; expected "
                 f"{MOST_ELEMENTS} at most, or noise would repeat within it. Split the parameter."
             )
     return numbers

@@ -48,7 +48,7 @@ def norm_backward(
     shape = x.shape
     if shape != G.shape or x.get_device() != G.get_device():
         raise InvalidValue(
-            f"x has shape {tuple(shape)} on {x.device} and G {tuple(G.shape)} on {G.device}; "
+            f"FC303 x has shape {tuple(shape)} on {x.device} and G {tuple(G.shape)} on {G.device}; "
             "they must agree."
         )
     x_BTd, G_BTd = as_rows(x, "x"), as_rows(G, "G")
@@ -56,7 +56,7 @@ def norm_backward(
     for statistic in (rstd,) if mean is None else (mean, rstd):
         if statistic.numel() != B * T or statistic.shape[:1] != shape[:1]:
             raise InvalidValue(
-                f"found statistics of shape {tuple(statistic.shape)} for x of shape "
+                f"FC303 found statistics of shape {tuple(statistic.shape)} for x of shape "
                 f"{tuple(shape)}; expected one for every row, [B, ...] or [B, ..., 1]."
             )
     operands = x_BTd, G_BTd, mean, rstd, weight_d, (input_grad, weight_grad, bias_grad)
@@ -87,12 +87,12 @@ def group_norm_grads(
     """
     if x.shape != G.shape or x.dim() < 2:
         raise InvalidValue(
-            f"x has shape {tuple(x.shape)} and G {tuple(G.shape)}; expected [B, C, ...]."
+            f"FC303 x has shape {tuple(x.shape)} and G {tuple(G.shape)}; expected [B, C, ...]."
         )
     if mean_Bg.shape != rstd_Bg.shape or mean_Bg.dim() != 2 or mean_Bg.shape[0] != x.shape[0]:
         raise InvalidValue(
-            f"mean has shape {tuple(mean_Bg.shape)} and rstd {tuple(rstd_Bg.shape)}; expected "
-            f"[{x.shape[0]}, groups]."
+            f"FC303 mean has shape {tuple(mean_Bg.shape)} and rstd {tuple(rstd_Bg.shape)}; "
+            f"expected [{x.shape[0]}, groups]."
         )
     x_BCS = x.unsqueeze(-1) if x.dim() == 2 else x.flatten(2)
     G_BCS = G.unsqueeze(-1) if G.dim() == 2 else G.flatten(2)

@@ -34,14 +34,14 @@ def finite_rows(
     fits = lost_N.shape == x.shape[:1] and lost_N.get_device() == x.get_device()
     if not fits or lost_N.dtype != torch.uint8 or not lost_N.is_contiguous():
         raise InvalidValue(
-            f"finite_rows: found lost_N {tuple(lost_N.shape)} of {lost_N.dtype} on {lost_N.device} "
-            f"for x of shape {tuple(x.shape)} on {x.device}; expected one entry of uint8 for each "
-            "row, contiguous, there."
+            f"FC303 finite_rows: found lost_N {tuple(lost_N.shape)} of {lost_N.dtype} on "
+            f"{lost_N.device} for x of shape {tuple(x.shape)} on {x.device}; expected one entry of "
+            "uint8 for each row, contiguous, there."
         )
     if in_place and not x.is_contiguous():
         raise InvalidValue(
-            f"finite_rows: found x with strides {x.stride()} for shape {tuple(x.shape)}, which "
-            "cannot be changed in place. Pass a contiguous tensor, or in_place=False."
+            f"FC303 finite_rows: found x with strides {x.stride()} for shape {tuple(x.shape)}, "
+            "which cannot be changed in place. Pass a contiguous tensor, or in_place=False."
         )
     return backends.run(reference.finite_rows, backend, x, x, lost_N, in_place)
 
@@ -92,17 +92,17 @@ def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> N
     first = rows[0]
     if len(normalized) != len(rows):
         raise InvalidValue(
-            f"row_sums found {len(normalized)} normalized tensors for {len(rows)} of rows; "
+            f"FC303 row_sums found {len(normalized)} normalized tensors for {len(rows)} of rows; "
             "expected one, or None, for each."
         )
     dtypes = {x_hat.x_BTn.dtype for x_hat in normalized if x_hat is not None}
     if len(dtypes) > 1:
         found = ", ".join(sorted(map(str, dtypes)))
-        raise InvalidValue(f"row_sums takes normalized tensors of one dtype; found {found}.")
+        raise InvalidValue(f"FC303 row_sums takes normalized tensors of one dtype; found {found}.")
     for x, x_hat in zip(rows, normalized, strict=True):
         if x.dim() != 3 or x.shape[:2] != first.shape[:2] or x.dtype != first.dtype:
             raise InvalidValue(
-                f"row_sums takes tensors [B, T, n] of one B, T and dtype; found {x.dtype} "
+                f"FC303 row_sums takes tensors [B, T, n] of one B, T and dtype; found {x.dtype} "
                 f"{tuple(x.shape)} beside {first.dtype} {tuple(first.shape)}."
             )
         if x_hat is None:
@@ -111,6 +111,6 @@ def _check(rows: Sequence[Tensor], normalized: Sequence[Normalized | None]) -> N
         if x_hat.x_BTn.shape != x.shape or not all(per_row):
             found = ", ".join(str(tuple(tensor.shape)) for tensor in x_hat)
             raise InvalidValue(
-                f"row_sums takes normalized tensors of the rows' shape, with means and rstds of "
-                f"every row, [B, ..., 1]; found {found} beside rows {tuple(x.shape)}."
+                "FC303 row_sums takes normalized tensors of the rows' shape, with means and rstds "
+                f"of every row, [B, ..., 1]; found {found} beside rows {tuple(x.shape)}."
             )

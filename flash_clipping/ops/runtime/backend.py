@@ -28,7 +28,7 @@ from flash_clipping._compat import (
     graph_task,
     is_autocasting,
 )
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import Coded, InvalidValue
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,7 +83,7 @@ QUIET = 1.0
 """Seconds of compilation of which nothing is said."""
 
 
-class TritonFallbackWarning(UserWarning):
+class TritonFallbackWarning(Coded, UserWarning):
     """A PyTorch implementation ran where a Triton kernel was wanted: right, but slower."""
 
 
@@ -128,13 +128,13 @@ def resolve(backend: str, tensor: Tensor) -> str:
     if backend == "auto":
         source, backend = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
     if backend not in BACKENDS:
-        raise InvalidValue(f"{source} is {backend!r}; expected one of {', '.join(BACKENDS)}.")
+        raise InvalidValue(f"FC301 {source} is {backend!r}; expected one of {', '.join(BACKENDS)}.")
     if backend == "torch" or tensor.dtype not in _TRITON_DTYPES:
         return "torch"
     if backend == "triton":
         if not tensor.is_cuda and not is_interpreting():
             raise InvalidValue(
-                f"{source} is 'triton' but the tensor is on {tensor.device}. Use 'auto' or "
+                f"FC721 {source} is 'triton' but the tensor is on {tensor.device}. Use 'auto' or "
                 "'torch', or set TRITON_INTERPRET=1 before Triton is imported to debug kernels "
                 "on the CPU."
             )
@@ -264,8 +264,8 @@ def _warn_once(name: str, reason: str, error: Exception | None) -> None:
         return
     summary = reason if len(reason) <= 500 else reason[:500] + " ..."
     message = (
-        f"flash_clipping: {name} falls back to PyTorch (right, but slower), because its Triton "
-        f"kernel cannot run here: {summary}"
+        f"FC720 flash_clipping: {name} falls back to PyTorch (right, but slower), because its "
+        f"Triton kernel cannot run here: {summary}"
     )
     try:
         warnings.warn(message, TritonFallbackWarning, stacklevel=4)

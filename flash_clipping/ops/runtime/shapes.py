@@ -81,7 +81,7 @@ def as_rows(x: Tensor, name: str) -> Tensor:
     """View ``[B, ..., d]`` as ``[B, T, d]``; a copy only where strides allow no view."""
     if x.dim() < 2:
         raise InvalidValue(
-            f"{name} has shape {tuple(x.shape)}; expected a leading sample dimension and a "
+            f"FC303 {name} has shape {tuple(x.shape)}; expected a leading sample dimension and a "
             "trailing feature dimension."
         )
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
@@ -95,11 +95,11 @@ def checked_groups(groups: Sequence[Group]) -> list[Group]:
         for G in Gs_BTp:
             if A_BTd.shape[:-1] != G.shape[:-1]:
                 raise InvalidValue(
-                    f"A has shape {tuple(A_BTd.shape)} and G has shape {tuple(G.shape)}; all "
+                    f"FC303 A has shape {tuple(A_BTd.shape)} and G has shape {tuple(G.shape)}; all "
                     "dimensions but the last must agree."
                 )
             if A_BTd.get_device() != G.get_device():
-                raise InvalidValue(f"A is on {A_BTd.device} and G is on {G.device}.")
+                raise InvalidValue(f"FC303 A is on {A_BTd.device} and G is on {G.device}.")
         ready.append((A_BTd, Gs_BTp))
     return ready
 
@@ -108,8 +108,8 @@ def check_coefficients(coef_B: Tensor, x: Tensor, name: str) -> None:
     """One coefficient for each sample of ``x``, on its device."""
     if coef_B.shape != x.shape[:1]:
         raise InvalidValue(
-            f"coef_B has shape {tuple(coef_B.shape)}; expected ({x.shape[0]},), one coefficient "
-            f"for each sample of {name}, whose shape is {tuple(x.shape)}."
+            f"FC303 coef_B has shape {tuple(coef_B.shape)}; expected ({x.shape[0]},), one "
+            f"coefficient for each sample of {name}, whose shape is {tuple(x.shape)}."
         )
     if coef_B.get_device() != x.get_device():
-        raise InvalidValue(f"coef_B is on {coef_B.device} and {name} is on {x.device}.")
+        raise InvalidValue(f"FC303 coef_B is on {coef_B.device} and {name} is on {x.device}.")

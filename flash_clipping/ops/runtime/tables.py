@@ -156,8 +156,8 @@ def to_device(
     if is_current_stream_capturing():
         if not _kept:
             raise FlashClippingError(
-                "An operation of flash clipping is being captured as a CUDA graph, whose replays "
-                "would read tables that are gone by then. Capture a step with "
+                "FC701 An operation of flash clipping is being captured as a CUDA graph, whose "
+                "replays would read tables that are gone by then. Capture a step with "
                 "flash_clipping.GraphedStep."
             )
         pinned = torch.frombuffer(numbers, dtype=dtype).pin_memory()

@@ -162,7 +162,7 @@ def _checked(
 def checked_settings(settings: Settings) -> Settings:
     if settings.iterations < 1 or not (settings.norm_eps > 0 and settings.hc_eps > 0):
         raise InvalidValue(
-            f"hyper-connections: found {settings}; expected at least one iteration, and norm_eps "
-            "and hc_eps above 0."
+            f"FC302 hyper-connections: found {settings}; expected at least one iteration, and "
+            "norm_eps and hc_eps above 0."
         )
     return settings

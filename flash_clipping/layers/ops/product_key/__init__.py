@@ -63,7 +63,7 @@ def product_key_scores(
     side = logits_x.shape[1]
     if not 1 <= k <= min(MOST_CHOICES, side * side):
         raise InvalidValue(
-            f"product_key_scores: found k = {k} for {side} x {side} experts; expected 1 to "
+            f"FC302 product_key_scores: found k = {k} for {side} x {side} experts; expected 1 to "
             f"{min(MOST_CHOICES, side * side)}. At most {MOST_CHOICES} are chosen, and each once."
         )
     return backends.run(
@@ -106,7 +106,7 @@ def product_key_backward(
     one_device = grad_scores.get_device() == indices.get_device() == logits_x.get_device()
     if not fits or not one_device or indices.is_floating_point():
         raise InvalidValue(
-            f"product_key_backward: found gradients {tuple(grad_scores.shape)} and indices "
+            f"FC303 product_key_backward: found gradients {tuple(grad_scores.shape)} and indices "
             f"{tuple(indices.shape)} of {indices.dtype} on {grad_scores.device} and "
             f"{indices.device}; expected [{N}, k] for both, and integers as indices, on "
             f"{logits_x.device}, as logits are {tuple(logits_x.shape)} there."
@@ -124,8 +124,8 @@ def _check_logits(logits_x: Tensor, logits_y: Tensor) -> None:
     same = x.shape == y.shape and x.dtype == y.dtype and x.get_device() == y.get_device()
     if not same or x.dtype not in _DTYPES or x.dim() != 2 or not 1 <= x.shape[1] <= MOST_ENTRIES:
         raise InvalidValue(
-            f"product keys: found logits {tuple(x.shape)} and {tuple(y.shape)} of {x.dtype} and "
-            f"{y.dtype} on {x.device} and {y.device}; expected two matrices [N, s] of one shape, "
-            "device and dtype (float64, float32, bfloat16 or float16), s at least 1 and, as "
+            f"FC303 product keys: found logits {tuple(x.shape)} and {tuple(y.shape)} of {x.dtype} "
+            f"and {y.dtype} on {x.device} and {y.device}; expected two matrices [N, s] of one "
+            "shape, device and dtype (float64, float32, bfloat16 or float16), s at least 1 and, as "
             f"indices are int32, at most {MOST_ENTRIES}. Flatten the axes before the last."
         )
