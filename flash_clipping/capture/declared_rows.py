@@ -112,8 +112,8 @@ def samples(index: Tensor, *, count: int) -> Iterator[None]:
                 out = out.index_add(0, token, expert(hidden[token]))
 
     Every layer with a rule that is called inside must have these rows along the first axis of its
-    inputs. The gradient of a sample is the sum over its rows. What the samples of rows are must
-    follow from each row alone, or from what is public: no clipping bounds what one sample does
+    inputs. The gradient of a sample is the sum over its rows. The sample of a row must
+    follow from that row alone, or from what is public: no clipping bounds what one sample does
     to the choice of another's rows. Elsewhere, and where a model is not wrapped, this does nothing.
 
     Args:

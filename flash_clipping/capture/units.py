@@ -27,7 +27,7 @@ class Offsets:
 
     Documents lie end to end in one row of ``T`` positions. The argument is ``[U + 1]``, integers:
     where each of U documents begins, and where the last ends, as ``flash-attention`` has it
-    (``cu_seqlens``). What lies behind the last belongs to none.
+    (``cu_seqlens``). Positions behind the last belong to none.
     """
 
     name: str

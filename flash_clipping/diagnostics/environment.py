@@ -1,4 +1,4 @@
-"""What a bug report should say about the machine and the installation."""
+"""The machine and the installation, for a bug report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MKL_NUM_THREADS"""
 
 
 def environment() -> dict[str, Any]:
-    """What a bug report should say about the machine and the installation.
+    """Describe the machine and the installation, for a bug report.
 
     No path, host name or user name is read; environment variables are those that change results
     or speed here.

@@ -135,9 +135,9 @@ class FlashLoss(DPLossFastGradientClipping):
       sum, if losses are summed); targets that are ``ignore_index`` do not count.
     * Any other criterion is called as it is. A scalar goes backward as it would without this class.
 
-    Of an output of transformers it takes the logits; with logits ``[B, T, V]`` and targets
-    ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed),
-    and targets are not shifted. Weights of classes weigh a sample's loss; none divides another's.
+    It takes the logits of an output of transformers. With logits ``[B, T, V]`` and targets
+    ``[B, T]`` a sample's loss is the mean over its own targets (their sum, if losses are summed).
+    Targets are not shifted. Weights of classes weigh a sample's loss; none divides another's.
 
     Raises:
         ValueError: the reductions of criterion, module and optimizer do not agree; in the first

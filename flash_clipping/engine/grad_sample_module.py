@@ -98,7 +98,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         loss_reduction: ``"mean"`` or ``"sum"``: how the loss reduces over samples.
         strict: refuse buffers that forward changes: what they keep of samples gets no noise. Opacus
             refuses all buffers of trainable layers; here constants pass.
-        force_functorch: use no rules: every function goes backward by itself for each
+        force_functorch: use no rules: every function goes backward separately for each
             sample, under ``torch.func.vmap``. Exact, and slow.
         max_grad_norm: clipping bound ``C``; a list with one bound per trainable parameter for
             ``clipping="per_layer"``.
@@ -487,8 +487,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     def max_grad_norm(self) -> Any:
         """Clipping bound; a list with one for each trainable parameter when per layer.
 
-        The optimizer's is the same one. Set at any time, it applies from the next step on: a
-        backward pass that would go on with a step by another bound is an error, and noise is for
+        The optimizer's is the same one. Set at any time, it applies from the next step on. A
+        backward pass that would go on with a step by another bound is an error. Noise is for
         the bound that the step was clipped by.
 
         Raises:
@@ -568,7 +568,7 @@ class GradSampleModuleFlashClipping(
         self._constructed = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Return the model's output."""
         model = self._modules["_module"]  # past two ``__getattr__``
         assert model is not None
         try:

@@ -251,7 +251,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """As in Opacus: whether one more step, after those announced before, is skipped.
 
-        What ``BatchMemoryManager`` announces for a batch that is never stepped on is taken back:
+        ``BatchMemoryManager`` may announce a batch that is never stepped on. That is taken back
         when its loop was left, or goes on without. Where the loader's sampler gives it parts, as
         many in every process, the sampler knows which of them is the last. Refused where batches
         come whole.
@@ -487,7 +487,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """Have ``fn(optimizer)`` called in every step, behind what was attached before: when noise
         was added and the step was accounted for, and before parameters move.
 
-        ``p.grad`` is the noisy mean then. What is public may change it: a mask, a proximal term,
+        ``p.grad`` is the noisy mean then. Anything public may change it: a mask, a proximal term,
         a control variate. If ``fn`` raises, the noisy gradients are let go of.
 
         Raises:

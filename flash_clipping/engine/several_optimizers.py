@@ -10,7 +10,7 @@ from flash_clipping.errors import InvalidValue
 
 
 class SeveralOptimizers(Optimizer):
-    """What ``make_private(optimizer=...)`` takes where parameters have different optimizers::
+    """Several optimizers as one, for parameters that have different ones::
 
         muon, adamw = torch.optim.Muon(matrices), torch.optim.AdamW(others)
         optimizer = flash_clipping.SeveralOptimizers(muon, adamw)

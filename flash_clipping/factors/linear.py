@@ -110,7 +110,7 @@ class LinearGrad(Factored):
         return grouped_sums(*self._segments(units), coef_U, backend=backend)[0]
 
     def are_units_worth_storing(self, count: int, readers: Callable[[], int]) -> bool:
-        """Where their gradients take no more memory than the operands: one product then serves
+        """Where their gradients take no more memory than the operands: one product is then for
         norms and sums. How many rows each unit has decides nothing: a plan must not depend on
         that."""
         if self.A_BTd.dim() != 3 or self.G_BTp.dim() != 3:

@@ -166,8 +166,8 @@ class GraphedStep:
         step: forward, loss and ``backward()``, without the optimizer's step. Its arguments are
             tensors, which it does not change, and plain values (numbers, strings, ``None``) in
             lists, tuples, dicts; its results tensors or ``None``. Tensors of its own that it
-            reads must keep their memory. What else it does in Python (printing, hooks, counting)
-            happens while it is captured and never in a replay; it must not wait for the device,
+            reads must keep their memory. Everything else in Python (printing, hooks, counting)
+            happens while it is captured and never in a replay. It must not wait for the device,
             draw random numbers on the host or clear gradients.
         model: the module whose parameters it gives gradients to, wrapped or not, or what wraps it.
         warmup: calls with arguments of one layout before it is captured. In the last one the step

@@ -27,7 +27,7 @@ _SERVED = (MixtureOfExpertsRule, ExpertsRule, DbrxExpertsRule, Llama4ExpertsRule
 def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
     """Leave every process its part of all experts of a model, in place.
 
-    Served are :class:`~flash_clipping.layers.MixtureOfExperts` and the stacked experts of
+    Supported: :class:`~flash_clipping.layers.MixtureOfExperts` and the stacked experts of
     ``transformers``. Their parameters become ``DTensor``s: of E experts on n processes the first
     has the first E/n, and so on. Give what this returns to ``fully_shard`` as ``ignored_params``,
     with the same mesh, for every block and for the model.
@@ -43,7 +43,7 @@ def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
     Raises:
         ValueError: there are no experts, or not as many in each process; or the mesh has another
             number of dimensions; or parameters are not there yet (``meta``), or not finite.
-        NotImplementedError: experts of a kind that is not served, or that compute something else.
+        NotImplementedError: experts that are not supported, or that compute something else.
     """
     if mesh.ndim > 2:
         raise InvalidValue(

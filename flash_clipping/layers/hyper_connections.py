@@ -35,9 +35,9 @@ SHARE_KEPT = 5.0
 class HyperConnections(nn.Module):
     """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880) around one sublayer.
 
-    In place of one residual stream a decoder carries n. What a sublayer reads is a weighted sum of
-    them, what it writes goes to each by a weight, and they are mixed by a doubly stochastic matrix;
-    all weights depend on the position. A decoder layer has one such module for its attention and
+    In place of one residual stream a decoder carries n. A sublayer reads a weighted sum of
+    them and writes to each by a weight. A doubly stochastic matrix mixes them.
+    All weights depend on the position. A decoder layer has one such module for its attention and
     one for its MLP::
 
         h, post, comb = self.hc(x)                  # x [B, S, n, D], h [B, S, D]

@@ -32,7 +32,7 @@ class MixtureOfExperts(nn.Module):
     """``y = Σ_j w_j · down(silu(gate x) · up x)`` over the experts that a router chose for x.
 
     Every projection of an expert is ``x Wᵀ + s · x Aᵀ Bᵀ`` with ``s = lora_alpha / rank``; without
-    LoRA only the first term. What one product serves is one parameter: ``gate_up`` has gate's
+    LoRA only the first term. Matrices of one product are one parameter: ``gate_up`` has gate's
     matrices first, then up's. :attr:`gate`, :attr:`up`, :attr:`gate_A` and :attr:`up_A` are views.
 
     Without LoRA ``gate_up`` and ``down`` are trained. With it they are frozen, and
@@ -256,9 +256,9 @@ class _Unwrapped(MixtureOfExpertsRule):
 class TopKRouter(nn.Module):
     """Weights of the k experts with the largest of ``softmax(linear(x))``, in fp32.
 
-    Each token is routed by itself: no capacity, no statistics of the batch. A load-balancing loss
+    Each token is routed alone: no capacity, no statistics of the batch. A load-balancing loss
     over the batch is not offered: it mixes samples, and no clipping bounds what one of them does to
-    the others' gradients. That of each sample by itself is.
+    the others' gradients. That of each sample alone is.
 
     Args:
         dim: features of a token, d.
@@ -336,7 +336,7 @@ class RoutedExperts(nn.Module):
 
     Args:
         router: gives ``(expert_ids, weights)`` of ``x`` ``[B, ..., d]``, and perhaps a loss of each
-            sample: :class:`TopKRouter`, or any other that routes every token by itself.
+            sample: :class:`TopKRouter`, or any other that routes every token alone.
         experts: a :class:`MixtureOfExperts`.
     """
 

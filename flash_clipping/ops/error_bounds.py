@@ -10,8 +10,8 @@ such that what is released of it, before its coefficient, has a norm r of at mos
 ``(1 + SLACK)² U``.
 
 *What sums lose.* A sum of m numbers is off by at most ``m u`` of the sum of their absolutes, in any
-order (Jeannerod and Rump, "Improved error bounds for inner products in floating-point arithmetic",
-2013). So r is at most ``n + δ`` with ``δ = D u spread``, where D counts the additions that a term
+order. (Jeannerod and Rump, "Improved error bounds for inner products in floating-point arithmetic",
+2013.) So r is at most ``n + δ`` with ``δ = D u spread``, where D counts the additions that a term
 meets when it is measured and when it is released. Long sums are formed in two levels, blocks of
 256 whose results are added up. Then D is a function of the number of positions alone:
 :func:`additions`. It is no count of what a sample holds.

@@ -147,7 +147,7 @@ class PrivateSchedule:
             schedule.step(x, target=y)
             optimizer.step()
 
-    What layers record is held for all micro-batches of a schedule's run, with ``Schedule1F1B`` as
+    Records of layers are held for all micro-batches of a schedule's run, with ``Schedule1F1B`` as
     well.
 
     Args:
@@ -203,7 +203,7 @@ class PrivateSchedule:
         Every process calls it with the same batch; the first stage reads ``args``, the last one
         ``target``, and every stage ``kwargs``. A batch is filled up to whole micro-batches with
         samples that are made up, and are in no norm and no sum. A batch with more samples than
-        micro-batches hold is run in several rounds. Of one without samples a row is given.
+        micro-batches hold is run in several rounds. A batch without samples is given a row.
 
         Args:
             *args: of the first stage: tensors with samples along the batch axis.

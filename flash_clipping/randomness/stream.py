@@ -175,7 +175,7 @@ class SecretStream:
 
     def another(self, *numbers: int) -> SecretStream:
         """A stream with a key of its own; of a seeded one, with the key of its seed and these
-        numbers. The same numbers give the same key again: each purpose takes its own."""
+        numbers. Equal numbers give one key again: each purpose takes its own."""
         stream = SecretStream()
         if self.seed is not None:  # which was said already
             stream.seed = self.seed

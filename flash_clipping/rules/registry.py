@@ -30,7 +30,7 @@ class UnsupportedLayer(Coded, ValueError):
 
 @dataclass(frozen=True)
 class GradRequest:
-    """What a backward is asked for.
+    """The results that a backward is asked for.
 
     Attributes:
         inputs: for every input of the layer, whether its gradient is wanted.
@@ -119,7 +119,7 @@ class Rule(ABC):
         return None
 
     def works_by_position(self, layer: nn.Module) -> bool:
-        """Whether the layer does the same with every position of ``[R, T, ...]`` by itself.
+        """Whether the layer does the same with every single position of ``[R, T, ...]``.
 
         Only then can positions of one row be of several privacy units. The rule gets them as rows.
         """
@@ -127,7 +127,7 @@ class Rule(ABC):
 
     def can_be_traced(self, layer: Any) -> bool:
         """Whether :meth:`forward` of one tensor, and :meth:`backward` with ``needs.traced``, can
-        run inside a compiled region: the tensors of the factors then leave it by themselves."""
+        run inside a compiled region: the factors' tensors then leave it one by one."""
         return False
 
     @abstractmethod
@@ -157,7 +157,7 @@ def register_rule(*layer_types: type[nn.Module] | str) -> Callable[[_R], _R]:
 
     A type may be given by its full name, ``"package.module.Layer"``: its package is not imported.
 
-    The rule also serves subclasses that inherit ``forward`` unchanged. A rule registered later for
+    Subclasses that inherit ``forward`` unchanged take the rule, too. A rule registered later for
     the same type replaces the earlier one; models that are already wrapped keep theirs.
 
     Example::

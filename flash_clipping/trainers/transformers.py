@@ -90,7 +90,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             (``class PrivateDPO(PrivateTrainer, DPOTrainer)``).
         privacy: how private the run is.
 
-    What arguments of ``TrainingArguments`` mean here:
+    Meaning of ``TrainingArguments`` here:
         per_device_train_batch_size: samples that are on the device at a time, ``b``. A draw of more
             than ``a b`` samples runs in ``a`` parts as well, each of at most ``b + 5 √b``; when
             that runs out of memory, parts have at most ``b`` from then on. Models in shards, and
@@ -383,8 +383,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
     # -- logs -----------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in ``Trainer``; logs of training have ``epsilon`` and ``samples_per_second``. What
-        clipping did is shown, and in ``run.readings``: ``trainer_state.json`` has all logs."""
+        """As in ``Trainer``; logs of training have ``epsilon`` and ``samples_per_second``.
+        Norms are shown, and in ``run.readings``: ``trainer_state.json`` has all logs."""
         if self.run.steps:
             if "loss" in logs and self.run.statistics is not None:
                 reading = self.run.read()

@@ -286,7 +286,7 @@ class ShardedPoissonSampler(PoissonSampler):
 
     Every sample is one process's, which draws it in every step with the given probability; a unit
     with all of its rows. All processes take as many steps, with local batches that may be empty.
-    What they draw is independent, seeded or not. Where they share a key and step together,
+    Their draws are independent, seeded or not. Where they share a key and step together,
     ``BatchMemoryManager`` gets as many parts of a batch in every process as the largest batch
     needs; some may be empty.
 

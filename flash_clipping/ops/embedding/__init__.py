@@ -42,9 +42,9 @@ def embedding_sqnorms(
 ) -> Tensor:
     """Squared norms of the per-sample gradients of an embedding table.
 
-    ``‖g_b‖² = Σ_{t,t'} [id_t = id_t'] ⟨G_t, G_t'⟩``: the ids of long samples are sorted and the
+    ``‖g_b‖² = Σ_{t,t'} [id_t = id_t'] ⟨G_t, G_t'⟩``. The ids of long samples are sorted and the
     gradients of equal ids summed. ``G`` is read once (for tables of a few rows, once for every 128
-    of them); no buffer of the table's size; no wait for the device; bitwise equal from run to run.
+    of them). No buffer of the table's size, no wait for the device, bitwise equal from run to run.
 
     Args:
         ids: ``[B, ...]`` indices, not negative and below ``2**31 - 1``.

@@ -36,9 +36,9 @@ def norm_backward(
         mean, rstd: statistics of every row, ``[B, ...]`` (a trailing 1 is accepted).
         weight_d: the layer's weight, or None when it has none.
         input_grad, weight_grad, bias_grad: which results are wanted.
-        parts_kept: leave sums over positions as parts ``[B, n, d]`` that are still to be added
-            up, for a caller who has many to add up at once; with n of 1 where the parts of one
-            vector would have more elements than this.
+        parts_kept: leave sums over positions as parts ``[B, n, d]`` for a caller who adds many
+            up at once. Where the parts of one vector would have more elements than this, n
+            is 1.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Returns:

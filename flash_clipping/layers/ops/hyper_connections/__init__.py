@@ -73,7 +73,7 @@ def hyper_connections(
     *,
     backend: str = "auto",
 ) -> Connections:
-    """Equations 7 and 8 of arXiv 2512.24880, for every position by itself.
+    """Equations 7 and 8 of arXiv 2512.24880, for every position alone.
 
     With ``inv = rsqrt(mean(x²) + norm_eps)`` over the streams and features of a position, and
     ``t = flat(x·gamma) phiᵀ · inv``::
@@ -90,8 +90,8 @@ def hyper_connections(
 
     Args:
         x_BSnD: streams, in any floating dtype.
-        phi_mK, alpha_3, bias_m, gamma_nD: parameters, on the device of ``x``. Whatever their dtype
-            is, they are used in fp32 (float64 for float64).
+        phi_mK, alpha_3, bias_m, gamma_nD: parameters, on the device of ``x``. They are used in
+            fp32 (float64 for float64).
         settings: what is not learnt.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
@@ -124,7 +124,7 @@ def hyper_connections_backward(
     matrix_grad: bool,
     backend: str = "auto",
 ) -> Gradients:
-    """Gradients of :func:`hyper_connections`, those of parameters for every sample by itself.
+    """Gradients of :func:`hyper_connections`, those of parameters for every single sample.
 
     ``phi`` and ``gamma`` enter only as ``w = phi·gamma``, so that one product gives both: with
     ``P_b = dmix_bᵀ flat(x_b)``, the gradient of ``w``, ``dphi_b = P_b·gamma`` and

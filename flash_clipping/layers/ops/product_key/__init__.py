@@ -48,7 +48,7 @@ def product_key_scores(
         the index is -1 and the score ``-inf``.
 
         A row that has no probabilities (a NaN, ``+inf``, an axis of nothing but ``-inf``, or a sum
-        beyond the range of fp32) gets scores NaN and indices 0 ... k-1, so that its loss is NaN and
+        beyond the range of fp32) gets scores NaN and indices 0 ... k-1. Its loss is NaN, and
         nothing outside of the table is addressed.
 
     Raises:
