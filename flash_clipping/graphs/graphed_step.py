@@ -181,7 +181,7 @@ class GraphedStep:
 
     Guarantees:
         Norms, coefficients and gradients are bitwise what the captured kernels give on this call's
-        arguments; gradients are then added to those that ``p.grad`` holds (those of several
+        arguments. Gradients are then added to those that ``p.grad`` holds (those of several
         backward passes in one step as their sum). No replay waits for the device. A capture does.
 
     Raises:
