@@ -20,7 +20,6 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OTHER
 UNFINISHED = {
     "docs/api.md",
     "docs/performance.md",
-    "flash_clipping/troubleshooting.md",
 }
 
 LONGEST = 35
