@@ -78,7 +78,8 @@ def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found
 
 @pytest.mark.slow
 def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
-    for of_rank in processes.run(tmp_path_factory, "replicas_compiled", 4, compiled):
+    group = processes.ProcessGroup("replicas_compiled", world=4, main=compiled)
+    for of_rank in group.found(tmp_path_factory):
         for name in COMPILED:
             assert of_rank[name]["error"] <= 1e-12, name
             assert of_rank[name]["graphs"] >= 1, name

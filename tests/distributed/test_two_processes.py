@@ -123,8 +123,8 @@ def test_equal_blocks_are_compiled_once(found: list[Found]) -> None:
 
 @pytest.mark.slow
 def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = processes.run(tmp_path_factory, "sharded_compiled", 2, cases.compiled)
-    for of_rank in found:
+    group = processes.ProcessGroup("sharded_compiled", world=2, main=cases.compiled)
+    for of_rank in group.found(tmp_path_factory):
         for name in cases.COMPILED:
             assert of_rank[name]["error"] <= 1e-12, name
         for name in ("blocks", "two_pass", "shards"):
@@ -363,12 +363,12 @@ def test_what_is_not_served_is_refused_by_name(name: str, found: list[Found]) ->
 
 
 @pytest.mark.parametrize("name", failures.CASES)
-def test_a_process_that_fails_leaves_none_waiting(name: str, found: list[Found]) -> None:
+def test_a_process_that_fails_leaves_none_waiting(name: str, failing: list[Found]) -> None:
     """Within the time-out of the processes' group, though the one that failed stays."""
     if BACKEND == "nccl" and name in failures.ENDED_BY_NCCL:
         pytest.skip("the other process waits on its GPU alone, until NCCL's watchdog ends it")
-    failing = failures.CASES[name][1]
-    own = found[failing][f"failure {name}"]["said"]
+    number = failures.CASES[name][1]
+    own = failing[number][f"failure {name}"]["said"]
     assert "ZeroDivisionError" in own or "Failed to run stage backward" in own
-    other = found[1 - failing][f"failure {name}"]
+    other = failing[1 - number][f"failure {name}"]
     assert "Error" in other["said"] and other["seconds"] < 30

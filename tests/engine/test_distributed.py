@@ -32,7 +32,7 @@ from flash_clipping.noise.mechanisms import BandedInverseNoise
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
 from tests.support.models import Block
-from tests.support.starting import found_by_gloo
+from tests.support.starting import ByGloo, fixture_of
 from tests.support.sums import note_sums
 
 WORLD = 2
@@ -202,10 +202,13 @@ def find(rank: int) -> dict[str, Any]:
     return results | {"torch_ddp": gradients_under_torch_ddp()}
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every process found in every scenario. Starting them takes longer than all of these."""
-    return found_by_gloo(tmp_path_factory, "distributed", find, WORLD)
+trained_by_two = fixture_of(ByGloo("trained_by_two", lane=1, find=find, world=WORLD))
+
+
+@pytest.fixture
+def processes(trained_by_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What every process found in every scenario."""
+    return trained_by_two
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
