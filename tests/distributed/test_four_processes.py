@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flash_clipping import PoissonSampling, Users
 from flash_clipping.noise.mechanisms import BandedNoise
 from tests.distributed import experts, pipelines, processes, steps
 from tests.distributed.processes import Found, Parts, clipped_step, device, make, sharded
@@ -55,11 +56,11 @@ def main(rank: int) -> Parts:
         ),
         "trained": lambda: steps.trained(rank, shards),
         "noise": lambda: steps.noisy(rank, shards),
-        "units": lambda: steps.engine_run(shards, **EPOCH, units=steps.UNITS),
+        "units": lambda: steps.engine_run(shards, **EPOCH, unit=Users(steps.UNITS)),
         "engine": lambda: steps.engine_run(
             shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
         ),
-        "truncated": lambda: steps.engine_run(shards, part=1, max_batch_size=8),
+        "truncated": lambda: steps.engine_run(shards, part=1, mechanism=PoissonSampling(8)),
         "correlated": lambda: steps.correlated(sharded(make(), mesh=mesh), BandedNoise(3)),
         **experts.by_four(rank),
         **pipelines.main(rank),

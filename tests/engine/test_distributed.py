@@ -22,10 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from flash_clipping import (
+    FixedOrder,
     FlashClippingError,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
     MicroBatches,
+    PoissonSampling,
+    RandomAllocation,
 )
 from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.noise.mechanisms import BandedInverseNoise
@@ -65,18 +68,21 @@ RANDOM: dict[str, dict[str, Any]] = {
         "clipbound_learning_rate": 0.3,
     },
     "poisson": {"poisson_sampling": True, "noise_multiplier": 1.0, "batch": 4, "steps": 20},
-    "truncated": {"poisson_sampling": True, "max_batch_size": 20, "physical_batch": 4},
+    "truncated": {
+        "poisson_sampling": True,
+        "mechanism": PoissonSampling(max_batch_size=20),
+        "physical_batch": 4,
+    },
     "correlated": {
         "poisson_sampling": True,
         "noise_multiplier": 1.0,
-        "sampling": "fixed_order",
-        "noise": BandedInverseNoise(2),
+        "mechanism": FixedOrder(BandedInverseNoise(2)),
         "physical_batch": 3,
     },
     "allocated": {
         "poisson_sampling": True,
         "noise_multiplier": 1.0,
-        "sampling": "random_allocation",
+        "mechanism": RandomAllocation(),
         "steps": SAMPLES // BATCH,
         "physical_batch": 3,
     },
@@ -194,8 +200,7 @@ def gradients_under_torch_ddp() -> tuple[list[Tensor], list[Tensor]] | str:
 def find(rank: int) -> dict[str, Any]:
     results = {}
     for name, options in (SCENARIOS | RANDOM).items():
-        needs_pld = {"max_batch_size", "sampling"} & {*options}
-        engine = FlashPrivacyEngine(accountant="pld" if needs_pld else "rdp")
+        engine = FlashPrivacyEngine(accountant="pld" if "mechanism" in options else "rdp")
         results[name] = train(options, rank, engine)
         results[name]["key"] = engine.stream.draw(Purpose.NOISE).key
         results[name]["history"] = list(engine.accountant.history)
