@@ -86,6 +86,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         pages.append(Page(docs / "evidence.md", *SENSITIVITY, render_sensitivity(found, folder)))
     if trained := others["trainer"]:
         pages.append(Page(options.page, *TRAINER, render_trainer(trained, folder)))
+        pages.append(Page(options.readme, *TRAINER, render_trainer_in_short(trained)))
     for page in pages:
         page.texts()  # raises before anything is written
     status = 0
@@ -144,7 +145,7 @@ def render(records: Sequence[tuple[str, Record | KernelRecord]], folder: str) ->
 
 
 def render_peers(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
-    """Markdown: one table of all steps that were measured beside both peers."""
+    """Markdown: one table of all steps on GPUs that were measured beside both peers."""
     lines: list[list[str]] = []
     places: list[str] = []
     reasons: list[str] = []
@@ -153,32 +154,14 @@ def render_peers(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
             continue
         if not set(PEERS) <= {row.method for row in record.rows}:
             continue
-        device = "GPU" if record.environment["driver"] else "CPU"
-        places.append(f"{device}: {_where(record)}, {record.settings['dtype']}")
+        if not record.environment["driver"]:
+            continue  # of CPUs the page has tables
+        places.append(f"{_where(record)}, {record.settings['dtype']}")
         reasons += _reasons(record.rows, PEERS)
-        lines += [
-            [f"{device}: {line[0]}", *line[1:]]
-            for line in _step_lines(record.rows, list(PEERS)[1:])
-        ]
+        lines += _step_lines(record.rows, list(PEERS)[1:])
     headings = ["time (memory) of a step", *PEERS.values()]
-    notes = [*places, *dict.fromkeys(reasons), *_small_models(records)]
+    notes = [*places, *dict.fromkeys(reasons)]
     return table(headings, lines) + "\n" + "".join(f"* {note}\n" for note in notes)
-
-
-def _small_models(records: Sequence[tuple[str, Record | KernelRecord]]) -> list[str]:
-    """What a GPT-2 costs, eager and as a CUDA graph."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for _, record in records:
-        if isinstance(record, Record) and record.kind == "step" and record.environment["driver"]:
-            for row, summary in zip(record.rows, summaries(record.rows), strict=True):
-                if row.model.startswith("gpt2-") and summary and summary.ratio:
-                    how = "eager" if row.method == "flash" else "as a CUDA graph"
-                    if row.method in ("flash", "flash-graph", "flash-auto-graphs"):
-                        found[how].append(summary.ratio.median)
-    told = [
-        f"{min(of):.2f}–{max(of):.2f}× {how}" for how, of in sorted(found.items(), reverse=True)
-    ]
-    return [f"GPU: GPT-2 of any size: {', '.join(told)}"] if told else []
 
 
 def render_noise(records: Sequence[dict[str, Any]], folder: str) -> str:
@@ -203,12 +186,27 @@ def render_trainer(records: Sequence[dict[str, Any]], folder: str) -> str:
     parts = []
     for record in records:
         headings, lines = trainer.lines(record["results"])
-        parts += [_heading(record, folder), table(headings, lines)]
         apart = max(record["oracle"].values())
-        parts.append(
+        parts += [
+            _heading(record, folder),
+            table(headings, lines),
             "Norms that the private trainer clips by, of these models with two layers in fp32, are "
-            f"within {apart:.0e} of one sample at a time in float64.\n"
-        )
+            f"within {apart:.0e} of one sample at a time in float64.\n",
+        ]
+    return "\n".join(parts)
+
+
+def render_trainer_in_short(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: the same of the last steps alone."""
+    parts = []
+    for record in records:
+        headings, lines = trainer.lines(record["results"])
+        found = [dict(zip(headings, line, strict=True)) for line in lines]
+        last = f"{trainer.WINDOWS[-2]}-{trainer.WINDOWS[-1]}"
+        names = {headings[0]: headings[0], f"`Trainer`, {last}": "`Trainer`, ms"}
+        names |= {last: "`PrivateTrainer`, ms", "ratio": "ratio", trainer.LOSS: trainer.LOSS}
+        rows = [[row[name] for name in names] for row in found]
+        parts += [table([*names.values()], rows), f"* {_where(record)}\n"]
     return "\n".join(parts)
 
 

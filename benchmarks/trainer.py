@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import json
 import logging
 import math
@@ -31,7 +32,6 @@ from torch import Tensor, nn
 
 from benchmarks import environment
 from benchmarks.options import UsageError
-from flash_clipping import Kernels
 
 #: How far norms in fp32 may be from those of single samples in float64, relative.
 APART = 1e-4
@@ -39,10 +39,13 @@ APART = 1e-4
 #: Steps that a window ends with; the first begins with the process.
 WINDOWS = (1, 12, 42, 100, 200)
 
+#: Heading of what both have learnt.
+LOSS = "loss: `Trainer`, private"
+
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "private": {},
-    "private-eager": {"kernels": Kernels(cuda_graphs="off")},
+    "private-eager": {"engine_options": {"cuda_graphs": "off"}},
 }
 
 
@@ -245,6 +248,7 @@ def norms_apart(name: str) -> float:
             return loss
 
     torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = False  # in which convolutions are, unless told
     model = task.build(lambda layers: 2)
     for module in model.modules():
         for key, value in vars(module).items():
@@ -283,7 +287,9 @@ def norms_apart(name: str) -> float:
 # -- one run: a process of its own -----------------------------------------------------------------
 
 
-def measure(name: str, method: str, steps: int, small: bool, noise: float) -> dict[str, Any]:
+def measure(
+    name: str, method: str, steps: int, small: bool, noise: float, bound: float = 1.0
+) -> dict[str, Any]:
     """Train, and tell what it took."""
     import transformers as tr
 
@@ -325,7 +331,7 @@ def measure(name: str, method: str, steps: int, small: bool, noise: float) -> di
         trainer = cls(**given, callbacks=[clock])
     else:
         privacy = PrivacyArguments(
-            noise_multiplier=noise, target_delta=1e-6, max_grad_norm=1.0, **options
+            noise_multiplier=noise, target_delta=1e-6, max_grad_norm=bound, **options
         )
         private = PrivateSeq2SeqTrainer if task.seq2seq else PrivateTrainer
         trainer = private(**given, callbacks=[clock], privacy=privacy)
@@ -400,6 +406,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--noise", type=float, default=1e-6, help="noise multiplier: so small that losses compare"
     )
+    parser.add_argument("--bound", type=float, default=1.0, help="clipping bound")
     parser.add_argument("--small", action="store_true", help="two layers, four samples")
     parser.add_argument("--seconds", type=int, default=240, help="limit of one process")
     parser.add_argument("--json", type=Path, help="where the results are written")
@@ -417,7 +424,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         print(json.dumps({name: norms_apart(name) for name in models}))
         return 0
     if options.one:
-        found = measure(models[0], methods[0], options.steps, options.small, options.noise)
+        privacy = options.noise, options.bound
+        found = measure(models[0], methods[0], options.steps, options.small, *privacy)
         print(json.dumps(found))
         return 0
     oracle = _in_a_process(models, "oracle", options)
@@ -425,12 +433,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if off := [name for name in models if not oracle.get(name, math.inf) <= APART]:
         console.print(f"not timed: the norms of {', '.join(off)} are not those of single samples")
         return 1
-    results = []
-    for name in models:
-        for _ in range(options.rounds):
-            for method in methods:
-                results.append(_in_a_process([name], method, options))
-                console.print(json.dumps(results[-1]))
+    results: list[dict[str, Any]] = []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = {
         "kind": "trainer",
@@ -439,8 +442,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
         "oracle": oracle,
         "results": results,
     }
-    if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    for name, _, method in itertools.product(models, range(options.rounds), methods):
+        results.append(_in_a_process([name], method, options))
+        console.print(json.dumps(results[-1]))
+        if options.json is not None:
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
     headings, rows = lines(results)
     shown = Table(*headings)
     for row in rows:
@@ -451,7 +457,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 def _in_a_process(names: list[str], method: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks", "trainer", *names, "--methods", method, "--one"]
-    command += ["--steps", str(options.steps), "--noise", str(options.noise)]
+    for name in ("steps", "noise", "bound"):
+        command += [f"--{name}", str(getattr(options, name))]
     command += ["--small"] if options.small else []
     name = names[0]
     environment_of_run = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
@@ -501,7 +508,7 @@ def lines(results: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     headings = ["model, batch", f"`Trainer`, {columns[-1]}", *columns, "ratio", "replays"]
-    headings += ["first step, s", "loss of the last steps"]
+    headings += ["first step, s", LOSS]
     return [*headings, "allocated, GiB", "reserved, GiB"], made
 
 

@@ -49,7 +49,8 @@ class ReportsPrivacy:
     def report(self) -> dict[str, Any]:
         """All that ε depends on, for ``privacy.target_delta``: see
         :meth:`~flash_clipping.FlashPrivacyEngine.report`."""
-        return self.run.engine.report(self.run.arguments.target_delta)
+        delta = self.run.arguments.target_delta
+        return self.run.engine.report(delta, optimizer=self.run.optimizer)
 
     def model_card(self) -> str:
         """What a model card says of the run's privacy, in Markdown."""
@@ -57,7 +58,7 @@ class ReportsPrivacy:
         if not run.steps:
             return f"{CARD[0]}\n## Differential privacy\n\nNo private step was taken.\n{CARD[1]}\n"
         said = {
-            "Promise": engine.summary(run.arguments.target_delta),
+            "Promise": engine.summary(run.arguments.target_delta, optimizer=run.optimizer),
             "Unit": engine._unit,
             "Clipping bound C": run.optimizer.max_grad_norm,
             "Noise": f"standard deviation {run.noise_multiplier:.4g} · 1.01 C on the sum of a step",
@@ -134,8 +135,6 @@ class PrivateRun:
             steps: of the whole run.
             options: of the engine, unless the user gave others.
         """
-        if self.arguments.kernels is not None:
-            options = (options or {}) | {"kernels": self.arguments.kernels}
         arguments, before, rate = self.arguments, self.optimizer, 1 / len(loader)
         if not self.steps:
             self.planned_steps, self.max_grad_norm = steps, max_grad_norm
@@ -161,8 +160,6 @@ class PrivateRun:
             wrap_model=False,
             # The loader draws Poisson batches already; the engine must not replace it.
             poisson_sampling=False,
-            mechanism=arguments.mechanism,
-            unit=arguments.unit,
             **(options or {}) | arguments.engine_options,
         )
         self.engine.check_delta(arguments.target_delta)

@@ -128,8 +128,8 @@ def test_report_puts_what_was_measured_beside_peers_into_the_readme(
     lines = readme.read_text().splitlines()
     assert lines[0] == "# Short" and lines[-1] == "Last" and "old numbers" not in lines
     (row,) = [line for line in lines if "m; B 2, T 3" in line]
-    assert row == "| GPU: m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM | 1.80× (2.00) |"
-    assert "* GPU: Some GPU, driver 1, torch 1, triton 1, opacus 1, git revision 1, bf16" in lines
+    assert row == "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM | 1.80× (2.00) |"
+    assert "* Some GPU, driver 1, torch 1, triton 1, opacus 1, git revision 1, bf16" in lines
     readme.write_text(readme.read_text().replace("1.80×", "1.70×"))
     assert run(*arguments, "--check")[0] == 1
 

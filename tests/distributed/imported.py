@@ -1,4 +1,4 @@
-"""What is imported before processes are forked (``tests/support/forking.py``)."""
+"""What processes of these tests begin with (``tests/support/starting.py``)."""
 
 import gc
 

@@ -18,7 +18,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from flash_clipping import Kernels
 from flash_clipping.trainers.transformers import PrivacyArguments, PrivateTrainer
 
 POSITIONS = 6
@@ -148,11 +147,11 @@ class _CountsReplays(TrainerCallback):
 
 def trained_with(folder: Any, graphs: str, **settings: Any) -> tuple[list[Tensor], int]:
     """Weights after twelve steps with ``cuda_graphs=graphs``, and how many calls were replays."""
-    kernels = Kernels(cuda_graphs=graphs)
+    engine_options = {"cuda_graphs": graphs}
     private = trainer(
         folder,
         bert(),
-        of_privacy={"kernels": kernels},
+        of_privacy={"engine_options": engine_options},
         num_train_epochs=3,
         optim="sgd",
         **settings,
