@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import (
     check_steps,
     mean_squares,
     squares,
 )
+from tests.support.errors import raises
 from tests.support.oracle import assert_close
 
 pytestmark = pytest.mark.without_gate
@@ -90,7 +91,7 @@ def test_bags_end_to_end_are_samples(sizes: tuple[int, ...], last: bool) -> None
 
 def test_bags_end_to_end_several_to_a_sample() -> None:
     model = Ragged(False, per_bag=2).double()
-    with pytest.raises(FlashClippingError, match=r"head \(Linear\).* 2 rows"):
+    with raises("FC201", match=r"head \(Linear\).* 2 rows"):
         mean_squares(
             GradSampleModuleFlashClipping(model)(torch.arange(8), torch.tensor([0, 2, 4, 6]))
         ).backward()

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import check_by_autograd, float64s, mean_squares
+from tests.support.errors import raises
 
 
 class Contrasts(nn.Module):
@@ -46,7 +47,7 @@ def test_a_loss_of_similarities_is_refused(mode: str) -> None:
     model = Contrasts().double()
     flash = GradSampleModuleFlashClipping(model, mode=mode)
     for _ in range(2):
-        with pytest.raises(FlashClippingError, match="output 1: the outputs of a sample change"):
+        with raises("FC210", match="output 1: the outputs of a sample change"):
             flash(*float64s(4, 3))[1].square().sum().backward()
         assert all(param.grad is None for param in model.parameters())
 
@@ -62,7 +63,7 @@ class OwnLoss(Contrasts):
 def test_a_loss_that_the_model_computes_of_similarities_is_refused() -> None:
     torch.manual_seed(0)
     flash = GradSampleModuleFlashClipping(OwnLoss().double())
-    with pytest.raises(FlashClippingError, match="output 2: the outputs of a sample change"):
+    with raises("FC210", match="output 2: the outputs of a sample change"):
         flash(*float64s(4, 3))[0].backward()
 
 
@@ -83,7 +84,7 @@ def test_another_use_of_such_a_parameter_is_refused() -> None:
     batch = float64s(4, 3)
     of_embeddings(flash, batch).backward()
     flash.eval()
-    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
+    with raises("FC202", match="output 0: the outputs of a sample change"):
         of_embeddings(flash, batch).backward()
 
 
@@ -105,7 +106,7 @@ def test_under_activation_checkpointing(output: int) -> None:
     if not output:
         check_by_autograd(Checkpointed(reentrant=False).double(), (x,), of_embeddings)
         return
-    with pytest.raises(FlashClippingError, match="the outputs of a sample change"):
+    with raises("FC210", match="the outputs of a sample change"):
         flash(x)[output].square().sum().backward()
 
 
@@ -123,5 +124,5 @@ class Normalizes(nn.Module):
 def test_what_layers_read_behind_it_is_refused() -> None:
     torch.manual_seed(0)
     flash = GradSampleModuleFlashClipping(Normalizes().double())
-    with pytest.raises(FlashClippingError, match=r"head .* other values for the same samples"):
+    with raises("FC202", match=r"head .* other values for the same samples"):
         flash(*float64s(4, 3))

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.autograd import squares
+from tests.support.errors import raises
 from tests.support.oracle import assert_close
 from tests.support.uses import IDS, D, Holder, attention_layer, exact, make_around, seeded_batch
 from tests.support.wrapping import WRAPPERS
@@ -201,7 +202,7 @@ def test_a_buffer_is_written_of_samples_with_gradients_off() -> None:
 
     model = make_around(lambda: Holder(noting, gain=torch.ones(D)))
     model.middle.register_buffer("seen", torch.zeros(D, dtype=torch.float64))
-    with pytest.raises((NotImplementedError, FlashClippingError), match="middle"):
+    with raises("FC130", (NotImplementedError, FlashClippingError), match="middle"):
         squares(WRAPPERS["wrapped"](model), seeded_batch()).backward()
 
 
@@ -216,7 +217,7 @@ HOOKED: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("name", HOOKED)
 def test_weight_of_a_hook_is_refused(name: str) -> None:
     model = make_around(lambda: Holder(plainly, layer=HOOKED[name](nn.Linear(D, D))))
-    with pytest.raises(NotImplementedError, match=rf"middle\.layer .*hook .*{name}") as error:
+    with raises("FC114", NotImplementedError, match=rf"middle\.layer .*hook .*{name}") as error:
         WRAPPERS["wrapped"](model)
     exec(str(error.value).splitlines()[-1].strip(), {"model": model, "torch": torch})
     squares(WRAPPERS["wrapped"](model), seeded_batch()).backward()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, samples
+from flash_clipping import GradSampleModuleFlashClipping, samples
 from tests.support.autograd import check_by_autograd, float64s, mean_squares, squares
+from tests.support.errors import raises
 from tests.support.wrapping import MODES
 
 pytestmark = pytest.mark.without_gate
@@ -95,7 +96,7 @@ def test_reentrant_checkpoint_inside_of_samples(T: int) -> None:
     """With as many rows as samples nothing else would be noticed."""
     flash = GradSampleModuleFlashClipping(Outside(reentrant=True))
     loss = squares(flash, (torch.randn(3, T, 6),))
-    with pytest.raises(FlashClippingError, match=r"layer \(Linear\).*inside the function"):
+    with raises("FC262", match=r"layer \(Linear\)"):
         loss.backward()
 
 
@@ -273,7 +274,7 @@ def right(x: Tensor) -> Tensor:
 )
 def test_wrong_maps(index: Any, count: Any, words: str) -> None:
     flash = GradSampleModuleFlashClipping(Declared(index, count))
-    with pytest.raises(FlashClippingError, match=words):
+    with raises("FC260", match=words):
         flash(torch.randn(3, 5, 6))
 
 
@@ -287,13 +288,13 @@ def test_layers_without_a_rule() -> None:
             return x * self.scale
 
     flash = GradSampleModuleFlashClipping(Declared(right, layer=Scale()))
-    with pytest.raises(FlashClippingError, match=r"layer \(Scale\).*no rule"):
+    with raises("FC264", match=r"layer \(Scale\)"):
         flash(torch.randn(3, 5, 6))
 
 
 def test_time_first() -> None:
     flash = GradSampleModuleFlashClipping(Declared(right), batch_first=False)
-    with pytest.raises(FlashClippingError):
+    with raises("FC263"):
         mean_squares(flash(torch.randn(5, 3, 6)))
 
 
@@ -301,6 +302,6 @@ def test_compiled() -> None:
     torch._dynamo.reset()
     flash = GradSampleModuleFlashClipping(Declared(right))
     flash.compile(backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="samples"):
+    with raises("FC261", Exception):
         squares(flash, (torch.randn(3, 5, 6),)).backward()
     torch._dynamo.reset()

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import id_batch, squares, truth_by_autograd
+from tests.support.errors import raises, warns
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
@@ -112,13 +113,13 @@ def test_two_views_of_a_sample_that_lie_together_are_exact(kind: str, mode: str)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_two_views_of_a_batch_one_behind_the_other_are_refused(kind: str, mode: str) -> None:
     wrapped = GradSampleModuleFlashClipping(Uneven(kind, "apart"), max_grad_norm=1.0, mode=mode)
-    with pytest.raises(FlashClippingError, match=APART):
+    with raises("FC201", match=APART):
         wrapped(torch.randn(SHAPES[kind])).square().sum().backward()
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_two_views_of_a_batch_run_one_by_one(kind: str) -> None:
-    with pytest.warns(UserWarning, match="samples run through the model one at a time"):
+    with warns("FC180"):
         norms_are_exact(Uneven(kind, "apart"), torch.randn(SHAPES[kind]), "one_by_one")
 
 
@@ -144,7 +145,7 @@ def test_a_tied_table_that_reads_some_samples_is_refused(mode: str) -> None:
             return self.head(self.shared(x[:2]).repeat(2, 1, 1))
 
     wrapped = GradSampleModuleFlashClipping(Tied(), max_grad_norm=1.0, mode=mode)
-    with pytest.raises(FlashClippingError, match=r"shared \(Embedding\): what it reads has 2 rows"):
+    with raises("FC201", match=r"shared \(Embedding\): what it reads has 2 rows"):
         wrapped(torch.randint(7, (4, 5))).square().sum().backward()
 
 

@@ -15,6 +15,7 @@ from flash_clipping.capture.proxies import operation
 from flash_clipping.factors import EmbeddingBagGrad
 from tests.support.autograd import TOLERANCE, check_truth, truth_of_one_forward
 from tests.support.cases import bound_between, check_case, make_case, step_case
+from tests.support.errors import raises
 from tests.support.models import Attention, Case, floats
 from tests.support.oracle import per_sample_truth
 
@@ -85,7 +86,7 @@ def test_declared_windows_are_exact(mode: str) -> None:
 
 def test_wrong_declarations() -> None:
     model, batch = make_case(CASE, torch.float64)
-    with pytest.raises(ValueError, match="no module is named like 'window'"):
+    with raises("FC174", ValueError, match="'window'"):
         GradSampleModuleFlashClipping(model, folded_modules=["window"])
 
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import (
     check_by_autograd,
     check_with_dropout,
     squares,
     truth_by_autograd,
 )
+from tests.support.errors import raises
 from tests.support.oracle import assert_close
 
 pytestmark = pytest.mark.without_gate
@@ -138,7 +139,7 @@ def test_folds_around_attention_are_exact(kind: type[Folded], first: bool, mode:
 def test_frames_before_samples_are_refused(first: bool) -> None:
     model, batch = made(Video, *FRAMES, batch_first=first, frames_first=True)
     flash: Any = GradSampleModuleFlashClipping(model)
-    with pytest.raises(FlashClippingError, match=r"(?s)attention\.0.*a sample's rows lie apart"):
+    with raises("FC201", match=r"(?s)attention\.0.*a sample's rows lie apart"):
         squares(flash, batch).backward()
 
 

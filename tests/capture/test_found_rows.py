@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.gate import Gate
 from flash_clipping.capture.session import ProofState
 from flash_clipping.diagnostics import check
@@ -23,6 +23,7 @@ from tests.support.autograd import (
     squares,
     truth_by_autograd,
 )
+from tests.support.errors import raises
 
 
 class Flat(nn.Module):
@@ -166,7 +167,7 @@ def test_other_batches_after_the_first() -> None:
 
 def refused(model: nn.Module, batch: tuple[Tensor, ...], words: str) -> None:
     flash = GradSampleModuleFlashClipping(model.double())
-    with pytest.raises(FlashClippingError, match=words):
+    with raises("FC201", match=words):
         squares(flash, batch).backward()
     assert all(param.grad is None for param in model.parameters())
 
@@ -197,7 +198,7 @@ def test_another_order_later() -> None:
     squares(flash, float64s(3, 2, 3)).backward()
     model.zero_grad(set_to_none=True)
     flash.eval()
-    with pytest.raises(FlashClippingError, match=r"(?s)(norm|ffn) .*(lie apart)"):
+    with raises("FC201", match=r"(?s)(norm|ffn) .*(lie apart)"):
         squares(flash, float64s(3, 2, 3)).backward()
     assert all(param.grad is None for param in model.parameters())
 
@@ -418,7 +419,7 @@ def test_all_outputs_are_looked_at() -> None:
     *fit, unfit = flash(*float64s(3, 2, 2, 3))
     torch.stack(fit).square().sum().backward()
     *_, unfit = flash(*float64s(3, 2, 2, 3))
-    with pytest.raises(FlashClippingError, match=r"token: .* expected rounding alone"):
+    with raises("FC210", match="token:"):
         unfit.square().sum().backward()
 
 
@@ -464,7 +465,7 @@ def test_declared_rows_that_are_of_other_samples(layer: str) -> None:
     )
     declared = ["embed", "token"] if layer == "token" else ["ffn", "norm"]
     flash = GradSampleModuleFlashClipping(model.double(), folded_modules=declared)
-    with pytest.raises(FlashClippingError, match=rf"{layer}.* rows that are booked to others"):
+    with raises("FC210", match=rf"{layer}.* rows that are booked to others"):
         squares(flash, float64s(*shape)).backward()
 
 
@@ -551,5 +552,5 @@ def test_samples_that_reach_each_other_behind_a_first_batch_of_one(first: int) -
         squares(flash, alike).backward()
     for batch in (float64s(4, 3), float64s(4, 3)) if first == 1 else (alike, float64s(4, 3)):
         flash.zero_grad(set_to_none=True)
-        with pytest.raises(FlashClippingError, match="expected rounding alone|second"):
+        with raises("FC202", match="expected rounding alone|second"):
             squares(flash, batch).backward()

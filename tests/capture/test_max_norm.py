@@ -14,6 +14,7 @@ from flash_clipping import (
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.without_gate
 
@@ -28,7 +29,7 @@ def test_refused_at_wrapping(cls: Any, trainable: bool) -> None:
     layer = cls(5, 4, max_norm=0.1).requires_grad_(trainable)
     model = nn.Sequential(nn.Sequential(layer), nn.Linear(4, 2))
     for wrap in (GradSampleModuleFlashClipping, GradSampleHooksFlashClipping):
-        with pytest.raises(NotImplementedError, match=r"0\.0 .*max_norm=0\.1.*max_norm=None"):
+        with raises("FC103", NotImplementedError, match=r"0\.0 .*max_norm=0\.1.*max_norm=None"):
             wrap(model)
 
 
@@ -40,7 +41,7 @@ def test_refused_when_it_is_set_later(cls: Any, trainable: bool) -> None:
     model = GradSampleModuleFlashClipping(nn.ModuleDict({"e": layer, "h": nn.Linear(4, 2)}))
     model._module.forward = lambda ids: model._module["h"](model._module["e"](ids))
     layer.max_norm = 0.1
-    with pytest.raises((NotImplementedError, FlashClippingError), match=r"max_norm=0\.1"):
+    with raises("FC103", (NotImplementedError, FlashClippingError), match=r"max_norm=0\.1"):
         model(torch.tensor([[1, 2], [3, 4]]))
     assert torch.equal(layer.weight, before)
 
@@ -58,7 +59,7 @@ class Functional(nn.Module):
 @pytest.mark.parametrize("trainable", [True, False])
 def test_functional_use_is_refused(trainable: bool) -> None:
     model = GradSampleModuleFlashClipping(Functional(trainable))
-    with pytest.raises((NotImplementedError, FlashClippingError), match="max_norm"):
+    with raises("FC103", (NotImplementedError, FlashClippingError)):
         model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
     assert torch.equal(model._module.table, torch.ones(5, 4))
 
@@ -77,6 +78,6 @@ class OfAnother(nn.Module):
 
 def test_functional_use_of_another_modules_table_is_refused() -> None:
     model = GradSampleModuleFlashClipping(OfAnother())
-    with pytest.raises(FlashClippingError, match="max_norm"):
+    with raises("FC103"):
         model(torch.tensor([[1, 2], [3, 4]]))
     assert torch.equal(model._module.table.weight, torch.ones(5, 4))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, Offsets
+from flash_clipping import GradSampleModuleFlashClipping, Offsets
 from flash_clipping.layers import (
     HyperConnections,
     MixtureOfExperts,
@@ -18,6 +18,7 @@ from flash_clipping.layers import (
     RoutedExperts,
     TopKRouter,
 )
+from tests.support.errors import raises
 from tests.support.hugging_face import gpt2, llama as small_llama
 from tests.support.mixtures import mixture
 from tests.support.oracle import Truth, assert_close
@@ -260,7 +261,7 @@ def test_attention_across_documents_is_refused() -> None:
     """A causal model whose positions do not begin anew."""
     flash = GradSampleModuleFlashClipping(llama(), sample_of="document", loss_reduction="sum")
     ids, places, numbers = one_row()
-    with pytest.raises(FlashClippingError, match=r"FC277 .*o_proj"):
+    with raises("FC277", match="o_proj"):
         flash(
             input_ids=ids,
             position_ids=torch.arange(ids.shape[1])[None],
@@ -268,7 +269,7 @@ def test_attention_across_documents_is_refused() -> None:
             use_cache=False,
         )
     # The same with a mask, which keeps transformers from looking at positions.
-    with pytest.raises(FlashClippingError, match="FC277"):
+    with raises("FC277"):
         flash(
             input_ids=ids,
             position_ids=places,
@@ -282,12 +283,12 @@ def test_another_kind_of_call_is_looked_at_anew() -> None:
     flash = GradSampleModuleFlashClipping(llama(), sample_of="document", loss_reduction="sum")
     ids, places, numbers = one_row()
     flash(input_ids=ids, position_ids=places, document=numbers, use_cache=False)
-    with pytest.raises(FlashClippingError, match="FC277"):
+    with raises("FC277"):
         flash(input_ids=ids, document=numbers, use_cache=False)
 
 
 def test_positions_that_a_model_makes() -> None:
     flash = GradSampleModuleFlashClipping(gpt2(), sample_of="document", loss_reduction="sum")
     ids, _, numbers = one_row((3, 4), padding=0)
-    with pytest.raises(FlashClippingError, match=r"FC278 .*wpe \(Embedding\).*\n +position_ids"):
+    with raises("FC278", match=r"wpe \(Embedding\).*\n +position_ids"):
         flash(input_ids=ids, document=numbers, use_cache=False)

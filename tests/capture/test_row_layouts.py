@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.row_layouts import Layout
 from tests.support.autograd import check_by_autograd, float64s, squares
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.without_gate
 
@@ -182,7 +183,7 @@ ADVICE = r"(?s)inner\.inner.*a sample's rows together.*mode=\"one_by_one\""
 def test_rows_that_lie_apart_are_refused(kind: str, samples: int) -> None:
     torch.manual_seed(0)
     flash = GradSampleModuleFlashClipping(Around(APART[kind]()).double())
-    with pytest.raises(FlashClippingError, match=ADVICE):
+    with raises("FC201", match=ADVICE):
         squares(flash, float64s(samples, 8, 3)).backward()
     assert all(param.grad is None for param in flash.parameters())
 
@@ -191,7 +192,7 @@ def test_rows_that_lie_apart_and_are_declared_as_parts_are_refused() -> None:
     torch.manual_seed(0)
     model = Around(Windows(nn.Linear(4, 4))).double()
     flash = GradSampleModuleFlashClipping(model, folded_modules=["inner.inner"])
-    with pytest.raises(FlashClippingError, match=r"expected rounding alone"):
+    with raises("FC202", match=r"expected rounding alone"):
         squares(flash, float64s(3, 8, 3)).backward()
 
 
@@ -213,7 +214,7 @@ def test_a_text_with_more_windows_than_the_first(flat: bool) -> None:
         if positions == 4:
             norms_like_the_truth(model, flash, float64s(3, positions, 3))
             continue
-        with pytest.raises(FlashClippingError, match=r"inner\.inner"):
+        with raises("FC201", match=r"inner\.inner"):
             squares(flash, float64s(3, positions, 3)).backward()
 
 
@@ -267,7 +268,7 @@ class TwoAxes(nn.Module):
 def test_one_layer_along_two_axes_is_refused(samples: int) -> None:
     torch.manual_seed(0)
     flash = GradSampleModuleFlashClipping(Around(TwoAxes()).double())
-    with pytest.raises(FlashClippingError, match=r"(?s)ffn.*mode=\"one_by_one\""):
+    with raises("FC201", match=r"(?s)ffn.*mode=\"one_by_one\""):
         squares(flash, float64s(samples, 4, 3)).backward()
 
 
@@ -294,7 +295,7 @@ def test_samples_that_reach_each_other(how: str) -> None:
     torch.manual_seed(0)
     model = Around(Reaches(how)).double()
     flash = GradSampleModuleFlashClipping(model)
-    with pytest.raises(FlashClippingError, match=r"inner|head"):
+    with raises("FC201", match=r"inner|head"):
         squares(flash, float64s(3, 5, 3)).backward()
     assert all(param.grad is None for param in model.parameters())
 
@@ -321,7 +322,7 @@ def test_layouts() -> None:
     assert torch.equal(layout.back(front), x)
     assert layout.only(x, 1, 3).count_nonzero() == 8
     layout.check("layer", torch.zeros(5, 9), 3)
-    with pytest.raises(FlashClippingError, match="layer: found a tensor of shape"):
+    with raises("FC232", match="layer"):
         layout.check("layer", torch.zeros(6, 5), 3)
 
 

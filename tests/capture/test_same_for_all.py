@@ -25,6 +25,7 @@ from tests.support.autograd import (
     squares,
     truth_by_autograd,
 )
+from tests.support.errors import raises, warns
 from tests.support.hugging_face import gpt2
 from tests.support.oracle import assert_close
 
@@ -128,7 +129,7 @@ def test_rows_of_gradients_are_those_of_samples(name: str, shape: tuple[int, int
 def test_what_may_mix_samples_is_refused(name: str, shape: tuple[int, int]) -> None:
     B, T = shape
     z_B = torch.randn(1, 1, T, 3).expand(B, 1, T, 3).double().requires_grad_()
-    with pytest.raises(FlashClippingError, match="the same for all samples"):
+    with raises("FC714"):
         MISUSED[name](same_for_all(z_B, "z"), torch.randn(B, T, 3).double())
 
 
@@ -136,7 +137,7 @@ def test_its_axis_is_no_position() -> None:
     """``[T, 3]`` beside ``[B, 3]``, of one size: row ``b`` is that of sample ``b``."""
     z_B = same_for_all(torch.randn(5, 5, 3).double().requires_grad_(), "z")
     assert z_B.shape == (5, 3)
-    with pytest.raises(FlashClippingError, match="add is called with it"):
+    with raises("FC714", match="add"):
         z_B + torch.randn(5, 3).double()
 
 
@@ -245,9 +246,7 @@ class Using(nn.Module):
 @pytest.mark.parametrize("name", ["sum of rows", "dropout"])
 def test_misuse_is_refused_with_a_name_before_it_is_compiled(name: str, compiler: Any) -> None:
     module = compiler(Using(MISUSED[name]).double())
-    with pytest.raises(
-        FlashClippingError, match=r"embed \(Embedding\): it computes what is the sa"
-    ):
+    with raises("FC710", match=r"embed \(Embedding\): it computes what is the sa"):
         squares(module, float64s(4, 5, 4))
 
 
@@ -255,7 +254,7 @@ def test_a_constant_with_as_many_rows_as_samples_is_none(compiler: Any) -> None:
     """By its shape alone, it could be the samples."""
     use: Function = lambda z, x: x + z[0, 0] * x.new_ones(x.shape[1], 3)  # noqa: E731
     module = compiler(Using(use).double())
-    with pytest.raises(FlashClippingError, match=r"embed \(Embedding\): it was not shown"):
+    with raises("FC710", match=r"embed \(Embedding\): it was not shown"):
         for _ in range(2):
             squares(module, float64s(5, 5, 4)).backward()
 
@@ -291,7 +290,7 @@ def test_tables_of_biases(compiler: Any) -> None:
 
 def test_misuse_between_two_graphs(compiler: Any) -> None:
     plain = Using(MISUSED["rows laid flat"]).double()
-    with pytest.warns(UserWarning, match=r"FC711 .* runs uncompiled, as embed \(Embedding\)"):
+    with warns("FC711", match=r"embed \(Embedding\)"):
         check(compiler(copy.deepcopy(plain), fullgraph=False), plain, float64s(4, 5, 4), steps=2)
 
 
@@ -305,7 +304,7 @@ def test_misuse_that_only_some_lengths_have(compiler: Any) -> None:
     module = compiler(copy.deepcopy(plain))
     for shape in [(4, 5), (3, 4)]:
         check(module, plain, float64s(*shape, 4))
-    with pytest.raises((FlashClippingError, RuntimeError), match="the same for all samples"):
+    with raises("FC710", (FlashClippingError, RuntimeError), match="the same for all samples"):
         squares(module, float64s(3, 7, 4)).backward()
 
 
@@ -325,7 +324,7 @@ def test_own_parameters_inside_of_a_checkpoint(fullgraph: bool, compiler: Any) -
     plain = plain.double()
     module = compiler(copy.deepcopy(plain), fullgraph=fullgraph)
     if fullgraph:
-        with pytest.raises(FlashClippingError, match=r"token \(Token\): it uses its parameters"):
+        with raises("FC710", match=r"token \(Token\): it uses its parameters"):
             squares(module, float64s(4, 5, 4))
     else:
         check(module, plain, float64s(4, 5, 4), steps=2)
@@ -341,7 +340,7 @@ def test_it_does_not_leave_the_region(compiler: Any) -> None:
         return mean_squares(model(*batch)[0])
 
     module = compiler(Returning(SERVED["mean"]).double())
-    with pytest.raises(FlashClippingError, match="the region returns what embed"):
+    with raises("FC710", match="the region returns what embed"):
         loss(module, float64s(4, 5, 4))
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.compiled.regions import Region
 from tests.capture.test_declared_rows import Experts
 from tests.capture.test_packed import check
@@ -30,6 +30,7 @@ from tests.capture.test_wrapped_parents import (
 )
 from tests.support.autograd import check_by_autograd, check_truth, squares, truth_by_autograd
 from tests.support.compiled import Backend, slow
+from tests.support.errors import raises
 from tests.support.packed import Reader, documents
 
 pytestmark = pytest.mark.without_gate
@@ -85,7 +86,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_in_a_row_of_documents(name: str) -> None:
     make, found = REFUSED[name]
-    with pytest.raises(FlashClippingError, match=found):
+    with raises("FC278", match=found):
         check(Reader(make()).double(), [list(enumerate(documents()))])
 
 
@@ -99,7 +100,7 @@ def test_an_embedding_of_documents_in_one_row() -> None:
 
     run("scaled")
     run("normalized_rows")
-    with pytest.raises(FlashClippingError, match=r"table \(SpeltEmbedding\).*once for each sample"):
+    with raises("FC278", match=r"table \(SpeltEmbedding\).*once for each sample"):
         run("by_vmap")
 
 
@@ -109,7 +110,7 @@ def test_an_embedding_of_documents_in_one_row() -> None:
 @pytest.mark.parametrize("make", [BETWEEN["linear"], BETWEEN["falcon"], llama])
 def test_refused_inside_of_samples(make: Make) -> None:
     flash = GradSampleModuleFlashClipping(Experts(make))
-    with pytest.raises(FlashClippingError, match=r"experts\.0 \(.*inside flash_clipping.samples"):
+    with raises("FC264", match=r"experts\.0 \(.*."):
         squares(flash, (torch.randn(3, 5, 6),)).backward()
 
 

@@ -10,8 +10,9 @@ import torch
 from opacus.schedulers import LambdaNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping import FlashPrivacyEngine
 from flash_clipping.randomness import Draw, Purpose
+from tests.support.errors import raises
 from tests.support.private import SLACK, Private, Released, data
 
 ADAPTIVE: dict[str, Any] = {
@@ -113,7 +114,7 @@ def test_a_noise_scheduler_is_followed(released: Released) -> None:
     private.optimizer.noise_multiplier = 8.0  # more than 64 / 10
     private.optimizer.zero_grad()
     private.backward(samples=64)
-    with pytest.raises(FlashClippingError, match=r"expected more than 80 samples"):
+    with raises("FC321", match=r"expected more than 80 samples"):
         private.optimizer.step()
 
 
@@ -133,5 +134,5 @@ def test_any_loss_moves_the_bound() -> None:
 
 
 def test_error_settings() -> None:
-    with pytest.raises(ValueError, match="expected min_clipbound <= max_clipbound"):
+    with raises("FC321", ValueError, match="expected min_clipbound <= max_clipbound"):
         Private(**ADAPTIVE | {"min_clipbound": 2.0, "max_clipbound": 1.0})

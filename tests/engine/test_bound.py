@@ -9,7 +9,7 @@ import pytest
 import torch
 from opacus import schedulers
 
-from flash_clipping import FlashClippingError
+from tests.support.errors import raises
 from tests.support.private import SLACK, Private, Released
 
 PER_LAYER = {"clipping": "per_layer", "max_grad_norm": [0.01, 0.02, 0.03, 0.04]}
@@ -109,10 +109,10 @@ def test_a_step_clips_by_one_bound(skipped: bool) -> None:
         private.optimizer.zero_grad()
     private.wrapper.max_grad_norm = 0.05
     text = r"max_grad_norm=0\.05, but the step .* max_grad_norm=0\.1 so far"
-    with pytest.raises(FlashClippingError, match=text):
+    with raises("FC520", match=text):
         private.backward()
     private.wrapper.clipping, private.wrapper.max_grad_norm = "automatic", 0.1
-    with pytest.raises(FlashClippingError, match="clipping='automatic'"):
+    with raises("FC520", match="clipping='automatic'"):
         private.backward()
     private.wrapper.clipping = "flat"
     private.backward(start=1)  # the step goes on
@@ -122,6 +122,6 @@ def test_a_step_clips_by_one_bound(skipped: bool) -> None:
 def test_a_bound_that_bounds_nothing_is_refused(value: Any) -> None:
     private = Private()
     for holder in (private.wrapper, private.optimizer):
-        with pytest.raises(ValueError, match=r"max_grad_norm: found .* in \(0, inf\)"):
+        with raises("FC302", ValueError, match=r"max_grad_norm: found .* in \(0, inf\)"):
             holder.max_grad_norm = value
     assert private.wrapper.max_grad_norm == private.optimizer.max_grad_norm == 0.1

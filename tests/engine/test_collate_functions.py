@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, default_collate
 
 from flash_clipping.engine.sampling.mixing import warn_of_mixing
+from tests.support.errors import warns
 
 Items = list[tuple[Tensor, Tensor]]
 
@@ -96,7 +97,7 @@ ALONE: dict[str, tuple[Any, Callable[..., Any] | None]] = {
 @pytest.mark.parametrize("name", MIXING)
 def test_a_collate_function_that_mixes_is_warned_of(name: str) -> None:
     dataset, collate = MIXING[name]
-    with pytest.warns(UserWarning, match=f"its collate_fn \\({collate.__name__}\\) gives a sample"):
+    with warns("FC336", match=f"its collate_fn \\({collate.__name__}\\) gives a sample"):
         warn_of_mixing(DataLoader(dataset(), batch_size=2, collate_fn=collate))
 
 

@@ -19,6 +19,7 @@ from flash_clipping.noise import releases
 from flash_clipping.ops.error_bounds import ETA
 from tests.support.draws import drawn
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
+from tests.support.errors import warns
 from tests.support.sums import note_norms, note_sums
 from tests.support.wrapping import MODES
 
@@ -273,7 +274,7 @@ def test_an_earlier_checkpoint_brings_no_epsilon_back(epochs: int) -> None:
     engine.save_checkpoint(**given)
     file.seek(0)
     spent = training.steps(epochs).engine.get_epsilon(1e-5)
-    with pytest.warns(UserWarning, match=rf"FC585 .*found {epochs} steps .* new FlashPri"):
+    with warns("FC585", match=f"found {epochs} steps"):
         engine.load_checkpoint(**given)
     assert engine.get_epsilon(1e-5) == spent
     assert training.steps(1).engine.get_epsilon(1e-5) > spent

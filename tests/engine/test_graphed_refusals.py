@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, GraphedStep
+from flash_clipping import GradSampleModuleFlashClipping, GraphedStep
 from flash_clipping.ops.runtime import tables
 from flash_clipping.ops.runtime.tables import to_device
+from tests.support.errors import raises
 from tests.support.graphs import GraphedTraining, PlayedByHand, batches, small_network
 from tests.support.oracle import assert_close
 
@@ -31,7 +32,7 @@ def test_a_step_that_clears_gradients_is_refused(wrap: bool, set_to_none: bool) 
     x = batches(1)[0]
     graphed(x)
     graphed(x)
-    with pytest.raises(FlashClippingError, match=r"clears gradients.*Call zero_grad\(\) outside"):
+    with raises("FC703", match=r"clears gradients.*Call zero_grad\(\) outside"):
         graphed(x)
 
 
@@ -47,7 +48,7 @@ def test_a_step_that_clears_some_gradients_is_refused() -> None:
     x = batches(1)[0]
     graphed(x)
     graphed(x)
-    with pytest.raises(FlashClippingError, match="clears gradients"):
+    with raises("FC703", match="clears gradients"):
         graphed(x)
 
 
@@ -64,7 +65,7 @@ def test_a_step_that_steps_is_refused() -> None:
     for _ in range(2):
         graphed(x)
         optimizer.zero_grad()
-    with pytest.raises(FlashClippingError, match="changes parameters"):
+    with raises("FC703", match="changes parameters"):
         graphed(x)
 
 
@@ -105,7 +106,7 @@ def test_sparse_gradients_are_refused() -> None:
     for _ in range(3):
         plain.zero_grad()
         step(ids)
-    with pytest.raises(FlashClippingError, match="gives sparse gradients"):
+    with raises("FC703", match="gives sparse gradients"):
         step(ids)
 
 
@@ -131,7 +132,7 @@ def test_a_step_that_draws_on_the_host_is_refused(draw: Callable[[], Any]) -> No
     numpy.random.randn()
     graphed(x)
     graphed(x)
-    with pytest.raises(FlashClippingError, match="draws random numbers on the host"):
+    with raises("FC703", match="draws random numbers on the host"):
         graphed(x)
 
 
@@ -141,13 +142,13 @@ def test_a_step_that_changes_an_argument_is_refused() -> None:
     x, seen = batches(1)[0], torch.zeros(())
     for _ in range(3):
         graphed(x, seen)
-    with pytest.raises(FlashClippingError, match="changes one of its arguments in place"):
+    with raises("FC703", match="changes one of its arguments in place"):
         graphed(x, seen)
 
 
 @pytest.mark.parametrize(("warmup", "graphs"), [(1, 4), (3, -1)])
 def test_numbers_that_make_no_sense(warmup: int, graphs: int) -> None:
-    with pytest.raises(ValueError, match=f"found warmup={warmup} and graphs={graphs}"):
+    with raises("FC702", ValueError, match=f"found warmup={warmup} and graphs={graphs}"):
         GraphedStep(lambda: None, small_network(), warmup=warmup, graphs=graphs)
 
 
@@ -182,5 +183,5 @@ def test_a_step_is_rehearsed_as_it_will_be_captured(
 def test_an_upload_that_no_replay_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    with pytest.raises(FlashClippingError, match="Capture a step with flash_clipping.GraphedStep"):
+    with raises("FC701"):
         to_device([1, 2], torch.device("meta"), torch.int64)

@@ -13,12 +13,12 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from flash_clipping import (
-    FlashClippingError,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
     GraphedStep,
 )
 from flash_clipping._compat import has_lasting_node
+from tests.support.errors import raises, warns
 from tests.support.graphs import (
     GraphedTraining,
     PlayedByHand,
@@ -85,7 +85,7 @@ def test_a_row_of_nobody_is_not_replayed() -> None:
     assert not any(param.grad.any() for param in graphed.model.parameters())
     graphed.model.expect_samples(None)
     graphed.model._session.rows.draws.have_nobody = True  # a loader has given such a row
-    with pytest.raises(FlashClippingError, match="may be that of a batch without samples"):
+    with raises("FC251"):
         graphed.results(x)
 
 
@@ -320,7 +320,7 @@ def test_nothing_is_captured_while_another_loss_is_kept() -> None:
     for x in batches(6):
         assert_same_tensors(graphed.results(x), eager.results(x))
     assert graphed.step.replays == 0
-    with pytest.warns(UserWarning, match="32 steps ran as they are that could have been") as said:
+    with warns("FC706", match="32") as said:
         for x in batches(40):
             graphed.results(x)
     assert len(said) == 1
@@ -346,9 +346,9 @@ def test_a_sample_that_is_not_finite() -> None:
     graphed, eager = warmed()
     x = batches(1)[0].clone()
     x[2, 1] = torch.inf
-    with pytest.warns(UserWarning, match="not finite"):
+    with warns("FC555"):
         found = graphed.results(x)
-    with pytest.warns(UserWarning, match="not finite"):
+    with warns("FC555"):
         expected = eager.results(x)
     assert graphed.step.replays == 2
     for a, b in zip(found[1:], expected[1:], strict=True):
@@ -412,13 +412,15 @@ def test_arguments_and_results_of_other_types() -> None:
     class Batch:
         pass
 
-    with pytest.raises(TypeError, match=r"found Batch in the step's arguments.*Pass dict\(batch\)"):
+    with raises(
+        "FC702", TypeError, match=r"found Batch in the step's arguments.*Pass dict\(batch\)"
+    ):
         training.step([Batch()])
     odd = GraphedStep(lambda x: Batch(), training.model)
-    with pytest.raises(TypeError, match="found Batch in the step's results.*Return the loss"):
+    with raises("FC702", TypeError, match="found Batch in the step's results.*Return the loss"):
         odd(batches(1)[0])
     counting = GraphedStep(lambda x: 1.0, training.model)
-    with pytest.raises(TypeError, match="found float in the step's results"):
+    with raises("FC702", TypeError, match="found float in the step's results"):
         counting(batches(1)[0])
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flash_clipping import (
-    FlashClippingError,
     FlashLoss,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
 from flash_clipping.engine.optimizer import FlashDPOptimizer
+from tests.support.errors import raises
 from tests.support.hugging_face import gpt2
 from tests.support.oracle import assert_close, per_sample_truth
 
@@ -306,7 +306,7 @@ def test_the_criterion_takes_an_output_of_transformers(reduction: str, named: bo
     given = {"target": labels} if named else {}
     criterion(wrapped(tokens), *(() if named else (labels,)), **given).backward()
     assert_close(wrapped.get_norm_sample(), truth.norms, 1e-9)
-    with pytest.raises(TypeError, match=r"found CausalLMOutput.*expected logits"):
+    with raises("FC303", TypeError, match=r"found CausalLMOutput.*expected logits"):
         criterion(type(wrapped(tokens))(), labels)
 
 
@@ -338,5 +338,5 @@ def test_targets_by_name_are_counted() -> None:
 def test_a_layer_set_on_the_wrapper_is_refused() -> None:
     wrapped = GradSampleModuleFlashClipping(Scaled())
     wrapped.linear = nn.Linear(3, 2)
-    with pytest.raises(FlashClippingError, match="came after the model was wrapped"):
+    with raises("FC170"):
         wrapped(torch.ones(2, 3))

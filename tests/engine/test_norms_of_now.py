@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
+from tests.support.errors import raises
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
@@ -20,7 +21,7 @@ def test_norms_of_an_earlier_batch(mode: str) -> None:
     assert torch.equal(model.get_norm_sample(), first)
     loss = model(torch.randn(6, 3)).sum()
     for ask in (model.get_norm_sample, model.get_clipping_coef):
-        with pytest.raises(FlashClippingError, match="of the last forward yet"):
+        with raises("FC525", match="last forward yet"):
             ask()
     loss.backward()
     assert len(model.get_norm_sample()) == len(model.get_clipping_coef()) == 6
@@ -31,5 +32,5 @@ def test_a_backward_that_is_for_inputs_only_leaves_no_norms() -> None:
     model(torch.randn(4, 3)).sum().backward()
     x = torch.randn(6, 3, requires_grad=True)
     torch.autograd.grad(model(x).sum(), x)
-    with pytest.raises(FlashClippingError, match="of the last forward yet"):
+    with raises("FC525", match="last forward yet"):
         model.get_norm_sample()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
+from tests.support.errors import warns
 
 WARNING = "is a result of an earlier call"
 
@@ -105,7 +106,7 @@ def test_a_state_that_is_all_that_is_returned_is_warned_of_too() -> None:
     h = torch.zeros(3, 4)
     h = model(torch.randn(3, 4), h)
     backward(model, h)
-    with pytest.warns(UserWarning, match=WARNING):
+    with warns("FC515", match=WARNING):
         model(torch.randn(3, 4), h.detach())
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import flash_clipping
 from flash_clipping import FlashClippingError, FlashDPOptimizer
 from flash_clipping.engine.grad_ledger import GradLedger
+from tests.support.errors import raises
 from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
 
@@ -36,7 +37,7 @@ def test_two_optimizers_on_one_model(wrap_model: bool) -> None:
         max_grad_norm=1.0,
         expected_batch_size=4,
     )
-    with pytest.raises(ValueError, match="has a private optimizer already"):
+    with raises("FC530", ValueError):
         another.follow(first.wrapper)
     assert first.wrapper.max_grad_norm == 0.1
     first.wrapper.cleanup()
@@ -60,7 +61,7 @@ def test_private_again_with_the_same_optimizer(released: Released) -> None:
     x, y = (part[:1] for part in data().tensors)
     optimizer.zero_grad()
     criterion(model(x), y).backward()
-    with pytest.raises(ValueError, match="was replaced"):
+    with raises("FC531", ValueError):
         private.optimizer.step()
     optimizer.step()
     assert released.releases[-1][1] == pytest.approx(0.02) and released.ratio() <= SLACK
@@ -80,7 +81,7 @@ def test_copies_of_a_wrapped_model_have_no_optimizer(copied: Callable[[Any], Any
     for p, q in zip(private.wrapper.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
     twin._module.head = nn.Linear(8, 3)
-    with pytest.raises(FlashClippingError, match="head"):
+    with raises("FC170", match="head"):
         twin(x)
     private.wrapper(x)
 
@@ -121,7 +122,7 @@ def test_an_optimizer_that_lacks_parameters_is_refused(wrap_model: bool) -> None
     model = TwoLayers()
     optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"without 2 of the module's .*head\.weight") as error:
+        with raises("FC535", ValueError, match=r"without 2.*head\.weight") as error:
             Private(model, optimizer=optimizer, wrap_model=wrap_model)
     lines = [line for line in str(error.value).split("\n") if line.startswith("    ")]
     frozen = copy.deepcopy(model)
@@ -151,9 +152,9 @@ def test_parameters_unfrozen_later_are_the_optimizer_s_too(wrap_model: bool) -> 
     private.optimizer.zero_grad()
     private.backward()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"without 2 of .*body\.0\.weight") as error:
+    with raises("FC535", ValueError, match=r"without 2 of .*body\.0\.weight") as error:
         private.optimizer.step()
-    with pytest.raises(FlashClippingError, match="found a step of AdamW itself"):
+    with raises("FC539", match="AdamW itself"):
         torch.optim.AdamW(model.body.parameters()).step()
     lines = [line for line in str(error.value).split("\n") if line.startswith("    ")]
     exec(lines[0].strip(), {"model": private.model, "optimizer": private.optimizer})
@@ -163,7 +164,7 @@ def test_parameters_unfrozen_later_are_the_optimizer_s_too(wrap_model: bool) -> 
 
 def test_sparse_adam_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
-    with pytest.raises(ValueError, match="found SparseAdam.*Use Adam"):
+    with raises("FC534", ValueError):
         Private(model, optimizer=torch.optim.SparseAdam(model.parameters()))
 
 
@@ -183,7 +184,7 @@ def test_a_new_optimizer_of_private_parameters_is_refused(wrap_model: bool) -> N
     private.backward(4)
     of_other.step()
     for new in (of_all, of_head):
-        with pytest.raises(FlashClippingError, match=f"a step of {type(new).__name__} itself"):
+        with raises("FC539", match=f"a step of {type(new).__name__} itself"):
             new.step()
     lbfgs = torch.optim.LBFGS(model.parameters())
 
@@ -195,7 +196,7 @@ def test_a_new_optimizer_of_private_parameters_is_refused(wrap_model: bool) -> N
     private.optimizer.zero_grad()
     of_all.step()  # nothing is there
     for arguments in ((closure,), ()):
-        with pytest.raises(FlashClippingError, match="found a step of LBFGS itself"):
+        with raises("FC539", match="LBFGS itself"):
             lbfgs.step(*arguments, **({} if arguments else {"closure": closure}))
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -231,7 +232,7 @@ def test_a_step_of_the_plain_optimizer_is_refused(wrap_model: bool, optimizer: A
     before = copy.deepcopy(model.state_dict())
     private.backward(4)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # changed sums are no less of samples
-    with pytest.raises(FlashClippingError, match=f"found a step of {optimizer.__name__} itself"):
+    with raises("FC539", match=f"found a step of {optimizer.__name__} itself"):
         plain.step()
     private.optimizer.zero_grad()
 
@@ -240,7 +241,7 @@ def test_a_step_of_the_plain_optimizer_is_refused(wrap_model: bool, optimizer: A
         return 1.0
 
     for arguments in ({"closure": closure}, {}):
-        with pytest.raises(FlashClippingError, match="found a step of"):
+        with raises("FC539"):
             plain.step(*([] if arguments else [closure]), **arguments)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -278,7 +279,7 @@ def test_the_plain_optimizer_is_refused_whatever_was_done_to_it() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     private.backward(4)
     scaler.scale(torch.ones(()))
-    with pytest.raises(FlashClippingError, match="found a step of AdamW itself"):
+    with raises("FC539", match="AdamW itself"):
         scaler.step(plain)
 
 
@@ -290,7 +291,7 @@ def test_the_plain_optimizer_is_refused_where_nobody_holds_the_private_one() -> 
     del private.optimizer, private.criterion
     gc.collect()
     assert private.wrapper.running_step.follower is None
-    with pytest.raises(FlashClippingError, match="found a step of SGD itself"):
+    with raises("FC539", match="SGD itself"):
         plain.step()
 
 
@@ -350,7 +351,7 @@ def test_a_compiled_step_of_the_plain_optimizer_is_refused(when: str) -> None:
     for _ in range(2):
         private.step(4)
         private.backward(4)
-        with pytest.raises(FlashClippingError, match="found a step of SGD itself"):
+        with raises("FC539", match="SGD itself"):
             compiled()
 
 

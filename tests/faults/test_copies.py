@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import (
-    FlashClippingError,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
+from tests.support.errors import raises
 from tests.support.faults import (
     NetOfEveryRule,
     Trainer,
@@ -62,7 +62,7 @@ def test_copy_of_a_wrapped_model(
     assert trainer.module.hooks_enabled
     # The copy refuses a gradient that goes past its taps, as the original does.
     twin.enable_hooks()
-    with pytest.raises(FlashClippingError, match="from outside the module that owns it"):
+    with raises("FC142"):
         (twin(ids, signal).sum() + twin._module.head.weight.square().sum()).backward()
 
 
@@ -124,7 +124,7 @@ def test_disabled_hooks_leave_an_ordinary_model(mode: str) -> None:
         plain_gradients(trainer.module), plain_gradients(NetOfEveryRule()), strict=True
     ):
         torch.testing.assert_close(found, expected)
-    with pytest.raises(FlashClippingError, match="no per-sample norms yet"):
+    with raises("FC525", match="yet"):
         trainer.module.get_norm_sample()
     trainer.module.enable_hooks()
     trainer.step(batch())

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import flash_clipping
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture import refused_forwards
 from flash_clipping.finish.backward_pass import BackwardPass
+from tests.support.errors import raises
 from tests.support.faults import (
     VARIANTS,
     Trainer,
@@ -73,7 +73,7 @@ def test_a_backward_that_is_captured_as_a_graph(mode: str, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(refused_forwards, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(flash_clipping.FlashClippingError, match="captured as a CUDA graph"):
+        with raises("FC701"):
             trainer.step(batch())
     trainer = Trainer(mode=mode)
     trainer.step(batch())
@@ -112,7 +112,7 @@ class SometimesFolded(nn.Module):
 def test_refusal_that_is_remembered() -> None:
     module = GradSampleModuleFlashClipping(SometimesFolded())
     module._module.folded = True
-    with pytest.raises(FlashClippingError, match=r"first \(Linear\)") as remembered:
+    with raises("FC201", match=r"first \(Linear\)") as remembered:
         module(torch.randn(3, 2, 4)).flatten(1).sum(1).mean().backward()
     module._module.folded = False
     module(torch.randn(3, 2, 4)).flatten(1).sum(1).mean().backward()

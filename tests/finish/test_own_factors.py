@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import (
-    FlashClippingError,
     GradSampleModuleFlashClipping,
     factors,
 )
 from flash_clipping.rules import registry
 from flash_clipping.rules.linear import LinearRule
+from tests.support.errors import raises
 from tests.support.factors import Own
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
@@ -36,7 +36,7 @@ def test_a_factor_of_a_users_own_is_asked_for_its_norms() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_RULES", {**registry._RULES, nn.Linear: OwnRule()})
         flash = GradSampleModuleFlashClipping(model, loss_reduction="sum")
-        with pytest.raises(FlashClippingError, match="expected rounding alone"):  # as it should be
+        with raises("FC210"):  # as it should be
             flash(x).square().sum().backward()
         patch.setattr("flash_clipping.capture.proof.gate.Gate.examine", lambda *_: None)
         flash = GradSampleModuleFlashClipping(flash.to_standard_module(), loss_reduction="sum")
@@ -58,7 +58,7 @@ def test_a_factor_with_another_number_of_samples_is_refused(mode: str) -> None:
         patch.setattr(registry, "_RULES", {**registry._RULES, nn.Linear: Halved()})
         patch.setattr("flash_clipping.capture.proof.gate.Gate.examine", lambda *_: None)
         flash = GradSampleModuleFlashClipping(nn.Linear(4, 3), mode=mode)
-        with pytest.raises(FlashClippingError, match="found 3 samples .* with a batch of 6"):
+        with raises("FC201", match="found 3 samples .* with a batch of 6"):
             flash(torch.randn(6, 4)).square().mean().backward()
 
 
@@ -77,5 +77,5 @@ def test_a_factor_with_another_number_of_samples_is_refused(mode: str) -> None:
 )
 def test_nobody_derives_from_the_librarys_own(name: str) -> None:
     """Steps handle these many at a time, and would pass an heir's norms by."""
-    with pytest.raises(TypeError, match=f"Heir is derived from {name}, which is final"):
+    with raises("FC165", TypeError, match=f"Heir is derived from {name}, which is final"):
         type("Heir", (getattr(factors, name),), {})

@@ -21,6 +21,7 @@ from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.rules import registry
 from flash_clipping.rules.registry import Rule
+from tests.support.errors import warns
 from tests.support.factors import Own
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 from tests.support.sums import norm_of
@@ -346,7 +347,7 @@ def test_a_kernel_that_fails_between_steps_leaves_norms_in_order(
         raise RuntimeError("no more kernels today")
 
     monkeypatch.setattr(kernels, "gram_blocks", fails)
-    with pytest.warns(backend.TritonFallbackWarning, match="no more kernels today"):
+    with warns("FC720", backend.TritonFallbackWarning, match="no more kernels today"):
         check_step(wrapped, draw(3, 4, 2))
     check_step(wrapped, draw(3, 4, 3))
 

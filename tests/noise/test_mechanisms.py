@@ -15,6 +15,7 @@ from flash_clipping.noise.mechanisms import (
     IndependentNoise,
     NoiseMechanism,
 )
+from tests.support.errors import raises
 from tests.support.pages import ROOT
 
 OPTIMISED = BandedNoise.optimised(4, 40)
@@ -84,18 +85,18 @@ def test_a_share_of_the_last_step_is_the_inverse_of_its_matrix() -> None:
 
 @pytest.mark.parametrize("make", [lambda: BandedNoise(1), lambda: BandedNoise(True)])
 def test_too_few_diagonals(make: object) -> None:
-    with pytest.raises(ValueError, match="2 or more"):
+    with raises("FC318", ValueError, match="2 or more"):
         make()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("share", [0.0, 1.1, -0.1, float("nan")])
 def test_shares_outside(share: float) -> None:
-    with pytest.raises(ValueError, match="none negative and not all 0"):
+    with raises("FC318", ValueError, match="none negative and not all 0"):
         BandedInverseNoise(2, (share,))
 
 
 def test_separations_outside() -> None:
-    with pytest.raises(ValueError, match="separation"):
+    with raises("FC318", ValueError, match="separation"):
         BandedInverseNoise(2).sensitivity(4, 0)
 
 
@@ -206,7 +207,7 @@ def test_optimised_buffers(steps: int, separation: int | None) -> None:
     + [(3, (0.1, 0.9)), (2, (float("nan"),)), (2, (float("inf"),))],
 )
 def test_inverses_without_a_known_sensitivity(count: int, shares: tuple[float, ...] | None) -> None:
-    with pytest.raises(ValueError, match="2 or more|sensitivities are not known"):
+    with raises("FC318", ValueError, match="2 or more|sensitivities are not known"):
         BandedInverseNoise(count, shares)
 
 
@@ -218,7 +219,7 @@ def test_inverses_without_a_known_sensitivity(count: int, shares: tuple[float, .
 def test_buffers_without_a_known_sensitivity(
     weights: tuple[float, ...], decays: tuple[float, ...]
 ) -> None:
-    with pytest.raises(ValueError, match="sensitivities are not known"):
+    with raises("FC318", ValueError, match="sensitivities are not known"):
         BufferedNoise(weights, decays)
 
 
@@ -226,17 +227,17 @@ def test_buffers_without_a_known_sensitivity(
     "weights", [(1.0,), (0.9, 0.5), (1.0, -0.1), (1.0, 1.1), (1.0, float("nan"))]
 )
 def test_weights_without_a_known_sensitivity(weights: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="sensitivities are not known"):
+    with raises("FC318", ValueError, match="sensitivities are not known"):
         BandedNoise(2, weights=weights)
 
 
 def test_fewer_steps_than_diagonals_and_other_memories() -> None:
     for cls in (BandedNoise, BandedInverseNoise, BufferedNoise):
-        with pytest.raises(ValueError, match="as many steps"):
+        with raises("FC318", ValueError, match="as many steps"):
             cls.optimised(4, 3)
-    with pytest.raises(ValueError, match="1 or more"):
+    with raises("FC318", ValueError, match="1 or more"):
         BufferedNoise.optimised(0, 3)
-    with pytest.raises(ValueError, match="drawn_again"):
+    with raises("FC301", ValueError, match="drawn_again"):
         BandedNoise(2, "kept")  # type: ignore[arg-type]
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError
 from flash_clipping.one_by_one.mode import OneByOne
+from tests.support.errors import raises, warns
 from tests.support.one_sample import Loop, assert_clipped, one_at_a_time, seeded, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:mode=.one_by_one.")
@@ -598,7 +599,7 @@ def test_a_sample_that_is_not_finite_adds_nothing() -> None:
     x = X.float().clone()
     x[1] = torch.inf
     wrapped = wrap(model)
-    with pytest.warns(UserWarning, match="not finite"):
+    with warns("FC555"):
         wrapped(x).square().sum().backward()
     coef = wrapped.get_clipping_coef()
     assert coef[1] == 0 and (coef[[0, 2, 3, 4]] > 0).all()
@@ -629,7 +630,7 @@ def test_a_second_backward_is_refused() -> None:
     loss = wrapped(X.float()).square().sum()
     loss.backward(retain_graph=True)
     before = [p.grad.clone() for p in wrapped.parameters()]
-    with pytest.raises(FlashClippingError, match="came a second time"):
+    with raises("FC184"):
         loss.backward()
     for param, grad in zip(wrapped.parameters(), before, strict=True):
         assert torch.equal(param.grad, grad)
@@ -638,7 +639,7 @@ def test_a_second_backward_is_refused() -> None:
 def test_calls_of_several_batches_in_one_backward_are_refused() -> None:
     wrapped = wrap(mlp())
     loss = wrapped(X.float()).sum() + wrapped(X[:3].float()).sum()
-    with pytest.raises(FlashClippingError, match="through calls of 3 and 5 samples"):
+    with raises("FC183", match="3 and 5 samples"):
         loss.backward()
 
 
@@ -648,14 +649,14 @@ def test_input_gradients_alone_leave_nothing() -> None:
     out = wrapped(x)
     (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
     assert grad.shape == x.shape and all(p.grad is None for p in wrapped.parameters())
-    with pytest.raises(FlashClippingError, match=r"autograd\.grad was asked"):
+    with raises("FC411"):
         torch.autograd.grad(out.sum(), [*wrapped.parameters()])
 
 
 def test_a_parameter_past_the_samples_is_refused() -> None:
     wrapped = wrap(mlp())
     loss = wrapped(X.float()).square().sum() + wrapped.get_parameter("0.weight").square().sum()
-    with pytest.raises(FlashClippingError, match="0.weight: .*received a gradient"):
+    with raises("FC142", match="0.weight:"):
         loss.backward()
 
 
@@ -706,12 +707,12 @@ def test_arguments_that_may_be_of_all_samples_are_refused(wrong: str) -> None:
 
     wrapped = wrap(Two().double())
     if wrong == "rows of all":
-        with pytest.raises(FlashClippingError, match=r"other: found a tensor of shape \[12, 3\]"):
+        with raises("FC181", match=r"other.*\[12, 3\]"):
             wrapped(X, other=torch.zeros(12, 3))
         wrapped(X, other=torch.zeros(1, 3)).sum().backward()
         return
     both = [torch.zeros(B, 2)] * B
-    with pytest.raises(FlashClippingError, match="other: found a list of 5 tensors with 5 rows"):
+    with raises("FC182", match="other.*5.*5 rows"):
         wrapped(X, other=both)
     wrapped(X[:3], other=[torch.zeros(B, 2)] * 3).sum().backward()
     wrapped.zero_grad(set_to_none=True)
@@ -760,7 +761,7 @@ class Returns(nn.Module):
 )
 def test_parameters_among_outputs_are_refused(what: Any) -> None:
     wrapped = wrap(Returns(what).double())
-    with pytest.raises(FlashClippingError, match=r"parameter\.expand\(len\(x\)"):
+    with raises("FC418"):
         wrapped(X)
 
 
@@ -799,7 +800,7 @@ def test_one_row_that_may_hold_all_samples_is_refused() -> None:
 
     wrapped = wrap(Started().double())
     x = X[:, None].expand(-1, 3, -1)
-    with pytest.raises(FlashClippingError, match=r"argument 1: .*\[1, 5, 4\] .*along axis 1"):
+    with raises("FC181", match=r"argument 1: .*\[1, 5, 4\] .*1"):
         wrapped(x, torch.zeros(1, B, 4).double())
     wrapped(x, torch.zeros(1, 1, 4).double()).sum().backward()
     assert wrapped.get_norm_sample().shape == (B,)
@@ -807,7 +808,7 @@ def test_one_row_that_may_hold_all_samples_is_refused() -> None:
 
 def test_numbers_in_a_tuple_are_refused_unless_their_kind_is_known() -> None:
     wrapped = wrap(Weighed().double())
-    with pytest.raises(FlashClippingError, match="argument 1: found a tuple of 5 numbers"):
+    with raises("FC182", match="argument 1.*5 numbers"):
         wrapped(X, tuple(LENGTHS))
 
     class Sized(Weighed):
@@ -830,7 +831,7 @@ def test_a_cache_of_what_was_computed_from_parameters_is_refused() -> None:
             return x @ self.mixed()
 
     wrapped = wrap(Cached())
-    with pytest.raises(FlashClippingError, match="read what another run had computed"):
+    with raises("FC185"):
         wrapped(X.float())
 
 
@@ -905,7 +906,7 @@ def test_a_padded_row_counts_for_nothing_and_rows_of_a_unit_run_together() -> No
 def test_a_sample_is_not_read_by_others_through_what_the_loader_gives() -> None:
     wrapped = wrap(mlp(2))
     wrapped.expect_samples(7)
-    with pytest.raises(FlashClippingError, match="the loader drew 7 samples") as error:
+    with raises("FC240", match="7 samples") as error:
         wrapped(X.float())
     assert "one_by_one" not in str(error.value)
 
@@ -923,7 +924,7 @@ def test_a_list_of_images_says_how_many_they_are(entries: int) -> None:
             return self.head(torch.stack([image.mean((1, 2)) for image in images]))
 
     wrapped, images = wrap(Sees()), [torch.randn(3, 4, 4) for _ in range(entries)]
-    with pytest.raises(FlashClippingError, match=f"{entries} samples or 3") as error:
+    with raises("FC182", match=f"{entries} samples or 3") as error:
         wrapped(images)
     exec(str(error.value).splitlines()[1].strip(), {"model": wrapped})
     wrapped(images).square().sum().backward()
@@ -957,7 +958,7 @@ def test_what_is_compiled_runs_as_it_is() -> None:
     wrapped = wrap(model)
     plain_loss(wrapped, range(B)).backward()
     torch.testing.assert_close(wrapped.get_norm_sample(), norms)
-    with pytest.raises(NotImplementedError, match="nothing is compiled or replayed"):
+    with raises("FC188", NotImplementedError):
         wrapped.compile()
 
 
@@ -981,7 +982,7 @@ def test_a_frozen_model_runs() -> None:
 
 
 def test_statistics_of_samples_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="1 .BatchNorm1d.: it keeps running statistics"):
+    with raises("FC104", NotImplementedError, match="1 .BatchNorm1d."):
         wrap(nn.Sequential(nn.Linear(D, 4), nn.BatchNorm1d(4)))
     model = nn.Sequential(nn.Linear(D, 4), nn.BatchNorm1d(4)).eval()
     wrap(model)(X.float()).sum().backward()

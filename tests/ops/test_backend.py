@@ -15,6 +15,7 @@ from flash_clipping.diagnostics import environment
 from flash_clipping.ops.rows import row_scale
 from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.backend import TritonFallbackWarning, resolve
+from tests.support.errors import raises, warns
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def test_float64_is_always_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="the tensor is on cpu. Use 'auto' or 'torch'"):
+    with raises("FC721", ValueError, match="cpu."):
         resolve("triton", torch.ones(1))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert resolve("triton", torch.ones(1)) == "triton"
@@ -48,12 +49,14 @@ def test_environment_overrides_auto_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert resolve("auto", torch.ones(1)) == "triton"
     assert resolve("torch", torch.ones(1)) == "torch"
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "cuda")
-    with pytest.raises(ValueError, match="FLASH_CLIPPING_BACKEND is 'cuda'; expected one of auto"):
+    with raises(
+        "FC301", ValueError, match="FLASH_CLIPPING_BACKEND is 'cuda'; expected one of auto"
+    ):
         resolve("auto", torch.ones(1))
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="backend is 'cuda'"):
+    with raises("FC301", ValueError, match="backend is 'cuda'"):
         resolve("cuda", torch.ones(1))
 
 
@@ -62,9 +65,7 @@ def test_missing_triton_falls_back_with_one_warning(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(backend, "_import_error", lambda: "ImportError: No module named 'triton'")
     assert not backend.is_triton_available()
     x, coef = torch.randn(2, 3), torch.tensor([0.5, 2.0])
-    with pytest.warns(
-        TritonFallbackWarning, match="row_scale falls back.*No module named 'triton'"
-    ):
+    with warns("FC720", TritonFallbackWarning, match="row_scale.*No module named 'triton'"):
         scaled = row_scale(x, coef, backend="triton")
     assert torch.equal(scaled, x * coef.unsqueeze(1))
     with warnings.catch_warnings():
@@ -81,7 +82,7 @@ def test_a_kernel_that_fails_falls_back(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr(kernels, "row_scale", broken)
-    with pytest.warns(TritonFallbackWarning, match="PassManager"):
+    with warns("FC720", TritonFallbackWarning, match="PassManager"):
         row_scale(torch.randn(2, 3), torch.ones(2), backend="triton")
 
 
@@ -161,7 +162,7 @@ def test_the_environment_is_read_once_in_a_backward_pass(monkeypatch: pytest.Mon
         resolved.clear()
     # Outside of one, at every call.
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "nonsense")
-    with pytest.raises(ValueError, match="nonsense"):
+    with raises("FC301", ValueError, match="nonsense"):
         row_scale(x.detach()[:, None], torch.ones(3))
 
 
@@ -249,6 +250,6 @@ def test_one_line_says_that_kernels_are_compiled(
 def test_a_kernel_that_nobody_can_ask_for_falls_back(kernel: Compiles) -> None:
     del kernel.mode  # an error of Python's where the kernel is asked for
     x, coef = torch.randn(2, 3), torch.tensor([0.5, 2.0])
-    with backend.compiled_side_by_side(), pytest.warns(TritonFallbackWarning, match="mode"):
+    with backend.compiled_side_by_side(), warns("FC720", TritonFallbackWarning, match="mode"):
         assert torch.equal(row_scale(x, coef), x * coef.unsqueeze(1))
     assert backend.compilation is None

@@ -25,6 +25,7 @@ from tests.ops.cases import (
     relative_error,
     worst_relative_error,
 )
+from tests.support.errors import raises
 
 # What it is, input channels and sides, output channels, and how channels lie in x and in G.
 PLAIN, LAST = False, True
@@ -317,13 +318,13 @@ def test_long_sums_are_not_truncated(dtype: torch.dtype) -> None:
 def test_operands_that_do_not_fit_are_refused() -> None:
     of = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 2)
     x = torch.randn(2, 4, 5, 5)
-    with pytest.raises(ValueError, match=r"expected \[B, O, 5, 5\]"):
+    with raises("FC303", ValueError, match=r"expected \[B, O, 5, 5\]"):
         convolution_sqnorms(x, torch.randn(2, 4, 4, 5), of)
-    with pytest.raises(ValueError, match="multiple of 2 groups"):
+    with raises("FC302", ValueError, match="multiple of 2 groups"):
         convolution_sqnorms(x, torch.randn(2, 3, 5, 5), of)
-    with pytest.raises(ValueError, match="2 more axes"):
+    with raises("FC303", ValueError, match="2 more axes"):
         convolution_grads(x[0], torch.randn(2, 4, 5, 5), of)
-    with pytest.raises(ValueError, match="one coefficient"):
+    with raises("FC303", ValueError, match="one coefficient"):
         convolution_sum(x, torch.randn(2, 4, 5, 5), torch.ones(3), of)
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from flash_clipping.ops.rows import finite_rows
 from tests.ops.cases import Case, every_case
+from tests.support.errors import raises
 
 INF, NAN = float("inf"), float("nan")
 
@@ -67,5 +68,5 @@ def test_without_elements(shape: tuple[int, ...]) -> None:
     ],
 )
 def test_refused(lost_N: Tensor, x: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with raises("FC303", ValueError, match=message):
         finite_rows(x, lost_N, in_place=True)

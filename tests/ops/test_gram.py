@@ -21,6 +21,7 @@ from tests.ops.cases import (
     sizes_of_products,
     worst_relative_error,
 )
+from tests.support.errors import raises
 
 SHAPES = [
     (3, 17, 24, (40,)),  # no multiple of any tile
@@ -400,7 +401,7 @@ def test_no_temporary_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_unequal_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"A has shape \(2, 3, 4\) and G has shape \(2, 5, 4\)"):
+    with raises("FC303", ValueError, match=r"A has shape \(2, 3, 4\) and G has shape \(2, 5, 4\)"):
         gram_sqnorms(torch.randn(2, 3, 4), [torch.randn(2, 5, 4)])
 
 

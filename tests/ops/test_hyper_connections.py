@@ -16,6 +16,7 @@ from flash_clipping.layers.ops.hyper_connections import (
 from flash_clipping.layers.ops.stream_mix import stream_mix, stream_mix_backward
 from flash_clipping.ops.runtime.backend import is_interpreting, is_triton_available
 from tests.ops.cases import Case, every_case, relative_error
+from tests.support.errors import raises
 from tests.support.hyper_connections import NAMES, Params, mix, params_of, sections, truth
 
 # Two, four and eight streams; rooms that are not full; more positions and features than a block.
@@ -318,16 +319,16 @@ def test_nothing(case: Case) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     x, params = torch.randn(2, 3, 4, 8), params_of(4, 8)
-    with pytest.raises(ValueError, match=r"x has shape \(2, 3, 9, 8\).* 2 to 8 streams"):
+    with raises("FC303", ValueError, match=r"x has shape \(2, 3, 9, 8\).* 2 to 8 streams"):
         hyper_connections(torch.randn(2, 3, 9, 8), *params)
-    with pytest.raises(
-        ValueError, match=r"phi has shape \(24, 32\).* expected \[m, K\] = \(24, 40\)"
+    with raises(
+        "FC303", ValueError, match=r"phi has shape \(24, 32\).* expected \[m, K\] = \(24, 40\)"
     ):
         hyper_connections(torch.randn(2, 3, 4, 10), *params)
-    with pytest.raises(ValueError, match="at least one iteration"):
+    with raises("FC302", ValueError, match="at least one iteration"):
         hyper_connections(x, *params, Settings(iterations=0))
-    with pytest.raises(ValueError, match="above 0"):
+    with raises("FC302", ValueError, match="above 0"):
         hyper_connections(x, *params, Settings(hc_eps=0.0))
     *inputs, _ = mix_inputs(Case("torch", "cpu", torch.float32), (2, 3, 4, 8))
-    with pytest.raises(ValueError, match=r"y has shape .*expected \[B, S, D\] = \(2, 3, 8\)"):
+    with raises("FC303", ValueError, match=r"y has shape .*expected \[B, S, D\] = \(2, 3, 8\)"):
         stream_mix(inputs[0], inputs[1][:1], *inputs[2:])

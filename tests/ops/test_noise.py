@@ -18,6 +18,7 @@ from flash_clipping.ops.noise import MOST_ELEMENTS, grid_of, noisy_means, refere
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.chacha import words
+from tests.support.errors import raises
 
 STD, DIVISOR = 3.0, 8.0
 
@@ -142,7 +143,7 @@ def test_more_than_a_launch_takes() -> None:
 
 def test_two_sums_with_one_number_are_refused() -> None:
     sums = [torch.zeros(3), torch.zeros(4)]
-    with pytest.raises(ValueError, match="two with one number get the same noise"):
+    with raises("FC312", ValueError):
         noisy_means(sums, 1.0, 1.0, draw=draw(), tensors=[1, 1])
     with pytest.raises(ValueError):
         noisy_means(sums, 1.0, 1.0, draw=draw(), tensors=[1])
@@ -151,7 +152,7 @@ def test_two_sums_with_one_number_are_refused() -> None:
 
 def test_a_sum_that_would_meet_itself_is_refused() -> None:
     large = torch.zeros(1).expand(MOST_ELEMENTS + 1)
-    with pytest.raises(ValueError, match="noise would repeat within it"):
+    with raises("FC304", ValueError):
         noisy_means([large], 1.0, 1.0, draw=draw())
 
 
@@ -287,7 +288,7 @@ def test_noise_is_not_captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None
         numel = staticmethod(lambda: 3)
 
     monkeypatch.setattr(ops_noise, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(FlashClippingError, match="would all add the same"):
+    with raises("FC701"):
         noisy_means([OnGpu()], 1.0, 1.0, draw=draw())
 
 

@@ -5,6 +5,7 @@ import torch
 
 from flash_clipping.ops.norm_layer import group_norm_grads, norm_backward
 from tests.ops.cases import Case, every_case, every_case_interpreted_once, relative_error
+from tests.support.errors import raises
 
 # The last is large enough for another way on a CPU.
 SHAPES = [(3, 17, 24), (1, 1, 8), (2, 5, 130), (2, 1, 5), (0, 4, 8), (2, 0, 8), (2, 70, 130)]
@@ -114,10 +115,10 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     x, rstd = torch.randn(2, 3, 8), torch.ones(2, 3)
     wanted = {"input_grad": True, "weight_grad": True, "bias_grad": True}
     for shape in ((2, 4, 8), (2, 3, 4)):
-        with pytest.raises(ValueError, match="they must agree"):
+        with raises("FC303", ValueError, match="they must agree"):
             norm_backward(x, torch.randn(*shape), None, rstd, None, **wanted)
     for mean, rstd_of_others in ((None, rstd[:1]), (rstd[:, :2], rstd)):
-        with pytest.raises(ValueError, match=r"one for every row, \[B, ...\] or \[B, ..., 1\]"):
+        with raises("FC303", ValueError, match=r"one for every row, \[B, ...\] or \[B, ..., 1\]"):
             norm_backward(x, x, mean, rstd_of_others, None, **wanted)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_clipping._compat import DispatchMode, pytree
 from flash_clipping.layers.ops.product_key import product_key_backward, product_key_scores
 from tests.ops.cases import Case, every_case, relative_error
+from tests.support.errors import raises
 
 # Of the interpreter's numpy, where a row holds NaN, and where a program has no row.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -246,21 +247,21 @@ def test_no_rows(case: Case) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     x = torch.randn(4, 8)
     for k in (0, 65, 129):
-        with pytest.raises(ValueError, match=f"k = {k} for 8 x 8 experts; expected 1 to 64"):
+        with raises("FC302", ValueError, match=f"k = {k} for 8 x 8 experts; expected 1 to 64"):
             product_key_scores(x, x, k)
-    with pytest.raises(ValueError, match="k = 129 for 12 x 12 experts; expected 1 to 128"):
+    with raises("FC302", ValueError, match="k = 129 for 12 x 12 experts; expected 1 to 128"):
         product_key_scores(torch.randn(4, 12), torch.randn(4, 12), 129)
     for other in (torch.randn(4, 9), torch.randn(3, 8), torch.randn(4, 1, 8)):
-        with pytest.raises(ValueError, match="two matrices"):
+        with raises("FC303", ValueError, match="two matrices"):
             product_key_scores(x, other, 2)
-    with pytest.raises(ValueError, match="float32 and torch.float64"):
+    with raises("FC303", ValueError, match="float32 and torch.float64"):
         product_key_scores(x, x.double(), 2)
-    with pytest.raises(ValueError, match="torch.int64"):
+    with raises("FC303", ValueError, match="torch.int64"):
         product_key_scores(x.long(), x.long(), 2)
-    with pytest.raises(ValueError, match="at most 46340"):
+    with raises("FC303", ValueError, match="at most 46340"):
         product_key_scores(*[torch.empty(1, 50000)] * 2, 2)
     indices = torch.zeros(4, 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"gradients \(4, 3\) and indices \(4, 2\)"):
+    with raises("FC303", ValueError, match=r"gradients \(4, 3\) and indices \(4, 2\)"):
         product_key_backward(torch.randn(4, 3), indices, x, x)
-    with pytest.raises(ValueError, match="integers as indices"):
+    with raises("FC303", ValueError, match="integers as indices"):
         product_key_backward(torch.randn(4, 2), indices.float(), x, x)

@@ -5,6 +5,7 @@ import torch
 
 from flash_clipping.ops.rows import row_scale
 from tests.ops.cases import Case, every_case, relative_error
+from tests.support.errors import raises
 
 
 @every_case
@@ -42,5 +43,5 @@ def test_coefficient_zero_gives_exactly_zero(case: Case) -> None:
 
 
 def test_one_coefficient_for_each_sample() -> None:
-    with pytest.raises(ValueError, match=r"expected \(3,\)"):
+    with raises("FC303", ValueError, match=r"expected \(3,\)"):
         row_scale(torch.randn(3, 4), torch.ones(2))

@@ -9,6 +9,7 @@ from torch import Tensor
 from flash_clipping.ops.rows import row_sums
 from flash_clipping.ops.runtime.shapes import Normalized
 from tests.ops.cases import Case, every_case, in_rows_on_16_bytes, relative_error
+from tests.support.errors import raises
 
 
 def assert_sums(found: tuple[Tensor, Tensor], oracle: Sequence[Tensor]) -> None:
@@ -100,7 +101,7 @@ def test_statistics_that_lie_otherwise_are_copied_and_not_remembered(case: Case)
     short = plain._replace(mean=plain.mean[:, 1:].contiguous())
     turned = plain._replace(rstd=plain.rstd.mT.contiguous())
     for wrong in (short, turned):
-        with pytest.raises(ValueError, match="means and rstds of every row"):
+        with raises("FC303", ValueError, match="means and rstds of every row"):
             row_sums([rows], [wrong], backend=case.backend, memo={})
 
 
@@ -128,19 +129,19 @@ def test_a_poisoned_sample_stays_alone(case: Case) -> None:
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     x = torch.randn(2, 3, 3)
-    with pytest.raises(ValueError, match=r"one B, T and dtype; found torch.float32 \(2, 4, 3\)"):
+    with raises("FC303", ValueError, match=r"one B, T and dtype; found torch.float32 \(2, 4, 3\)"):
         row_sums([x, torch.randn(2, 4, 3)])
-    with pytest.raises(ValueError, match="one B, T and dtype; found torch.float32"):
+    with raises("FC303", ValueError, match="one B, T and dtype; found torch.float32"):
         row_sums([x.half(), x])
 
 
 def test_what_is_normalized_must_fit_its_rows() -> None:
     rows, x, mean = torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.randn(2, 4)
-    with pytest.raises(ValueError, match="found 1 normalized tensors for 2 of rows"):
+    with raises("FC303", ValueError, match="found 1 normalized tensors for 2 of rows"):
         row_sums([rows, rows], [Normalized(x, mean, mean)])
-    with pytest.raises(ValueError, match=r"found \(2, 4, 5\), .* beside rows \(2, 4, 3\)"):
+    with raises("FC303", ValueError, match=r"found \(2, 4, 5\), .* beside rows \(2, 4, 3\)"):
         row_sums([rows], [Normalized(torch.randn(2, 4, 5), mean, mean)])
-    with pytest.raises(ValueError, match=r"rstds of every row.*; found .*\(2, 3\)"):
+    with raises("FC303", ValueError, match=r"rstds of every row.*; found .*\(2, 3\)"):
         row_sums([rows], [Normalized(x, mean[:, :3], mean)])
-    with pytest.raises(ValueError, match="one dtype; found torch.float16, torch.float32"):
+    with raises("FC303", ValueError, match="one dtype; found torch.float16, torch.float32"):
         row_sums([rows, rows], [Normalized(x, mean, mean), Normalized(x.half(), mean, mean)])

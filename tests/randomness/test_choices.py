@@ -11,6 +11,7 @@ import torch
 from flash_clipping.randomness import Draw, Purpose, choices
 from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.choices import coin_tosses, subset, threshold
+from tests.support.errors import raises
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -35,7 +36,7 @@ def test_thresholds_are_the_rate_rounded_down(rate: float) -> None:
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan")])
 def test_no_probability(rate: float) -> None:
-    with pytest.raises(ValueError, match="expected a probability"):
+    with raises("FC302", ValueError, match="expected a probability"):
         threshold(rate)
 
 
@@ -108,7 +109,7 @@ def test_equal_words_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", [-1, 6])
 def test_subsets_of_no_size(size: int) -> None:
-    with pytest.raises(ValueError, match="expected 0 to 5"):
+    with raises("FC302", ValueError, match="expected 0 to 5"):
         subset(draw(), 5, size)
     assert subset(draw(), 0, 0).tolist() == []
 
@@ -116,5 +117,5 @@ def test_subsets_of_no_size(size: int) -> None:
 def test_no_word_is_used_beyond_a_nonces_last() -> None:
     words = Keystream(draw(), first=(1 << 32) - 1)
     words.take(8)
-    with pytest.raises(ValueError, match="Split the parameter"):
+    with raises("FC304", ValueError):
         words.take(1)

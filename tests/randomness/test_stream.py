@@ -27,6 +27,7 @@ from flash_clipping.randomness.chacha import (
     _blocks,
     words,
 )
+from tests.support.errors import raises, warns
 
 #: RFC 8439, 2.3.2 (block function) and A.1 (test vectors 1 to 5): key, counter, nonce, keystream.
 VECTORS = {
@@ -158,7 +159,7 @@ def test_fewer_rounds_are_those_of_the_cipher_with_all() -> None:
 
 @pytest.mark.parametrize("rounds", [0, 8, 13, 21])
 def test_other_rounds_are_refused(rounds: int) -> None:
-    with pytest.raises(ValueError, match=f"rounds: found {rounds}; expected 20 or 12"):
+    with raises("FC302", ValueError, match=f"rounds: found {rounds}; expected 20 or 12"):
         SecretStream().draw(Purpose.NOISE, rounds)
 
 
@@ -176,13 +177,13 @@ def test_nonces_are_of_one_draw_tensor_shard_and_purpose() -> None:
 
 @pytest.mark.parametrize("numbers", [{"tensor": 1 << 32}, {"shard": 1 << 24}, {"shard": -1}])
 def test_numbers_that_do_not_fit(numbers: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"found number .* expected 0 or more"):
+    with raises("FC302", ValueError, match=r"found number .* expected 0 or more"):
         Draw(b"", Purpose.NOISE, 0).nonce(**numbers)
 
 
 def test_blocks_that_would_come_back() -> None:
     draw = SecretStream().draw(Purpose.NOISE)
-    with pytest.raises(ValueError, match="a nonce has no others"):
+    with raises("FC304", ValueError):
         words(draw, 2, first=MOST_BLOCKS - 1)
     assert words(draw, 1, first=MOST_BLOCKS - 1).shape == (1, 16)
 
@@ -285,14 +286,14 @@ def test_shared_keys_are_not_copied() -> None:
     stream = SecretStream(key=bytes(32))
     assert stream.draw(Purpose.NOISE).key == bytes(32)
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(FlashClippingError, match="shared by the processes"):
+        with raises("FC572"):
             copied(stream)
 
 
 def test_a_seed_is_said_loudly() -> None:
-    with pytest.warns(SeededNoiseWarning, match="from seed 5: whoever knows it"):
+    with warns("FC570", SeededNoiseWarning, match="5"):
         first = SecretStream(seed=5)
-    with pytest.warns(SeededNoiseWarning):
+    with warns("FC570", SeededNoiseWarning):
         second = SecretStream(seed=5)
     assert first.draw(Purpose.NOISE) == second.draw(Purpose.NOISE)
     assert first.state_dict()["seed"] == 5
@@ -300,7 +301,7 @@ def test_a_seed_is_said_loudly() -> None:
 
 def test_another_stream() -> None:
     """Of a seed its own and these numbers', said once; of none a new key."""
-    with pytest.warns(SeededNoiseWarning):
+    with warns("FC570", SeededNoiseWarning):
         seeded = SecretStream(seed=5)
     keys = [
         stream.another(*numbers).draw(Purpose.NOISE).key
@@ -329,7 +330,7 @@ def test_the_last_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MOST_DRAWS", 2)
     stream = SecretStream()
     stream.draw(Purpose.NOISE), stream.draw(Purpose.NOISE)
-    with pytest.raises(FlashClippingError, match="takes a new key"):
+    with raises("FC571"):
         stream.draw(Purpose.NOISE)
 
 

@@ -16,6 +16,7 @@ from flash_clipping.layers import HyperConnections
 from flash_clipping.ops.runtime.backend import is_interpreting
 from flash_clipping.rules import GradRequest, find_rule
 from tests.support.autograd import float64s, squares, truth_by_autograd
+from tests.support.errors import raises
 from tests.support.hyper_connections import NAMES, connect, mix, params_of, sections
 from tests.support.oracle import assert_close, per_sample_truth
 from tests.support.pages import block
@@ -318,18 +319,18 @@ def test_as_it_begins_it_is_one_residual_stream() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="streams=1; expected a positive dim and 2 to 8"):
+    with raises("FC302", ValueError, match="streams=1; expected a positive dim and 2 to 8"):
         HyperConnections(8, 1)
-    with pytest.raises(ValueError, match="hc_eps=0"):
+    with raises("FC302", ValueError, match="hc_eps=0"):
         HyperConnections(8, hc_eps=0)
-    with pytest.raises(ValueError, match="backend is 'cuda'"):
+    with raises("FC301", ValueError, match="backend is 'cuda'"):
         HyperConnections(8, backend="cuda")
     hc = HyperConnections(8)
-    with pytest.raises(ValueError, match=r"x has shape \(2, 5, 8\).*expand\(-1, -1, 4, -1\)"):
+    with raises("FC303", ValueError, match=r"x has shape \(2, 5, 8\).*expand\(-1, -1, 4, -1\)"):
         hc(torch.randn(2, 5, 8))
     x = torch.randn(2, 5, 4, 8)
     _, post, comb = hc(x)
-    with pytest.raises(ValueError, match=r"y has shape \(2, 4, 8\); expected \(2, 5, 8\)"):
+    with raises("FC303", ValueError, match=r"y has shape \(2, 4, 8\); expected \(2, 5, 8\)"):
         hc.combine(x, torch.randn(2, 4, 8), post, comb)
 
 

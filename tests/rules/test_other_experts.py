@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.survey.kinds import all_kinds
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from tests.support.autograd import check_by_autograd, check_steps, check_with_dropout, squares
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -165,7 +166,7 @@ def test_an_expert_that_may_be_full_is_refused(family: str) -> None:
     for router in routers:
         router.expert_capacity = 34  # tokens are 35
     flash = GradSampleModuleFlashClipping(model)
-    with pytest.raises(FlashClippingError, match=r"router.*capacity of 34 for 35 tokens") as found:
+    with raises("FC105", match="router.*34 for 35 tokens") as found:
         mean_loss(flash, texts(family))
     line = str(found.value).splitlines()[-1].strip()
     assert line.endswith(".expert_capacity = 2**31")
@@ -182,7 +183,7 @@ def test_rows_in_another_order_than_the_routers_are_refused() -> None:
     experts = model.model.layers[0].mlp.input_linear
     tap = experts.forward
     experts.forward = lambda rows, sizes: tap(rows, [*sizes])
-    with pytest.raises(FlashClippingError, match=r"layers.0.mlp.input_linear .* its router put"):
+    with raises("FC124", match="layers.0.mlp.input_linear"):
         mean_loss(flash, texts("JetMoeForCausalLM"))
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.layers import ProductKeyRouter
 from flash_clipping.layers.product_key_experts import TokenGroupNorm, route
 from tests.rules.test_product_key_router import SIDE, D, Model, inputs
 from tests.support.autograd import squares
+from tests.support.errors import raises
 from tests.support.oracle import assert_close
 
 pytestmark = pytest.mark.without_gate
@@ -56,14 +57,14 @@ class Both(nn.Module):
 
 @pytest.mark.parametrize("norm", ["batch", nn.BatchNorm1d, nn.SyncBatchNorm, Both])
 def test_batch_normalization_is_refused(norm: Any) -> None:
-    with pytest.raises(ValueError, match="lets one sample choose the experts of the others"):
+    with raises("FC106", ValueError):
         ProductKeyRouter(D, 49, 5, norm=norm)
 
 
 def test_batch_normalization_that_came_later_is_refused() -> None:
     model = Model()
     model.experts.router.norm_x = nn.BatchNorm1d(SIDE)
-    with pytest.raises(Exception, match="experts.router.norm_x"):
+    with raises("FC101", Exception, match="experts.router.norm_x"):
         GradSampleModuleFlashClipping(model)
 
 
@@ -100,7 +101,7 @@ def test_routes_of_other_samples_are_refused(dtype: torch.dtype) -> None:
             return self.after(self.experts.tables(h, indices.roll(1, 0), scores.exp()))
 
     flash = GradSampleModuleFlashClipping(Swapped().to(dtype))
-    with pytest.raises(FlashClippingError, match="tables.*other values for the same samples"):
+    with raises("FC202", match="tables.*other values for the same samples"):
         flash(*inputs(4, 64, dtype=dtype))
 
 
@@ -115,7 +116,7 @@ def test_what_mixes_samples_is_refused() -> None:
             return logits - logits.mean(0)
 
     flash = GradSampleModuleFlashClipping(Model(norm=Centred).double())
-    with pytest.raises(FlashClippingError, match="tables.*other values for the same samples"):
+    with raises("FC202", match="tables.*other values for the same samples"):
         flash(*inputs(4, 5))
 
 

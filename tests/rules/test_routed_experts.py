@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
 from flash_clipping.layers.mixture_of_experts import balance_of_samples
 from tests.support.autograd import check_by_autograd, squares
+from tests.support.errors import raises
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
@@ -245,7 +246,7 @@ def test_balancing_of_samples() -> None:
 
 
 def test_balancing_of_a_batch_is_not_offered() -> None:
-    with pytest.raises(ValueError, match="mixes samples"):
+    with raises("FC106", ValueError):
         TopKRouter(6, 5, 2, balance="batch")
 
 
@@ -278,16 +279,16 @@ def test_shapes_that_do_not_fit(kind: str) -> None:
     model: nn.Module = Wrong().double()
     if kind == "wrapped":
         model = GradSampleModuleFlashClipping(model)
-    with pytest.raises(ValueError, match=r"found x \(3, 5, 6\), expert_ids \(3, 5, 2\)"):
+    with raises("FC303", ValueError, match=r"found x \(3, 5, 6\), expert_ids \(3, 5, 2\)"):
         model(*inputs(3, 5))
 
 
 def test_arguments() -> None:
-    with pytest.raises(ValueError, match="lora_alpha"):
+    with raises("FC302", ValueError, match="lora_alpha"):
         MixtureOfExperts(6, 5, 4, lora_alpha=2.0)
-    with pytest.raises(ValueError, match="experts=0"):
+    with raises("FC302", ValueError, match="experts=0"):
         MixtureOfExperts(6, 5, 0)
-    with pytest.raises(ValueError, match="k=5"):
+    with raises("FC302", ValueError, match="k=5"):
         TopKRouter(6, 4, 5)
 
 
@@ -318,14 +319,14 @@ def test_a_parameter_that_is_computed_is_refused() -> None:
     computed = model.mixture.experts.parametrizations.down
     assert computed.original.grad is not None
     flash = GradSampleModuleFlashClipping(model)
-    refused = pytest.raises(FlashClippingError, match=r"ParametrizedMixtureOfExperts.*its down is")
-    with refused:
+    words = r"ParametrizedMixtureOfExperts.*its down is"
+    with raises("FC120", match=words):
         squares(flash, inputs(3, 5)).backward()
     model.zero_grad()
     computed.requires_grad_(False)
     squares(flash, inputs(3, 5)).backward()
     computed.requires_grad_(True)
-    with refused:
+    with raises("FC120", match=words):
         squares(flash, inputs(3, 5)).backward()
 
 
@@ -341,5 +342,5 @@ def test_tokens_of_samples_that_do_not_lie_together_are_refused(order: str) -> N
             return self.mixture.experts(rows, ids, rows[:, :1]).view_as(x)
 
     flash = GradSampleModuleFlashClipping(Mixed())
-    with pytest.raises(FlashClippingError, match="experts"):
+    with raises("FC202", match="experts"):
         squares(flash, inputs(3, 5)).backward()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
+
+from flash_clipping import FlashClippingError
+
+Kinds: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 
 
 @contextmanager
 def raises(
-    code: str, kind: type[Exception] = Exception, *, match: str | None = None
+    code: str, kind: Kinds = FlashClippingError, *, match: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
     """``pytest.raises`` of an error of the library with this code."""
     with pytest.raises(kind, match=match) as info:
@@ -22,7 +26,9 @@ def raises(
 
 
 @contextmanager
-def warns(code: str, *, match: str = "") -> Iterator[pytest.WarningsRecorder]:
+def warns(
+    code: str, kind: type[Warning] = UserWarning, *, match: str = ""
+) -> Iterator[pytest.WarningsRecorder]:
     """``pytest.warns`` of a warning of the library with this code."""
-    with pytest.warns(Warning, match=rf"(?s)^{code} .*{match}") as found:
+    with pytest.warns(kind, match=rf"(?s)^{code} .*{match}") as found:
         yield found

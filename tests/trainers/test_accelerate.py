@@ -15,7 +15,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping import FlashPrivacyEngine
+from tests.support.errors import raises, warns
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
@@ -102,7 +103,7 @@ def test_the_prepared_optimizer_does_not_step_without_noise() -> None:
 
     def refused() -> None:
         for optimizer in (prepared, prepared.optimizer):
-            with pytest.raises(FlashClippingError, match="found a step of SGD itself"):
+            with raises("FC539", match="SGD itself"):
                 optimizer.step()
 
     training.epoch(refused)
@@ -129,7 +130,7 @@ def test_states_hold_the_accountant(tmp_path: Path) -> None:
     accelerator.save_state(str(tmp_path))
     training.epoch()
     assert training.engine.accountant.history == [(1.0, 0.25, 8)]
-    with pytest.warns(UserWarning, match="4 steps"):
+    with warns("FC585", match="4 steps"):
         accelerator.load_state(str(tmp_path))
     assert training.engine.accountant.history == [(1.0, 0.25, 8)]  # they were run
     assert all(torch.equal(a, b) for a, b in zip(training.plain.parameters(), saved, strict=True))
@@ -138,7 +139,7 @@ def test_states_hold_the_accountant(tmp_path: Path) -> None:
 def test_clipping_once_more_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     training = Training(accelerator, ALL)
-    with pytest.raises(ValueError, match="is not the clipped sum"):
+    with raises("FC503", ValueError, match="is not the clipped sum"):
         training.epoch(lambda: accelerator.clip_grad_norm_(training.plain.parameters(), 1.0))
     assert not training.engine.accountant.history
 
@@ -147,7 +148,7 @@ def test_accumulation_is_refused() -> None:
     """Two Poisson batches are not one of the rate that is accounted."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     training = Training(accelerator, ALL)
-    with pytest.raises(ValueError, match="not compatible with grad accumulation"):
+    with raises("FC510", ValueError):
         for x, y in training.loader:
             with accelerator.accumulate(training.model):
                 training.backward(F.cross_entropy(training.model(x), y))
@@ -160,7 +161,7 @@ def test_accumulation_is_refused() -> None:
 def test_losses_that_accelerate_divides(prepare: str) -> None:
     """Without ``accumulate`` nothing is added up, and ``backward`` divides all the same."""
     training = Training(Accelerator(cpu=True, gradient_accumulation_steps=2), prepare)
-    with pytest.raises(ValueError, match=r"(?ms)divides losses by 2.*Accelerator\(grad.*=1\)$"):
+    with raises("FC471", ValueError, match=r"(?ms)divides losses by 2.*Accelerator\(grad.*=1\)$"):
         training.epoch()
     assert not training.engine.accountant.history
     training.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1)
@@ -176,6 +177,6 @@ def test_a_scaler_is_refused() -> None:
     scaler = torch.amp.GradScaler("cpu")
     training.optimizer = AcceleratedOptimizer(training.optimizer, scaler=scaler)
     training.backward = lambda loss: scaler.scale(loss).backward()  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="GradScaler"):
+    with raises("FC470", ValueError):
         training.epoch()
     assert not training.engine.accountant.history

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from flash_clipping.noise.releases import dp_accounting
+from tests.support.errors import raises
 
 USERS = {
     "transformers": ("flash_clipping.trainers.transformers", ["transformers", "accelerate"]),
@@ -25,12 +26,12 @@ def test_a_trainer_names_its_extra(
     user = USERS[extra][0]
     monkeypatch.delitem(sys.modules, user, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=rf"{user} needs .*flash-clipping\[{extra}\]") as error:
+    with raises("FC940", ImportError, match=rf"{user} needs .*flash-clipping\[{extra}\]") as error:
         importlib.import_module(user)
     assert str(error.value).splitlines()[-1] == f"    pip install -e '.[{extra}]'"
 
 
 def test_the_accountant_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ImportError, match=r"accountant=\"pld\" needs .*\[accounting\]"):
+    with raises("FC940", ImportError, match=r'accountant="pld" needs .*\[accounting\]'):
         dp_accounting()

@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from flash_clipping.trainers.transformers import PrivateTrainer
+from tests.support.errors import raises
 from tests.support.trainers import arguments, privacy
 
 pytestmark = [
@@ -233,7 +234,7 @@ def test_a_loss_that_is_not_the_models(tmp_path: Path, cls: Any, found: str) -> 
         rf"(?s)found a loss of 2\.\d+ {found} train_dataset, where {cls.__name__} itself has "
         r"\d\.\d+\..*class MyTrainer\(PrivateTrainer\):\n +def compute_sample_losses"
     )
-    with pytest.raises(ValueError, match=error):
+    with raises("FC806", ValueError, match=error):
         private.train()
     assert private.run.steps == 0
     assert not hasattr(private.model, "autograd_grad_sample_hooks")
@@ -263,7 +264,7 @@ class Lossless(nn.Module):
 
 
 def test_without_a_loss_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model without a loss of its own.*compute_loss_func"):
+    with raises("FC805", ValueError, match="model without a loss of its own.*compute_loss_func"):
         trainer(tmp_path, Lossless()).train()
 
 

@@ -14,6 +14,7 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
+from tests.support.errors import raises
 from tests.support.oracle import assert_close
 
 B, STEPS, TOLERANCE = 5, 3, 1e-6
@@ -231,7 +232,7 @@ def test_speech() -> None:
     def losses(model: Any, batch: Any) -> Tensor:
         return (model(**batch) - batch["frames"]).square().mean((1, 2))
 
-    with pytest.raises(NotImplementedError, match=r"encoder \(LSTM\)"):
+    with raises("FC110", NotImplementedError, match=r"encoder \(LSTM\)"):
         check_loop(Speech(), draw, losses, rows)
     check_loop(Speech(), draw, losses, rows, mode="one_by_one")
     check_loop(ModuleValidator.fix(Speech()), draw, losses, rows)

@@ -31,8 +31,8 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LabelSmoother
 
-from flash_clipping import FlashClippingError
 from flash_clipping.trainers.sample_losses import sample_losses
+from tests.support.errors import raises
 
 B, T, VOCABULARY = 4, 6, 13
 TOKENS = torch.randint(1, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(0))
@@ -219,7 +219,7 @@ def test_masked_images_are_those_of_the_model(name: str) -> None:
                 one["labels"] = tokens[row][hidden[row]]
             torch.testing.assert_close(losses[row], model(**one).loss, rtol=1e-5, atol=1e-7)
     if labels:
-        with pytest.raises(FlashClippingError, match=r"labels = tokens\[bool_masked_pos\]"):
+        with raises("FC805", match=r"labels = tokens\[bool_masked_pos\]"):
             labels = {"labels": tokens[hidden][1:]}
             sample_losses(model(**inputs), labels, model=model, inputs=inputs)
 
@@ -265,5 +265,5 @@ def test_an_answer_outside_of_the_text_counts_nothing() -> None:
     ],
 )
 def test_other_labels_are_refused(outputs: Any, labels: Any, found: str) -> None:
-    with pytest.raises(ValueError, match=rf"{found}.*compute_loss_func"):
+    with raises("FC805", ValueError, match=rf"{found}.*compute_loss_func"):
         sample_losses(outputs, labels)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping._compat import pytree
 from flash_clipping.capture.proof import oracle
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -156,7 +157,7 @@ def test_texts_that_may_not_be_shorter_are_looked_at_whole(count: int, points: b
         flash = GradSampleModuleFlashClipping(OfWholeTexts(256, mixes), loss_reduction="sum")
         output = flash(*given)
         if mixes:
-            with pytest.raises(FlashClippingError, match="outputs of a sample change"):
+            with raises("FC210", match="outputs of a sample change"):
                 output.square().sum().backward()
         else:
             output.square().sum().backward()
@@ -178,7 +179,7 @@ def test_the_part_of_a_text_that_has_labels_is_looked_at() -> None:
     ids = torch.randint(0, 9, (4, 512))
     labels = torch.where(torch.arange(512) < 400 + 20 * torch.arange(4)[:, None], -100, ids)
     flash = GradSampleModuleFlashClipping(Loss())
-    with pytest.raises(FlashClippingError, match="the model's own loss asks of a sample changes"):
+    with raises("FC444"):
         flash(ids, labels).backward()
 
 

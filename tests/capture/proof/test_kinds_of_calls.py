@@ -16,6 +16,7 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.coverage import VALUES
 from flash_clipping.capture.proof.repeatable import repeatable
 from tests.support.autograd import check_by_autograd, squares
+from tests.support.errors import raises
 from tests.support.uses import Scaling
 
 B, K = 4, 6
@@ -45,7 +46,7 @@ def step(flash: GradSampleModuleFlashClipping, *args: Any, **kwargs: Any) -> Non
 
 
 def refused(flash: GradSampleModuleFlashClipping, *args: Any, **kwargs: Any) -> None:
-    with pytest.raises(FlashClippingError, match="booked to others"):
+    with raises("FC202", match="booked to others"):
         step(flash, *args, **kwargs)
 
 
@@ -97,7 +98,7 @@ def test_samples_that_are_alike_show_nothing(how: str) -> None:
     for _ in range(2):  # to warm up
         flash(torch.zeros(B, K)).square().sum().backward()
     x = torch.arange(float(B), 0, -1)[:, None] * torch.rand(B, K)
-    with pytest.raises(FlashClippingError, match="others in its batch|booked to others"):
+    with raises("FC210", match="others in its batch|booked to others"):
         flash(x).square().sum().backward()
 
 
@@ -203,7 +204,7 @@ def test_a_model_that_runs_on_no_extreme_sample_is_looked_at_without() -> None:
     assert [*flash._watch.gate._why.values()] == [{(1, 0): ""}], "it was not compared"
     model = Spans()
     model.after = lambda y: y - y.mean(0).detach()
-    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
+    with raises("FC210", match="output 0: the outputs of a sample change"):
         GradSampleModuleFlashClipping(model)(*batch).square().sum().backward()
 
 
@@ -223,7 +224,7 @@ class Codes(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.long, torch.float32])
 def test_what_may_be_an_index_is_extreme_among_those_of_its_place(dtype: torch.dtype) -> None:
     x = torch.tensor([[14, 3.5], [16, 6.5], [11, 0.5], [12, 2.5]]).to(dtype)
-    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
+    with raises("FC202", match="output 0: the outputs of a sample change"):
         GradSampleModuleFlashClipping(Codes())(x).square().sum().backward()
 
 
@@ -241,7 +242,7 @@ class Counts(nn.Module):
 
 def test_floats_that_are_no_indices_are_extreme() -> None:
     x = torch.randint(0, 10, (B, K)).float()
-    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
+    with raises("FC202", match="output 0: the outputs of a sample change"):
         GradSampleModuleFlashClipping(Counts())(x).square().sum().backward()
 
 

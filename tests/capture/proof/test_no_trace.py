@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.no_trace import untouched
 from flash_clipping.capture.proof.repeatable import Repeatable, repeatable
+from tests.support.errors import raises
 
 
 class Frozen(OrderedDict[str, Any]):
@@ -137,7 +138,7 @@ class Mixes(Holder):
 
 def test_the_look_is_not_skipped_for_a_frozen_container() -> None:
     flash = GradSampleModuleFlashClipping(Mixes(Frozen(a=1), len), max_grad_norm=1.0)
-    with pytest.raises(Exception, match="the outputs of a sample change with the others"):
+    with raises("FC210", Exception, match="the outputs of a sample change with the others"):
         flash(torch.randn(4, 3)).square().sum().backward()
 
 

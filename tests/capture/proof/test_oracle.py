@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, register_rule
+from flash_clipping import register_rule
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof import oracle, runs
 from flash_clipping.capture.proof.oracle import WORDS
@@ -24,6 +24,7 @@ from tests.capture.proof.proving import (
     wrapped,
 )
 from tests.capture.proof.states import every_state
+from tests.support.errors import raises
 from tests.support.models import CASES
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("same_numbers")]
@@ -388,7 +389,7 @@ def test_an_error_of_the_model_s_own_comes_through() -> None:
 
 def test_an_error_names_the_parameters() -> None:
     flash = wrapped(Around(WRONG["rolled inside"]), torch.randn(B, T, K))
-    with pytest.raises(FlashClippingError, match=r"layer\.weight"):
+    with raises("FC210", match=r"layer\.weight"):
         prove(flash, (torch.randn(B, T, K),), {})
 
 
@@ -427,7 +428,7 @@ def test_a_batch_that_does_not_fit_twice_is_looked_at_in_part(name: str) -> None
     if name == "dropout":
         assert prove(flash, (x,), {}, audit=1).outputs == (0,)
     else:
-        with pytest.raises(FlashClippingError, match="output 0"):
+        with raises("FC210", match="output 0"):
             prove(flash, (x,), {}, audit=1)
     model.limited = False
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof import remembered
 from flash_clipping.engine import model_watch
 from flash_clipping.layers.ops.hyper_connections.reference import Settings
+from tests.support.errors import raises
 from tests.support.hugging_face import gpt2
 from tests.support.one_sample import assert_clipped, one_at_a_time
 
@@ -172,7 +173,7 @@ MIXERS: dict[str, Made] = {
 def test_a_model_that_mixes_samples_is_refused(name: str, proofs: list[str]) -> None:
     for _ in range(2):  # the next would take it over
         wrapped()
-    with pytest.raises(FlashClippingError):
+    with raises("FC202"):
         wrapped(MIXERS[name])
     assert len(proofs) == 3
 
@@ -181,7 +182,7 @@ def test_a_model_that_mixes_samples_is_refused(name: str, proofs: list[str]) -> 
 def test_tables_and_settings_are_told_apart(other: dict[str, Any]) -> None:
     for _ in range(2):  # the next would take it over
         wrapped(Called)
-    with pytest.raises(FlashClippingError):
+    with raises("FC210"):
         wrapped(lambda: Called(**other))
 
 
@@ -194,7 +195,7 @@ def test_a_class_that_was_changed_is_another(monkeypatch: pytest.MonkeyPatch) ->
         return self.last((y - y.mean(0)).tanh())
 
     monkeypatch.setattr(Net, "forward", forward)
-    with pytest.raises(FlashClippingError):
+    with raises("FC202"):
         wrapped()
 
 
@@ -257,7 +258,7 @@ def test_arguments_are_told_apart(proofs: list[str]) -> None:
     for _ in range(2):  # the next would take it over
         wrapped(Switched)
     hooks = GradSampleModuleFlashClipping(Switched().double())
-    with pytest.raises(FlashClippingError):
+    with raises("FC202"):
         hooks(X, mixes=True).sum().backward()
 
 
