@@ -299,7 +299,7 @@ class Audit:
             ("right", f"{self.correct} ({share:.1%})"),
             ("area under the curve", f"{self.area_under_curve:.3f} ({low:.3f} to {high:.3f})"),
             (f"ε, lower bound ({self.confidence:.0%} confidence)", f"{self.lower_bound:.2f}"),
-            (f"ε, accountant (δ = {self.delta:g}; {self.relation})", f"{self.epsilon:.2f}"),
+            (f"ε, accountant (δ = {self.delta:.3g}; {self.relation})", f"{self.epsilon:.2f}"),
         ]
 
     @property

@@ -136,7 +136,7 @@ class Plan:
             ("sample rate", f"{self.sample_rate:.4g}"),
             ("steps", f"{self.steps:,} ({self.epochs:.3g} epochs of {self.steps_per_epoch:,})"),
             ("noise multiplier σ", f"{self.noise_multiplier:.4g}"),
-            ("ε", f"{self.epsilon:.3g} at δ = {self.delta:g}; {ADD_OR_REMOVE}"),
+            ("ε", f"{self.epsilon:.3g} at δ = {self.delta:.3g}; {ADD_OR_REMOVE}"),
             ("noise in a coordinate of a mean gradient", f"{self.noise_per_coordinate:.3g} C"),
         ]
         if max_physical_batch_size is not None:

@@ -5,26 +5,16 @@
 """
 
 from flash_clipping.diagnostics.check import check
-from flash_clipping.diagnostics.environment import environment, environment_text
-from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, BadBatchError
-from flash_clipping.diagnostics.report import (
-    CheckReport,
-    ParameterReport,
-    RemovalReport,
-    summary,
-    table,
-)
+from flash_clipping.diagnostics.environment import environment
+from flash_clipping.diagnostics.factory import load_factory
+from flash_clipping.diagnostics.oracle import BadBatchError
+from flash_clipping.diagnostics.report import CheckReport, ParameterReport
 
 __all__ = [
-    "FLOOR",
-    "TOLERANCE",
     "BadBatchError",
     "CheckReport",
     "ParameterReport",
-    "RemovalReport",
     "check",
     "environment",
-    "environment_text",
-    "summary",
-    "table",
+    "load_factory",
 ]

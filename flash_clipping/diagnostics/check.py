@@ -6,45 +6,40 @@ Shape suffixes: ``B`` samples.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
-import statistics
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.diagnostics.oracle import (
-    FLOOR,
     TOLERANCE,
-    BadBatchError,
     Loss,
     Oracle,
-    Owned,
     Samples,
     Task,
     cast,
-    close,
-    largest_norm_error,
-    largest_sum_error,
-    owned_parameters,
+    largest,
+    largest_error,
+    replaced,
     squared_outputs,
+    typical,
     without_dropout,
 )
-from flash_clipping.diagnostics.other_batches import OtherBatches
-from flash_clipping.diagnostics.report import (
-    FAIL,
-    FROZEN,
-    PASS,
-    REFUSED,
-    UNCHECKED,
-    UNUSED,
-    CheckReport,
-    ParameterReport,
-)
-from flash_clipping.diagnostics.watch import Flash, Subject, described, fallbacks, floats
-from flash_clipping.errors import InvalidType, InvalidValue, checked_number, without_code
+from flash_clipping.diagnostics.other_batches import changes_in_other_batches
+from flash_clipping.diagnostics.report import CheckReport, ParameterReport, listed
+from flash_clipping.diagnostics.watch import Flash, Subject, described
+from flash_clipping.errors import InvalidType, InvalidValue, checked_number
+
+
+class NoComparison(Exception):
+    """There is nothing to compare; the message is the finding."""
+
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -67,180 +62,153 @@ INSTEAD = (
 )
 
 
-def check_losses(
-    subject: Subject, flash: Flash, oracle: Oracle, plain_loss: float, tolerance: float
-) -> None:
-    """The batch's loss: wrapped, plain, and made of its samples' own."""
-    if not close(flash.loss, plain_loss, tolerance):
-        subject.failures.append(
-            f"The wrapped model's loss is {flash.loss:.6g}, the plain model's "
-            f"{plain_loss:.6g}: a module without a rule runs one sample at a time, which "
-            "changes what it computes if it mixes samples."
+def cause_in_loss(subject: Subject, loss: float, expected: float) -> str:
+    """Why the loss of the batch is not made of its samples' own; empty where it is.
+
+    Raises:
+        NoComparison: it is reduced otherwise than was declared.
+    """
+
+    def is_close(to: float) -> bool:
+        pair = [torch.tensor(x, dtype=torch.float64) for x in (loss, to)]
+        return largest_error(pair[0], pair[1], least=0.0) <= 10 * subject.tolerance
+
+    reduction, B = subject.task.reduction, subject.samples.count
+    if is_close(expected):
+        return _cause_in_labels(subject)
+    other, times = ("sum", B) if reduction == "mean" else ("mean", 1 / B)
+    if is_close(times * expected):
+        raise NoComparison(
+            f"The loss is reduced by {other!r}, but loss_reduction is {reduction!r}."
         )
-    elif not close(plain_loss, oracle.loss, tolerance):
-        subject.failures.append(
-            f"The loss of the batch is {plain_loss:.6g}, but the {subject.task.reduction} "
-            f"of its samples' own losses is {oracle.loss:.6g}: a sample's loss depends on the "
-            "other samples (or on how many tokens they have), or loss_reduction is wrong. "
-            f"{INSTEAD.format(reduction=subject.task.reduction)}"
-        )
-    else:
-        _check_labels(subject)
+    return (
+        f"The loss of the batch is {loss:.6g}, but the {reduction} of its samples' own losses is "
+        f"{expected:.6g}: a sample's loss depends on the other samples (or on how many tokens they "
+        f"have). {INSTEAD.format(reduction=reduction)}"
+    )
 
 
-def _check_labels(subject: Subject) -> None:
-    """Tell that the loss is a mean over the labels of the whole batch.
+def _cause_in_labels(subject: Subject) -> str:
+    """Why the loss is a mean over the labels of the whole batch; empty where it is not.
 
     It is a failure where some labels are ignored already. A batch without any may be of a data set
     in which all samples have the same length, for which that mean is right: then it is a note.
+    Where none were ignored, this is not tried on a GPU, which an index that is out of range would
+    take down.
     """
-    if subject.samples.count < 2 or not subject.batch_first:
-        return
-    task = subject.task
-    model, exact = subject.exact()
-    for ignored in IGNORED:
-        for some, batch in exact.with_fewer_labels(ignored):
-            try:
-                samples = Samples(batch, True, model)
-                whole = task.value(model, samples.all)
-                own = [task.value(model, samples.take([b])) for b in range(samples.count)]
-            except Exception:  # these are no labels, or another number is ignored
-                continue
-            expected = task.reduced(own)
-            if not (math.isfinite(whole) and math.isfinite(expected)):
-                continue
-            if abs(whole - expected) > LOSS_TOLERANCE * abs(expected):
-                found = subject.failures if some else subject.notes
-                found.append(
-                    f"With half of the labels of one sample ignored ({ignored}), the loss of the "
-                    f"batch is {whole:.6g}, but the {task.reduction} of its samples' own losses is "
-                    f"{expected:.6g}: a sample's loss depends on how many labels the others have, "
-                    "which is harmless only if all samples always have as many. "
-                    f"{INSTEAD.format(reduction=task.reduction)}"
-                )
-                return
-
-
-def common_factor(subject: Subject, flash: Flash, oracle: Oracle) -> str:
-    """Name the usual reason of a wrong factor that is the same for all samples."""
-    B = subject.samples.count
-    pairs = zip(flash.norms, oracle.norms, strict=True)
-    ratios = [f / e for f, e in pairs if e > 0 and math.isfinite(f)]
-    if B < 2 or not ratios or max(ratios) - min(ratios) > 0.01 * max(ratios):
+    task, (model, exact) = subject.task, subject.exact
+    if exact.count < 2 or not subject.options["batch_first"]:
         return ""
-    ratio = statistics.fmean(ratios)
-    for factor, actual in ((B, "sum"), (1 / B, "mean")):
-        if abs(ratio / factor - 1) < 0.01 and actual != subject.task.reduction:
-            return (
-                f" All are off by a factor of {ratio:.4g}: the loss seems to be reduced by "
-                f"{actual!r}, but loss_reduction is {subject.task.reduction!r}."
+    labels = [x for x in exact.leaves if exact.holds(x) and x.dim() == 2 and x.shape[1] > 1]
+    for ignored, x in itertools.product(IGNORED, labels):
+        some = bool((x == ignored).any())
+        if x.dtype != torch.int64 or not (some or x.device.type == "cpu"):
+            continue
+        shorter = x.clone()
+        shorter[0, x.shape[1] // 2 :] = ignored
+        batch = replaced(exact.all, x, shorter)
+        try:
+            samples = Samples(batch, True, model)
+            whole = task.value(model, samples.all)
+            own = [task.value(model, samples.take([b])) for b in range(samples.count)]
+        except Exception:  # these are no labels, or another number is ignored
+            continue
+        expected = task.reduced(own)
+        if not (math.isfinite(whole) and math.isfinite(expected)):
+            continue
+        if abs(whole - expected) > LOSS_TOLERANCE * abs(expected):
+            found = (
+                f"With half of the labels of one sample ignored ({ignored}), the loss of the "
+                f"batch is {whole:.6g}, but the {task.reduction} of its samples' own losses is "
+                f"{expected:.6g}: a sample's loss depends on how many labels the others have, "
+                "which is harmless only if all samples always have as many. "
+                f"{INSTEAD.format(reduction=task.reduction)}"
             )
-    return f" All are off by the same factor, {ratio:.4g}."
-
-
-# -- one parameter beside the oracle: norms, clipped sum -------------------------------------------
+            if some:
+                return found
+            subject.notes.append(found)
+            return ""
+    return ""
 
 
 def compared_parameters(
-    subject: Subject, flash: Flash, oracle: Oracle, tolerance: float
+    subject: Subject, flash: Flash, oracle: Oracle
 ) -> Iterator[ParameterReport]:
     """The norms and the clipped sums of all parameters, beside the oracle's."""
-    for owned in owned_parameters(subject.plain):
-        if not owned.param.requires_grad:
-            yield _report(owned, FROZEN, reason="requires_grad is False")
-        elif owned.name not in flash.seen and not oracle.reached[owned.name]:
-            reason = "the loss does not depend on it with this batch"
-            yield _report(owned, UNUSED, reason=reason)
+    rules = flash.rules()
+    for name, param in subject.plain.named_parameters():
+        layer = name.rpartition(".")[0]
+        found: dict[str, Any] = {}
+        if not param.requires_grad:
+            found["status"] = "frozen"
+        elif not (oracle.reached[name] or flash.norms_of(name).any()):
+            found["status"] = "unused"
         else:
-            yield _compared_parameter(owned, flash, oracle, tolerance)
-
-
-def _compared_parameter(
-    owned: Owned, flash: Flash, oracle: Oracle, tolerance: float
-) -> ParameterReport:
-    name, seen = owned.name, flash.seen.get(owned.name)
-    (of_param,) = flash.module.running_step.norms_of([flash.params[name]]).norms_PB
-    norms, grad = floats(of_param), flash.grad(name)
-    norm_error = largest_norm_error(
-        norms, oracle.param_norms[name], oracle.norms, FLOOR[flash.dtype]
-    )
-    sum_error = largest_sum_error(grad, oracle.sums[name], oracle.largest_sum * FLOOR[flash.dtype])
-    passed = max(norm_error, sum_error) <= tolerance
-    return _report(
-        owned,
-        PASS if passed else FAIL,
-        reason="" if passed or seen is not None else "its gradient never reached a rule",
-        rule=" + ".join(seen.rules) if seen else "",
-        factor=" + ".join(seen.factors) if seen else "",
-        norms=norms,
-        oracle_norms=tuple(oracle.param_norms[name]),
-        norm_error=norm_error,
-        sum_error=sum_error,
-    )
-
-
-def uncovered_parameters(subject: Subject, error: str) -> Iterator[ParameterReport]:
-    """Nothing could be compared: which parameters that leaves uncovered, and why."""
-    lines = without_code(error).splitlines()  # an error may name several layers, one a line
-    for owned in owned_parameters(subject.plain):
-        kind = type(owned.owner).__name__
-        # As this library names a module, and as Opacus does.
-        named = f"{owned.path or 'the model'} ({kind})"
-        if not owned.param.requires_grad:
-            yield _report(owned, FROZEN, reason="requires_grad is False")
-        elif any(line.startswith(named) for line in lines) or f"({owned.path}:{kind}(" in error:
-            yield _report(owned, REFUSED, reason=error)
-        else:
-            reason = "the check stopped before this parameter"
-            yield _report(owned, UNCHECKED, reason=reason)
-
-
-def _report(owned: Owned, status: str, **more: Any) -> ParameterReport:
-    return ParameterReport(
-        name=owned.name,
-        shape=tuple(owned.param.shape),
-        dtype=str(owned.param.dtype).removeprefix("torch."),
-        layer=owned.path,
-        layer_type=type(owned.owner).__name__,
-        status=status,
-        **more,
-    )
+            norms_B, expected_B = flash.norms_of(name), oracle.param_norms[name]
+            total = oracle.sums[name]
+            least_B = subject.floor * oracle.norms_B.nan_to_num(0, 0)
+            least = max(largest(total), subject.floor * oracle.largest_sum)
+            norm_error = largest_error(norms_B, expected_B, least_B)
+            grad = flash.params[name].grad
+            grad = torch.zeros_like(total) if grad is None else grad
+            sum_error = largest_error(grad, total, least)
+            found.update(
+                status="PASS" if max(norm_error, sum_error) <= subject.tolerance else "FAIL",
+                rule=rules[name],
+                norms=tuple(norms_B.tolist()),
+                oracle_norms=tuple(expected_B.tolist()),
+                norm_error=norm_error,
+                sum_error=sum_error,
+            )
+        yield ParameterReport(
+            name=name,
+            shape=tuple(param.shape),
+            dtype=str(param.dtype).removeprefix("torch."),
+            layer=layer,
+            layer_type=type(subject.plain.get_submodule(layer)).__name__,
+            **found,
+        )
 
 
 # -- the whole check -------------------------------------------------------------------------------
 
 
-def check_plain_model(subject: Subject) -> tuple[float, str]:
-    """Run the plain model alone.
-
-    Returns:
-        The loss, and why no comparison would mean anything: empty where one would.
-
-    Raises:
-        BadBatchError: there is no loss, or none that could be checked.
-    """
-    task, samples = subject.task, subject.samples
+@contextmanager
+def _compares(words: str = "") -> Iterator[None]:
+    """Whatever the user's model raises in here is a finding, but for values that no check takes."""
     try:
-        losses = [task.value(subject.plain, samples.all, seed) for seed in (0, 0, 1)]
-    except BadBatchError:
+        yield
+    except (InvalidValue, NoComparison):
         raise
     except Exception as error:
-        return math.nan, f"The plain model fails on this batch: {described(error)}"
+        raise NoComparison(f"{words}{described(error)}") from error
+
+
+def check_plain_model(subject: Subject) -> float:
+    """Run the plain model alone; return its loss, and note the narrowest dtype.
+
+    Raises:
+        NoComparison: it fails, or draws random numbers.
+    """
+    task, samples = subject.task, subject.samples
+    dtypes = {param.dtype for param in subject.plain.parameters()}
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        dtypes.update(x.dtype for x in tensors_in(output))
+
+    hook = nn.modules.module.register_module_forward_hook(note)
+    with _compares("The plain model fails on this batch: "), hook:
+        losses = [task.value(subject.plain, samples.all, seed) for seed in (0, 0, 1)]
     if losses[0] == losses[1] != losses[2]:
-        return losses[0], (
+        raise NoComparison(
             "The loss changes with the random seed although nn.Dropout layers are switched "
             "off, so per-sample gradients cannot be compared. Check the model in eval mode "
             "(model.eval()), or set its remaining dropout rates to 0."
         )
-    if task.counted not in (None, samples.count):
-        return losses[0], (
-            f"The loss gives {task.counted} losses, but the batch has {samples.count} samples "
-            f"(the size of axis {0 if subject.batch_first else 1} of its first tensor). One of "
-            "the two does not count samples: if the batch is the other axis of the inputs, check "
-            f"and wrap the model with batch_first={not subject.batch_first}."
-        )
+    known = [dtype for dtype in TOLERANCE if dtype in dtypes]
+    subject.dtype = known[-1] if known else torch.float32
     _check_buffers(subject)
-    return losses[0], ""
+    return losses[0]
 
 
 def _check_buffers(subject: Subject) -> None:
@@ -252,11 +220,10 @@ def _check_buffers(subject: Subject) -> None:
     for batch in (samples.all, samples.take(range(1, samples.count))):
         model = copy.deepcopy(subject.plain)
         subject.task.value(model, batch)
-        left.append({n: x for n, x in model.state_dict().items() if isinstance(x, torch.Tensor)})
-    whole, fewer = left
-    changed = [n for n, x in whole.items() if n in fewer and not torch.equal(x, fewer[n])]
+        left.append(model.state_dict())
+    changed = [n for n, x in left[0].items() if isinstance(x, Tensor) and not x.equal(left[1][n])]
     if changed:
-        subject.failures.append(
+        subject.fail(
             f"The forward writes what it sees of the samples into buffers: "
             f"{', '.join(changed)}. They are part of the state dict and get no noise. Use a "
             "layer without running statistics, or do not train or release in this mode."
@@ -333,94 +300,64 @@ def check(
     samples = Samples(batch, batch_first, plain)
     task = Task(loss or squared_outputs(batch_first), loss_reduction, seed)
     options.update(loss_reduction=loss_reduction, batch_first=batch_first)
-    subject = Subject(plain, samples, task, options, notes=[*samples.notes])
-    _LOGGER.info("the plain model, in batches of several sizes")
-    plain_loss, refused = check_plain_model(subject)
-    if refused:
-        return _uncovered(subject, refused)
-    _LOGGER.info("one step of flash clipping")
+    subject = Subject(plain, samples, task, options, tolerance, notes=[*samples.notes])
     try:
-        with fallbacks(subject.notes):
-            flash = Flash(subject)
-    except InvalidValue:  # of an option
-        raise
-    except Exception as error:  # the model is the finding
-        return _uncovered(subject, described(error))
-    try:
-        with fallbacks(subject.notes):
-            flash.step(samples.all, max_grad_norm)
-    except Exception as error:  # whatever the user's model raises is the finding
-        return _uncovered(subject, described(error))
-    _LOGGER.info("the oracle, one sample at a time in float64")
-    try:
-        exact, samples = subject.exact()
-        oracle = Oracle(exact, task, samples, flash.bound)
-    except Exception as error:
-        return _uncovered(
-            subject,
-            "The plain model fails on one sample at a time, so there is no oracle: "
-            f"{described(error)}",
-        )
-    if tolerance is None:
-        tolerance = TOLERANCE[flash.dtype]
-    return _compared(subject, flash, oracle, plain_loss, tolerance, removals)
+        return _compared(subject, max_grad_norm, removals)
+    except NoComparison as error:
+        subject.causes = {str(error): [], **subject.causes}
+        return CheckReport(subject.failures, tuple(subject.notes), samples.count)
 
 
-def _uncovered(subject: Subject, error: str) -> CheckReport:
-    """Nothing could be compared."""
-    return CheckReport(
-        failures=(error, *subject.failures),
-        notes=tuple(subject.notes),
-        batch_size=subject.samples.count,
-        parameters=tuple(uncovered_parameters(subject, error)),
-    )
-
-
-def _compared(
-    subject: Subject,
-    flash: Flash,
-    oracle: Oracle,
-    plain_loss: float,
-    tolerance: float,
-    removals: int,
-) -> CheckReport:
+def _compared(subject: Subject, max_grad_norm: float | None, removals: int) -> CheckReport:
     """Everything beside the oracle; then other batches of the same samples."""
+    task, batch = subject.task, subject.samples.all
+    _LOGGER.info("the plain model, in batches of several sizes")
+    plain_loss = check_plain_model(subject)
+    _LOGGER.info("one step of flash clipping")
+    with _compares():
+        flash = Flash(subject)
+        if max_grad_norm is None:
+            flash.step(batch)
+            max_grad_norm = typical(flash.norms_B[flash.norms_B > 0]) or 1.0
+        flash.step(batch, max_grad_norm)
+    _LOGGER.info("the oracle, one sample at a time in float64")
+    with _compares("The plain model fails on one sample at a time, so there is no oracle: "):
+        oracle = Oracle(*subject.exact, task, max_grad_norm)
+    cause = cause_in_loss(subject, plain_loss, oracle.loss)
+    norms, expected = (tuple(x.norms_B.tolist()) for x in (flash, oracle))
+    least = subject.floor * typical(oracle.norms_B)
+    norm_error = largest_error(flash.norms_B, oracle.norms_B, least)
+    parameters = tuple(compared_parameters(subject, flash, oracle))
+    wrong = []
+    if bad := [parameter.name for parameter in parameters if parameter.status == "FAIL"]:
+        of_all = f"{len(bad)} of {len(parameters)} parameters differ from the oracle"
+        wrong.append(f"{of_all} ({listed(bad, most=5)})")
+    if not norm_error <= subject.tolerance:
+        wrong.append(f"norms of whole samples are off by {norm_error:.1e}")
+    if cause:
+        subject.fail(cause, *wrong)
+    elif wrong:
+        subject.fail(f"{listed(wrong, most=2)}: more than {subject.tolerance:.0e}.")
     _LOGGER.info("batches with samples removed, exchanged and repeated")
-    norms, failures = flash.norms, subject.failures
-    typical = (statistics.median(oracle.norms),) * len(norms)
-    norm_error = largest_norm_error(norms, oracle.norms, typical, FLOOR[flash.dtype])
-    parameters = tuple(compared_parameters(subject, flash, oracle, tolerance))
-    bad = [parameter.name for parameter in parameters if parameter.status == FAIL]
-    if bad:
-        failures.append(
-            f"{len(bad)} of {len(parameters)} parameters differ from the oracle: "
-            f"{', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}."
-        )
-    if not norm_error <= tolerance:
-        failures.append(
-            f"The norms of whole samples differ from the oracle by {norm_error:.1e}, more than "
-            f"{tolerance:.0e}.{common_factor(subject, flash, oracle)}"
-        )
-    check_losses(subject, flash, oracle, plain_loss, tolerance)
-    removed = OtherBatches(subject, flash, tolerance).check(removals)
+    changes = changes_in_other_batches(subject, flash, max_grad_norm, removals)
     statuses = {parameter.status for parameter in parameters}
-    if not statuses & {PASS, FAIL}:
-        failures.append("No parameter takes part: all are frozen or unused.")
-    if UNUSED in statuses:
+    if not statuses & {"PASS", "FAIL"}:
+        subject.fail("No parameter takes part: all are frozen or unused.")
+    if "unused" in statuses:
         subject.notes.append(
             "Unused parameters have norm 0 here and still receive noise in a private step; "
             "freeze them if no batch uses them."
         )
     return CheckReport(
-        failures=tuple(failures),
+        failures=subject.failures,
         notes=tuple(subject.notes),
         batch_size=subject.samples.count,
-        dtype=str(flash.dtype).removeprefix("torch."),
-        tolerance=tolerance,
-        max_grad_norm=flash.bound,
+        dtype=str(subject.dtype).removeprefix("torch."),
+        tolerance=subject.tolerance,
+        max_grad_norm=max_grad_norm,
         norms=norms,
-        oracle_norms=tuple(oracle.norms),
+        oracle_norms=expected,
         norm_error=norm_error,
         parameters=parameters,
-        removals=removed,
+        changes=changes,
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Mapping
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 
 from flash_clipping.ops.runtime import backend as backends
 
-_PACKAGES = ("flash-clipping", "torch", "opacus", "triton", "numpy", "transformers")
+_PACKAGES = """flash-clipping torch opacus triton numpy scipy cryptography dp-accounting
+transformers accelerate peft trl lightning diffusers bitsandbytes torchao"""
 _VARIABLES = """FLASH_CLIPPING_BACKEND TRITON_INTERPRET TRITON_DISABLE_LINE_INFO TRITON_F32_DEFAULT
 CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF
 PYTORCH_NVML_BASED_CUDA_CHECK CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE
@@ -34,20 +34,19 @@ def environment() -> dict[str, Any]:
     available = backends.is_triton_available()
     if not available and reason is None:
         reason = "no CUDA device, and TRITON_INTERPRET is not 1"
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        devices.append(
-            {
-                "name": device.name,
-                "capability": f"{device.major}.{device.minor}",
-                "memory_gib": round(device.total_memory / 2**30, 1),
-            }
-        )
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    devices = [
+        {
+            "name": device.name,
+            "capability": f"{device.major}.{device.minor}",
+            "memory_gib": round(device.total_memory / 2**30, 1),
+        }
+        for device in found
+    ]
     return {
         "versions": {
             "python": platform.python_version(),
-            **{package: _version(package) for package in _PACKAGES},
+            **{package: _version(package) for package in _PACKAGES.split()},
         },
         "platform": platform.platform(),
         "cpu": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
@@ -82,12 +81,10 @@ def _matmul_precision() -> str:
 
 
 def _version(package: str) -> str | None:
-    with suppress(Exception):  # a broken installation raises more than ImportError
-        return str(importlib.import_module(package.replace("-", "_")).__version__)
-    try:
-        return f"{importlib.metadata.version(package)} (cannot be imported)"
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    loaded = sys.modules.get(package.replace("-", "_"))  # of a clone there is no metadata
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return str(getattr(loaded, "__version__", None) or importlib.metadata.version(package))
+    return None
 
 
 def _driver() -> str | None:
@@ -98,18 +95,3 @@ def _driver() -> str | None:
         return None
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
     return found.group() if found else None
-
-
-def environment_text(report: Mapping[str, Any] | None = None) -> str:
-    """:func:`environment` as text to paste."""
-    lines = []
-    for key, value in (environment() if report is None else report).items():
-        if not isinstance(value, Mapping):
-            lines.append(f"{key}: {value}")
-            continue
-        lines.append(f"{key}:" if value else f"{key}: none set")
-        for name, entry in value.items():
-            if isinstance(entry, list):
-                entry = "; ".join(", ".join(map(str, item.values())) for item in entry) or "none"
-            lines.append(f"  {name}: {entry}")
-    return "\n".join(lines)

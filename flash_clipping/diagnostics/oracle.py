@@ -1,12 +1,15 @@
 """A user's batch and loss, and the truth that flash clipping is compared with: gradients of one
-sample at a time, in float64. Which module owns a parameter."""
+sample at a time, in float64.
+
+Shape suffixes: ``B`` samples.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from flash_clipping.capture.declared_rows import parts_of_samples
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import random_state
 from flash_clipping.capture.proof import batches
+from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.errors import InvalidValue
 from flash_clipping.finish.clipping import NORM_EPSILON
 
@@ -53,35 +57,6 @@ class Samples(batches.Samples):
         (batch,), _ = self.batch(samples)
         return batch
 
-    def other_sizes(self) -> list[int]:
-        """Sizes of at least 2 that other axes of the tensors with samples have, none twice."""
-        return [
-            *dict.fromkeys(
-                size
-                for x in self.leaves
-                if (axis := self._axis_of(x)) is not None
-                for other, size in enumerate(x.shape)
-                if other != axis and size > 1
-            )
-        ]
-
-    def with_fewer_labels(self, ignored: int) -> Iterator[tuple[bool, Any]]:
-        """Batches in which the last half of the first sample is ``ignored``, in one tensor of
-        integers that may be labels; and whether some were ignored before. Where none were, not on
-        a GPU, which an index that is out of range would take down."""
-        for x in self.leaves:
-            if self._axis_of(x) != 0 or x.dim() != 2 or x.shape[1] < 2 or x.dtype != torch.int64:
-                continue
-            some = bool((x == ignored).any())
-            if some or x.device.type == "cpu":
-                shorter = x.clone()
-                shorter[0, x.shape[1] // 2 :] = ignored
-                yield some, _replaced(self.all, x, shorter)
-
-
-def _replaced(batch: Any, old: Tensor, new: Tensor) -> Any:
-    return map_tensors(lambda x: new if x is old else x, batch)
-
 
 @dataclass
 class Task:
@@ -90,8 +65,6 @@ class Task:
     loss: Loss
     reduction: str
     seed: int
-    #: How many losses there were the last time, if they were not reduced.
-    counted: int | None = None
 
     def __call__(self, model: Any, batch: Any, seed: int = 0) -> Tensor:
         """The loss of the batch as a scalar; the generators are left as they were."""
@@ -105,7 +78,8 @@ class Task:
                 "FC462 loss(model, batch) must return one loss per sample, [B], or a scalar "
                 f"tensor; found {found[:200]}."
             )
-        self.counted = len(losses) if losses.dim() == 1 else None
+        if isinstance(model, GradSampleModuleFlashClipping):
+            model.check_losses(losses)
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
     def value(self, model: nn.Module, batch: Any, seed: int = 0) -> float:
@@ -127,12 +101,12 @@ def squared_outputs(batch_first: bool) -> Loss:
             output = model(*batch)
         else:
             output = model(batch)
+        floats = [x for x in tensors_in(output) if x.is_floating_point() and x.dim() > 1]
         parts = []
-        for x in tensors_in(output):
-            if x.is_floating_point() and x.dim() > 1:
-                values = (x if batch_first else x.transpose(0, 1)).flatten(1)
-                weight = torch.linspace(0.5, 1.5, values.shape[1], device=values.device)
-                parts.append((values.square() * weight.to(values.dtype)).mean(1))
+        for x in floats if batch_first else [x.transpose(0, 1) for x in floats]:
+            x_BF = x.flatten(1)
+            weight_F = torch.linspace(0.5, 1.5, x_BF.shape[1], device=x.device, dtype=x.dtype)
+            parts.append((x_BF.square() * weight_F).mean(1))
         if not parts:
             raise BadBatchError(
                 f"FC922 The model's output ({type(output).__name__}) holds no floating-point "
@@ -141,6 +115,10 @@ def squared_outputs(batch_first: bool) -> Loss:
         return torch.stack(parts).sum(0)
 
     return loss
+
+
+def replaced(tree: Any, old: Tensor, new: Tensor) -> Any:
+    return map_tensors(lambda x: new if x is old else x, tree)
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -162,33 +140,10 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-# -- parameters ------------------------------------------------------------------------------------
-
-
-class Owned(NamedTuple):
-    """A parameter, and the module that has it."""
-
-    name: str
-    param: nn.Parameter
-    path: str
-    owner: nn.Module
-
-
-def owned_parameters(model: nn.Module) -> Iterator[Owned]:
-    """The parameters in the model's order, each once."""
-    owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
-    for path, module in model.named_modules():
-        for param in module._parameters.values():
-            if param is not None:
-                owners.setdefault(param, (path, module))
-    for name, param in model.named_parameters():
-        yield Owned(name, param, *owners.get(param, (name.rpartition(".")[0], model)))
-
-
 # -- the truth -------------------------------------------------------------------------------------
 
-#: Relative error allowed, by the narrowest dtype that takes part. The oracle computes everything in
-#: float64, so the rounding of the model's own forward and backward is part of the error.
+#: Relative error allowed, by the narrowest dtype that takes part: the last of these. The oracle
+#: computes in float64, so the rounding of the model's own forward and backward is in the error.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 #: A parameter's error is relative to its own norm, but never to less than this part of the norm
@@ -202,7 +157,7 @@ class Oracle:
     """Per-sample gradients by plain autograd, one sample at a time; norms and sums in float64.
 
     Attributes:
-        norms: of every sample, over all trainable parameters.
+        norms_B: of every sample, over all trainable parameters; on the CPU.
         param_norms: the same of each parameter, by name.
         sums: clipped sums.
         reached: whether the loss depends on a parameter.
@@ -210,10 +165,11 @@ class Oracle:
         largest_sum: the largest element of all sums.
     """
 
-    def __init__(self, model: nn.Module, task: Task, samples: Samples, max_grad_norm: float):
+    def __init__(self, model: nn.Module, samples: Samples, task: Task, max_grad_norm: float):
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.norms: list[float] = []
-        self.param_norms: dict[str, list[float]] = {name: [] for name in params}
+        zeros_B = torch.zeros(samples.count, dtype=torch.float64)
+        self.norms_B = zeros_B.clone()
+        self.param_norms = {name: zeros_B.clone() for name in params}
         self.sums = {
             name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
             for name, p in params.items()
@@ -232,45 +188,33 @@ class Oracle:
                 grad = grad.detach() if grad.layout == torch.strided else grad.to_dense()
                 grads[name] = grad.double()
                 self.reached[name] |= param.grad is not None
-                self.param_norms[name].append(float(torch.linalg.vector_norm(grads[name])))
-            norm = math.hypot(*(norms[b] for norms in self.param_norms.values()))
-            self.norms.append(norm)
+                self.param_norms[name][b] = torch.linalg.vector_norm(grads[name])
+            norm = math.hypot(*(float(norms_B[b]) for norms_B in self.param_norms.values()))
+            self.norms_B[b] = norm
             if math.isfinite(norm):
                 coef = min(1.0, max_grad_norm / (norm + NORM_EPSILON))
                 for name, grad in grads.items():
                     self.sums[name] += coef * grad
         self.loss = task.reduced(losses)
-        self.largest_sum = max(
-            (float(total.abs().max()) for total in self.sums.values() if total.numel()), default=0.0
-        )
+        self.largest_sum = max(map(largest, self.sums.values()), default=0.0)
 
 
-def largest_norm_error(
-    found: Sequence[float], expected: Sequence[float], whole: Sequence[float], floor: float
-) -> float:
-    """Largest ``|found - expected| / max(expected, floor * whole)`` over the samples."""
-    worst = 0.0
-    for f, e, w in zip(found, expected, whole, strict=True):
-        if not math.isfinite(e):
-            error = 0.0 if not math.isfinite(f) else math.inf
-        else:
-            scale = max(e, floor * w if math.isfinite(w) else 0.0, _TINY)
-            error = abs(f - e) / scale if f != e else 0.0
-        if not error <= worst:  # also NaN
-            worst = error if not math.isnan(error) else math.inf
-    return worst
+def largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
 
 
-def largest_sum_error(found: Tensor, expected: Tensor, floor: float) -> float:
-    """``max |found - expected| / max(max |expected|, floor)``."""
-    if not expected.numel():
-        return 0.0
-    difference = float((found.to(expected.device).double() - expected).abs().max())
-    error = difference / max(float(expected.abs().max()), floor, _TINY) if difference else 0.0
-    return error if not math.isnan(error) else math.inf
+def typical(norms_B: Tensor) -> float:
+    """The median of those that are finite."""
+    finite = norms_B[norms_B.isfinite()]
+    return float(finite.quantile(0.5)) if len(finite) else 0.0
 
 
-def close(found: float, expected: float, tolerance: float) -> bool:
-    if not (math.isfinite(found) and math.isfinite(expected)):
-        return math.isfinite(found) == math.isfinite(expected)
-    return abs(found - expected) <= 10 * tolerance * max(abs(expected), _TINY)
+def largest_error(found: Tensor, expected: Tensor, least: Tensor | float) -> float:
+    """Largest ``|found - expected| / max(|expected|, least)``; infinite where one of the two is
+    finite and the other is not."""
+    found = found.to(expected.device).double()
+    if not torch.equal(found.isfinite(), expected.isfinite()):
+        return math.inf
+    scale = expected.abs().clamp(min=_TINY).maximum(torch.as_tensor(least).to(expected))
+    errors = ((found - expected).abs() / scale).nan_to_num(nan=0.0)
+    return float(errors.max()) if errors.numel() else 0.0

@@ -170,7 +170,7 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
         raise InvalidValue(
             f"FC568 compose: found reports for different deltas {sorted(deltas)}; expected one. "
             "Say which:\n"
-            "    compose(reports, delta=1e-5)"
+            "    delta=1e-5"
         )
     try:
         neighbours = [

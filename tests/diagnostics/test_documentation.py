@@ -187,7 +187,7 @@ SAID = {"warnings.warn": 0, "check_on_device": 1}
 
 #: They never leave the library, or Python itself reads them.
 INNER = {"ReadsNoSamples", "UsesOthers", "_NotFinite", "ModelsOwnError", "AssertionError"}
-INNER |= {"AttributeError", "IndexError", "ImportError", "KeyError", "RuntimeError"}
+INNER |= {"NoComparison", "AttributeError", "IndexError", "ImportError", "KeyError", "RuntimeError"}
 
 #: Their messages get codes last.
 LAST = {PACKAGE / "engine" / "options.py", PACKAGE / "engine" / "privacy_engine.py"}
