@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.models import add_lora
 from benchmarks.workload import Workload, loss
-from flash_clipping import GraphedStep
+from flash_clipping import GraphedStep, Kernels
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Flash(_Opacus):
         self.module, self.optimizer, *_ = self._make_private(
             model,
             mode=self.mode,
-            cuda_graphs=self.cuda_graphs,
+            kernels=Kernels(cuda_graphs=self.cuda_graphs),
         )
 
     def norms(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The models that the benchmarks know by name, written to be read.
+"""The models that the benchmarks know by the names of ``models.yaml``, written to be read.
 
 Shapes are written as suffixes: B samples, T positions, D model width, V vocabulary.
 
@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import convolutional, huggingface
-from benchmarks.ops import experts as expert_layers
-from benchmarks.workload import Named, Workload, draw_images, draw_tokens
+from benchmarks.ops import experts
+from benchmarks.workload import Workload, draw_images, draw_tokens
 
 # --------------------------------------------------------------------------------------------------
 # A Llama-like decoder
@@ -253,47 +256,23 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 # Names
 # --------------------------------------------------------------------------------------------------
 
-_ROW_1 = dict(layers=16, width=2048, hidden=5632, vocab=32_000)
-_TINY = dict(layers=1, width=16, hidden=32, vocab=11, batch=4, seq=6, head=8)
-
-_OWN: Named = {
-    "decoder-1": (decoder, _ROW_1 | dict(batch=8, seq=1024)),
-    "decoder-2": (decoder, _ROW_1 | dict(batch=32, seq=256)),
-    "decoder-3": (
-        decoder,
-        dict(layers=24, width=1024, hidden=4096, vocab=50_000, batch=16, seq=512),
-    ),
-    "decoder-4": (
-        decoder,
-        dict(layers=4, width=4096, hidden=11_008, vocab=32_000, batch=4, seq=2048),
-    ),
-    "decoder-small": (
-        decoder,
-        dict(layers=4, width=256, hidden=1024, vocab=256, batch=16, seq=128, head=64),
-    ),
-    "decoder-3b": (
-        decoder,
-        dict(layers=28, width=3072, hidden=8192, vocab=32_000, batch=4, seq=1024),
-    ),
-    "long": (decoder, _ROW_1 | dict(layers=4, batch=1, seq=16_384)),
-    "llama-1b-lora": (decoder, _ROW_1 | dict(layers=24, batch=8, seq=1024, lora=16)),
-    "gpt2-small-shaped": (
-        gpt2,
-        dict(layers=12, width=768, hidden=3072, vocab=50_257, batch=8, seq=128),
-    ),
-    "decoder-experts": (
-        decoder,
-        dict(layers=8, width=2048, hidden=1408, vocab=32_000, batch=8, seq=1024, experts=16),
-    ),
-    "cnn-small": (cnn, dict(layers=3, width=32, batch=64)),
-    "tiny": (decoder, _TINY),
-    "tiny-experts": (decoder, _TINY | dict(experts=4)),
+_MAKERS: dict[str, Callable[..., Workload]] = {
+    maker.__name__: maker
+    for maker in (
+        *(decoder, gpt2, cnn, convolutional.wide_resnet, convolutional.unet),
+        *(huggingface.transformer, huggingface.image_classifier, experts.layer),
+    )
 }
-
-#: Models written here, and all.
-OWN_NAMES: tuple[str, ...] = (*_OWN, *convolutional.NAMED)
-_ALL: Named = _OWN | convolutional.NAMED | huggingface.NAMED | expert_layers.NAMED
-NAMES: tuple[str, ...] = tuple(_ALL)
+_LIST = Path(__file__).with_name("models.yaml")
+_ROWS: dict[str, dict[str, Any]] = {
+    name: row
+    for name, row in yaml.safe_load(_LIST.read_text(encoding="utf-8")).items()
+    if not name.startswith(".")
+}
+NAMES: tuple[str, ...] = tuple(_ROWS)
+#: Models written here.
+OWN_NAMES = [name for name, row in _ROWS.items() if row["make"] in ("decoder", "gpt2", "cnn")]
+OWN_NAMES += [name for name, row in _ROWS.items() if row["make"] in ("wide_resnet", "unet")]
 
 
 def workload(
@@ -315,9 +294,9 @@ def workload(
     if ":" in name:
         where, _, attribute = name.partition(":")
         factory, defaults = getattr(importlib.import_module(where), attribute), {}
-    elif name in _ALL:
-        factory, defaults = _ALL[name]
-        defaults = {"name": name, **defaults}
+    elif name in _ROWS:
+        defaults = {"name": name, **_ROWS[name]}
+        factory = _MAKERS[defaults.pop("make")]
     else:
         raise ValueError(
             f"unknown model {name!r}: give one of {', '.join(NAMES)}, or 'module:factory' where "

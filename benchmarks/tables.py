@@ -24,19 +24,12 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import torch
+import yaml
 from rich.console import Console
 
 from benchmarks.options import UsageError
 
 _RESULTS = Path(__file__).resolve().parent / "results"
-
-DECODERS = "decoder-1 decoder-2 decoder-3 decoder-4"
-LANGUAGE = "llama-3.2-1b smollm-135m qwen3-0.6b bert-base t5-base qwen3-moe-small"
-PUBLISHED = "gpt2-small-e2e gpt2-medium-e2e gpt2-large-e2e roberta-large vit-large"
-GRAPHS = "nonprivate,nonprivate-graph,flash,flash-graph"
-ALL_GRAPHS = f"{GRAPHS},flash-auto-graphs"
-LONG = "llama-3.2-1b-untied"  # Opacus' ghost clipping takes no tied parameters
-ESTIMATED = "opacus-ghost,opacus-randomized"
 
 
 @dataclass(frozen=True)
@@ -56,71 +49,21 @@ class Table:
     cold: bool = False
 
 
-def _step(
-    models: str, methods: str = "nonprivate,flash", more: str = "", seconds: int = 240
-) -> Table:
-    """Without ``more``, with enough turns for a median."""
-    turns = "" if "--rounds" in more else "--rounds 5 --steps 4 "
-    command = f"step --model {models} --methods {methods} {turns}{more}".strip()
-    peers = any(peer in methods for peer in ("opacus", "fastdp", "flashdp"))
-    return Table(command, seconds, alone=peers)
+_LIST = Path(__file__).with_name("tables.yaml")
+_PEERS = ("opacus", "fastdp", "flashdp")
+
+
+def _listed(on: str) -> dict[str, Table]:
+    found = {}
+    for name, row in yaml.safe_load(_LIST.read_text(encoding="utf-8"))[on].items():
+        row = {"command": row} if isinstance(row, str) else row
+        peers = row["command"].startswith("step") and any(it in row["command"] for it in _PEERS)
+        found[name] = Table(**row, alone=peers)
+    return found
 
 
 #: By the name of their files, the most wanted first.
-ON_A_GPU = {
-    "step-first": Table(
-        "step --model bert-base llama-3.2-1b --methods flash --rounds 1 --steps 1", cold=True
-    ),
-    "step-decoders": _step(DECODERS, GRAPHS),
-    "step-models": _step(LANGUAGE, ALL_GRAPHS, seconds=300),
-    "step-published": _step(PUBLISHED, GRAPHS, seconds=300),
-    "kernels": Table("kernels"),
-    "step-peers": _step(DECODERS, "nonprivate,flash,opacus-ghost,fastdp", "--rounds 3 --steps 2"),
-    "step-convolutions": _step("wrn-16-4 resnet50-gn unet", ALL_GRAPHS),
-    "step-optimizer": _step("decoder-1", more="--optimizer"),
-    "step-peers-gpt2": _step(
-        "gpt2-small-shaped",
-        "nonprivate,flash,flash-auto-graphs,flashdp",
-        "--batch 4 --seq 1024 --rounds 5 --steps 4",
-    ),
-    "step-long-8k": _step(
-        LONG,
-        f"nonprivate,flash,{ESTIMATED}",
-        "--batch 2 --seq 8192 --rounds 3 --steps 1 --warmup 1",
-    ),
-    "step-experts": _step(
-        "experts-8x2048 experts-32x512-zipf mixture-8x2048 mixture-lora-32x512-zipf"
-    ),
-    "step-qwen3-moe": _step("qwen3-moe", GRAPHS),
-    "hyper-connections": Table("hyper-connections"),
-    "product-key": Table("product-key"),
-    "step-checkpointing": _step(
-        "decoder-1", "nonprivate,flash-two-pass", "--checkpointing --rounds 5 --steps 2"
-    ),
-    "step-lora": _step("llama-1b-lora"),
-    "step-fp32": _step("wrn-16-4", "nonprivate,flash", "--dtype fp32 --rounds 3 --steps 4"),
-    "noise": Table("noise"),
-    "step-compiled": _step("bert-base", more="--compile"),
-    # The largest, and the last: logits of two samples take 17 GB, three times.
-    "step-long-32k": _step(
-        LONG,
-        "nonprivate,flash-two-pass,opacus-randomized",
-        "--checkpointing --batch 2 --seq 32768 --rounds 3 --steps 1 --warmup 1",
-    ),
-}
-ON_A_CPU = {
-    "step": Table(
-        "step --device cpu --model decoder-small cnn-small --threads 1 --rounds 7 --steps 1 "
-        "--warmup 2 --clock cpu",
-        seconds=1200,
-    ),
-    "decoder-small-memory": Table(
-        "memory --device cpu --model decoder-small --methods "
-        "nonprivate,flash,flash-two-pass,opacus-ghost,opacus-hooks,fastdp "
-        "--seqs 64 128 256 512 --batches 4 8 32 --threads 1",
-        seconds=1200,
-    ),
-}
+ON_A_GPU, ON_A_CPU = _listed("gpu"), _listed("cpu")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks import environment
 from benchmarks.options import UsageError
+from flash_clipping import Kernels
 
 #: How far norms in fp32 may be from those of single samples in float64, relative.
 APART = 1e-4
@@ -45,7 +46,7 @@ LOSS = "loss: `Trainer`, private"
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "private": {},
-    "private-eager": {"engine_options": {"cuda_graphs": "off"}},
+    "private-eager": {"kernels": Kernels(cuda_graphs="off")},
 }
 
 

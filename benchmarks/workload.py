@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +30,6 @@ class Workload:
     batch: int
     positions: int = 1
     lora: int = 0
-
-
-#: A name that models are asked for by -> what makes the workload, and its arguments.
-Named = dict[str, tuple[Callable[..., Workload], dict[str, Any]]]
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +33,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from training import InMemoryDataset
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import FixedOrder, FlashPrivacyEngine, PoissonSampling, RandomAllocation
 from flash_clipping.auditing import Audit, Canaries
+from flash_clipping.engine.accounting import Mechanism
 from flash_clipping.noise.mechanisms import BandedInverseNoise, BufferedNoise, NoiseMechanism
 
 CLASSES = 10
@@ -71,19 +71,17 @@ class CurrentLayers(nn.Module):
 MODELS = {"convolutions": convolutions, "current": CurrentLayers}
 
 
-def private_options(
-    noise: str, sampling: str, steps: int, batches: int
-) -> tuple[str, dict[str, Any]]:
-    """The accountant, and arguments of make_private, for so many steps and batches in an epoch."""
+def mechanism_of(noise: str, sampling: str, steps: int, batches: int) -> tuple[str, Mechanism]:
+    """The accountant, and the mechanism, for so many steps and batches in an epoch."""
     if noise == "discrete":
-        return "discrete_gaussian", {"noise_grid": "exact"}
+        return "discrete_gaussian", PoissonSampling(noise_grid="exact")
     correlated: dict[str, Callable[[], NoiseMechanism]] = {
         "inverse": lambda: BandedInverseNoise.optimised(3, steps, batches),
         "buffers": lambda: BufferedNoise.optimised(2, steps, batches),
     }
-    if noise not in correlated:
-        return ("prv" if sampling == "poisson" else "pld"), {"sampling": sampling}
-    return "pld", {"sampling": "fixed_order", "noise": correlated[noise]()}
+    if noise in correlated:
+        return "pld", FixedOrder(correlated[noise]())
+    return ("prv", PoissonSampling()) if sampling == "poisson" else ("pld", RandomAllocation())
 
 
 NOISES = ("independent", "inverse", "buffers", "discrete")
@@ -118,9 +116,9 @@ def audit(args: argparse.Namespace, console: Console) -> Audit:
     y = torch.tensor(digits[: args.samples], dtype=torch.long)
     number_M, image_M = 1 + torch.arange(m), torch.zeros(m, 1, 8, 8)
     steps = args.epochs * args.batches
-    accountant, options = private_options(args.noise, args.sampling, steps, args.batches)
+    accountant, mechanism = mechanism_of(args.noise, args.sampling, steps, args.batches)
     rows_M = included_M
-    if options.get("sampling") == "fixed_order":
+    if isinstance(mechanism, FixedOrder):
         # Epsilon is for zeroing a sample out: all canaries have their places. A sample that is not
         # finite adds nothing.
         rows_M = torch.ones_like(included_M)
@@ -144,7 +142,7 @@ def audit(args: argparse.Namespace, console: Console) -> Audit:
         target_delta=args.delta,
         epochs=args.epochs,
         max_grad_norm=args.max_grad_norm,
-        **options,
+        mechanism=mechanism,
     )
     if args.broken:
         # On purpose: samples are clipped to 50 C, while the noise is still that for C. It would

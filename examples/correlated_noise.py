@@ -19,38 +19,28 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine
-from flash_clipping.noise.mechanisms import (
-    BandedInverseNoise,
-    BandedNoise,
-    BufferedNoise,
-    IndependentNoise,
-    NoiseMechanism,
-)
+from flash_clipping import CyclicPoisson, FixedOrder, FlashPrivacyEngine, PoissonSampling
+from flash_clipping.engine.accounting import Mechanism
+from flash_clipping.noise.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
 from flash_clipping.randomness import SeededNoiseWarning
 
 DELTA = 1e-4
 HELD_OUT = 400
 
-#: How batches are drawn, and the noise for so many steps and batches in an epoch.
-RUNS: dict[str, tuple[str, Callable[[int, int], NoiseMechanism]]] = {
-    "fixed order, independent": ("fixed_order", lambda steps, batches: IndependentNoise()),
-    "fixed order, one step taken back": (
-        "fixed_order",
-        lambda steps, batches: BandedInverseNoise(2),
+#: How batches are drawn and noise is made, for so many steps and batches in an epoch.
+RUNS: dict[str, Callable[[int, int], Mechanism]] = {
+    "fixed order, independent": lambda steps, batches: FixedOrder(),
+    "fixed order, one step taken back": lambda steps, batches: FixedOrder(BandedInverseNoise(2)),
+    "fixed order, 8 diagonals": lambda steps, batches: FixedOrder(BandedNoise(8)),
+    "fixed order, inverse of 8": lambda steps, batches: FixedOrder(BandedInverseNoise(8)),
+    "fixed order, inverse of 4, optimised": lambda steps, batches: FixedOrder(
+        BandedInverseNoise.optimised(4, steps, batches)
     ),
-    "fixed order, 8 diagonals": ("fixed_order", lambda steps, batches: BandedNoise(8)),
-    "fixed order, inverse of 8": ("fixed_order", lambda steps, batches: BandedInverseNoise(8)),
-    "fixed order, inverse of 4, optimised": (
-        "fixed_order",
-        lambda steps, batches: BandedInverseNoise.optimised(4, steps, batches),
+    "fixed order, 2 buffers": lambda steps, batches: FixedOrder(
+        BufferedNoise.optimised(2, steps, batches)
     ),
-    "fixed order, 2 buffers": (
-        "fixed_order",
-        lambda steps, batches: BufferedNoise.optimised(2, steps, batches),
-    ),
-    "Poisson, independent": ("poisson", lambda steps, batches: IndependentNoise()),
-    "cyclic Poisson, 4 diagonals": ("cyclic_poisson", lambda steps, batches: BandedNoise(4)),
+    "Poisson, independent": lambda steps, batches: PoissonSampling(),
+    "cyclic Poisson, 4 diagonals": lambda steps, batches: CyclicPoisson(BandedNoise(4)),
 }
 
 
@@ -67,7 +57,7 @@ def train(
     name: str, *, seed: int, epsilon: float, epochs: int, batch_size: int
 ) -> tuple[float, str]:
     """Accuracy on held-out digits, and what ε compares."""
-    sampling, make_noise = RUNS[name]
+    make = RUNS[name]
     torch.manual_seed(seed)
     model = nn.Linear(64, 10)
     train_set, test_set = data()
@@ -83,8 +73,7 @@ def train(
         target_delta=DELTA,
         epochs=epochs,
         max_grad_norm=1.0,
-        sampling=sampling,
-        noise=make_noise(epochs * len(plain_loader), len(plain_loader)),
+        mechanism=make(epochs * len(plain_loader), len(plain_loader)),
     )
     for _ in range(epochs):
         for x, y in loader:

@@ -37,7 +37,7 @@ from plots import Curves, draw
 from torch import Tensor, nn
 from training import InMemoryDataset
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import Documents, FlashPrivacyEngine
 from flash_clipping.trainers.dashboard import ClippingStatistics, line
 
 # -- the network ----------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def train(args: argparse.Namespace, images: Images, plain: nn.Module) -> Run:
         target_delta=args.delta,
         epochs=args.epochs,
         max_grad_norm=args.max_grad_norm,
-        sample_of="item",  # rows with one number are one sample
+        unit=Documents("item"),  # rows with one number are one sample
     )
     total = args.epochs * len(loader)
     run, statistics = Run(), ClippingStatistics(model)

@@ -7,7 +7,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flash_clipping.public import *  # noqa: F403
-    from flash_clipping.public import __all__ as __all__
 else:
 
     def __getattr__(name: str) -> Any:
@@ -18,7 +17,9 @@ else:
                 public = import_module("flash_clipping.public")
             except AttributeError as error:  # which "from" takes for that of a name
                 raise ImportError(f"flash_clipping: {error}") from error
-            globals().update({one: getattr(public, one) for one in ("__all__", *public.__all__)})
+            wings = "hugging_face", "layers", "noise", "one_by_one"
+            names = [one for one in vars(public) if one[0] != "_" and one not in wings]
+            globals().update({one: getattr(public, one) for one in names}, __all__=sorted(names))
         if name in globals():
             return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

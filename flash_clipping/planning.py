@@ -1,4 +1,4 @@
-"""What a private run will cost, before it starts: ``flash-clipping plan``.
+"""Plan a private run: its cost before it starts (``flash-clipping plan``).
 
 How much noise for this ε, how large a batch, how many epochs: :func:`plan` answers for one run,
 :meth:`Plan.over` for others beside it. :func:`first_bound` looks for a clipping bound.

@@ -1,54 +1,42 @@
 """The package's names, where they are from. :mod:`flash_clipping` hands them on."""
 
 from flash_clipping import hugging_face, layers, noise, one_by_one  # noqa: F401
-from flash_clipping.capture.declared_rows import samples
-from flash_clipping.capture.draws import NoStepWarning
-from flash_clipping.capture.units import Offsets
-from flash_clipping.engine.accounting import LargeDeltaWarning, PlanExceededWarning
-from flash_clipping.engine.criterion import FlashLoss
-from flash_clipping.engine.grad_sample_module import (
-    GradSampleHooksFlashClipping,
-    GradSampleModuleFlashClipping,
+from flash_clipping.capture.declared_rows import samples as samples
+from flash_clipping.capture.draws import NoStepWarning as NoStepWarning
+from flash_clipping.capture.units import Offsets as Offsets
+from flash_clipping.engine.accounting import (
+    LargeDeltaWarning as LargeDeltaWarning,
+    PlanExceededWarning as PlanExceededWarning,
 )
-from flash_clipping.engine.micro_batches import MicroBatches
-from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
-from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
-from flash_clipping.engine.sampling.loaders import NotPoissonWarning
-from flash_clipping.engine.several_optimizers import SeveralOptimizers
-from flash_clipping.engine.token_losses import per_sample_loss
-from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors.base import DenseGrad, PerSampleGrad
-from flash_clipping.factors.embedding import EmbeddingGrad
-from flash_clipping.factors.linear import LinearGrad
-from flash_clipping.graphs.graphed_step import GraphedStep
-from flash_clipping.pipelines.schedule import PrivateSchedule
-from flash_clipping.randomness import SeededNoiseWarning
-from flash_clipping.rules import Rule, register_rule
-
-__all__ = [
-    "DenseGrad",
-    "DistributedFlashDPOptimizer",
-    "EmbeddingGrad",
-    "FlashClippingError",
-    "FlashDPOptimizer",
-    "FlashLoss",
-    "FlashPrivacyEngine",
-    "GradSampleHooksFlashClipping",
-    "GradSampleModuleFlashClipping",
-    "GraphedStep",
-    "LargeDeltaWarning",
-    "LinearGrad",
-    "MicroBatches",
-    "NoStepWarning",
-    "NotPoissonWarning",
-    "Offsets",
-    "PerSampleGrad",
-    "PlanExceededWarning",
-    "PrivateSchedule",
-    "Rule",
-    "SeededNoiseWarning",
-    "SeveralOptimizers",
-    "per_sample_loss",
-    "register_rule",
-    "samples",
-]
+from flash_clipping.engine.criterion import FlashLoss as FlashLoss
+from flash_clipping.engine.grad_sample_module import (
+    GradSampleHooksFlashClipping as GradSampleHooksFlashClipping,
+    GradSampleModuleFlashClipping as GradSampleModuleFlashClipping,
+)
+from flash_clipping.engine.micro_batches import MicroBatches as MicroBatches
+from flash_clipping.engine.optimizer import (
+    DistributedFlashDPOptimizer as DistributedFlashDPOptimizer,
+    FlashDPOptimizer as FlashDPOptimizer,
+)
+from flash_clipping.engine.options import Kernels as Kernels
+from flash_clipping.engine.privacy_engine import FlashPrivacyEngine as FlashPrivacyEngine
+from flash_clipping.engine.sampling.loaders import NotPoissonWarning as NotPoissonWarning
+from flash_clipping.engine.sampling.units import Documents as Documents, Users as Users
+from flash_clipping.engine.several_optimizers import SeveralOptimizers as SeveralOptimizers
+from flash_clipping.engine.token_losses import per_sample_loss as per_sample_loss
+from flash_clipping.errors import FlashClippingError as FlashClippingError
+from flash_clipping.factors.base import DenseGrad as DenseGrad, PerSampleGrad as PerSampleGrad
+from flash_clipping.factors.embedding import EmbeddingGrad as EmbeddingGrad
+from flash_clipping.factors.linear import LinearGrad as LinearGrad
+from flash_clipping.graphs.graphed_step import GraphedStep as GraphedStep
+from flash_clipping.noise.process import (
+    CyclicPoisson as CyclicPoisson,
+    FixedOrder as FixedOrder,
+    PoissonRows as PoissonRows,
+    PoissonSampling as PoissonSampling,
+    RandomAllocation as RandomAllocation,
+    Shuffled as Shuffled,
+)
+from flash_clipping.pipelines.schedule import PrivateSchedule as PrivateSchedule
+from flash_clipping.randomness import SeededNoiseWarning as SeededNoiseWarning
+from flash_clipping.rules import Rule as Rule, register_rule as register_rule

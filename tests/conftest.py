@@ -9,7 +9,6 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ import torch
 from tests.support.dynamo import measure_no_guards
 from tests.support.interpreter import remember_the_language
 from tests.support.pairs import leave_other_combinations_to_slow
-from tests.support.starting import IMPORTED
+from tests.support.starting import asks_for_processes, begin_all, end_all
 
 HERE = Path(__file__).parent
 
@@ -68,19 +67,7 @@ def _seed_only_what_there_is() -> None:
             device.manual_seed_all = lambda seed: None
 
 
-def _import_the_same_in_all_servers() -> None:
-    """A process has one server that forks others: it begins with what its first user asks for, and
-    has to have what later ones do."""
-    preload = BaseContext.set_forkserver_preload
-
-    def preload_all(context: BaseContext, names: list[str]) -> None:
-        preload(context, [*names, *IMPORTED])
-
-    BaseContext.set_forkserver_preload = preload_all
-
-
 _seed_only_what_there_is()
-_import_the_same_in_all_servers()
 remember_the_language()
 
 
@@ -140,11 +127,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
         items[:] = [item for item in items if "gpu" not in item.keywords]
     # Files that lie here have the longest tests: a worker that began one last would be waited for.
-    items.sort(key=lambda item: item.path.parent != HERE)
+    # What processes find that are begun now is asked for at the end.
+    items.sort(key=lambda item: (asks_for_processes(item), item.path.parent != HERE))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     keep_what_is_imported()
+    if not session.config.option.collectonly:
+        begin_all(session.items, session.config._tmp_path_factory)  # type: ignore[attr-defined]
 
 
 def pytest_runtest_teardown() -> None:
@@ -165,5 +155,6 @@ def keep_what_is_imported() -> None:
         gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    end_all(wait=not (session.shouldstop or session.shouldfail))
     gc.freeze()  # pytest would look through everything five times

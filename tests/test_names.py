@@ -33,7 +33,9 @@ def imported(log: str) -> set[str]:
     return {name.partition(".")[0] for name in re.findall(r"^import time:.*\| +(\S+)$", log, re.M)}
 
 
-@pytest.mark.parametrize("arguments", ["--version", "--help", "check --help", "plan", "compse"])
+@pytest.mark.parametrize(
+    "arguments", ["--version", "--help", "check --help", "plan", "compse", "errors F"]
+)
 def test_the_command_answers_without_pytorch(arguments: str) -> None:
     ran = run("-X", "importtime", "-m", "flash_clipping", *arguments.split())
     assert ran.returncode == (0 if "--" in arguments else 2)

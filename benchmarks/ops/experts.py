@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workload import Named, Workload
+from benchmarks.workload import Workload
 
 VOCABULARY = 4096
 CLASSES = 8
@@ -102,23 +102,3 @@ def _qwen3(width: int, hidden: int, experts: int) -> nn.Module:
     )
     config._experts_implementation = "grouped_mm"
     return Qwen3MoeExperts(config)
-
-
-#: By B and T: layers of transformers, and (mixture-) ours.
-_KINDS: dict[str, dict[str, Any]] = {
-    "experts": {},
-    "mixture": dict(own=True),
-    "mixture-lora": dict(own=True, rank=16),
-    "mixture-deepseek-lora": dict(own=True, rank=16, sizes="deepseek"),
-}
-NAMED: Named = {
-    f"{kind}-{batch}x{seq}{'-zipf' * zipf}": (layer, dict(batch=batch, seq=seq, zipf=zipf) | more)
-    for kind, more in _KINDS.items()
-    for batch, seq in ((8, 2048), (32, 512), (4, 4096), (2, 16_384))
-    for zipf in (False, True)
-}
-for _kind in ("experts", "mixture"):
-    NAMED[f"{_kind}-tiny"] = (
-        layer,
-        dict(batch=3, seq=10, zipf=True, sizes="tiny") | _KINDS[_kind],
-    )

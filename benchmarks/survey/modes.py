@@ -78,10 +78,9 @@ def mixes_by_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-def _made(kind: Kind, where: Where, chance: bool = False) -> tuple[Any, dict[str, Any]]:
-    """The same, with GroupNorm in the place of BatchNorm."""
-    model, batch = where.made(kind, chance)
-    return (with_group_norm(model) if mixes_by_batch_norm(model) else model), batch
+#: (model, batch) -> arguments of :func:`measure`, ``batch`` among them where it is another one;
+#: ``None`` where there is nothing to run.
+Change = Callable[[Any, dict[str, Any]], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -90,38 +89,53 @@ class Mode:
 
     Attributes:
         words: what the table says of it.
-        run: (kind, where) -> what became of it; ``None`` where there is nothing to run.
+        chance: with what the configuration leaves out by chance.
+        autocast: parameters are in 32 bits, and products in 16.
     """
 
     words: str
-    run: Callable[[Kind, Where], Outcome | None]
+    change: Change = lambda model, batch: {}
+    chance: bool = False
+    autocast: bool = False
+
+    def run(self, kind: Kind, where: Where) -> Outcome | None:
+        """With GroupNorm in the place of BatchNorm; ``None`` where there is nothing to run."""
+        if self.autocast:
+            if where.dtype not in (None, "float32"):
+                return None
+            where = Where(where.device, "float32")
+        model, batch = where.made(kind, self.chance)
+        if mixes_by_batch_norm(model):
+            model = with_group_norm(model)
+        changes = self.change(model, batch)
+        if changes is None:
+            return None
+        options = {"batch": batch, "tolerance": where.tolerance, "chance": self.chance} | changes
+        if self.autocast:
+            options["around"] = partial(torch.autocast, where.device, torch.bfloat16)
+            options["tolerance"] = TOLERANCE_16
+        return measure(model, B=SAMPLES, **options)
 
 
-def _whole(kind: Kind, where: Where) -> Outcome:
-    model, batch = _made(kind, where)
-    return measure(model, batch, SAMPLES, tolerance=where.tolerance)
-
-
-def _padded(side: str, kind: Kind, where: Where) -> Outcome | None:
+def _padded(side: str, model: Any, batch: dict[str, Any]) -> dict[str, Any] | None:
     """Samples of several lengths."""
-    model, batch = _made(kind, where)
     ids = batch.get("input_ids")
     if ids is None or ids.shape[-1] < 5 or len(ids) != SAMPLES:
         return None
-    if "attention_mask" in batch or "attention_mask" not in _arguments(model):
+    arguments = inspect.signature(model.forward).parameters
+    if "attention_mask" in batch or "attention_mask" not in arguments:
         return None
     T, axes = ids.shape[-1], [1] * (ids.dim() - 1)
     lengths = T - torch.arange(SAMPLES, device=ids.device).view(-1, *axes)
     mask = torch.arange(T, device=ids.device) < lengths
     mask = (mask if side == "right" else mask.flip(-1)).expand(ids.shape)
     padding = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
-    given = {**batch, "input_ids": ids.where(mask, padding), "attention_mask": mask.long()}
-    return measure(model, given, SAMPLES, tolerance=where.tolerance)
+    given = {"input_ids": ids.where(mask, padding), "attention_mask": mask.long()}
+    return {"batch": batch | given}
 
 
-def _labels(kind: Kind, where: Where) -> Outcome | None:
+def _labels(model: Any, batch: dict[str, Any]) -> dict[str, Any] | None:
     """A loss of some tokens: the label of the others is -100."""
-    model, batch = _made(kind, where)
     with torch.no_grad():
         output = without_chance(model)(**batch)
     logits = output.get("logits") if isinstance(output, Mapping) else None
@@ -137,48 +151,31 @@ def _labels(kind: Kind, where: Where) -> Outcome | None:
     def losses(output: Any, given: Mapping[str, Any], B: int) -> Tensor:
         return per_sample_loss(output["logits"], given[LABELS])
 
-    given = {**batch, LABELS: labels}
-    return measure(model, given, SAMPLES, losses=losses, tolerance=where.tolerance)
+    return {"batch": batch | {LABELS: labels}, "losses": losses}
 
 
-def _dropout(kind: Kind, where: Where) -> Outcome | None:
-    """With what the configuration leaves out by chance."""
-    model, batch = _made(kind, where, chance=True)
+def _dropout(model: Any, batch: dict[str, Any]) -> dict[str, Any] | None:
     chances = (
         value
         for module in model.modules()
         for name, value in vars(module).items()
         if isinstance(value, float) and (name == "p" or "drop" in name)
     )
-    if not any(chances):
-        return None
-    return measure(model, batch, SAMPLES, chance=True, tolerance=where.tolerance)
+    return {} if any(chances) else None
 
 
-def _checkpointing(kind: Kind, where: Where) -> Outcome | None:
-    model, batch = _made(kind, where)
+def _checkpointing(model: Any, batch: dict[str, Any]) -> dict[str, Any] | None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         return None
 
     def prepare(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    return measure(model, batch, SAMPLES, prepare=prepare, tolerance=where.tolerance)
+    return {"prepare": prepare}
 
 
-def _autocast(kind: Kind, where: Where) -> Outcome | None:
-    """Parameters in 32 bits, products in 16."""
-    if where.dtype not in (None, "float32"):
-        return None
-    where = Where(where.device, "float32")
-    model, batch = _made(kind, where)
-    around = partial(torch.autocast, where.device, torch.bfloat16)
-    return measure(model, batch, SAMPLES, around=around, tolerance=TOLERANCE_16)
-
-
-def _second(kind: Kind, where: Where) -> Outcome | None:
+def _second(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """A second batch, of more samples, in another order, and of shorter texts."""
-    model, batch = _made(kind, where)
     order = [2, 0, 1, 0]
 
     def row(x: Any) -> Any:
@@ -190,7 +187,7 @@ def _second(kind: Kind, where: Where) -> Outcome | None:
     texts = {name for name in more if name in _TEXTS and isinstance(more[name], Tensor)}
     if texts == more.keys():  # nothing that other inputs must fit
         more = {name: _shorter(name, x) for name, x in more.items()}
-    return measure(model, batch, SAMPLES, then=[(more, len(order))], tolerance=where.tolerance)
+    return {"then": [(more, len(order))]}
 
 
 def _shorter(name: str, x: Tensor) -> Tensor:
@@ -200,18 +197,14 @@ def _shorter(name: str, x: Tensor) -> Tensor:
     return x.narrow(axis, 0, length - 2 if length > 4 else length)
 
 
-def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(model.forward).parameters
-
-
 #: By the names that ``--modes`` takes.
 MODES: dict[str, Mode] = {
-    "whole": Mode("as it is", _whole),
+    "whole": Mode("as it is"),
     "right": Mode("padded right", partial(_padded, "right")),
     "left": Mode("padded left", partial(_padded, "left")),
     "labels": Mode("labels of −100", _labels),
-    "dropout": Mode("dropout", _dropout),
+    "dropout": Mode("dropout", _dropout, chance=True),
     "checkpointing": Mode("checkpointing", _checkpointing),
-    "autocast": Mode("autocast", _autocast),
+    "autocast": Mode("autocast", autocast=True),
     "second": Mode("second batch", _second),
 }

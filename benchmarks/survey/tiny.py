@@ -6,41 +6,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-#: Sizes by the names of fields, where a configuration has them. No two of what may stand beside the
-#: batch (heads, positions, queries) are the batch's size.
+import yaml
+
+#: Sizes by the names of fields, where a configuration has them.
+_LIST = Path(__file__).with_name("sizes.yaml")
 SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "max_source_positions": 64,
-    "max_target_positions": 64,
-    "type_vocab_size": 2,
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim"), 32),
-    **dict.fromkeys(("embedding_size", "projection_dim", "decoder_hidden_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
-    "head_dim": 8,
-    "d_kv": 8,
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "hidden_dim"), 48),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "dim_feedforward"), 48),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_channels": 3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "num_labels": 5,
-    "use_cache": False,
-}
+    name: size
+    for size, names in yaml.safe_load(_LIST.read_text(encoding="utf-8")).items()
+    for name in names.split()
+} | {"use_cache": False}
 
 #: Parts of names whose numbers are probabilities of leaving something out: 0.
 _CHANCE = ("drop", "mask_time_prob", "mask_feature_prob", "jitter")

@@ -344,7 +344,7 @@ class Draws:
         """The batch that was given last, if these are its rows."""
         if not self.waiting:
             raise FlashClippingError(
-                "FC244 the model: make_private was called with units=..., max_batch_size=... or "
+                "FC244 the model: make_private was called with Users, max_batch_size=... or "
                 "batches in an order, and no batch of the loader that it returned was given for "
                 "this forward. Take batches from it (BatchMemoryManager with num_workers=0); run "
                 "other data under torch.no_grad()."

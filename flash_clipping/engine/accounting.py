@@ -11,10 +11,12 @@ import itertools
 import math
 import secrets
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant
@@ -24,11 +26,7 @@ from torch import distributed as dist
 from flash_clipping._compat import compute_once
 from flash_clipping.engine import wings
 from flash_clipping.errors import Coded, InvalidValue
-
-#: How batches are drawn, by the names that ``make_private(sampling=...)`` takes.
-Sampling = Literal[
-    "poisson", "fixed_order", "cyclic_poisson", "shuffled", "random_allocation", "poisson_rows"
-]
+from flash_clipping.ops.noise import NoiseGrid
 
 #: The neighbouring relation of ε, in words.
 ADD_OR_REMOVE = "add or remove one sample"
@@ -51,6 +49,88 @@ _Steps = list[tuple[float, float, int]]
 
 def _count(history: Sequence[Sequence[Any]]) -> int:
     return sum(steps for _, _, steps in history)
+
+
+@dataclass(frozen=True)
+class Mechanism(ABC):
+    """How batches are drawn and how noise is made: sampler, noise and what both release.
+
+    Args:
+        noise_grid: round noisy sums to a grid that does not depend on data, against attacks on
+            floating-point addition (``docs/noise.md``).
+
+    Attributes:
+        samples: in the dataset.
+        cycle: steps from a group, or a batch, to its next turn.
+        takes_part: who takes part in a step, in words.
+        is_in_order: whether step t must take batch t.
+        kind: the class of its samplers.
+
+    Raises:
+        ValueError: arguments that do not go together.
+    """
+
+    noise_grid: NoiseGrid = field(default=False, kw_only=True, compare=False)
+    samples: int = field(default=0, init=False, repr=False)
+    cycle: int = field(default=1, init=False, repr=False)
+
+    takes_part: ClassVar[str]
+    is_in_order: ClassVar[bool] = False
+    kind: ClassVar[Any]
+
+    def __post_init__(self) -> None:
+        known = (False, True, "exact") if self.is_plain else (False, True)
+        if self.noise_grid not in known:
+            raise InvalidValue(
+                f"FC301 noise_grid: found {self.noise_grid!r}; expected one of {known}."
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether Opacus' own accountants describe it."""
+        return False
+
+    @property
+    def relation(self) -> str:
+        """The neighbouring relation of ε, in words."""
+        return ADD_OR_REMOVE
+
+    @property
+    def round_steps(self) -> int:
+        """Steps whose batches are drawn together, all of one noise multiplier."""
+        return 1
+
+    def on(self, samples: int = 0, cycle: int = 1, unit: Any = None) -> Self:
+        """This mechanism for a dataset, with so many batches in an epoch, and for such units.
+        ``ValueError`` if it does not go with them."""
+        if unit is not None:
+            raise InvalidValue(
+                f"FC316 make_private: found {self} with unit={unit}. It is accounted for samples "
+                "of the dataset only."
+            )
+        found = copy.copy(self)
+        vars(found).update(samples=samples, cycle=cycle)
+        return found
+
+    def sampler(self, *, fills_up: bool = True, **options: Any) -> Any:
+        """What draws its batches: a sampler with these options of ``PoissonSampler``;
+        ``fills_up``: whether batches with fewer rows than ``max_batch_size`` are filled up."""
+        return self.kind(**options)
+
+    @abstractmethod
+    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Any]:
+        """What so many steps in a row release, as it is for each of the neighbours that there are;
+        ε is the largest of them.
+
+        ``noise_multiplier``: standard deviation of the independent noise ``Z``, in clipping bounds;
+        ``sample_rate``: of one step, over the whole dataset.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, to compare with those of a checkpoint."""
+        of_noise = "noise", "noise_grid"
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in of_noise}
+        return {"mechanism": type(self).__name__, "noise": "IndependentNoise", **numbers}
 
 
 class CountsSteps:
@@ -172,9 +252,10 @@ def with_right_length(accountant: Any) -> Any:
     return accountant if ours is None else ours()
 
 
-def process_of(accountant: Any) -> Any:
-    """The ``MechanismSpec`` of an accountant's steps; Opacus' know one way."""
-    return getattr(accountant, "process", wings.MechanismSpec())
+def process_of(accountant: Any) -> Mechanism:
+    """The mechanism of an accountant's steps; Opacus' know one."""
+    found: Mechanism = getattr(accountant, "process", wings.PoissonSampling())
+    return found
 
 
 @contextmanager

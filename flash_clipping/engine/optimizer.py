@@ -35,7 +35,6 @@ from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed, c
 from flash_clipping.ops.noise import NoiseGrid, gated, noisy_means
 from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.randomness import ALL_ROUNDS, FEWER_ROUNDS, Purpose, SecretStream
-from flash_clipping.randomness.stream import stream_of
 
 
 class FlashDPOptimizer(DPOptimizerFastGradientClipping):
@@ -56,20 +55,16 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         noise_grid: round noisy sums to a grid that does not depend on data
             (:func:`flash_clipping.ops.noise.grid_of`); ``"exact"``: round sums, and add discrete
             noise (:func:`flash_clipping.noise.discrete.discrete_noisy_means`).
-        **kwargs: as in Opacus. ``generator`` is a seed, for tests: the stream is that of a number
-            drawn from it, now. ``secure_mode=True`` refuses a seed, and makes noise by all 20
-            rounds of ChaCha20 on GPUs, too, where it has 12 otherwise.
+        **kwargs: as in Opacus, but for ``generator``. ``secure_mode=True`` refuses a seeded stream,
+            and makes noise by all 20 rounds of ChaCha20 on GPUs, too, where it has 12 otherwise.
 
     Attributes:
         stream: the :class:`~flash_clipping.randomness.SecretStream`.
 
     Raises:
-        ValueError: noise, bound or expected batch size that is no such number; a seed in secure
-            mode, or beside a stream; in ``step``, for gradients that are not the clipped sums of
-            this step.
-
-    Warns:
-        SeededNoiseWarning: a generator was given.
+        ValueError: noise, bound or expected batch size that is no such number; a generator, or a
+            seed in secure mode; in ``step``, for gradients that are not the clipped sums of this
+            step.
     """
 
     #: Moves the bound at the end of every step: adaptive clipping.
@@ -118,7 +113,14 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             )
         #: Called when noise was added, in this order. The first is the engine's, which accounts.
         self.step_hooks: list[Callable[[Any], None]] = []
-        self.stream = stream_of(stream, kwargs.get("generator"), kwargs.get("secure_mode", False))
+        self.stream = SecretStream() if stream is None else stream
+        seeded = kwargs.get("secure_mode") and self.stream.is_seeded
+        if seeded or kwargs.get("generator") is not None:
+            raise InvalidValue(
+                "FC311 FlashDPOptimizer: found a generator, or a seeded stream in secure_mode: "
+                "whoever knows a seed can subtract the noise. For tests, without secure_mode:\n"
+                "    stream=SecretStream(seed=0)"
+            )
         self.noise_grid = noise_grid
         kwargs |= {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm}
         super().__init__(optimizer, expected_batch_size=expected_batch_size, **kwargs)

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Required, TypedDict, get_args
 
 import torch
-from opacus import PrivacyEngine
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from flash_clipping.capture.units import Offsets
 from flash_clipping.engine import wings
-from flash_clipping.engine.accounting import Sampling, least_noise
+from flash_clipping.engine.accounting import Mechanism, least_noise
 from flash_clipping.engine.adaptive import AdaptiveBound
+from flash_clipping.engine.sampling.units import Documents, Users
 from flash_clipping.errors import InvalidType, InvalidValue, check_one_of, checked_number
 from flash_clipping.finish.clipping import Clipping
-from flash_clipping.ops.noise import NoiseGrid
 
 Mode = Literal["one_pass", "two_pass", "one_by_one"]
 Backend = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
-#: Whether a wrapped model's calls are replayed as CUDA graphs wherever that is exact.
-CudaGraphs = Literal["off", "auto"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes. It changes the speed of steps, and no guarantee.
+
+    Args:
+        backend: ``"triton"``, ``"torch"``, or what is faster (``"auto"``).
+        cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as CUDA
+            graphs wherever that gives the same and takes less time, after three steps with batches
+            of one shape; one line of log says why not (:mod:`flash_clipping.graphs.graphed_model`).
+            Memory of a step is kept.
+    """
+
+    backend: Backend = "auto"
+    cuda_graphs: Literal["off", "auto"] = "off"
+
+    def __post_init__(self) -> None:
+        check_one_of("backend", self.backend, get_args(Backend))
+        check_one_of("cuda_graphs", self.cuda_graphs, ("off", "auto"))
 
 
 class ModelOptions(TypedDict, total=False):
@@ -34,15 +52,15 @@ class ModelOptions(TypedDict, total=False):
     batch_first: bool
     loss_reduction: Reduction
     strict: bool
-    backend: Backend
     mode: Mode
     folded_modules: Sequence[str]
-    sample_of: str | Offsets | None
 
 
 class WrapperOptions(ModelOptions, total=False):
     """Arguments of ``GradSampleModuleFlashClipping`` and ``GradSampleHooksFlashClipping``."""
 
+    backend: Backend
+    sample_of: str | Offsets | None
     force_functorch: bool
     max_grad_norm: float | Sequence[float]
     use_ghost_clipping: bool
@@ -60,14 +78,9 @@ class PrivateOptions(ModelOptions, total=False):
     poisson_sampling: bool
     clipping: Literal["flat", "per_layer", "automatic", "adaptive"]
     distributed: bool | None
-    units: Sequence[int] | Tensor | None
-    max_rows_per_unit: int | None
-    sampling: Sampling
-    max_batch_size: int | None
-    participations: int
-    noise: Any
-    noise_grid: NoiseGrid
-    cuda_graphs: CudaGraphs
+    unit: Users | Documents | None
+    mechanism: Mechanism | None
+    kernels: Kernels | None
     pipeline: Any
     # With clipping="adaptive".
     target_unclipped_quantile: float
@@ -95,19 +108,26 @@ class EpsilonOptions(PrivateOptions, total=False):
     poisson: bool
 
 
-#: The values of options that take a few.
-_VALUES = {"cuda_graphs": get_args(CudaGraphs)} | {
-    name: get_args(kind)
-    for name, kind in get_type_hints(WrapperOptions).items()
-    if get_origin(kind) is Literal
-}
-
-
 def check_options(given: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for a value that is unknown, of those that take a few."""
-    for name, known in _VALUES.items():
-        if name in given:
-            check_one_of(name, given[name], known)
+    """Raise ``ValueError`` for an unknown value of a wrapper's arguments that take a few."""
+    kinds = {"mode": Mode, "backend": Backend, "loss_reduction": Reduction, "clipping": Clipping}
+    for name, kind in kinds.items():
+        check_one_of(name, given[name], get_args(kind))
+
+
+def check_groups(given: dict[str, Any]) -> None:
+    """Raise for groups of arguments that are none, or that other arguments rule out."""
+    kinds = {"mechanism": Mechanism, "unit": Users | Documents, "kernels": Kernels}
+    lines = {"mechanism": "PoissonSampling()", "unit": "Users(ids)", "kernels": "Kernels()"}
+    for name, kind in kinds.items():
+        if not isinstance(value := given[name], kind | None):
+            raise InvalidType(f"{name}: found {type(value)}; expected:\n    {name}={lines[name]}")
+        if value is not None and given["grad_sample_mode"] != "flash":
+            raise InvalidValue(f"{name}: found with another grad_sample_mode than 'flash'.")
+    if isinstance(given["unit"], Users) and not given["poisson_sampling"]:
+        raise InvalidValue(
+            "unit: found Users with poisson_sampling=False; expected True: the loader draws users."
+        )
 
 
 def check_bounds(clipping: str, bound: Any, count: int) -> None:
@@ -128,11 +148,21 @@ def check_bounds(clipping: str, bound: Any, count: int) -> None:
         )
 
 
-#: Arguments that there are not, of Opacus; what to do instead.
+#: Arguments that there are not, of Opacus or by another name; what to write instead.
 _INSTEAD = {
     "noise_generator": "noise has a key of its own; for tests: FlashPrivacyEngine(seed=...)",
     "rand_on_empty": "leave it out: a made-up sample would move the sum by up to 2 C, and steps "
     "without samples need none",
+    "units": "unit=Users(ids)",
+    "max_rows_per_unit": "unit=Users(ids, max_rows=...)",
+    "sample_of": 'unit=Documents("the forward\'s argument")',
+    "sampling": "mechanism=PoissonSampling(), or another one",
+    "max_batch_size": "mechanism=PoissonSampling(max_batch_size=...)",
+    "participations": "mechanism=RandomAllocation(participations=...)",
+    "noise": "mechanism=FixedOrder(noise=...), or CyclicPoisson(noise=...)",
+    "noise_grid": "mechanism=PoissonSampling(noise_grid=...)",
+    "backend": "kernels=Kernels(backend=...)",
+    "cuda_graphs": "kernels=Kernels(cuda_graphs=...)",
 }
 
 #: Arguments of ``clipping="adaptive"`` alone.
@@ -141,21 +171,17 @@ ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 
 def check_keywords(given: dict[str, Any], clipping: str) -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
-    known = {*inspect.signature(PrivacyEngine.make_private).parameters}
-    known |= {*PrivateOptions.__annotations__}
-    known -= {"self", "args", "kwargs", *_INSTEAD}
-    if clipping != "adaptive":
-        known -= {*ADAPTIVE}
-    for name in given.keys() & _INSTEAD.keys():
-        raise InvalidType(f"make_private: found {name}. In its place: {_INSTEAD[name]}.")
-    if unknown := [name for name in given if name not in known]:
-        listed = ", ".join(sorted(known))
-        only = ", ".join(name for name in unknown if name in ADAPTIVE)
-        raise InvalidType(
-            f"make_private: found {', '.join(unknown)}, which nothing would read. Known with "
-            f"clipping={clipping!r} are {listed}."
-            + (f" ({only}: with clipping='adaptive'.)" if only else "")
-        )
+    known = [*NoiseOptions.__annotations__, "criterion", "grad_sample_mode", "wrap_model"]
+    for name in given:
+        if name in known and (name not in ADAPTIVE or clipping == "adaptive"):
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        advice = f"Did you mean {close[0]}?" if close else f"Known are {', '.join(sorted(known))}."
+        if name in ADAPTIVE:
+            advice = f"{name}: with clipping='adaptive'."
+        elif name in _INSTEAD:
+            advice = f"In its place: {_INSTEAD[name]}."
+        raise InvalidType(f"make_private: found {name}, which nothing would read. {advice}")
 
 
 def check_target(epsilon: Any, delta: Any, epochs: Any, options: dict[str, Any]) -> None:

@@ -11,17 +11,17 @@ from opacus import PrivacyEngine
 from opacus.data_loader import switch_generator
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _DataParallel
 from opacus.optimizers import DPOptimizer
-from torch import Tensor, distributed as dist, nn
+from torch import distributed as dist, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping._compat import explain_flash_mode
-from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import has_shards, is_sharded, processes_of
 from flash_clipping.distributed.process_groups import shared_stream
 from flash_clipping.engine import wings
 from flash_clipping.engine.accounting import (
     SAMPLE,
     LargeDeltaWarning,
+    Mechanism,
     PlanExceededWarning,
     process_of,
     with_right_length,
@@ -36,35 +36,31 @@ from flash_clipping.engine.grad_sample_module import (
 )
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.engine.options import (
-    Backend,
-    CudaGraphs,
     EpsilonOptions,
+    Kernels,
     Mode,
     ModelOptions,
     NoiseOptions,
     Reduction,
-    Sampling,
     check_bounds,
+    check_groups,
     check_keywords,
-    check_options,
     check_target,
     planned_noise,
     steps_of,
 )
 from flash_clipping.engine.sampling.loaders import (
     PoissonLoader,
-    UnitsOfRows,
     inside_fabric,
     refuse_loader,
     refuse_no_batch,
     refuse_repeats,
-    refuse_units,
     watch_sampling,
 )
 from flash_clipping.engine.sampling.mixing import warn_of_mixing
+from flash_clipping.engine.sampling.units import Documents, Users
 from flash_clipping.engine.unsupported import refuse_alone, refuse_frozen, refuse_lacking, validate
 from flash_clipping.errors import InvalidValue, checked_number
-from flash_clipping.ops.noise import NoiseGrid
 from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.randomness.stream import SecretStream, seed_notice
 
@@ -73,7 +69,7 @@ _OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm grad
 wrap_model batch_first loss_reduction poisson_sampling clipping"""
 
 #: Arguments of the wrapped model.
-_OF_MODEL = (*ModelOptions.__annotations__, "max_grad_norm", "clipping")
+_OF_MODEL = (*ModelOptions.__annotations__, "max_grad_norm", "clipping", "sample_of")
 
 #: The noise's stream in a checkpoint.
 _IN_CHECKPOINTS = "noise_stream_state_dict"
@@ -138,7 +134,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     _unit = SAMPLE
     #: The δ that there was a warning about, and what else was said once.
     _large_deltas: frozenset[float] = frozenset()
-    _explained_mode = _warned_not_poisson = _has_opacus_randomness = False
+    _warned_not_poisson = _has_opacus_randomness = False
 
     def __init__(
         self, *, accountant: str = "prv", secure_mode: bool = False, seed: int | None = None
@@ -204,20 +200,13 @@ class FlashPrivacyEngine(PrivacyEngine):
         batch_first: bool = True,
         loss_reduction: Reduction = "mean",
         poisson_sampling: bool = True,
-        backend: Backend = "auto",
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
-        cuda_graphs: CudaGraphs = "off",
         strict: bool = True,
         distributed: bool | None = None,
-        sample_of: str | Offsets | None = None,
-        units: Sequence[int] | Tensor | None = None,
-        max_rows_per_unit: int | None = None,
-        sampling: Sampling = "poisson",
-        max_batch_size: int | None = None,
-        participations: int = 1,
-        noise: Any = None,
-        noise_grid: NoiseGrid = False,
+        unit: Users | Documents | None = None,
+        mechanism: Mechanism | None = None,
+        kernels: Kernels | None = None,
         pipeline: Any = None,
         **kwargs: Any,
     ) -> Any:
@@ -237,38 +226,23 @@ class FlashPrivacyEngine(PrivacyEngine):
                 parameter; ``"automatic"`` (AUTO-S); ``"adaptive"``, where the bound moves at the
                 end of every step (:mod:`flash_clipping.engine.adaptive`), by the arguments of
                 Opacus' ``PrivacyEngineAdaptiveClipping``.
-            backend, mode, folded_modules, strict, sample_of: see
-                :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only. The units that
-                ``sample_of`` names must be the items that the loader drew, each by itself.
-            cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as
-                CUDA graphs wherever that gives the same and takes less time, after three steps
-                with batches of one shape; one line of log says why not
-                (:mod:`flash_clipping.graphs.graphed_model`). Memory of a step is kept;
-                flash only.
+            mode, folded_modules, strict: see
+                :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             distributed: ``False``: each process of ``torch.distributed`` trains a model of its own,
                 and releases it by itself. By default such a model must be a
                 ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was applied to
                 it; flash only.
-            units: ``[len(dataset)]``, integers: the user, patient, ... that each row of the dataset
-                belongs to. Every step then draws these, and a batch is all rows of those that were
-                drawn; "sample" means such a *unit* from then on; flash only.
-            max_rows_per_unit: if a unit has more rows, that many are drawn, uniformly and anew each
-                time; with ``sampling="poisson_rows"`` once.
-            sampling: ``"poisson"``; others need ``accountant="pld"``, and are flash only
-                (:class:`~flash_clipping.noise.process.MechanismSpec`, ``docs/sampling.md``):
-                ``"random_allocation"``, ``"shuffled"``, ``"poisson_rows"`` with ``units``, and, for
-                correlated noise, ``"fixed_order"`` and ``"cyclic_poisson"``.
-            participations: of a sample in ``participations * len(data_loader)`` steps; with
-                ``sampling="random_allocation"``.
-            max_batch_size: every batch has this many rows, over all processes: of more samples a
-                random subset is taken; fewer are filled up by rows that add exactly nothing. The
-                sample rate is still the loader's; flash only, and ``accountant="pld"``.
-            noise: how the noise of steps is correlated
-                (:mod:`flash_clipping.noise.mechanisms`); independent if ``None``.
-            noise_grid: round noisy sums to a grid that does not depend on data, against attacks on
-                floating-point addition; ``"exact"``: round sums to a grid and add integers with
-                the law of a discrete Gaussian, drawn exactly, on the CPU, with
-                ``accountant="discrete_gaussian"`` (``docs/noise.md``); flash only.
+            unit: whom ε protects: a row of the dataset (``None``); its owner, with all of their
+                rows (:class:`~flash_clipping.Users`); what an argument of the forward says
+                (:class:`~flash_clipping.Documents`). "Sample" means such a *unit* from then on;
+                flash only.
+            mechanism: how batches are drawn and noise is made, which tells what steps release
+                (``docs/sampling.md``): by default :class:`~flash_clipping.PoissonSampling`; others
+                need ``accountant="pld"``: :class:`~flash_clipping.RandomAllocation`,
+                :class:`~flash_clipping.Shuffled`, :class:`~flash_clipping.PoissonRows`, and, for
+                correlated noise, :class:`~flash_clipping.FixedOrder` and
+                :class:`~flash_clipping.CyclicPoisson`; flash only.
+            kernels: what computes, and how fast (:class:`~flash_clipping.Kernels`); flash only.
             pipeline: ``True``, or a process group: the module is one stage of a pipeline, and all
                 stages' processes make this call, with the same dataset
                 (:class:`~flash_clipping.PrivateSchedule` runs them); flash only.
@@ -293,16 +267,14 @@ class FlashPrivacyEngine(PrivacyEngine):
                 a loader whose sampling can be neither replaced nor accounted for.
             opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
         """
+        sample_of = unit.argument if isinstance(unit, Documents) else None
         given = {**locals(), **kwargs}
         checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
         refuse_no_batch(data_loader)
-        refuse_units(given)
+        check_groups(given)
         process = wings.requested_process(self.accountant, given)
         if grad_sample_mode != "flash":
-            if sample_of is not None or noise_grid:
-                name = "noise_grid" if sample_of is None else "sample_of"
-                raise InvalidValue(f"{name}: found with another grad_sample_mode than 'flash'.")
-            self._prepare_opacus_mode(grad_sample_mode)
+            self._prepare_opacus_mode()
             of_opacus = {name: given[name] for name in _OF_OPACUS.split()} | kwargs
             if criterion is not None:
                 of_opacus["criterion"] = criterion
@@ -321,14 +293,15 @@ class FlashPrivacyEngine(PrivacyEngine):
         group = wings.pipeline_group(pipeline, given)
         if group is None:
             refuse_alone(module, distributed)
-        wings.check_noise_grid(self.accountant, given)
-        check_options({"cuda_graphs": cuda_graphs})
         dataset: Any = data_loader.dataset
-        if units is None and sample_of is None:
+        if unit is None:
             refuse_repeats(dataset)
-        of_rows = None
-        if units is not None:
-            of_rows = UnitsOfRows(units, len(dataset), 1 / len(data_loader), max_rows_per_unit)
+        users = unit if isinstance(unit, Users) else None
+        if users is not None and (shape := tuple(users.by_row.shape)) != (len(dataset),):
+            raise InvalidValue(
+                f"Users: found shape {shape} for a dataset of {len(dataset)} rows; expected the id "
+                "of one unit for each row."
+            )
         params = {*module.parameters()}
         if any(p not in params for settings in optimizer.param_groups for p in settings["params"]):
             raise InvalidValue(  # in Opacus' words
@@ -351,7 +324,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 data_loader,
                 process=process,
                 fills_up=group is None,  # stages do that themselves
-                units=of_rows,
+                units=users,
                 stream=stream if group is None else shared_stream([group], stream),
                 distributed=in_parts,
                 processes=processes_of(module),
@@ -360,9 +333,9 @@ class FlashPrivacyEngine(PrivacyEngine):
             loader = switch_generator(data_loader=data_loader, generator=self.secure_rng)
         sampler: Any = loader.batch_sampler
         expected: float = max(1, len(dataset) // len(loader))
-        if of_rows is not None:
-            expected = getattr(sampler, "total_size", sampler.num_samples) * of_rows.sample_rate
-        private = self._optimizer(given, expected, group)
+        if users is not None:
+            expected = getattr(sampler, "total_size", sampler.num_samples) / len(loader)
+        private = self._optimizer({**given, "process": process}, expected, group)
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(1 / len(loader)))
         loss = []
         if criterion is not None:
@@ -370,11 +343,9 @@ class FlashPrivacyEngine(PrivacyEngine):
         if clipping == "adaptive":
             private.adaptive = AdaptiveBound(**kwargs)
             wrapper.running_step.counts_unclipped = True
-        self._samples = len(dataset)
-        if of_rows is not None:
-            self._samples, self._unit = of_rows.count, "an owner of rows (units)"
-        elif sample_of is not None:
-            self._unit = f"{sample_of}"
+        self._samples = len(dataset) if users is None else len(users.rows)
+        if unit is not None:
+            self._unit = "an owner of rows" if users is not None else f"{sample_of}"
         private.follow(wrapper)
         watch_sampling(self, wrapper, private, loader)
         wings.begin_process(process, self.accountant, private, sampler)
@@ -470,39 +441,33 @@ class FlashPrivacyEngine(PrivacyEngine):
 
         return hook
 
-    def _prepare_opacus_mode(self, grad_sample_mode: str) -> None:
-        """Do and say what Opacus' engine does and says of secure mode when it is made; say which
-        modes of Opacus' return no criterion. Once each."""
+    def _prepare_opacus_mode(self) -> None:
+        """Do and say what Opacus' engine does and says of secure mode when it is made; once."""
         if not self._has_opacus_randomness:
             self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
             self._has_opacus_randomness = True
-        if "ghost" not in grad_sample_mode and not self._explained_mode:
-            self._explained_mode = True
-            warnings.warn(
-                f"make_private: found grad_sample_mode={grad_sample_mode!r}, which is Opacus' own "
-                "clipping, not this library's, and returns no criterion. For flash clipping leave "
-                "grad_sample_mode out.",
-                stacklevel=4,
-            )
 
     def _wrapped(self, given: dict[str, Any]) -> GradSampleHooksFlashClipping:
         """The model of a call of make_private with these arguments, wrapped if it is not yet."""
         module, wrap_model = given["module"], given["wrap_model"]
+        kernels = given["kernels"] or Kernels()
         validate(module, given["mode"])
-        options = {name: given[name] for name in _OF_MODEL}
+        options: dict[str, Any] = {"backend": kernels.backend} | {
+            name: given[name] for name in _OF_MODEL
+        }
         options["folded_modules"] = tuple(options["folded_modules"])
         if options["clipping"] == "adaptive":
             options["clipping"] = "flat"
         if not (isinstance(module, GradSampleModuleFlashClipping) and wrap_model):
             cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
             model = cls(module, **options)
-            if given["cuda_graphs"] == "auto":
+            if kernels.cuda_graphs == "auto":
                 wings.replay_calls(model)
             return model
         defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": (), "sample_of": None}
         asked = [key for key, default in defaults.items() if options[key] != default]  # by name
         expected = {key: options[key] for key in ("batch_first", "loss_reduction", *asked)}
-        if given["units"] is not None:
+        if isinstance(given["unit"], Users):
             expected["sample_of"] = None
         found = {key: getattr(module, key) for key in expected}
         if found != expected:
@@ -536,9 +501,10 @@ class FlashPrivacyEngine(PrivacyEngine):
         module, optimizer = given["module"], given["optimizer"]
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
-        names = "noise_multiplier max_grad_norm loss_reduction noise_grid"
+        names = "noise_multiplier max_grad_norm loss_reduction"
         kwargs = {name: given[name] for name in names.split()}
         kwargs |= {"stream": self.stream, "secure_mode": self.secure_mode}
+        kwargs["noise_grid"] = given["process"].noise_grid
         cls: Any = FlashDPOptimizer
         if has_shards(module):
             from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
@@ -557,7 +523,7 @@ class FlashPrivacyEngine(PrivacyEngine):
 
         Formal guarantee:
             For datasets that are neighbours by :attr:`relation` (they differ in one sample, *added
-            or removed*, unless ``sampling`` was given), and any set of outcomes
+            or removed*, unless ``mechanism`` was given), and any set of outcomes
             ``S``: ``P[outcome in S] <= exp(epsilon) P'[outcome in S] + delta``. The outcome is
             the model's parameters after every step. Replacing one sample by another is one removed
             and one added, and costs more. With ``units`` or ``sample_of`` a sample is a unit: all
@@ -610,25 +576,14 @@ class FlashPrivacyEngine(PrivacyEngine):
         """The neighbouring relation of epsilon, in words: name it wherever epsilon is reported."""
         return str(process_of(self.accountant).relation)
 
-    def summary(self, delta: float, *, optimizer: Any = None) -> str:
-        """The privacy spent, in a line to report: ε with δ, and the neighbouring relation.
-
-        Args:
-            delta: δ.
-            optimizer: what ``make_private`` returned; its noise may have a seed of its own.
-
-        Guarantees:
-            A seed is named, loudly: the engine's, or that of the optimizer's noise.
-        """
+    def summary(self, delta: float) -> str:
+        """The privacy spent, in a line to report: ε with δ, and the neighbouring relation. A seed
+        is named, loudly."""
         found = f"ε = {self.get_epsilon(delta):.4g} at δ = {delta:g} ({self.relation})"
-        return found + seed_notice(self.stream, getattr(optimizer, "stream", None))
+        return found + seed_notice(self.stream)
 
-    def report(self, delta: float, *, optimizer: Any = None) -> dict[str, Any]:
+    def report(self, delta: float) -> dict[str, Any]:
         """All that ε depends on, to publish with a model: plain values, for ``json.dumps``.
-
-        Args:
-            delta: δ.
-            optimizer: what ``make_private`` returned; its noise may have a seed of its own.
 
         Returns:
             ``epsilon`` by ``"pld"``, ``"prv"``, ``"rdp"`` and ``"gdp"``, each with ``is_bound``, or
@@ -641,7 +596,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             LargeDeltaWarning: as :meth:`get_epsilon`.
         """
         self.check_delta(delta)
-        return wings.make_report(self, delta, optimizer)
+        return wings.make_report(self, delta)
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither data nor, by SecretStream, a key of noise.

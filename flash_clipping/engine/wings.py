@@ -32,15 +32,13 @@ refuse_rounding: Callable[[str, nn.Module], None]
 rounds_by_scale: Callable[[nn.Module], str]
 refuse_mean: Callable[[str], None]
 
-#: Of :mod:`flash_clipping.noise`: how batches are drawn and noise is made; without arguments
-#: Poisson batches and independent noise.
-MechanismSpec: type[Any]
+#: Of :mod:`flash_clipping.noise`: the mechanism that there is if nothing else is said.
+PoissonSampling: type[Any]
 
-#: Of the same: from the accountant and all arguments of ``make_private`` to a ``MechanismSpec``, or
-#: an error; whether ``noise_grid`` goes with them; what tells accountant and optimizer of it;
-#: noisy means whose noise is of integers; ``FlashPrivacyEngine.report``.
+#: Of the same: from the accountant and all arguments of ``make_private`` to the mechanism for its
+#: dataset, or an error; what tells accountant and optimizer of it; noisy means whose noise is of
+#: integers; ``FlashPrivacyEngine.report``.
 requested_process: Callable[[Any, dict[str, Any]], Any]
-check_noise_grid: Callable[[Any, dict[str, Any]], None]
 begin_process: Callable[[Any, Any, Any, Any], None]
 discrete_noisy_means: Callable[..., list[Tensor]]
-make_report: Callable[[Any, float, Any], dict[str, Any]]
+make_report: Callable[[Any, float], dict[str, Any]]

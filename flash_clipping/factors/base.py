@@ -66,7 +66,7 @@ class PerSampleGrad(ABC):
         return self.sqnorms(backend).unsqueeze(1)
 
     def error_bound(self, backend: str) -> Tensor | None:
-        """What rounding may hide of the squared norms, ``[B]``: with it they are at least those of
+        """Bound the rounding of squared norms, ``[B]``: with it they are at least those of
         what :meth:`clipped_sum` releases (:mod:`flash_clipping.ops.error_bounds`).
 
         None where the very numbers that are released were measured. A class that measures anything
@@ -100,7 +100,7 @@ class PerSampleGrad(ABC):
         return DenseGrad(self.dense())
 
     def operands(self) -> tuple[Any, ...]:
-        """What decides, besides its type, how it is handled together with others: tensors by
+        """Return what decides, besides its type, how it is handled with others: tensors by
         their layout, anything else by its value (:mod:`flash_clipping.finish.plan`)."""
         return (self.batch_size,)
 

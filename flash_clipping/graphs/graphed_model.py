@@ -50,7 +50,7 @@ GRAPHS = 24
 
 
 def replay_calls(model: GradSampleHooksFlashClipping) -> None:
-    """Replay calls of this private model as CUDA graphs: ``make_private(cuda_graphs="auto")``."""
+    """Replay calls of this private model as CUDA graphs: ``Kernels(cuda_graphs="auto")``."""
     if model.mode != "one_pass":
         logger.info("cuda_graphs='auto': the model runs without graphs in mode=%r", model.mode)
         return
@@ -318,8 +318,8 @@ def _check_backward(session: Any, is_second: bool, problem: str = "") -> None:
     if problem:
         raise FlashClippingError(
             f"FC704 cuda_graphs='auto': found that {problem}, unlike in the first steps, which "
-            "were captured. Run the model without graphs (in trainers by engine_options):\n"
-            "    make_private(..., cuda_graphs='off')"
+            "were captured. Run the model without graphs:\n"
+            "    make_private(..., kernels=Kernels(cuda_graphs='off'))"
         )
 
 

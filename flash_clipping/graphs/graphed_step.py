@@ -181,7 +181,7 @@ class GraphedStep:
 
     Guarantees:
         Norms, coefficients and gradients are bitwise what the captured kernels give on this call's
-        arguments; gradients are then added to those that ``p.grad`` holds (those of several
+        arguments. Gradients are then added to those that ``p.grad`` holds (those of several
         backward passes in one step as their sum). No replay waits for the device. A capture does.
 
     Raises:
@@ -322,7 +322,7 @@ class GraphedStep:
             refuse_replay(wrapped.mode, "GraphedStep")
         if any(m._session.rows.units_of_calls.are_known for m in call.models):
             refuse(
-                "clips privacy units (sample_of, or make_private(units=...)), whose number is read "
+                "clips privacy units (sample_of, or make_private(unit=...)), whose number is read "
                 "on the host: every replay would have that of the capture. Give one row for each "
                 "sample"
             )

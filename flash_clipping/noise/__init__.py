@@ -2,13 +2,12 @@
 
 from flash_clipping.engine import wings
 from flash_clipping.noise.discrete import discrete_noisy_means
-from flash_clipping.noise.process import MechanismSpec
+from flash_clipping.noise.process import PoissonSampling
 from flash_clipping.noise.report import make_report
-from flash_clipping.noise.requested import begin, check_noise_grid, requested_process
+from flash_clipping.noise.requested import begin, requested_process
 
-wings.MechanismSpec = MechanismSpec
+wings.PoissonSampling = PoissonSampling
 wings.requested_process = requested_process
-wings.check_noise_grid = check_noise_grid
 wings.begin_process = begin
 wings.discrete_noisy_means = discrete_noisy_means
 wings.make_report = make_report

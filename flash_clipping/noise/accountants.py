@@ -14,12 +14,13 @@ from opacus.accountants import IAccountant, register_accountant
 
 from flash_clipping.engine.accounting import (
     CountsSteps,
+    Mechanism,
     StepsOfRdpAccountant,
     process_of,
     without_hints,
 )
 from flash_clipping.errors import FlashClippingError, InvalidValue
-from flash_clipping.noise.process import MechanismSpec
+from flash_clipping.noise.process import PoissonSampling
 from flash_clipping.noise.releases import Release, dp_accounting, epsilon_by_pld
 
 
@@ -79,7 +80,7 @@ class PldAccountant(CountsSteps, IAccountant):
     def __init__(self) -> None:
         dp_accounting()  # said now, not when training has ended
         super().__init__()
-        self.process = MechanismSpec()
+        self.process: Mechanism = PoissonSampling()
         #: Whether the next step begins with noise that knows nothing of the steps before.
         self._begins = True
         #: Whether ``make_private`` has made a model private for this process.
@@ -87,7 +88,7 @@ class PldAccountant(CountsSteps, IAccountant):
         #: Called where that is so after a checkpoint was loaded.
         self.before_run: Callable[[], None] | None = None
 
-    def follow(self, process: MechanismSpec) -> None:
+    def follow(self, process: Mechanism) -> None:
         """Account for this process from now on; ``ValueError`` after steps of another one."""
         if self.is_used and not (process.is_plain and self.process.is_plain):
             raise InvalidValue(
@@ -111,8 +112,8 @@ class PldAccountant(CountsSteps, IAccountant):
             raise FlashClippingError(
                 f"FC522 optimizer.step(): found noise_multiplier={noise_multiplier} in step "
                 f"{of_round} of a round of {self.process.round_steps}, whose steps before had "
-                f"{kind[0]}; expected one for all steps of a round of "
-                f"sampling={self.process.sampling!r}. Change it when a round ends."
+                f"{kind[0]}; expected one for all steps of a round of {self.process}. Change it "
+                "when a round ends."
             )
         if kind == [noise_multiplier, sample_rate] and not is_new_run:
             self.history.pop()
@@ -122,7 +123,7 @@ class PldAccountant(CountsSteps, IAccountant):
         self._begins = False
 
     def get_epsilon(self, delta: float, **_: Any) -> float:
-        """ε for this δ, for datasets that are neighbours by :attr:`MechanismSpec.relation`."""
+        """ε for this δ, for datasets that are neighbours by :attr:`Mechanism.relation`."""
         if any(multiplier == 0 for multiplier, _, _ in self.history):
             return math.inf
         return max((epsilon_by_pld(r, delta) for r in releases_of(self)), default=0.0)
@@ -151,7 +152,7 @@ class PldAccountant(CountsSteps, IAccountant):
         """As Opacus'; noise of the steps before is not known any more, and accounted for by
         itself. ``ValueError`` for steps of another process."""
         now, then = self.process.state_dict(), state_dict.get("process")
-        if then is not None and (then := MechanismSpec().state_dict() | then) != now:
+        if then is not None and then != now:
             raise InvalidValue(
                 f"FC562 accountant: the checkpoint accounts for {then}; this engine for {now}. "
                 "Make the model private as it was, and load the checkpoint then."

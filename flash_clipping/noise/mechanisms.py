@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from flash_clipping.errors import InvalidValue
 
 
+@dataclass(frozen=True)
 class NoiseMechanism(ABC):
     """How the noise of steps is made of independent noise: a Toeplitz matrix ``C``.
 
@@ -36,9 +37,13 @@ class NoiseMechanism(ABC):
         ``C`` as its power series."""
 
     @property
-    @abstractmethod
     def settings(self) -> dict[str, float | str]:
         """For a checkpoint: a name and numbers."""
+        found: dict[str, float | str] = {"noise": type(self).__name__}
+        for f in fields(self):
+            if f.compare and (x := getattr(self, f.name)) is not None:
+                found[f.name] = x if isinstance(x, int) else " ".join(map(repr, x))
+        return found
 
     def column(self, steps: int) -> np.ndarray:
         """``[T]``, float64: the first column of ``C`` for so many steps."""
@@ -84,10 +89,6 @@ class IndependentNoise(NoiseMechanism):
     @property
     def series(self) -> tuple[np.ndarray, np.ndarray]:
         return np.ones(1), np.ones(1)
-
-    @property
-    def settings(self) -> dict[str, float | str]:
-        return {"noise": "independent"}
 
 
 @dataclass(frozen=True)
@@ -164,10 +165,6 @@ class BandedNoise(NoiseMechanism):
     @property
     def series(self) -> tuple[np.ndarray, np.ndarray]:
         return self.coefficients, np.ones(1)
-
-    @property
-    def settings(self) -> dict[str, float | str]:
-        return {"noise": "banded", "count": self.count, **_listed(weights=self.weights)}
 
 
 @dataclass(frozen=True)
@@ -253,10 +250,6 @@ class BandedInverseNoise(NoiseMechanism):
     @property
     def series(self) -> tuple[np.ndarray, np.ndarray]:
         return np.ones(1), np.concatenate([[1.0], -self.taken_back])
-
-    @property
-    def settings(self) -> dict[str, float | str]:
-        return {"noise": "banded_inverse", "count": self.count, **_listed(shares=self.shares)}
 
 
 @dataclass(frozen=True)
@@ -350,15 +343,6 @@ class BufferedNoise(NoiseMechanism):
                     others = np.convolve(others, [1.0, -decay])
             numerator += others
         return numerator, denominator
-
-    @property
-    def settings(self) -> dict[str, float | str]:
-        return {"noise": "buffered"} | _listed(weights=self.weights, decays=self.decays)
-
-
-def _listed(**numbers: tuple[float, ...] | None) -> dict[str, float | str]:
-    """Numbers that were given, for a checkpoint."""
-    return {name: " ".join(map(repr, n)) for name, n in numbers.items() if n is not None}
 
 
 def _square_root(count: int) -> np.ndarray:

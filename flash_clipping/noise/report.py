@@ -27,7 +27,6 @@ from flash_clipping.engine.accounting import (
 from flash_clipping.errors import InvalidValue, check_one_of, checked_number
 from flash_clipping.noise.accountants import DiscreteGaussianAccountant, releases_of
 from flash_clipping.noise.releases import Release, epsilon_by_pld
-from flash_clipping.randomness.stream import seeds_of
 
 #: Of the form of reports, raised when a reader of an older one would be misled.
 FORMAT = 1
@@ -46,19 +45,9 @@ _ASSUMPTIONS = (
     "Number of steps, sample rate, bound and the expected batch size are public constants, the "
     "same for both datasets.",
 )
-_OF_SAMPLING = {
-    "poisson": "Every step draws every sample independently, with the sample rate.",
-    "fixed_order": "Every sample takes part once in an epoch, in the same step of each.",
-    "cyclic_poisson": "Every step draws every sample of its group independently.",
-    "shuffled": "Every sample takes part once in an epoch. Its order amplifies nothing.",
-    "random_allocation": "Every sample chooses its steps of a round uniformly and for itself; a "
-    "round that has begun counts in full.",
-    "poisson_rows": "Every step draws every row independently, with the sample rate; no unit has "
-    "more rows than its number.",
-}
 
 
-def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
+def make_report(engine: Any, delta: float) -> dict[str, Any]:
     """See :meth:`~flash_clipping.FlashPrivacyEngine.report`."""
     accountant, process = engine.accountant, process_of(engine.accountant)
     is_discrete = isinstance(accountant, DiscreteGaussianAccountant)
@@ -81,9 +70,9 @@ def make_report(engine: Any, delta: float, optimizer: Any) -> dict[str, Any]:
         delta,
         relation=process_of(accountant).relation,
         unit=engine._unit,
-        assumptions=[_OF_SAMPLING[process.sampling], *_ASSUMPTIONS],
+        assumptions=[process.takes_part, *_ASSUMPTIONS],
         violated=["Batches are not those that are accounted for."] if warned else [],
-        seeds=seeds_of(engine.stream, getattr(optimizer, "stream", None)),
+        seeds=[] if engine.stream.seed is None else [str(engine.stream.seed)],
         parts=[part],
     )
 

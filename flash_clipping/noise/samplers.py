@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch
-from flash_clipping.engine.sampling.samplers import PoissonSampler, UnitsOfRows
+from flash_clipping.engine.sampling.samplers import PoissonSampler
+from flash_clipping.engine.sampling.units import Users
 from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
 from flash_clipping.randomness import Draw, Purpose
 from flash_clipping.randomness.choices import allocations, coin_tosses, subset
@@ -156,15 +157,16 @@ class RowsOfUnitsSampler(PoissonSampler):
     """Every step draws every row independently, with the same probability; of a unit with too many
     rows some are chosen uniformly, once, and the others are never drawn."""
 
-    def __init__(self, *, units: UnitsOfRows, world_size: int = 1, **kwargs: Any):
+    def __init__(self, *, units: Users, world_size: int = 1, **kwargs: Any):
         if world_size > 1:
             raise InvalidValue(
-                "FC316 sampling='poisson_rows': found with a model of several processes. Draw "
-                "units in the place of their rows (sampling='poisson'); or train in one process."
+                "FC316 PoissonRows: found with a model of several processes. Draw users in the "
+                "place of their rows (PoissonSampling); or train in one process."
             )
-        super().__init__(**kwargs | {"num_samples": 0, "sample_rate": units.sample_rate})
+        super().__init__(**kwargs | {"num_samples": 0})
         draw = self.stream.draw(Purpose.SAMPLING)
-        self._kept = sorted(row for unit in range(units.count) for row in units.rows_of(unit, draw))
+        users = range(len(units.rows))
+        self._kept = sorted(row for user in users for row in units.rows_of(user, draw))
         self.num_samples = len(self._kept)
 
     def _batch(self, number: int) -> list[int]:
@@ -177,12 +179,6 @@ class CyclicPoissonSampler(OrderedSampler):
 
     def __init__(self, *, cycle: int, **kwargs: Any):
         super().__init__(**kwargs)
-        if cycle * self.sample_rate > 1:
-            raise InvalidValue(
-                f"FC316 sampling='cyclic_poisson': found {cycle} groups and {self.steps} batches "
-                "in an epoch; expected at least as many batches as groups. Use fewer diagonals, or "
-                "smaller batches."
-            )
         self.cycle = cycle
 
     def _batch(self, number: int) -> list[int]:

@@ -9,9 +9,9 @@ nearly cancel, what was measured may be rounding alone. So a sample is clipped b
 such that what is released of it, before its coefficient, has a norm r of at most
 ``(1 + SLACK)² U``.
 
-*What sums lose.* A sum of m numbers is off by at most ``m u`` of the sum of their absolutes, in any
-order. (Jeannerod and Rump, "Improved error bounds for inner products in floating-point arithmetic",
-2013.) So r is at most ``n + δ`` with ``δ = D u spread``, where D counts the additions that a term
+*Sums.* A sum of m numbers is off by at most ``m u`` of the sum of their absolutes, in any
+order: Jeannerod and Rump, "Improved error bounds for inner products in floating-point arithmetic"
+(2013). So r is at most ``n + δ`` with ``δ = D u spread``, where D counts the additions that a term
 meets when it is measured and when it is released. Long sums are formed in two levels, blocks of
 256 whose results are added up. Then D is a function of the number of positions alone:
 :func:`additions`. It is no count of what a sample holds.
@@ -22,7 +22,7 @@ of several parameters add up, with ``x = 0`` where ``δ`` is small: those are cl
 of ``n² + Σ x`` by ``1 + SLACK``. Ordinary samples are so clipped by their norm until ``δ`` is 0.6 %
 of it: on random operands up to 16,384 positions on a CPU and 3,500 on a GPU.
 
-*What is all rounding.* Where positions cancel, r may be rounding, and what it is may depend on who
+*Cancellation.* Where positions cancel, r may be rounding, and what it is may depend on who
 else is in the batch. So U is at least ``√CANCELLATION · spread``: of ``C`` then at most
 ``D u / √CANCELLATION`` is rounding. A sample whose positions cancel to less than 1/1448 of their
 spread (1/512 where tensor cores add up) is clipped as if they cancelled to that.
@@ -37,7 +37,7 @@ the plain :func:`error_bound`, ``CANCELLATION · spread²``. By ``(n + δ)² <= 
 (``tests/certificate``) this was at most ``k 2⁻²² C``: 0.0039 C for 2¹⁴ samples. With
 ``(1 + SLACK)²`` it makes 1.0100, of which :data:`ETA` is the promise.
 
-What is released as it was measured needs no bound: stored gradients, biases, norm layers.
+Gradients that are released as they were measured need no bound: stored ones, biases, norm layers.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _SERVED: dict[str, tuple[Any, ...]] = {
     "clipping": ("flat", "automatic", "adaptive"),
     "poisson_sampling": (True,),
     "distributed": (None,),
-    "units": (None,),
+    "unit": (None,),
     "sample_of": (None,),
 }
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-import torch
-
 from flash_clipping.errors import Coded, FlashClippingError, InvalidValue
 
 KEY_BYTES = 32
@@ -225,37 +223,11 @@ class SecretStream:
         return f"SecretStream(draws={self._drawn}, seed={self.seed})"
 
 
-def stream_of(
-    stream: SecretStream | None, generator: torch.Generator | None, secure_mode: bool = False
-) -> SecretStream:
-    """The stream of an optimizer, or a loader: the given one, one of a seed (a number that is drawn
-    from ``generator``, in Opacus' way), or one with a key of its own. ``secure_mode`` refuses
-    seeds."""
-    if secure_mode and (generator is not None or (stream is not None and stream.is_seeded)):
-        raise InvalidValue(
-            "FC311 secure_mode=True: found a seed for the noise (a generator, or a seeded stream), "
-            "which whoever knows it can subtract. Leave one of them out."
-        )
-    if generator is None:
-        return SecretStream() if stream is None else stream
-    if stream is not None:
-        raise InvalidValue(
-            "FC312 FlashDPOptimizer: found a stream and a generator; expected one of them."
-        )
-    seed = torch.randint(1 << 62, (1,), generator=generator, device=generator.device)
-    return SecretStream(seed=int(seed))
-
-
-def seeds_of(*streams: SecretStream | None) -> list[str]:
-    """The seeds that noise or batches come from."""
-    seeds = {s.seed for s in streams if s is not None and s.seed is not None}
-    return [str(seed) for seed in sorted(seeds)]
-
-
-def seed_notice(*streams: SecretStream | None) -> str:
-    """A warning to stand behind ε, where noise or batches come from a seed; else empty."""
-    seeds = ", ".join(seeds_of(*streams))
-    return seeds and f"   SEEDED ({seeds}): NO ε HOLDS against whoever knows the seed"
+def seed_notice(stream: SecretStream) -> str:
+    """A warning to stand behind ε, where noise and batches come from a seed; else empty."""
+    if stream.seed is None:
+        return ""
+    return f"   SEEDED ({stream.seed}): NO ε HOLDS against whoever knows the seed"
 
 
 def _key_of(seed: str) -> bytes:

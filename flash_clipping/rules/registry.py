@@ -86,7 +86,7 @@ class Rule(ABC):
     def call(
         self, layer: Any, tapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What stands in for ``layer.forward``: ``tapped`` is :meth:`forward` under autograd.
+        """Run in place of ``layer.forward``: ``tapped`` is :meth:`forward` under autograd.
 
         For layers that do more with their parameters' results than return them.
         """

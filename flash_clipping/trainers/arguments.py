@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flash_clipping.engine.accounting import Mechanism
+from flash_clipping.engine.options import Kernels, check_keywords
+from flash_clipping.engine.sampling.units import Documents
 from flash_clipping.errors import InvalidValue, checked_number
 
 #: Arguments of ``make_private`` that a trainer passes itself.
 _OWN = """module optimizer data_loader noise_multiplier max_grad_norm poisson_sampling wrap_model
-loss_reduction criterion grad_sample_mode units max_rows_per_unit distributed
-sampling max_batch_size participations noise"""
+loss_reduction criterion grad_sample_mode distributed mechanism unit kernels"""
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,14 @@ class PrivacyArguments:
             is resumed draws afresh. A number makes them repeat, and a resumed run goes on as if it
             had not been interrupted: for tests. Anyone who knows the seed can subtract the noise.
         secure_mode: refuses a seed, and makes noise by all 20 rounds of ChaCha20 on GPUs, too.
+        mechanism: :class:`~flash_clipping.PoissonSampling` with a ``noise_grid``; others need a
+            loop of your own.
+        unit: for ``PrivateTrainer``, where the data collator makes several rows of an item, or one
+            row of several (:class:`~flash_clipping.Documents`).
+        kernels: what computes (:class:`~flash_clipping.Kernels`); ``None``: as the trainer does by
+            itself.
         engine_options: more arguments of :meth:`~flash_clipping.FlashPrivacyEngine.make_private`:
-            ``clipping``, ``mode``, ``folded_modules``, ``backend``, ...; for
-            ``PrivateTrainer`` also ``sample_of``, where the data collator makes several rows of an
-            item, or one row of several.
+            ``clipping``, ``mode``, ``folded_modules``, ...
         max_physical_batch_size: the most samples that are on the device at a time; ``None``: as
             the trainer's own arguments say.
         few_shapes: whether ``PrivateTrainer`` fills batches up to few sizes while steps are
@@ -52,6 +58,9 @@ class PrivacyArguments:
     accountant: str = "prv"
     seed: int | None = None
     secure_mode: bool = False
+    mechanism: Mechanism | None = None
+    unit: Documents | None = None
+    kernels: Kernels | None = None
     engine_options: dict[str, Any] = field(default_factory=dict)
     max_physical_batch_size: int | None = None
     few_shapes: bool = True
@@ -71,14 +80,16 @@ class PrivacyArguments:
             checked_number("max_grad_norm", self.max_grad_norm, "(0, inf)", example=1.0)
         if (most := self.max_physical_batch_size) is not None:
             checked_number("max_physical_batch_size", most, "[1, inf)", example=32, whole=True)
-        if self.secure_mode and self.seed is not None:
-            raise InvalidValue(
-                "FC311 PrivacyArguments: found seed= with secure_mode=True, which has no seed. "
-                "Leave one of them out."
-            )
         if taken := sorted(self.engine_options.keys() & _OWN.split()):
             raise InvalidValue(
                 f"FC801 PrivacyArguments: found engine_options with {', '.join(taken)}, which the "
                 "trainer sets itself or does not support. Leave them out, or train with "
                 "FlashPrivacyEngine in a loop of your own."
+            )
+        check_keywords(self.engine_options, self.engine_options.get("clipping", "flat"))
+        is_plain = self.mechanism is None or self.mechanism.is_plain
+        if not (is_plain and isinstance(self.unit, Documents | None)):
+            raise InvalidValue(
+                f"FC801 PrivacyArguments: found mechanism={self.mechanism}, unit={self.unit}; "
+                "expected PoissonSampling() and Documents(...). Others need a loop of your own."
             )

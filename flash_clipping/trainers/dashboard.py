@@ -167,9 +167,6 @@ class PrivacyDashboard:
         return dict(self._values)
 
     def _line(self) -> None:
-        # The model's optimizer may have a seed of its own.
-        optimizer = getattr(getattr(self._model, "running_step", None), "follower", None)
-        streams = [getattr(x, "stream", None) for x in (self._engine, optimizer)]
         self._shown = len(self._engine.accountant)
         reading = self._statistics.read()
         epsilon = self._engine.get_epsilon(self._delta)
@@ -181,7 +178,7 @@ class PrivacyDashboard:
         if not self._is_named:
             shown += f"   (ε: {self._engine.relation})"
         self._is_named = True
-        self._show(shown + seed_notice(*streams))
+        self._show(shown + seed_notice(self._engine.stream))
 
 
 def line(step: int, epsilon: float, reading: Reading) -> str:

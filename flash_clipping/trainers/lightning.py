@@ -76,9 +76,9 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 "FC803 PrivateTraining: found no max_grad_norm in PrivacyArguments; expected the "
                 "clipping bound of a sample."
             )
-        if "sample_of" in privacy.engine_options:
+        if privacy.unit is not None:
             raise InvalidValue(
-                "FC820 PrivateTraining: found engine_options with sample_of; expected samples that "
+                f"FC820 PrivateTraining: found unit={privacy.unit}; expected samples that "
                 "are items of the dataset and rows of the batch. Use FlashPrivacyEngine in a loop "
                 "of your own (docs/units.md)."
             )

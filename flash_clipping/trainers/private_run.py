@@ -49,8 +49,7 @@ class ReportsPrivacy:
     def report(self) -> dict[str, Any]:
         """All that ε depends on, for ``privacy.target_delta``: see
         :meth:`~flash_clipping.FlashPrivacyEngine.report`."""
-        delta = self.run.arguments.target_delta
-        return self.run.engine.report(delta, optimizer=self.run.optimizer)
+        return self.run.engine.report(self.run.arguments.target_delta)
 
     def model_card(self) -> str:
         """What a model card says of the run's privacy, in Markdown."""
@@ -58,7 +57,7 @@ class ReportsPrivacy:
         if not run.steps:
             return f"{CARD[0]}\n## Differential privacy\n\nNo private step was taken.\n{CARD[1]}\n"
         said = {
-            "Promise": engine.summary(run.arguments.target_delta, optimizer=run.optimizer),
+            "Promise": engine.summary(run.arguments.target_delta),
             "Unit": engine._unit,
             "Clipping bound C": run.optimizer.max_grad_norm,
             "Noise": f"standard deviation {run.noise_multiplier:.4g} · 1.01 C on the sum of a step",
@@ -135,6 +134,8 @@ class PrivateRun:
             steps: of the whole run.
             options: of the engine, unless the user gave others.
         """
+        if self.arguments.kernels is not None:
+            options = (options or {}) | {"kernels": self.arguments.kernels}
         arguments, before, rate = self.arguments, self.optimizer, 1 / len(loader)
         if not self.steps:
             self.planned_steps, self.max_grad_norm = steps, max_grad_norm
@@ -160,6 +161,8 @@ class PrivateRun:
             wrap_model=False,
             # The loader draws Poisson batches already; the engine must not replace it.
             poisson_sampling=False,
+            mechanism=arguments.mechanism,
+            unit=arguments.unit,
             **(options or {}) | arguments.engine_options,
         )
         self.engine.check_delta(arguments.target_delta)

@@ -20,6 +20,7 @@ import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 
+from flash_clipping.engine.options import Kernels
 from flash_clipping.errors import FlashClippingError, InvalidType, InvalidValue, missing_extra
 
 try:
@@ -134,7 +135,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         self._finds_batch_size = bool(getattr(given, "auto_find_batch_size", False))
         own.auto_find_batch_size = False
         own.logging_nan_inf_filter = False  # it waits for the device in every step
-        sample_of = privacy.engine_options.get("sample_of")
+        sample_of = None if privacy.unit is None else privacy.unit.argument
         self._units = None if sample_of is None else UnitsOfCalls(sample_of, batch_first=True)
         part_size = privacy.max_physical_batch_size or given.per_device_train_batch_size
         self._shapes = FewShapes(part_size, privacy.few_shapes and self._units is None)
@@ -211,8 +212,8 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 self._loader,
                 max_grad_norm=self._max_grad_norm,
                 steps=num_training_steps,
-                options={"cuda_graphs": "auto" if self.args.world_size == 1 else "off"}
-                | _options_of(self.accelerator.unwrap_model(self.model)),
+                options=_options_of(self.accelerator.unwrap_model(self.model))
+                | {"kernels": Kernels(cuda_graphs="off" if self.args.world_size > 1 else "auto")},
             )
             prepared.optimizer = run.optimizer
             parts, collate = run.in_parts, self._loader.collate_fn
@@ -331,7 +332,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             index, without = self._units.argument(plain, (), inputs)
             if not isinstance(index, Tensor):
                 raise InvalidValue(
-                    f"FC808 PrivateTrainer: sample_of={self._units.name!r}: found "
+                    f"FC808 PrivateTrainer: unit={self.privacy.unit}: found "
                     f"{type(index).__name__} in a batch; expected a tensor by that name from "
                     "data_collator, with the unit of every row, [R], or of every position, [R, T]."
                 )

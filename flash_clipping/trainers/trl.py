@@ -22,6 +22,7 @@ try:
 except ImportError as error:
     raise missing_extra("trl", __name__, error) from error
 
+from flash_clipping.engine.sampling.units import Documents
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.transformers import PrivateTrainer, _bound
 
@@ -46,12 +47,12 @@ def _tagged(
 
 def _by(privacy: PrivacyArguments, name: str) -> PrivacyArguments:
     """The privacy of samples that this part of a batch tells."""
-    if "sample_of" in privacy.engine_options:
+    if privacy.unit is not None:
         raise InvalidValue(
-            f"FC801 PrivacyArguments: found sample_of={privacy.engine_options['sample_of']!r} for "
+            f"FC801 PrivacyArguments: found unit={privacy.unit} for "
             f"one of TRL's trainers, which says itself whose each row is ({name!r}). Leave it out."
         )
-    return replace(privacy, engine_options={**privacy.engine_options, "sample_of": name})
+    return replace(privacy, unit=Documents(name))
 
 
 def _config(cls: type, wanted: type, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -303,6 +303,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(function, x, *arguments, use_reentrant=self.reentrant))
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["method", "local", "arguments"])

@@ -97,6 +97,7 @@ def check_nothing_but_zeros(hooks: Any, model: nn.Module) -> None:
         assert not param.grad.any(), name
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("wrap", [True, False])
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass", "one_by_one"])
 @pytest.mark.parametrize("name", MODELS)

@@ -59,6 +59,7 @@ class Rows(nn.Module):
 MIXED = r"mix \(Linear\): what it reads has|expected rounding alone"
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(5, 5), (4, 3), (2, 2), (6, 2)])
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def loss_of(unpack: Unpack) -> Callable[[Any, Batch], Tensor]:
     return loss
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*OPEN, *CLOSED])

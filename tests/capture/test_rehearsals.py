@@ -122,6 +122,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])

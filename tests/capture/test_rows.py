@@ -75,6 +75,7 @@ class Inside(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTS)
@@ -90,6 +91,7 @@ def test_batch_on_another_axis(kind: str, checkpointing: str, wrapper: str, mode
         check_by_autograd(model, float64s(5, 5, 4), squares, wrapper=wrapper, mode=mode)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTS)
 @pytest.mark.parametrize("kind", INNER)
@@ -101,6 +103,7 @@ def test_batch_in_front_is_exact(batch_size: int, kind: str, checkpointing: str,
     check_by_autograd(model, float64s(batch_size, 5, 4), squares, mode=mode)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTS)
 @pytest.mark.parametrize("batch_size", [3, 5])
@@ -166,6 +169,7 @@ class Packed(nn.Module):
         return self.head(torch.tanh(self.mix(x)))
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(

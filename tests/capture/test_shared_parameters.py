@@ -132,6 +132,7 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
 }
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", SHARED)
@@ -246,6 +247,7 @@ def test_shared_parameter_and_sum_reduction(reduction: str) -> None:
     check_by_autograd(TiedHead().double(), id_batch(4, 5), loss, loss_reduction=reduction)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", ["mlp", "embedding", "generic"])

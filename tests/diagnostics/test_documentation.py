@@ -25,6 +25,7 @@ from flash_clipping import (
     SeededNoiseWarning,
     codes,
 )
+from flash_clipping.__main__ import main
 from flash_clipping.diagnostics import check
 from flash_clipping.ops.error_bounds import ETA
 from tests.support.models import Wrapped
@@ -196,7 +197,6 @@ OPEN = set(
         "FC173",
         "FC310",
         "FC313",
-        "FC315",
         "FC320",
         "FC536",
         "FC560",
@@ -352,6 +352,18 @@ def test_every_code_has_one_entry_and_every_entry_a_code(messages: Messages) -> 
     assert len(entries) == len({*entries}) > 200
     assert {*entries} - OPEN == messages.codes - OPEN
     assert codes.PAGE.read_text().count("**FC") == len(entries)
+
+
+def test_the_command_explains_a_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["errors", "fc101"]) == 0
+    title, _, heading, _, text = capsys.readouterr().out.split("\n", maxsplit=4)
+    assert title.startswith("FC101 the layer mixes samples") and "mixes samples" in heading
+    assert "\n    model = opacus.validators.ModuleValidator.fix(model)\n" in text
+    assert "](" not in text and "(docs/sharp-edges.md#" in text
+    assert main(["errors"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(codes.entries())
+    assert main(["errors", "FC1011"]) == 2
+    assert "Did you mean FC" in capsys.readouterr().err
 
 
 def test_an_error_and_a_warning_know_their_codes() -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.distributed import (
+    failures,
+    test_four_processes,
+    test_tensor_parallel,
+    test_tensor_parallel_shards,
+    test_two_processes,
+)
+from tests.distributed.processes import BACKEND, ProcessGroup
+from tests.support.starting import fixture_of
 
-from tests.distributed import failures, processes, test_four_processes, test_two_processes
-from tests.distributed.processes import Found
-
-
-@pytest.fixture(scope="session")
-def by_two(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """What each of two processes has found."""
-    name, main = "sharded_by_two", test_two_processes.main
-    return processes.run(tmp_path_factory, name, 2, main, beside=failures.main)
-
-
-@pytest.fixture(scope="session")
-def by_four(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """The same of four."""
-    return processes.run(tmp_path_factory, "sharded_by_four", 4, test_four_processes.main)
+by_two = fixture_of(ProcessGroup("by_two", world=2, main=test_two_processes.main))
+by_four = fixture_of(ProcessGroup("by_four", world=4, main=test_four_processes.main))
+tensor_by_two = fixture_of(ProcessGroup("tensor_by_two", world=2, main=test_tensor_parallel.main))
+tensor_by_four = fixture_of(
+    ProcessGroup("tensor_by_four", world=4, main=test_tensor_parallel_shards.main)
+)
+#: They mostly wait: beside the others, where GPUs are not what these are short of.
+failing = fixture_of(
+    ProcessGroup("failing", lane=int(BACKEND == "gloo"), world=2, main=failures.main)
+)

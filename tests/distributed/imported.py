@@ -1,4 +1,4 @@
-"""What processes of these tests begin with (``tests/support/starting.py``)."""
+"""What is imported before processes are forked (``tests/support/forking.py``)."""
 
 import gc
 

@@ -14,9 +14,11 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from flash_clipping import (
+    FixedOrder,
     FlashDPOptimizer,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
+    PoissonSampling,
     PrivateSchedule,
 )
 from flash_clipping.engine.grad_ledger import sensitivity_of
@@ -265,7 +267,7 @@ def engine_run(rank: int, limit: int | None = None, **options: Any) -> dict[str,
     torch.manual_seed(rank)  # processes draw alike, however they are seeded
     part = Part(make(), rank)
     noise = options.pop("noise_multiplier", 0.0)
-    engine = FlashPrivacyEngine(accountant="pld" if "max_batch_size" in options else "prv")
+    engine = FlashPrivacyEngine(accountant="pld" if "mechanism" in options else "prv")
     flash, optimizer, _, loader = engine.make_private(
         module=part,
         optimizer=torch.optim.SGD(part.parameters(), lr=0.5),
@@ -375,8 +377,7 @@ def refusals(rank: int) -> Parts:
             noise_multiplier=1.0,
             max_grad_norm=C,
             pipeline=True,
-            sampling="fixed_order",
-            noise=NOISE,
+            mechanism=FixedOrder(NOISE),
         )
         batches = iter(loader)
         next(batches)
@@ -447,9 +448,11 @@ def main(rank: int) -> Parts:
         "pipeline noise": lambda: noisy(rank),
         "pipeline engine": lambda: engine_run(rank),
         "pipeline adaptive": lambda: engine_run(rank, **adaptive),
-        "pipeline truncated": lambda: engine_run(rank, max_batch_size=2),
+        "pipeline truncated": lambda: engine_run(rank, mechanism=PoissonSampling(2)),
         "pipeline in parts": lambda: engine_run(rank, limit=1),
-        "pipeline truncated, in parts": lambda: engine_run(rank, limit=1, max_batch_size=2),
+        "pipeline truncated, in parts": lambda: engine_run(
+            rank, limit=1, mechanism=PoissonSampling(2)
+        ),
         "pipeline correlated": lambda: correlated(rank),
         **processes.refusals(refusals(rank), "pipeline refuses"),
     }

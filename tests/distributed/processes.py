@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,7 @@ from flash_clipping.capture.compiled.regions import Region
 from flash_clipping.ops.runtime.checks import device_checks
 from tests.support.autograd import truth_by_autograd
 from tests.support.oracle import Truth
-from tests.support.shared import filled_once
-from tests.support.starting import start_processes
+from tests.support.starting import Group, start_processes
 from tests.support.sums import norm_of
 
 SAMPLES, VOCAB, CLASSES, C = 8, 11, 3, 0.1
@@ -367,7 +367,6 @@ def _worker(
     main: Callable[[int], Parts],
     folder: str,
     lane: int,
-    every: int,
     start: int,
     deadline: float,
 ) -> None:
@@ -379,7 +378,7 @@ def _worker(
         initialize(f"{folder}/store.{lane}.{start}", rank, world, timedelta(seconds=60))
         with _patience(2 * PATIENCE):  # they meet here for the first time
             parts = main(rank)
-        names = list(parts)[lane % every :: every]
+        names = list(parts)[lane::LANES]
         Path(folder, f"names.{lane}").write_text("\n".join(names))
         for name in names[start:]:
             if (began := time.monotonic()) > deadline:
@@ -395,39 +394,35 @@ def _worker(
     os._exit(0)  # some have lost each other
 
 
-def run(
-    factory: pytest.TempPathFactory,
-    name: str,
-    world: int,
-    main: Callable[[int], Parts],
-    beside: Callable[[int], Parts] | None = None,
-) -> list[Found]:
-    """What the parts of ``main`` returned in each of ``world`` processes; and those of ``beside``,
-    which mostly wait: other processes run them at the same time."""
-    if not dist.is_available() or not dist.is_backend_available(BACKEND):
-        pytest.skip(f"PyTorch without {BACKEND}")
-    if BACKEND == "nccl" and torch.cuda.device_count() < world:
-        pytest.skip(f"{name}: {world} processes, and {torch.cuda.device_count()} GPUs")
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroup(Group):
+    """``world`` processes, which run the parts of ``main`` one after the other."""
 
-    def fill(folder: Path) -> None:
-        lanes = [(main, lane, LANES) for lane in range(LANES)]
-        if beside is not None:
-            lanes.append((beside, LANES, 1))
-        with ThreadPoolExecutor(len(lanes)) as pool:
-            [*pool.map(lambda lane: _run_lane(folder, world, *lane), lanes)]
+    world: int
+    main: Callable[[int], Parts]
 
-    folder = filled_once(factory, name, fill)
-    return [Found(folder, rank) for rank in range(world)]
+    def fill(self, folder: Path) -> None:
+        with ThreadPoolExecutor(LANES) as pool:
+            [*pool.map(lambda lane: _run_lane(folder, self.world, self.main, lane), range(LANES))]
+
+    def read(self, folder: Path) -> list[Found]:
+        return [Found(folder, rank) for rank in range(self.world)]
+
+    def found(self, factory: pytest.TempPathFactory) -> list[Found]:
+        if not dist.is_available() or not dist.is_backend_available(BACKEND):
+            pytest.skip(f"PyTorch without {BACKEND}")
+        if BACKEND == "nccl" and torch.cuda.device_count() < self.world:
+            found = torch.cuda.device_count()
+            pytest.skip(f"{self.name}: {self.world} processes, and {found} GPUs")
+        return super().found(factory)
 
 
-def _run_lane(
-    folder: Path, world: int, main: Callable[[int], Parts], lane: int, every: int
-) -> None:
+def _run_lane(folder: Path, world: int, main: Callable[[int], Parts], lane: int) -> None:
     """Until every part of this lane has returned or failed."""
     first, names = 0, [""]
     while first < len(names) and time.monotonic() < DEADLINE:
         try:
-            args = (world, main, str(folder), lane, every, first, DEADLINE)
+            args = (world, main, str(folder), lane, first, DEADLINE)
             start_processes(_worker, args, world, fork=BACKEND == "gloo")
             failed = False
         except mp.ProcessExitedException:

@@ -20,10 +20,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import (
+    Documents,
+    FixedOrder,
     FlashDPOptimizer,
     FlashPrivacyEngine,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
+    Users,
 )
 from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.reducer import Reduction
@@ -194,12 +197,12 @@ def engine_run(
     **options: Any,
 ) -> dict[str, Any]:
     """One epoch by Poisson batches, all processes seeded alike; in parts of so many samples.
-    ``shards=None``: Opacus' data parallelism. With ``sample_of`` items are two rows each. ``seed``:
+    ``shards=None``: Opacus' data parallelism. With ``Documents`` items are two rows each. ``seed``:
     the engine's, the same in all processes."""
     torch.manual_seed(0)
     plain = make(**(net or {}))
     model = DPDDP(plain) if shards is None else sharded(plain, **shards)
-    accountant = "pld" if "max_batch_size" in options else "rdp"
+    accountant = "pld" if "mechanism" in options else "rdp"
     engine = FlashPrivacyEngine(accountant=accountant, seed=seed)
     wrapped, optimizer, criterion, loader = engine.make_private(
         module=model,
@@ -217,11 +220,11 @@ def engine_run(
     for ids, y, row in loader:
         optimizer.zero_grad()
         named = {}
-        if "sample_of" in options:
+        if options.get("unit") == Documents("item"):
             ids, y, named["item"] = views(ids, y)
         criterion(wrapped(ids.to(device()), **named), y.to(device())).backward()
         counted[-1] += row[: drawn_by(wrapped)].tolist()
-        if "max_batch_size" not in options:  # without a row of nobody
+        if "mechanism" not in options:  # without a row of nobody
             row = row[: len(row) * bool(drawn_by(wrapped))]
         optimizer.step()
         rows += row.tolist()
@@ -295,8 +298,7 @@ def correlated(
         data_loader=DataLoader(data, batch_size=len(data) // 4),
         noise_multiplier=5.0,
         max_grad_norm=C,
-        sampling="fixed_order",
-        noise=noise,
+        mechanism=FixedOrder(noise),
         **options,
     )
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -722,7 +724,7 @@ def refusals(rank: int) -> Parts:
         "some": lambda: stepped(backward=lambda x, m: x.backward(inputs=[m.head.weight])),
         "split": split,
         "compile": lambda: wrap(torch.compile(sharded(make()), backend="eager")),
-        "other units": lambda: engine_run({}, units=[n % (2 + rank) for n in range(24)]),
-        "units in parts": lambda: engine_run({}, part=1, units=UNITS),
+        "other units": lambda: engine_run({}, unit=Users([n % (2 + rank) for n in range(24)])),
+        "units in parts": lambda: engine_run({}, part=1, unit=Users(UNITS)),
         "past a tap": past_a_tap,
     }

@@ -346,7 +346,7 @@ def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
     """One epoch by Poisson batches; processes are seeded differently."""
     torch.manual_seed(dist.get_rank())
     model = sharded(decoders.make(), tensor, data)
-    engine = FlashPrivacyEngine(accountant="pld" if "max_batch_size" in options else "rdp")
+    engine = FlashPrivacyEngine(accountant="pld" if "mechanism" in options else "rdp")
     wrapped, optimizer, _, loader = engine.make_private(
         module=model,
         optimizer=steps.sgd(model, 0.5),

@@ -31,8 +31,8 @@ def by_world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[F
 
     @cache
     def found(world: int) -> list[Found]:
-        name = f"trainers_by_{world}"
-        return processes.run(tmp_path_factory, name, world, data_parallel.main)
+        name, main = f"trainers_by_{world}", data_parallel.main
+        return processes.ProcessGroup(name, world=world, main=main).found(tmp_path_factory)
 
     return found
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flash_clipping import PoissonSampling, Users
 from flash_clipping.noise.mechanisms import BandedNoise
 from tests.distributed import experts, pipelines, processes, steps
 from tests.distributed.processes import Found, Parts, clipped_step, device, make, sharded
@@ -55,11 +56,11 @@ def main(rank: int) -> Parts:
         ),
         "trained": lambda: steps.trained(rank, shards),
         "noise": lambda: steps.noisy(rank, shards),
-        "units": lambda: steps.engine_run(shards, **EPOCH, units=steps.UNITS),
+        "units": lambda: steps.engine_run(shards, **EPOCH, unit=Users(steps.UNITS)),
         "engine": lambda: steps.engine_run(
             shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
         ),
-        "truncated": lambda: steps.engine_run(shards, part=1, max_batch_size=8),
+        "truncated": lambda: steps.engine_run(shards, part=1, mechanism=PoissonSampling(8)),
         "correlated": lambda: steps.correlated(sharded(make(), mesh=mesh), BandedNoise(3)),
         **experts.by_four(rank),
         **pipelines.main(rank),
@@ -78,7 +79,8 @@ def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found
 
 @pytest.mark.slow
 def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
-    for of_rank in processes.run(tmp_path_factory, "replicas_compiled", 4, compiled):
+    group = processes.ProcessGroup("replicas_compiled", world=4, main=compiled)
+    for of_rank in group.found(tmp_path_factory):
         for name in COMPILED:
             assert of_rank[name]["error"] <= 1e-12, name
             assert of_rank[name]["graphs"] >= 1, name

@@ -108,8 +108,8 @@ def main(rank: int) -> Parts:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return processes.run(tmp_path_factory, "tensor_parallel", 2, main)
+def found(tensor_by_two: list[Found]) -> list[Found]:
+    return tensor_by_two
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -124,7 +124,8 @@ def test_equal_blocks_are_compiled_once(found: list[Found]) -> None:
 
 @pytest.mark.slow
 def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
-    for of_rank in processes.run(tmp_path_factory, "tensor_compiled", 2, compiled):
+    group = processes.ProcessGroup("tensor_compiled", world=2, main=compiled)
+    for of_rank in group.found(tmp_path_factory):
         for name in COMPILED:
             assert of_rank[name]["error"] <= 1e-12 and of_rank[name]["alike"], name
             assert of_rank[name]["graphs"] >= 1, name

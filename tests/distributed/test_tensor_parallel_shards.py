@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flash_clipping import PoissonSampling
 from flash_clipping.noise.mechanisms import BandedNoise
 from tests.distributed import decoders, processes, steps, tensor_steps
 from tests.distributed.processes import Found, Parts
@@ -61,7 +62,7 @@ def main(rank: int) -> Parts:
         "trained": lambda: tensor_steps.trained(tensor, data),
         "noise": lambda: tensor_steps.noisy(tensor, data),
         "engine": lambda: tensor_steps.engine_run(tensor, data),
-        "truncated": lambda: tensor_steps.engine_run(tensor, data, max_batch_size=4),
+        "truncated": lambda: tensor_steps.engine_run(tensor, data, mechanism=PoissonSampling(4)),
         "correlated": lambda: steps.correlated(
             tensor_steps.sharded(decoders.make(), tensor, data),
             NOISE,
@@ -74,8 +75,8 @@ def main(rank: int) -> Parts:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return processes.run(tmp_path_factory, "tensor_parallel_shards", 4, main)
+def found(tensor_by_four: list[Found]) -> list[Found]:
+    return tensor_by_four
 
 
 @pytest.mark.parametrize("name", CASES)

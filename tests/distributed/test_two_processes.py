@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
+from flash_clipping import Documents, PoissonSampling, Users
 from flash_clipping.noise.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
 from tests.distributed import cases, experts, failures, pipelines, processes, steps, uses
 from tests.distributed.processes import BACKEND, C, Found, Parts, refusals
@@ -29,11 +30,11 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 #: Six steps; with batches that are empty, and none that is so in all of them.
 EPOCH: dict[str, Any] = {"batch_size": 4, "seed": 0}
-#: Units with several rows: those of ``units=``, and items of two rows.
+#: Units with several rows: those of ``Users``, and items of two rows.
 OF_UNITS: dict[str, dict[str, Any]] = {
-    "units": {"units": steps.UNITS, "max_rows_per_unit": 3},
-    "units, two_pass": {"units": steps.UNITS, "mode": "two_pass"},
-    "items": {"sample_of": "item"},
+    "units": {"unit": Users(steps.UNITS, max_rows=3)},
+    "units, two_pass": {"unit": Users(steps.UNITS), "mode": "two_pass"},
+    "items": {"unit": Documents("item")},
 }
 
 
@@ -76,8 +77,8 @@ def main(rank: int) -> Parts:
         },
         "in parts": lambda: steps.engine_run({}, part=1),
         "adaptive": lambda: steps.engine_run({}, **ADAPTIVE),
-        "truncated": lambda: steps.engine_run({}, max_batch_size=4),
-        "truncated, in parts": lambda: steps.engine_run({}, part=1, max_batch_size=6),
+        "truncated": lambda: steps.engine_run({}, mechanism=PoissonSampling(4)),
+        "truncated, in parts": lambda: steps.engine_run({}, part=1, mechanism=PoissonSampling(6)),
         "correlated, saved": lambda: (
             steps.correlated(
                 processes.sharded(processes.make()), BandedNoise(3), save=f"{folder[0]}/correlated"
@@ -123,8 +124,8 @@ def test_equal_blocks_are_compiled_once(found: list[Found]) -> None:
 
 @pytest.mark.slow
 def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = processes.run(tmp_path_factory, "sharded_compiled", 2, cases.compiled)
-    for of_rank in found:
+    group = processes.ProcessGroup("sharded_compiled", world=2, main=cases.compiled)
+    for of_rank in group.found(tmp_path_factory):
         for name in cases.COMPILED:
             assert of_rank[name]["error"] <= 1e-12, name
         for name in ("blocks", "two_pass", "shards"):
@@ -232,7 +233,7 @@ def check_units(runs: list[dict[str, Any]], of_unit: list[int], options: dict[st
     assert any(not batch for of_rank in drawn for batch in of_rank)
     seen = [{of_unit[row] for batch in of_rank for row in batch} for of_rank in drawn]
     assert all(seen) and sum(map(len, seen)) == len(set().union(*seen)), "a unit of two processes"
-    most = options.get("max_rows_per_unit", len(of_unit))
+    most = getattr(options.get("unit"), "max_rows", None) or len(of_unit)
     for batches in zip(*drawn, strict=True):
         for batch in batches:
             rows = Counter(of_unit[row] for row in batch)
@@ -241,7 +242,7 @@ def check_units(runs: list[dict[str, Any]], of_unit: list[int], options: dict[st
         found = [of_unit[row] for row in index]
         units = sorted(set(found))
         x, target, places = ids[index], y[index], torch.tensor(list(map(units.index, found)))
-        if "sample_of" in options:
+        if isinstance(options.get("unit"), Documents):
             x, target, places = steps.views(x, target)
         truth = truth_by_unit(model, (x, target), places.long(), losses_of_rows, len(units))
         expected = len(set(of_unit)) / len(drawn[0])
@@ -261,7 +262,7 @@ def losses_of_rows(model: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("how", ["engine", "data parallel"])
 def test_all_rows_of_a_unit_are_one_process_s(how: str, name: str, found: list[Found]) -> None:
     options = OF_UNITS[name]
-    of_unit = steps.UNITS if "units" in options else list(range(24))
+    of_unit = steps.UNITS if isinstance(options["unit"], Users) else list(range(24))
     check_units([of_rank[f"{how}, {name}"] for of_rank in found], of_unit, options)
 
 
@@ -363,12 +364,12 @@ def test_what_is_not_served_is_refused_by_name(name: str, found: list[Found]) ->
 
 
 @pytest.mark.parametrize("name", failures.CASES)
-def test_a_process_that_fails_leaves_none_waiting(name: str, found: list[Found]) -> None:
+def test_a_process_that_fails_leaves_none_waiting(name: str, failing: list[Found]) -> None:
     """Within the time-out of the processes' group, though the one that failed stays."""
     if BACKEND == "nccl" and name in failures.ENDED_BY_NCCL:
         pytest.skip("the other process waits on its GPU alone, until NCCL's watchdog ends it")
-    failing = failures.CASES[name][1]
-    own = found[failing][f"failure {name}"]["said"]
+    number = failures.CASES[name][1]
+    own = failing[number][f"failure {name}"]["said"]
     assert "ZeroDivisionError" in own or "Failed to run stage backward" in own
-    other = found[1 - failing][f"failure {name}"]
+    other = failing[1 - number][f"failure {name}"]
     assert "Error" in other["said"] and other["seconds"] < 30

@@ -15,11 +15,21 @@ import pytest
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import (
+    CyclicPoisson,
+    FixedOrder,
+    FlashPrivacyEngine,
+    PoissonRows,
+    PoissonSampling,
+    RandomAllocation,
+    Shuffled,
+    Users,
+)
 from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     ZERO_OUT,
     FeasiblePrvAccountant,
+    Mechanism,
     StepsOfRdpAccountant,
     least_noise,
     process_of,
@@ -32,14 +42,13 @@ from flash_clipping.noise.mechanisms import (
     BufferedNoise,
     IndependentNoise,
 )
-from flash_clipping.noise.process import MechanismSpec
 
 dp = pytest.importorskip("dp_accounting")
 stats = pytest.importorskip("scipy.stats")
 special = pytest.importorskip("scipy.special")
 
 
-def accountant(process: MechanismSpec, *history: tuple[float, float, int]) -> PldAccountant:
+def accountant(process: Mechanism, *history: tuple[float, float, int]) -> PldAccountant:
     found = PldAccountant()
     found.follow(process)
     for noise, rate, steps in history:
@@ -49,7 +58,7 @@ def accountant(process: MechanismSpec, *history: tuple[float, float, int]) -> Pl
 
 
 def test_ordinary_batches_cost_what_opacus_says() -> None:
-    ours = accountant(MechanismSpec(), (1.2, 0.05, 60))
+    ours = accountant(PoissonSampling(), (1.2, 0.05, 60))
     theirs = PRVAccountant()
     theirs.history = [(1.2, 0.05, 60)]
     assert len(ours) == 60 and ours.history == theirs.history
@@ -151,7 +160,7 @@ def test_truncation_costs_at_least_what_it_tells(kept: int) -> None:
     at = np.linspace(-12, 12, 20001)
     with_it = densities([1.0, -1.0, -1.0, -1.0], rate, kept, sigma, at)
     without = densities([-1.0, -1.0, -1.0], rate, kept, sigma, at)
-    process = MechanismSpec(samples=4, max_batch_size=kept)
+    process = PoissonSampling(max_batch_size=kept).on(4)
     for epsilon in (0.5, 3.0):
         exact = max(
             np.trapezoid(np.maximum(p - math.exp(epsilon) * q, 0), at)
@@ -160,15 +169,13 @@ def test_truncation_costs_at_least_what_it_tells(kept: int) -> None:
         assert accountant(process, (sigma, rate, 1)).get_epsilon(exact) >= epsilon - 1e-3
     # An accountant that knows nothing of truncation promises too much.
     if kept == 1:
-        assert accountant(MechanismSpec(), (sigma, rate, 1)).get_epsilon(exact) < epsilon
+        assert accountant(PoissonSampling(), (sigma, rate, 1)).get_epsilon(exact) < epsilon
 
 
 def test_a_batch_that_nothing_is_cut_off_costs_nothing_more() -> None:
-    roomy = accountant(MechanismSpec(samples=100, max_batch_size=60), (1.0, 0.1, 5)).get_epsilon(
-        1e-5
-    )
+    roomy = accountant(PoissonSampling(max_batch_size=60).on(100), (1.0, 0.1, 5)).get_epsilon(1e-5)
     assert roomy == pytest.approx(
-        accountant(MechanismSpec(), (1.0, 0.1, 5)).get_epsilon(1e-5), rel=1e-4
+        accountant(PoissonSampling(), (1.0, 0.1, 5)).get_epsilon(1e-5), rel=1e-4
     )
 
 
@@ -203,7 +210,7 @@ INVERSE = np.eye(10) - 0.5 * np.eye(10, k=-1) - 0.125 * np.eye(10, k=-2)
 )
 def test_fixed_order_is_one_gaussian(noise: Any, matrix: np.ndarray) -> None:
     """Of the norm of those columns in whose steps a sample takes part: 0, 4 and 8."""
-    process = MechanismSpec("fixed_order", noise, samples=40, cycle=4)
+    process = FixedOrder(noise).on(40, 4)
     squared = float((matrix[:, [0, 4, 8]].sum(1) ** 2).sum())
     found = accountant(process, (2.0, 0.25, 10)).get_epsilon(1e-5)
     assert found == pytest.approx(gaussian(squared**0.5 / 2.0), rel=1e-6)
@@ -219,15 +226,15 @@ def test_fixed_order_is_one_gaussian(noise: Any, matrix: np.ndarray) -> None:
 
 def test_amplified_noise_is_a_composition_of_sampled_gaussians() -> None:
     noise = BandedNoise(4)
-    process = MechanismSpec("cyclic_poisson", noise, samples=80, cycle=4)
+    process = CyclicPoisson(noise).on(80, 20)
     found = accountant(process, (1.5, 0.05, 10)).get_epsilon(1e-5)
     norm = float(np.linalg.norm(noise.coefficients))
-    expected = accountant(MechanismSpec(), (1.5 / norm, 0.2, 3)).get_epsilon(1e-5)
+    expected = accountant(PoissonSampling(), (1.5 / norm, 0.2, 3)).get_epsilon(1e-5)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_no_noise_promises_nothing_and_no_steps_cost_nothing() -> None:
-    assert accountant(MechanismSpec(), (0.0, 0.1, 1)).get_epsilon(1e-5) == math.inf
+    assert accountant(PoissonSampling(), (0.0, 0.1, 1)).get_epsilon(1e-5) == math.inf
     assert PldAccountant().get_epsilon(1e-5) == 0
 
 
@@ -255,11 +262,11 @@ def test_next_to_no_noise_costs_at_most_one_gaussian(sampled: releases.Release, 
 @pytest.mark.parametrize(
     "process",
     [
-        MechanismSpec(samples=50, max_batch_size=10),
-        MechanismSpec("fixed_order", BandedInverseNoise(2, (0.4,)), samples=50, cycle=5),
+        PoissonSampling(max_batch_size=10).on(50),
+        FixedOrder(BandedInverseNoise(2, (0.4,))).on(50, 5),
     ],
 )
-def test_the_noise_for_a_target(process: MechanismSpec) -> None:
+def test_the_noise_for_a_target(process: Mechanism) -> None:
     planner = accountant(process)
     options = {"target_epsilon": 3.0, "target_delta": 1e-4, "sample_rate": 0.2}
     found = least_noise(planner, **options, steps=20, epsilon_tolerance=0.1)
@@ -267,79 +274,67 @@ def test_the_noise_for_a_target(process: MechanismSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("make", "message"),
     [
-        ({"sampling": "random"}, "unknown"),
-        ({"noise": BandedInverseNoise(2)}, "BandedInverseNoise with sampling='poisson'"),
-        ({"noise": BandedNoise(3)}, "'cyclic_poisson' or 'fixed_order'"),
-        (
-            {"sampling": "cyclic_poisson", "noise": BandedInverseNoise(2)},
-            "BandedNoise with 'cyclic_poisson'",
-        ),
-        (
-            {"sampling": "cyclic_poisson", "noise": BandedInverseNoise(3), "cycle": 3},
-            "BandedInverseNoise with sampling='cyclic_poisson'",
-        ),
-        ({"noise": BufferedNoise((0.5,), (0.5,))}, "BufferedNoise with sampling='poisson'"),
-        ({"sampling": "cyclic_poisson"}, "IndependentNoise with sampling='cyclic_poisson'"),
-        ({"sampling": "fixed_order", "noise": BandedNoise(5), "cycle": 4}, "4 batches"),
-        ({"sampling": "fixed_order", "max_batch_size": 3}, "max_batch_size with"),
-        ({"sampling": "random_allocation", "max_batch_size": 3}, "max_batch_size with"),
-        ({"sampling": "random_allocation", "noise": BandedNoise(3)}, "BandedNoise with"),
-        ({"sampling": "random_allocation", "participations": 0}, r"found 0; .* in \[1, inf\)"),
-        ({"participations": 2}, "expected sampling='random_allocation'"),
-        ({"sampling": "shuffled", "noise": BandedInverseNoise(2)}, "BandedInverseNoise with"),
-        ({"sampling": "poisson_rows"}, "max_rows_per_unit"),
-        ({"sampling": "poisson_rows", "noise": BandedNoise(3), "rows_per_unit": 2}, "BandedNoise"),
-        ({"rows_per_unit": 2}, "expected sampling='poisson_rows'"),
+        (lambda: CyclicPoisson(BandedInverseNoise(2)), "expected BandedNoise"),
+        (lambda: CyclicPoisson(BandedInverseNoise(3)), "CyclicPoisson: found noise=BandedInverse"),
+        (lambda: CyclicPoisson(BufferedNoise((0.5,), (0.5,))), "found noise=BufferedNoise"),
+        (lambda: CyclicPoisson(), "CyclicPoisson: found noise=IndependentNoise"),
+        (lambda: CyclicPoisson(BandedNoise(5)).on(40, 4), "4 batches"),
+        (lambda: FixedOrder(BandedNoise(5)).on(40, 4), "4 batches"),
+        (lambda: FixedOrder("banded"), "found noise=banded"),
+        (lambda: FixedOrder(BandedInverseNoise(2), noise_grid=True), "noise_grid: .*taken back"),
+        (lambda: Shuffled(noise_grid="exact"), r"noise_grid: .*expected one of \(False, True\)"),
+        (lambda: PoissonSampling(noise_grid="fine"), "noise_grid: .*'exact'"),
+        (lambda: PoissonSampling(4, noise_grid="exact"), "noise_grid: found 'exact'"),
+        (lambda: RandomAllocation(0), r"found 0; .* in \[1, inf\)"),
+        (lambda: RandomAllocation().on(40, 4, unit=Users([0] * 40)), "samples of the dataset only"),
+        (lambda: PoissonRows().on(40, 4), r"PoissonRows: .*\n    unit=Users\(ids, max_rows=8\)"),
+        (lambda: PoissonRows().on(40, 4, unit=Users([0] * 40)), "expected the most rows of a user"),
     ],
 )
-def test_what_does_not_match_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_what_does_not_match_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MechanismSpec(samples=40, **arguments)
+        make()
 
 
 def test_one_engine_accounts_for_one_process() -> None:
-    found = accountant(MechanismSpec(samples=40, max_batch_size=4), (1.0, 0.1, 2))
+    found = accountant(PoissonSampling(max_batch_size=4).on(40), (1.0, 0.1, 2))
     with pytest.raises(ValueError, match="use a new engine"):
-        found.follow(MechanismSpec())
-    other = accountant(MechanismSpec("fixed_order", samples=40, cycle=4))
+        found.follow(PoissonSampling())
+    other = accountant(FixedOrder().on(40, 4))
     with pytest.raises(ValueError, match="the checkpoint accounts for"):
         other.load_state_dict(found.state_dict())
 
 
 def test_a_checkpoint_of_another_process_is_refused_and_changes_nothing() -> None:
-    ordered = MechanismSpec(
-        sampling="fixed_order", noise=BandedInverseNoise(2, (0.9,)), samples=64, cycle=8
-    )
+    ordered = FixedOrder(BandedInverseNoise(2, (0.9,))).on(64, 8)
     state = accountant(ordered, (2.0, 1 / 8, 8)).state_dict()
-    for other in (PldAccountant(), accountant(MechanismSpec())):
+    for other in (PldAccountant(), accountant(PoissonSampling())):
         with pytest.raises(ValueError, match="the checkpoint accounts for"):
             other.load_state_dict(state)
         assert not len(other)
 
 
 def test_one_engine_makes_one_model_private_where_steps_are_not_alike() -> None:
-    ordered = MechanismSpec(
-        sampling="fixed_order", noise=BandedInverseNoise(2, (0.9,)), samples=64, cycle=8
-    )
+    ordered = FixedOrder(BandedInverseNoise(2, (0.9,))).on(64, 8)
     for first, second in (
         (ordered, ordered),
-        (ordered, MechanismSpec()),
-        (MechanismSpec(), ordered),
+        (ordered, PoissonSampling()),
+        (PoissonSampling(), ordered),
     ):
         found = accountant(first)
         found.follow(first)  # a call that failed
         found.is_used = True
         with pytest.raises(ValueError, match="Use a new engine for each"):
             found.follow(second)
-    ordinary = accountant(MechanismSpec())
+    ordinary = accountant(PoissonSampling())
     ordinary.is_used = True
-    ordinary.follow(MechanismSpec())
+    ordinary.follow(PoissonSampling())
 
 
 def test_truncated_batches_are_accounted_for_both_neighbours() -> None:
-    found = MechanismSpec(samples=50, max_batch_size=9, cycle=5).releases(1.0, 0.2, 3)
+    found = PoissonSampling(max_batch_size=9).on(50, 5).releases(1.0, 0.2, 3)
     assert [(r.samples, r.size, r.rate, r.times) for r in found] == [
         (50, 9, 0.2, 3),
         (51, 9, 0.2, 3),

@@ -23,7 +23,7 @@ from flash_clipping import (
 )
 from flash_clipping.finish.clipping import clipping_coefficients
 from flash_clipping.ops.error_bounds import ETA
-from flash_clipping.randomness import Draw, Purpose
+from flash_clipping.randomness import Draw, Purpose, SecretStream
 from tests.support.cases import make_case, step_case
 from tests.support.models import CASES
 from tests.support.oracle import assert_close, per_sample_truth
@@ -192,14 +192,14 @@ def test_coefficients_of_bad_norms() -> None:
 def test_noise_has_the_variance_it_should(capsys: pytest.CaptureFixture[str]) -> None:
     """Chi-square test at 1e-6 on 200 000 draws, with and without a seed."""
     width = 100_000
-    for generator in (None, torch.Generator().manual_seed(5)):
+    for stream in (None, SecretStream(seed=5)):
         param = nn.Parameter(torch.zeros(width))
         optimizer = FlashDPOptimizer(
             torch.optim.SGD([param], lr=1.0),
             noise_multiplier=1.5,
             max_grad_norm=2.0,
             expected_batch_size=10,
-            generator=generator,
+            stream=stream,
         )
         draws = []
         for _ in range(2):

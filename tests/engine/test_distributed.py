@@ -22,17 +22,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from flash_clipping import (
+    FixedOrder,
     FlashClippingError,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
     MicroBatches,
+    PoissonSampling,
+    RandomAllocation,
 )
 from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.noise.mechanisms import BandedInverseNoise
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.randomness import Draw, Purpose
 from tests.support.models import Block
-from tests.support.starting import found_by_gloo
+from tests.support.starting import ByGloo, fixture_of
 from tests.support.sums import note_sums
 
 WORLD = 2
@@ -65,18 +68,21 @@ RANDOM: dict[str, dict[str, Any]] = {
         "clipbound_learning_rate": 0.3,
     },
     "poisson": {"poisson_sampling": True, "noise_multiplier": 1.0, "batch": 4, "steps": 20},
-    "truncated": {"poisson_sampling": True, "max_batch_size": 20, "physical_batch": 4},
+    "truncated": {
+        "poisson_sampling": True,
+        "mechanism": PoissonSampling(max_batch_size=20),
+        "physical_batch": 4,
+    },
     "correlated": {
         "poisson_sampling": True,
         "noise_multiplier": 1.0,
-        "sampling": "fixed_order",
-        "noise": BandedInverseNoise(2),
+        "mechanism": FixedOrder(BandedInverseNoise(2)),
         "physical_batch": 3,
     },
     "allocated": {
         "poisson_sampling": True,
         "noise_multiplier": 1.0,
-        "sampling": "random_allocation",
+        "mechanism": RandomAllocation(),
         "steps": SAMPLES // BATCH,
         "physical_batch": 3,
     },
@@ -194,18 +200,20 @@ def gradients_under_torch_ddp() -> tuple[list[Tensor], list[Tensor]] | str:
 def find(rank: int) -> dict[str, Any]:
     results = {}
     for name, options in (SCENARIOS | RANDOM).items():
-        needs_pld = {"max_batch_size", "sampling"} & {*options}
-        engine = FlashPrivacyEngine(accountant="pld" if needs_pld else "rdp")
+        engine = FlashPrivacyEngine(accountant="pld" if "mechanism" in options else "rdp")
         results[name] = train(options, rank, engine)
         results[name]["key"] = engine.stream.draw(Purpose.NOISE).key
         results[name]["history"] = list(engine.accountant.history)
     return results | {"torch_ddp": gradients_under_torch_ddp()}
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every process found in every scenario. Starting them takes longer than all of these."""
-    return found_by_gloo(tmp_path_factory, "distributed", find, WORLD)
+trained_by_two = fixture_of(ByGloo("trained_by_two", lane=1, find=find, world=WORLD))
+
+
+@pytest.fixture
+def processes(trained_by_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What every process found in every scenario."""
+    return trained_by_two
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, PoissonSampling, Users
 from flash_clipping.capture.draws import DrawnBatch, Draws, row_hashes
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning, refuse_repeats
 from tests.support.private import TwoLayers, data
@@ -307,11 +307,11 @@ def given(dataset: Any) -> dict[str, Any]:
 def test_a_sample_that_is_there_twice_is_refused(name: str) -> None:
     """Unless ``units`` say whose each row is."""
     options = given(dataset := REPEATED[name]())
-    with pytest.raises(ValueError, match=r"(?s)more than once.*units=") as refused:
+    with pytest.raises(ValueError, match=r"(?s)more than once.*unit=Users") as refused:
         FlashPrivacyEngine().make_private(**options)
-    names_indices = "units=data_loader.dataset.indices)" in str(refused.value)
+    names_indices = "unit=Users(data_loader.dataset.indices))" in str(refused.value)
     assert names_indices == (name in ("indices", "from the end", "tensor of indices"))
-    FlashPrivacyEngine().make_private(**options, units=[0] * len(dataset))
+    FlashPrivacyEngine().make_private(**options, unit=Users([0] * len(dataset)))
 
 
 @pytest.mark.parametrize("name", APART)
@@ -432,7 +432,9 @@ def test_hashes_are_of_values_and_places(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def padded() -> tuple[Any, Tensor, Tensor, int]:
     pytest.importorskip("dp_accounting")
-    made = private(accountant="pld", max_batch_size=20, noise_multiplier=1.0)
+    made = private(
+        accountant="pld", mechanism=PoissonSampling(max_batch_size=20), noise_multiplier=1.0
+    )
     for x, y in made[3]:
         count = made[0]._session.rows.draws.waiting[-1].samples
         if 2 < count < 18:

@@ -1,4 +1,4 @@
-"""``make_private(max_batch_size=...)``: batches of one size, cut or filled up, and accounted."""
+"""``PoissonSampling(max_batch_size=...)``: batches of one size, cut or filled up, and accounted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping import Documents, FlashClippingError, FlashPrivacyEngine, PoissonSampling, Users
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.noise.samplers import FixedShapeSampler
 from flash_clipping.randomness import Draw, Purpose, SecretStream
@@ -36,7 +36,8 @@ def private(**options: Any) -> tuple[Any, ...]:
     x, y = data(SIZE).tensors
     dataset = TensorDataset(x.double() / 30, y, torch.arange(SIZE))
     loader = DataLoader(dataset, batch_size=BATCH, num_workers=options.pop("workers", 0))
-    options = {"noise_multiplier": 0.0, "max_grad_norm": 0.3, "max_batch_size": ROWS} | options
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 0.3} | options
+    options = {"mechanism": PoissonSampling(max_batch_size=ROWS)} | options
     module, optimizer, criterion, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
@@ -361,11 +362,11 @@ def test_two_batches_in_one_backward_are_refused() -> None:
     [
         ({"engine": "prv"}, "accountant='prv'"),
         ({"clipping": "adaptive"}, "adaptive"),
-        ({"units": torch.arange(SIZE) // 2}, "units"),
-        ({"sample_of": "index"}, "units or sample_of"),
+        ({"unit": Users(torch.arange(SIZE) // 2)}, "with unit=Users"),
+        ({"unit": Documents("index")}, "with unit=Documents"),
         ({"poisson_sampling": False}, "poisson_sampling=False"),
         ({"grad_sample_mode": "ghost"}, "grad_sample_mode"),
-        ({"max_batch_size": SIZE + 1}, r"found 65; .* in \[1, 64\]"),
+        ({"mechanism": PoissonSampling(max_batch_size=SIZE + 1)}, r"found 65; .* in \[1, 64\]"),
     ],
 )
 def test_what_is_not_accounted_for_is_refused(options: dict[str, Any], message: str) -> None:

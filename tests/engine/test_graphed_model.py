@@ -17,6 +17,7 @@ from flash_clipping import (
     FlashPrivacyEngine,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
+    Kernels,
 )
 from flash_clipping.capture.proof.gate import Gate
 from flash_clipping.engine.model_watch import ModelWatch
@@ -242,9 +243,11 @@ def test_make_private_takes_it(wrap: bool) -> None:
     parts["criterion"] = nn.CrossEntropyLoss()
     loader = DataLoader(data, batch_size=4)
     with pytest.raises(ValueError, match="cuda_graphs='on' is unknown"):
-        FlashPrivacyEngine().make_private(**parts, data_loader=loader, **options, cuda_graphs="on")
+        FlashPrivacyEngine().make_private(
+            **parts, data_loader=loader, **options, kernels=Kernels(cuda_graphs="on")
+        )
     hooks, optimizer, criterion, batches_of = FlashPrivacyEngine().make_private(
-        **parts, data_loader=loader, **options, cuda_graphs="auto", wrap_model=wrap
+        **parts, data_loader=loader, **options, kernels=Kernels(cuda_graphs="auto"), wrap_model=wrap
     )
     model = hooks if wrap else plain
     for x, y in batches_of:  # without a GPU calls run as they are

@@ -37,10 +37,28 @@ def test_strict_is_read(wrap_model: bool) -> None:
     Private(Scaled(0.0), wrap_model=wrap_model).step()
 
 
-@pytest.mark.parametrize("keyword", ["strickt", "max_physical_batch_size", "target_epsilon"])
-def test_unknown_keywords_are_refused(keyword: str) -> None:
+@pytest.mark.parametrize(
+    ("keyword", "advice"),
+    [
+        ("strickt", r"Did you mean strict\?"),
+        ("cliping", r"Did you mean clipping\?"),
+        ("max_physical_batch_size", "Known are .* max_grad_norm.* strict"),
+        ("target_epsilon", "Known are .* max_grad_norm.* strict"),
+        ("units", r"unit=Users\(ids\)"),
+        ("max_rows_per_unit", r"unit=Users\(ids, max_rows="),
+        ("sample_of", r"unit=Documents\("),
+        ("sampling", r"mechanism=PoissonSampling\(\)"),
+        ("max_batch_size", r"mechanism=PoissonSampling\(max_batch_size="),
+        ("participations", r"mechanism=RandomAllocation\("),
+        ("noise", r"mechanism=FixedOrder\(noise="),
+        ("noise_grid", r"mechanism=PoissonSampling\(noise_grid="),
+        ("backend", r"kernels=Kernels\(backend="),
+        ("cuda_graphs", r"kernels=Kernels\(cuda_graphs="),
+    ],
+)
+def test_unknown_keywords_are_refused(keyword: str, advice: str) -> None:
     model = TwoLayers()
-    with pytest.raises(TypeError, match=rf"found {keyword}, .*Known .* max_grad_norm.* strict"):
+    with pytest.raises(TypeError, match=rf"found {keyword}, .*{advice}"):
         Private(model, **{keyword: 1.0})
     assert not hasattr(model, "autograd_grad_sample_hooks")
 

@@ -19,7 +19,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine, MicroBatches
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, MicroBatches, Users
 from tests.support.faults import Fault, spread
 from tests.support.private import TwoLayers, data
 
@@ -290,7 +290,7 @@ def test_batches_that_cannot_be_cut() -> None:
 
 
 def test_what_must_come_whole_is_refused() -> None:
-    units = Training(units=torch.arange(64) // 2)
+    units = Training(unit=Users(torch.arange(64) // 2))
     with pytest.raises(FlashClippingError, match="must come whole.*\n.*largest_physical_batch"):
         MicroBatches(units.optimizer)
     several = SimpleNamespace(_module=Training().model)  # of shards, or of stages

@@ -23,7 +23,7 @@ from flash_clipping import (
 from tests.support.draws import drawn as drawn_by
 from tests.support.empty import ReshapingAttention
 from tests.support.oracle import per_sample_truth
-from tests.support.starting import found_by_gloo
+from tests.support.starting import ByGloo, fixture_of
 
 WORLD, SAMPLES, STEPS, C = 2, 30, 15, 0.02
 needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch without gloo")
@@ -159,9 +159,12 @@ def find(rank: int) -> dict[str, Any]:
     return {"train": train(), "refused": refusals()}
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return found_by_gloo(tmp_path_factory, "parallel", find, WORLD)
+drawn_by_two = fixture_of(ByGloo("drawn_by_two", lane=1, find=find, world=WORLD))
+
+
+@pytest.fixture
+def processes(drawn_by_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return drawn_by_two
 
 
 # -- sampling --------------------------------------------------------------------------------------

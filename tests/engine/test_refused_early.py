@@ -26,14 +26,14 @@ from flash_clipping import (
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
     PlanExceededWarning,
+    RandomAllocation,
+    Users,
     auditing,
     planning,
 )
 from flash_clipping.engine.accounting import least_noise
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.sampling.loaders import PoissonLoader
-from flash_clipping.engine.sampling.samplers import UnitsOfRows
-from flash_clipping.noise.process import MechanismSpec
 from flash_clipping.noise.report import statistics_report
 from flash_clipping.noise.samplers import FixedShapeSampler
 from flash_clipping.trainers.arguments import PrivacyArguments
@@ -129,15 +129,6 @@ def test_engines_of_opacus_say_where_flash_is(engine: Any, wrap_model: bool) -> 
         engine().make_private(**arguments(grad_sample_mode="flash", wrap_model=wrap_model))
     with pytest.raises(ValueError, match="Unexpected grad_sample_mode: flush"):
         engine().make_private(**arguments(grad_sample_mode="flush"))
-
-
-def test_a_mode_of_opacus_without_a_criterion_says_so() -> None:
-    engine = FlashPrivacyEngine()
-    with pytest.warns(UserWarning, match=r"'hooks', .*no criterion.* leave grad_sample_mode out"):
-        found = engine.make_private(
-            **arguments(grad_sample_mode="hooks", criterion=nn.CrossEntropyLoss())
-        )
-    assert len(found) == 3
 
 
 @pytest.mark.parametrize("clipping", ["flat", "adaptive"])
@@ -237,8 +228,8 @@ def largest(**options: Any) -> None:
     planning.largest_physical_batch(nn.Linear(3, 2), batch_of, losses, **options)
 
 
-def of_units(max_rows_per_unit: Any) -> None:
-    UnitsOfRows([0, 1], 2, 0.5, max_rows_per_unit)
+def of_units(max_rows: Any) -> None:
+    Users([0, 1], max_rows)
 
 
 def of_trainer(**options: Any) -> None:
@@ -265,8 +256,8 @@ NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("max_clipbound", AdaptiveBound, (-1, 0)),
     ("clipbound_learning_rate", AdaptiveBound, (-1, math.inf)),
     ("sample_rate", partial(PoissonLoader, data()), (-1, 0, 1.5)),
-    ("participations", partial(MechanismSpec, "random_allocation"), (-1, 0, 1.5)),
-    ("max_rows_per_unit", of_units, (-1, 0, 1.5)),
+    ("participations", RandomAllocation, (-1, 0, 1.5)),
+    ("max_rows", of_units, (-1, 0, 1.5)),
     (
         "max_batch_size",
         partial(FixedShapeSampler, num_samples=9, sample_rate=0.5, steps=2),
@@ -344,7 +335,7 @@ def test_functional_call_of_a_private_model_is_named(wrap_model: bool, steps: in
     assert all(tensor.grad is not None for tensor in given.values())
 
 
-@pytest.mark.parametrize("options", [{}, {"units": []}, {"poisson_sampling": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"unit": None}, {"poisson_sampling": False}], ids=str)
 @pytest.mark.parametrize("call", [made, with_epsilon, partial(made, "hooks")])
 def test_a_dataset_without_samples_is_refused(
     call: Callable[..., Any], options: dict[str, Any]
@@ -354,7 +345,7 @@ def test_a_dataset_without_samples_is_refused(
         with pytest.raises(ValueError, match="data_loader: found a dataset without samples"):
             call(data_loader=loader, **options)
     loader = DataLoader(data(3), batch_size=4, drop_last=True)
-    options |= {"units": [0, 1, 1]} if "units" in options else {}
+    options |= {"unit": Users([0, 1, 1])} if "unit" in options else {}
     with pytest.raises(ValueError, match="found no batch: 3 samples"):
         call(data_loader=loader, **options)
 

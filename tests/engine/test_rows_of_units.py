@@ -12,14 +12,20 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import (
+    Documents,
+    FlashPrivacyEngine,
+    PoissonRows,
+    PoissonSampling,
+    RandomAllocation,
+    Users,
+)
 from flash_clipping.engine.accounting import ADD_OR_REMOVE
-from flash_clipping.engine.sampling.samplers import UnitsOfRows
 from flash_clipping.noise import releases
 from flash_clipping.noise.accountants import releases_of
-from flash_clipping.noise.process import MechanismSpec
 from flash_clipping.noise.releases import Release, epsilon_by_pld
 from flash_clipping.noise.samplers import RowsOfUnitsSampler
+from flash_clipping.randomness import SecretStream
 from tests.support.pages import ROOT
 from tests.support.users import BATCH, IDS, ROWS, SIZES, private, step
 
@@ -82,21 +88,21 @@ def test_rows_in_any_direction_tell_no_more(cosine: float) -> None:
 
 
 def test_one_row_of_each_unit_is_a_sample() -> None:
-    process = MechanismSpec("poisson_rows", rows_per_unit=1, cycle=20)
+    process = PoissonRows().on(cycle=20, unit=Users([0], max_rows=1))
     rows = epsilon_by_pld(process.releases(1.0, 0.05, 40), 1e-5)
     assert rows == pytest.approx(
-        epsilon_by_pld(MechanismSpec().releases(1.0, 0.05, 40), 1e-5), rel=1e-6
+        epsilon_by_pld(PoissonSampling().releases(1.0, 0.05, 40), 1e-5), rel=1e-6
     )
-    more = MechanismSpec("poisson_rows", rows_per_unit=4, cycle=20)
+    more = PoissonRows().on(cycle=20, unit=Users([0], max_rows=4))
     assert epsilon_by_pld(more.releases(1.0, 0.05, 40), 1e-5) > 1.5 * rows
     assert more.relation == "add or remove one unit, of 4 rows at most" != ADD_OR_REMOVE
 
 
 def test_rows_are_drawn_with_the_rate_and_never_more_of_a_unit() -> None:
     q, draws = 1 / 6, 4000
-    units = UnitsOfRows(IDS, ROWS, q, max_rows=3)
+    units = Users(IDS, max_rows=3)
     sampler = RowsOfUnitsSampler(
-        units=units, steps=draws, generator=torch.Generator().manual_seed(0)
+        units=units, sample_rate=q, steps=draws, stream=SecretStream(seed=0)
     )
     assert sampler.num_samples == sum(min(size, 3) for size in SIZES)
     seen: Counter[int] = Counter(row for batch in sampler for row in batch)
@@ -108,7 +114,7 @@ def test_rows_are_drawn_with_the_rate_and_never_more_of_a_unit() -> None:
 
 def test_training() -> None:
     engine = FlashPrivacyEngine(accountant="pld")
-    options: dict[str, Any] = {"sampling": "poisson_rows", "max_rows_per_unit": 3}
+    options: dict[str, Any] = {"mechanism": PoissonRows(), "unit": Users(IDS, max_rows=3)}
     module, optimizer, criterion, loader = private(engine, **options)
     for x, rows in loader:
         optimizer.zero_grad()
@@ -128,19 +134,17 @@ def test_training() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_rows_per_unit": None}, "max_rows_per_unit: found None with sampling='poisson_rows'"),
-        ({"units": None}, "max_rows_per_unit: found a number without units"),
-        ({"units": None, "max_rows_per_unit": None}, "max_rows_per_unit: found None"),
-        ({"sample_of": "item", "units": None}, "max_rows_per_unit: found a number without units"),
-        ({"max_batch_size": 5}, "max_batch_size with IndependentNoise"),
+        ({"unit": Users(IDS)}, "expected the most rows of a user"),
+        ({"unit": None}, "expected the most rows of a user"),
+        ({"unit": Documents("item")}, "expected the most rows of a user"),
         ({"accountant": "prv"}, "accountant='prv'"),
-        ({"sampling": "random_allocation"}, "random_allocation.*with units or sample_of"),
+        ({"mechanism": RandomAllocation()}, "RandomAllocation.*with unit=Users"),
     ],
 )
 def test_what_does_not_go_with_it(options: dict[str, Any], words: str) -> None:
     engine = FlashPrivacyEngine(accountant=options.pop("accountant", "pld"))
     with pytest.raises(ValueError, match=words):
-        private(engine, **{"sampling": "poisson_rows", "max_rows_per_unit": 3} | options)
+        private(engine, **{"mechanism": PoissonRows(), "unit": Users(IDS, max_rows=3)} | options)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +158,12 @@ def test_what_does_not_go_with_it(options: dict[str, Any], words: str) -> None:
 )
 def test_several_owners_of_a_row_are_refused(units: Any) -> None:
     with pytest.raises(ValueError, match=r"several owners of row [01]; expected one.*to one of"):
-        private(units=units)
+        private(unit=Users(units))
 
 
 def test_batches_are_cut_to_what_fits() -> None:
     engine = FlashPrivacyEngine(accountant="pld")
-    options: dict[str, Any] = {"sampling": "poisson_rows", "max_rows_per_unit": 3}
+    options: dict[str, Any] = {"mechanism": PoissonRows(), "unit": Users(IDS, max_rows=3)}
     module, optimizer, criterion, loader = private(engine, **options)
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=2, optimizer=optimizer

@@ -29,11 +29,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine, NotPoissonWarning
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, NotPoissonWarning, Users
 from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.engine.sampling.samplers import PoissonSampler, ShardedPoissonSampler
 from flash_clipping.engine.sampling.streams import StreamedDataset
-from flash_clipping.randomness import SeededNoiseWarning
+from flash_clipping.randomness import SecretStream, SeededNoiseWarning
 
 N, BATCH = 60, 6
 
@@ -206,7 +206,7 @@ def test_nobody_who_knows_the_generators_knows_the_batches() -> None:
 
 @pytest.mark.parametrize("units", [None, torch.arange(N) // 4])
 def test_drawing_changes_no_state_of_a_generator(units: Any) -> None:
-    options = {} if units is None else {"units": units, "max_rows_per_unit": 2}
+    options = {} if units is None else {"unit": Users(units, max_rows=2)}
     *_, loader = private(numbered(), **options)
     sampler = loader.batch_sampler
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
@@ -215,11 +215,11 @@ def test_drawing_changes_no_state_of_a_generator(units: Any) -> None:
     assert np.random.get_state()[1].tolist() == before[1] and random.getstate() == before[2]
 
 
-def test_a_generator_that_was_given_to_the_private_loader_is_a_seed() -> None:
+def test_a_stream_of_a_seed_repeats_batches() -> None:
     found = []
     for _ in range(2):
         with pytest.warns(SeededNoiseWarning):
-            loader = PoissonLoader.from_data_loader(numbered(), generator=seeded(3))
+            loader = PoissonLoader.from_data_loader(numbered(), stream=SecretStream(seed=3))
         found.append(batches(loader, 2))
     assert found[0] == found[1] and found[0][:10] != found[0][10:]
 
@@ -230,7 +230,7 @@ def test_the_engine_s_seed_is_the_loader_s(units: Any) -> None:
     for _ in range(2):
         with pytest.warns(SeededNoiseWarning):
             engine = FlashPrivacyEngine(seed=5)
-        *_, loader = private(numbered(), engine, units=units)
+        *_, loader = private(numbered(), engine, unit=units if units is None else Users(units))
         found.append([*loader.batch_sampler])
     assert found[0] == found[1]
 
@@ -271,7 +271,7 @@ def shards(
             steps=steps,
             rank=rank,
             world_size=world,
-            generator=None if seed is None else seeded(seed),
+            stream=None if seed is None else SecretStream(seed=seed),
         )
         assert len(sampler) == steps
         for i, indices in enumerate(sampler):

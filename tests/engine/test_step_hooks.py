@@ -112,6 +112,7 @@ def hooked(kind: str, param: nn.Parameter) -> Any:
     return getattr(param, kind)(lambda grad: grad.mul(0))
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass", "one_by_one"])
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("steps_before", [None, 0, 1])

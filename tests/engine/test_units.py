@@ -1,4 +1,4 @@
-"""``make_private(units=...)``: users are drawn, clipped and accounted, with all of their rows."""
+"""``unit=Users(...)``: users are drawn, clipped and accounted, with all of their rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine
-from flash_clipping.engine.sampling.samplers import PoissonSampler, UnitsOfRows
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, Users
+from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.ops.error_bounds import ETA
+from flash_clipping.randomness import SecretStream
 from tests.support.draws import drawn
 from tests.support.oracle import assert_close
 from tests.support.private import Released, TwoLayers
@@ -80,11 +81,9 @@ def test_users_are_drawn_with_the_rate() -> None:
     """Each alike, however many rows it has, and independently of the others."""
     stats = pytest.importorskip("scipy.stats")
     q, draws = 1 / 6, 4000
-    generator = torch.Generator().manual_seed(0)
-    units = UnitsOfRows(IDS, ROWS, q, max_rows=None)
-    sampler = PoissonSampler(
-        num_samples=12, sample_rate=q, units=units, steps=draws, generator=generator
-    )
+    stream = SecretStream(seed=0)
+    units = Users(IDS)
+    sampler = PoissonSampler(num_samples=12, sample_rate=q, units=units, steps=draws, stream=stream)
     seen: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
     for batch in sampler:
@@ -102,10 +101,10 @@ def test_users_are_drawn_with_the_rate() -> None:
 
 def test_at_most_so_many_rows_of_a_user() -> None:
     """All subsets alike, drawn anew each time."""
-    generator = torch.Generator().manual_seed(0)
-    units = UnitsOfRows(IDS, ROWS, 1.0, max_rows=2)
+    stream = SecretStream(seed=0)
+    units = Users(IDS, max_rows=2)
     sampler = PoissonSampler(
-        num_samples=12, sample_rate=1.0, units=units, steps=1500, generator=generator
+        num_samples=12, sample_rate=1.0, units=units, steps=1500, stream=stream
     )
     largest = IDS.mode()[0].item()  # of 7 rows
     pairs: Counter[frozenset[int]] = Counter()
@@ -159,7 +158,7 @@ def test_nobody_is_drawn(workers: int) -> None:
     """A step without units adds noise only."""
     few = torch.arange(ROWS) % 2
     module, optimizer, criterion, loader = private(
-        units=few, loader=DataLoader(data(), batch_size=2, num_workers=workers)
+        unit=Users(few), loader=DataLoader(data(), batch_size=2, num_workers=workers)
     )
     sizes = []
     for x, rows in loader:
@@ -171,7 +170,7 @@ def test_nobody_is_drawn(workers: int) -> None:
 
 def test_a_batch_without_units_may_be_left_out() -> None:
     module, optimizer, criterion, loader = private(
-        units=torch.zeros(ROWS, dtype=torch.long), loader=DataLoader(data(), batch_size=4)
+        unit=Users(torch.zeros(ROWS, dtype=torch.long)), loader=DataLoader(data(), batch_size=4)
     )
     torch.manual_seed(3)
     left_out = 0
@@ -210,8 +209,7 @@ def test_a_target_epsilon() -> None:
         target_delta=1e-5,
         epochs=2,
         max_grad_norm=1.0,
-        units=IDS.tolist(),
-        max_rows_per_unit=3,
+        unit=Users(IDS.tolist(), max_rows=3),
     )
     for x, rows in itertools.chain(loader, loader):
         step(module, optimizer, criterion, x, rows)
@@ -221,7 +219,7 @@ def test_a_target_epsilon() -> None:
 def test_gradients_are_divided_by_the_expected_number_of_units() -> None:
     _, optimizer, *_ = private()
     assert optimizer.expected_batch_size == pytest.approx(12 / 6)
-    _, optimizer, *_ = private(units=torch.arange(ROWS) % 2)
+    _, optimizer, *_ = private(unit=Users(torch.arange(ROWS) % 2))
     assert optimizer.expected_batch_size == pytest.approx(2 / 6)
 
 
@@ -234,7 +232,7 @@ def test_a_user_moves_the_sum_by_the_bound(monkeypatch: pytest.MonkeyPatch) -> N
         dataset = TensorDataset(30 * x, rows)
         module, optimizer, criterion, loader = private(
             loader=DataLoader(dataset, batch_size=len(dataset)),  # all units, in every step
-            units=IDS[keep],
+            unit=Users(IDS[keep]),
             max_grad_norm=0.1,
         )
         for x, rows in loader:

@@ -10,7 +10,14 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import (
+    Documents,
+    FlashClippingError,
+    FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
+    PoissonSampling,
+    Users,
+)
 from flash_clipping.engine.sampling.loaders import OrderedCollate
 from tests.support.draws import drawn
 from tests.support.packed import Reader
@@ -30,8 +37,7 @@ def packed(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
 def test_views_of_an_item() -> None:
     module, optimizer, criterion, loader = private(
         loader=DataLoader(data(), batch_size=BATCH, collate_fn=packed),
-        units=None,
-        sample_of="item",
+        unit=Documents("item"),
     )
     for x, rows, item in loader:
         optimizer.zero_grad()
@@ -44,16 +50,15 @@ def test_views_of_an_item() -> None:
 def test_items_that_are_joined_are_refused(change: Any) -> None:
     module, optimizer, criterion, loader = private(
         loader=DataLoader(data(), batch_size=BATCH, collate_fn=packed),
-        units=None,
-        sample_of="item",
+        unit=Documents("item"),
     )
-    with pytest.raises(FlashClippingError, match=r"drew \d+ items one by one.*units=\.\.\."):
+    with pytest.raises(FlashClippingError, match=r"drew \d+ items one by one.*unit=Users"):
         for x, _, item in loader:
             if len(x) > 2:
                 module(x, item=change(item))
 
 
-class Documents(Dataset[Any]):
+class Texts(Dataset[Any]):
     """Token ids of documents of different lengths."""
 
     def __len__(self) -> int:
@@ -73,10 +78,10 @@ def in_one_row(documents: list[Tensor]) -> dict[str, Tensor]:
 
 def test_documents_that_are_packed() -> None:
     """Drawn one by one, packed by the collate function, clipped one by one."""
-    loader = DataLoader(Documents(), batch_size=4, collate_fn=in_one_row)
+    loader = DataLoader(Texts(), batch_size=4, collate_fn=in_one_row)
     model = Reader()
     module, optimizer, criterion, loader = private(
-        model=model, loader=loader, units=None, sample_of="document", max_grad_norm=0.1
+        model=model, loader=loader, unit=Documents("document"), max_grad_norm=0.1
     )
     sizes = [1]
     while min(sizes) > 0 or max(sizes) <= 4:  # one batch in fifty is empty
@@ -94,9 +99,9 @@ def test_documents_that_are_packed() -> None:
 
 def test_logical_batches_of_documents() -> None:
     """Items are split between physical batches, and no unit is."""
-    loader = DataLoader(Documents(), batch_size=8, collate_fn=in_one_row)
+    loader = DataLoader(Texts(), batch_size=8, collate_fn=in_one_row)
     module, optimizer, criterion, loader = private(
-        model=Reader(), loader=loader, units=None, sample_of="document"
+        model=Reader(), loader=loader, unit=Documents("document")
     )
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
@@ -115,20 +120,30 @@ def test_logical_batches_of_documents() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"units": IDS[1:]}, r"units: found shape \(35,\) for a dataset of 36 rows"),
-        ({"units": IDS.float()}, r"units: found torch.float32; expected an integer"),
-        ({"units": IDS > 50}, r"units: found torch.bool"),
-        ({"max_rows_per_unit": 0}, r"max_rows_per_unit: found 0; .* in \[1, inf\)"),
-        ({"units": None, "max_rows_per_unit": 2}, r"max_rows_per_unit: .*without units"),
-        ({"poisson_sampling": False}, r"units: .*poisson_sampling=False"),
-        ({"sample_of": "user"}, r"units and sample_of: found both"),
-        ({"grad_sample_mode": "ghost"}, r"units: found another grad_sample_mode"),
-        ({"units": None, "sample_of": "x", "grad_sample_mode": "ghost"}, r"sample_of: .*'flash'"),
+        ({"unit": Users(IDS[1:])}, r"Users: found shape \(35,\) for a dataset of 36 rows"),
+        ({"poisson_sampling": False}, r"unit: .*poisson_sampling=False"),
+        ({"grad_sample_mode": "ghost"}, r"unit: found with another grad_sample_mode"),
+        ({"unit": Documents("x"), "grad_sample_mode": "ghost"}, r"unit: .*'flash'"),
     ],
 )
 def test_refused_arguments(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         private(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Users(IDS.float()), r"Users: found torch.float32; expected an integer"),
+        (lambda: Users(IDS > 50), r"Users: found torch.bool"),
+        (lambda: Users(IDS, max_rows=0), r"max_rows: found 0; .* in \[1, inf\)"),
+        (lambda: Documents(IDS), r"Documents: found Tensor"),
+        (lambda: private(unit=IDS), r"unit: found .*Tensor.*; .*\n    unit=Users\(ids\)"),
+    ],
+)
+def test_refused_units(make: Any, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
 
 
 def test_a_model_that_takes_a_map_already() -> None:
@@ -203,7 +218,7 @@ def test_private_again() -> None:
         data_loader=loader,
         noise_multiplier=1.0,
         max_grad_norm=1.0,
-        units=torch.arange(ROWS) % 9,
+        unit=Users(torch.arange(ROWS) % 9),
     )
     for x, rows in again[3]:
         assert len(step(*again[:3], x, rows)) == len({int(row) % 9 for row in rows})
@@ -224,7 +239,9 @@ def noisy(rows: list[Any]) -> Any:
 def test_collate_functions_that_do_not_keep_order(what: str, collate: Any) -> None:
     """The engine says by their places whose rows they are, and which of them count."""
     pld = pytest.importorskip("dp_accounting") and "pld"
-    options = {} if what == "units" else {"units": None, "max_batch_size": 12}
+    options = (
+        {} if what == "units" else {"unit": None, "mechanism": PoissonSampling(max_batch_size=12)}
+    )
     engine = FlashPrivacyEngine(accountant="rdp" if what == "units" else pld)
     loader = DataLoader(data(), batch_size=BATCH, collate_fn=collate)
     *_, loader = private(engine, loader=loader, **options)

@@ -95,8 +95,7 @@ def test_product_keys_train():
 @pytest.mark.parametrize("marker", ["units", "views", "without the engine", "packed", "pairs"])
 def test_the_page_on_privacy_units(marker):
     names = training_objects() | {
-        name: getattr(flash_clipping, name)
-        for name in ("FlashPrivacyEngine", "GradSampleModuleFlashClipping", "per_sample_loss")
+        name: getattr(flash_clipping, name) for name in flash_clipping.__all__
     }
     names |= {"torch": torch, "DataLoader": DataLoader, "user_of_row": torch.arange(64) % 20}
     if marker == "views":

@@ -79,6 +79,7 @@ def factor_of(A: Tensor, G: Tensor, way: str) -> PerSampleGrad:
     return factor
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("d", "p"), [(1, 1), (8, 8), (64, 16)])
 @pytest.mark.parametrize("T", [256, 1024, 4096])

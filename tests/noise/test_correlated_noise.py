@@ -12,7 +12,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine
+from flash_clipping import CyclicPoisson, FixedOrder, FlashClippingError, FlashPrivacyEngine
 from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import (
@@ -120,7 +120,7 @@ def test_noise_that_is_drawn_again_is_the_same_and_is_not_kept(count: int) -> No
 
 
 def private(
-    noise: NoiseMechanism, sampling: str = "fixed_order", workers: int = 0, **options: Any
+    noise: NoiseMechanism, kind: type[FixedOrder] = FixedOrder, workers: int = 0, **options: Any
 ) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
@@ -133,7 +133,7 @@ def private(
         criterion=nn.CrossEntropyLoss(reduction="sum"),
         data_loader=loader,
         **{"noise_multiplier": 1.0, "max_grad_norm": 0.5, "loss_reduction": "sum"}
-        | {"sampling": sampling, "noise": noise}
+        | {"mechanism": kind(noise)}
         | options,
     )
     return engine, module, optimizer, loader
@@ -182,7 +182,7 @@ def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
 
 
 def test_groups_take_turns() -> None:
-    _, module, optimizer, loader = private(BandedNoise(2), "cyclic_poisson")
+    _, module, optimizer, loader = private(BandedNoise(2), CyclicPoisson)
     number, sizes = 0, []
     for _ in range(30):
         for x, rows in loader:
@@ -343,8 +343,8 @@ def test_processes_have_parts_of_the_batch_of_one(kind: Any, more: dict[str, int
 
 
 def test_more_diagonals_than_batches() -> None:
-    with pytest.raises(ValueError, match="at least as many batches as groups"):
-        private(BandedNoise(6), "cyclic_poisson")
+    with pytest.raises(ValueError, match=r"BandedNoise\(6\) with 5 batches"):
+        private(BandedNoise(6), CyclicPoisson)
 
 
 def test_a_target_finds_its_noise() -> None:
@@ -360,8 +360,7 @@ def test_a_target_finds_its_noise() -> None:
         target_delta=1e-3,
         epochs=3,
         max_grad_norm=1.0,
-        sampling="fixed_order",
-        noise=BandedInverseNoise(2),
+        mechanism=FixedOrder(BandedInverseNoise(2)),
     )
     engine.accountant.history = [(optimizer.noise_multiplier, 0.2, 15)]
     assert 4.98 < engine.get_epsilon(1e-3) <= 5.0

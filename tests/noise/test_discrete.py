@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import FlashPrivacyEngine, PoissonSampling
 from flash_clipping.engine import wings
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
 from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
@@ -101,7 +101,13 @@ def test_discrete_gaussians_are_those_of_their_draw_and_nonce() -> None:
 def private(**options: Any) -> Private:
     engine = FlashPrivacyEngine(accountant="discrete_gaussian")
     return Private(
-        **{"engine": engine, "noise_grid": "exact", "poisson_sampling": True, "lr": 0.0} | options
+        **{
+            "engine": engine,
+            "mechanism": PoissonSampling(noise_grid="exact"),
+            "poisson_sampling": True,
+            "lr": 0.0,
+        }
+        | options
     )
 
 
@@ -179,8 +185,7 @@ def test_exact_noise_is_refused_where_it_is_not_accounted_for() -> None:
             private(engine=FlashPrivacyEngine(accountant=name))
     for options, message in (
         ({"poisson_sampling": False}, "poisson_sampling=False"),
-        ({"noise_grid": "fine"}, "expected False, True or 'exact'"),
-        ({"max_batch_size": 20}, "accountant='pld'"),
+        ({"mechanism": PoissonSampling(max_batch_size=20)}, "accountant='pld'"),
         (
             {
                 "clipping": "adaptive", "min_clipbound": 1e-3, "max_clipbound": 10.0,

@@ -33,11 +33,11 @@ def test_batches_of_one_size_that_is_large_enough_cost_little() -> None:
     from opacus.accountants import PRVAccountant
 
     from flash_clipping.noise.accountants import PldAccountant
-    from flash_clipping.noise.process import MechanismSpec
+    from flash_clipping.noise.process import PoissonSampling
 
     history = [(1.2, 0.25, 8)]
     poisson, one_size = PRVAccountant(), PldAccountant()
     poisson.history = one_size.history = history
-    one_size.process = MechanismSpec(samples=400, max_batch_size=140)
+    one_size.process = PoissonSampling(max_batch_size=140).on(400)
     epsilon = poisson.get_epsilon(1e-5)
     assert one_size.get_epsilon(1e-5) == pytest.approx(epsilon, rel=0.01)

@@ -15,11 +15,10 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine
-from flash_clipping.engine.accounting import ADD_OR_REMOVE, least_noise
+from flash_clipping import FlashClippingError, FlashPrivacyEngine, RandomAllocation, Shuffled
+from flash_clipping.engine.accounting import ADD_OR_REMOVE, Mechanism, least_noise
 from flash_clipping.noise import releases
 from flash_clipping.noise.accountants import PldAccountant, releases_of
-from flash_clipping.noise.process import MechanismSpec
 from flash_clipping.noise.releases import (
     Release,
     allocation_losses,
@@ -154,7 +153,7 @@ def test_any_grid_gives_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     releases._epsilon_by_pld.cache_clear()
 
 
-def accountant(process: MechanismSpec, *history: tuple[float, int]) -> PldAccountant:
+def accountant(process: Mechanism, *history: tuple[float, int]) -> PldAccountant:
     found = PldAccountant()
     found.follow(process)
     for noise, steps in history:
@@ -164,11 +163,11 @@ def accountant(process: MechanismSpec, *history: tuple[float, int]) -> PldAccoun
 
 
 def test_rounds_are_counted_in_full() -> None:
-    once = MechanismSpec("random_allocation", cycle=20)
+    once = RandomAllocation().on(cycle=20)
     assert once.relation == ADD_OR_REMOVE
     for steps, rounds in ((1, 1), (20, 1), (21, 2), (60, 3)):
         assert once.releases(1.0, 0.05, steps) == [Release(1.0, rounds, "one_of", size=20)]
-    thrice = MechanismSpec("random_allocation", cycle=20, participations=3)
+    thrice = RandomAllocation(participations=3).on(cycle=20)
     assert thrice.releases(1.0, 0.05, 61) == [Release(1.0, 6, "one_of", size=20)]
     # A run that goes on from a checkpoint begins a round of its own.
     resumed = accountant(once, (1.0, 10))
@@ -178,14 +177,14 @@ def test_rounds_are_counted_in_full() -> None:
 
 
 def test_next_to_no_noise_is_infinite_or_more_than_anything() -> None:
-    process = MechanismSpec("random_allocation", cycle=20)
+    process = RandomAllocation().on(cycle=20)
     assert accountant(process, (0.001, 1)).get_epsilon(1e-5) > 1e5
     assert accountant(process, (0.0, 1)).get_epsilon(1e-5) == math.inf
 
 
-@pytest.mark.parametrize("sampling", ["random_allocation", "shuffled"])
-def test_noise_changes_between_rounds_only(sampling: str) -> None:
-    found = accountant(MechanismSpec(sampling, cycle=4), (1.0, 4), (2.0, 6))
+@pytest.mark.parametrize("mechanism", [RandomAllocation(), Shuffled()], ids=str)
+def test_noise_changes_between_rounds_only(mechanism: Mechanism) -> None:
+    found = accountant(mechanism.on(cycle=4), (1.0, 4), (2.0, 6))
     with pytest.raises(FlashClippingError, match="step 2 of a round of 4.*when a round ends"):
         found.step(noise_multiplier=1.0, sample_rate=0.25)
     assert found.history == [(1.0, 0.25, 4), (2.0, 0.25, 6)]
@@ -255,7 +254,7 @@ def test_a_round_that_has_begun_stays_as_it_is() -> None:
 # -- with an engine --------------------------------------------------------------------------------
 
 
-def private(sampling: str = "random_allocation", **options: Any) -> Any:
+def private(mechanism: Mechanism | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
     engine = FlashPrivacyEngine(accountant="pld")
     model = nn.Linear(4, 3)
@@ -266,7 +265,7 @@ def private(sampling: str = "random_allocation", **options: Any) -> Any:
         data_loader=loader,
         loss_reduction="sum",
         criterion=nn.CrossEntropyLoss(reduction="sum"),
-        sampling=sampling,
+        mechanism=mechanism or RandomAllocation(),
         **{"noise_multiplier": 1.0, "max_grad_norm": 0.5} | options,
     )
     return engine, module, optimizer, loader
@@ -282,8 +281,8 @@ def step(module: Any, optimizer: Any, x: Tensor) -> None:
     ("options", "release"),
     [
         ({}, Release(1.0, 2, "one_of", size=5)),
-        ({"participations": 2}, Release(1.0, 2, "one_of", size=5)),
-        ({"sampling": "shuffled"}, Release(1.0 / 2**0.5)),
+        ({"mechanism": RandomAllocation(participations=2)}, Release(1.0, 2, "one_of", size=5)),
+        ({"mechanism": Shuffled()}, Release(1.0 / 2**0.5)),
     ],
 )
 def test_training(options: dict[str, Any], release: Release) -> None:
@@ -347,7 +346,7 @@ def test_a_step_that_is_refused_is_none() -> None:
 
 
 def test_a_target_finds_its_noise() -> None:
-    planner = accountant(MechanismSpec("random_allocation", cycle=20))
+    planner = accountant(RandomAllocation().on(cycle=20))
     target = {"target_epsilon": 2.0, "target_delta": 1e-5}
     noise = least_noise(planner, **target, sample_rate=0.05, steps=60, epsilon_tolerance=0.05)
     found = epsilon_by_pld([Release(noise, 3, "one_of", size=20)], 1e-5)
@@ -356,20 +355,20 @@ def test_a_target_finds_its_noise() -> None:
 
 def test_opacus_accountants_do_not_know_it() -> None:
     model = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match="random_allocation.*accountant='prv'"):
+    with pytest.raises(ValueError, match="RandomAllocation.*accountant='prv'"):
         FlashPrivacyEngine().make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
             data_loader=DataLoader(TensorDataset(torch.randn(30, 4)), batch_size=6),
             noise_multiplier=1.0,
             max_grad_norm=1.0,
-            sampling="random_allocation",
+            mechanism=RandomAllocation(),
         )
 
 
-@pytest.mark.parametrize("sampling", ["random_allocation", "shuffled"])
-def test_batches_are_cut_to_what_fits(sampling: str) -> None:
-    engine, module, optimizer, loader = private(sampling)
+@pytest.mark.parametrize("mechanism", [RandomAllocation(), Shuffled()], ids=str)
+def test_batches_are_cut_to_what_fits(mechanism: Mechanism) -> None:
+    engine, module, optimizer, loader = private(mechanism)
     seen: Counter[int] = Counter()
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=2, optimizer=optimizer

@@ -14,7 +14,16 @@ from opacus.accountants import PRVAccountant
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, NotPoissonWarning, SeededNoiseWarning
+from flash_clipping import (
+    FixedOrder,
+    FlashPrivacyEngine,
+    NotPoissonWarning,
+    PoissonSampling,
+    RandomAllocation,
+    SeededNoiseWarning,
+    Shuffled,
+    Users,
+)
 from flash_clipping.__main__ import main
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, ZERO_OUT
 from flash_clipping.noise.mechanisms import BandedInverseNoise
@@ -48,7 +57,7 @@ def trained(accountant: str = "pld", *, seed: int | None = None, **options: Any)
 def test_every_accountant_says_the_same_of_poisson_batches(accountant: str) -> None:
     engine, optimizer = trained(accountant)
     assert len(engine.accountant) == 10
-    report = json.loads(json.dumps(engine.report(DELTA, optimizer=optimizer)))
+    report = json.loads(json.dumps(engine.report(DELTA)))
     found = report["epsilon"]
     assert found[accountant]["epsilon"] == pytest.approx(engine.get_epsilon(DELTA), rel=1e-6)
     assert {name: e["is_bound"] for name, e in found.items()} == {
@@ -65,7 +74,8 @@ def test_every_accountant_says_the_same_of_poisson_batches(accountant: str) -> N
     (part,) = report["parts"]
     assert part["accountant"] == accountant and part["samples"] == SIZE and part["steps"] == 10
     assert part["history"] == [{"noise_multiplier": 1.5, "sample_rate": 0.2, "steps": 10}]
-    assert part["process"]["sampling"] == "poisson" and part["process"]["noise"] == "independent"
+    assert part["process"]["mechanism"] == "PoissonSampling"
+    assert part["process"]["noise"] == "IndependentNoise"
     assert any("draws every sample independently" in text for text in report["assumptions"])
     assert report["versions"]["opacus"] and report["versions"]["python"]
 
@@ -73,14 +83,14 @@ def test_every_accountant_says_the_same_of_poisson_batches(accountant: str) -> N
 @pytest.mark.parametrize(
     ("options", "known", "relation"),
     [
-        ({"sampling": "random_allocation"}, {"pld"}, ADD_OR_REMOVE),
-        ({"sampling": "shuffled"}, {"pld", "rdp", "gdp"}, ZERO_OUT),
+        ({"mechanism": RandomAllocation()}, {"pld"}, ADD_OR_REMOVE),
+        ({"mechanism": Shuffled()}, {"pld", "rdp", "gdp"}, ZERO_OUT),
         (
-            {"sampling": "fixed_order", "noise": BandedInverseNoise(2)},
+            {"mechanism": FixedOrder(BandedInverseNoise(2))},
             {"pld", "rdp", "gdp"},
             ZERO_OUT,
         ),
-        ({"max_batch_size": 12}, {"pld"}, ADD_OR_REMOVE),
+        ({"mechanism": PoissonSampling(max_batch_size=12)}, {"pld"}, ADD_OR_REMOVE),
     ],
 )
 def test_what_an_accountant_does_not_know_has_no_number(
@@ -100,7 +110,7 @@ def test_what_an_accountant_does_not_know_has_no_number(
 
 
 def test_discrete_noise_is_accounted_for_in_whole_orders() -> None:
-    engine, _ = trained("discrete_gaussian", noise_grid="exact")
+    engine, _ = trained("discrete_gaussian", mechanism=PoissonSampling(noise_grid="exact"))
     assert len(engine.accountant) == 10
     report = json.loads(json.dumps(engine.report(DELTA)))
     statistics = statistics_report("a", sensitivity=1.0, standard_deviation=4.0, delta=DELTA)
@@ -119,7 +129,7 @@ def test_what_was_warned_of_is_in_the_report() -> None:
     assert report["violated"] and not any(e["is_bound"] for e in report["epsilon"].values())
     with pytest.warns(SeededNoiseWarning):
         engine, optimizer = trained("prv", seed=7)
-    assert engine.report(DELTA, optimizer=optimizer)["seeds"] == ["7"]
+    assert engine.report(DELTA)["seeds"] == ["7"]
     composed = compose([report, engine.report(DELTA)])
     assert composed["violated"] == report["violated"] and composed["seeds"] == ["7"]
 
@@ -167,7 +177,8 @@ def test_runs_compose_as_one_history() -> None:
 
 
 def test_random_allocation_composes_with_others() -> None:
-    allocated, cut = trained(sampling="random_allocation")[0], trained(max_batch_size=12)[0]
+    allocated = trained(mechanism=RandomAllocation())[0]
+    cut = trained(mechanism=PoissonSampling(max_batch_size=12))[0]
     statistics = statistics_report(
         "means", sensitivity=0.1, standard_deviation=0.3, delta=DELTA, times=2
     )
@@ -220,8 +231,8 @@ def test_what_does_not_compose() -> None:
 
 
 def test_units_are_named() -> None:
-    engine, _ = trained("rdp", units=torch.arange(SIZE) // 2)
-    assert engine.report(DELTA)["unit"] == "an owner of rows (units)"
+    engine, _ = trained("rdp", unit=Users(torch.arange(SIZE) // 2))
+    assert engine.report(DELTA)["unit"] == "an owner of rows"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping, Kernels, Users
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.hugging_face import gpt2
@@ -61,10 +61,10 @@ ADAPTIVE = {
         {"loss_reduction": "sum"},
         {"clipping": "per_layer", "max_grad_norm": [0.1, 0.2, 0.3, 0.4]},
         ADAPTIVE,
-        {"units": [n // 3 for n in range(64)]},
+        {"unit": Users([n // 3 for n in range(64)])},
         {"size": 1, "steps": 40},  # batches without samples
         {"wrap_model": False},
-        {"cuda_graphs": "auto"},  # which runs samples as they are
+        {"kernels": Kernels(cuda_graphs="auto")},  # which runs samples as they are
     ],
     ids=lambda options: "-".join(options) or "plain",
 )

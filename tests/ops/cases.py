@@ -43,7 +43,9 @@ class Case:
 
 
 def _cases(
-    itemsizes: tuple[int, ...] = (2, 4, 8), left_to_slow: torch.dtype | None = None
+    itemsizes: tuple[int, ...] = (2, 4, 8),
+    left_to_slow: torch.dtype | None = None,
+    in_interpreter: bool | None = None,
 ) -> list[object]:
     cases = [Case("torch", "cpu", dtype) for dtype in (torch.float64, torch.float32)]
     cases += [Case("torch", "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)]
@@ -65,7 +67,7 @@ def _cases(
         pytest.param(case, id=str(case), marks=marks_of(case, marks))
         for group, marks in groups
         for case in group
-        if case.dtype.itemsize in itemsizes
+        if case.dtype.itemsize in itemsizes and in_interpreter in (None, group is interpreted)
     ]
 
 
@@ -73,6 +75,9 @@ every_case = pytest.mark.parametrize("case", _cases())
 #: For what takes the interpreter long, and is about places rather than numbers: there masks and
 #: orders are those of fp32, and each operation has tests of both dtypes.
 every_case_interpreted_once = pytest.mark.parametrize("case", _cases(left_to_slow=torch.float16))
+#: For what has more combinations than the interpreter has time for.
+every_case_but_interpreted = pytest.mark.parametrize("case", _cases(in_interpreter=False))
+every_interpreted_case = pytest.mark.parametrize("case", _cases(in_interpreter=True))
 every_half_case = pytest.mark.parametrize("case", _cases(itemsizes=(2,)))
 
 

@@ -25,7 +25,9 @@ from tests.ops.cases import (
     Case,
     doubt_of_reference,
     every_case,
+    every_case_but_interpreted,
     every_case_interpreted_once,
+    every_interpreted_case,
     relative_error,
 )
 
@@ -48,15 +50,15 @@ SHAPES = [
     (3, 4, 90, 16, 24),  # rows on 16 bytes, as products of a library take them
     (8, 130, 1100, 16, 24),  # and more segments than they take
 ]
-#: Those that the interpreter, which takes a while, tries as well.
-INTERPRETED = [(1, 1, 1, 3, 2), (4, 1, 301, 2, 3), (2, 3, 0, 4, 4), (2, 2, 70, 40, 33)]
-INTERPRETED_SPREADS = ["random", "all in one", "some of none", "none at all"]
-every_shape = pytest.mark.parametrize("shape", [*SHAPES, INTERPRETED[-1]], ids=str)
-
-
-def not_interpreted(case: Case, wanted: bool) -> None:
-    if (case.backend, case.device) == ("triton", "cpu") and not wanted:
-        pytest.skip("takes the interpreter too long; others are like it")
+every_spread = pytest.mark.parametrize("how", SPREADS)
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+#: Those that the interpreter, which takes a while, tries.
+spreads_interpreted = pytest.mark.parametrize(
+    "how", ["random", "all in one", "some of none", "none at all"]
+)
+shapes_interpreted = pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 3, 2), (4, 1, 301, 2, 3), (2, 3, 0, 4, 4), (2, 2, 70, 40, 33)], ids=str
+)
 
 
 def spread(how: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -74,11 +76,22 @@ def oracle(sample_N: Tensor, group_N: Tensor, A: Tensor, G: Tensor, B: int, E: i
     return grads
 
 
-@every_case
-@pytest.mark.parametrize("how", SPREADS)
+@pytest.mark.every_pair
+@every_case_but_interpreted
+@every_spread
 @every_shape
 def test_segments_match_the_oracle(shape: tuple, how: str, case: Case) -> None:
-    not_interpreted(case, shape in INTERPRETED and how in INTERPRETED_SPREADS)
+    check_segments(shape, how, case)
+
+
+@every_interpreted_case
+@spreads_interpreted
+@shapes_interpreted
+def test_interpreted_segments_match_the_oracle(shape: tuple, how: str, case: Case) -> None:
+    check_segments(shape, how, case)
+
+
+def check_segments(shape: tuple, how: str, case: Case) -> None:
     B, E, n, d, p = shape
     sample_N, group_N = spread(how, shape)
     A, G = case.randn(n, d), case.randn(n, p, seed=1)
@@ -110,11 +123,22 @@ def test_segments_match_the_oracle(shape: tuple, how: str, case: Case) -> None:
     assert relative_error(ones, grads.sum(1)) <= case.rounding
 
 
-@every_case_interpreted_once
-@pytest.mark.parametrize("how", SPREADS)
+@pytest.mark.every_pair
+@every_case_but_interpreted
+@every_spread
 @every_shape
-def test_rows_and_products(shape: tuple, how: str, case: Case) -> None:
-    not_interpreted(case, shape in INTERPRETED and how in INTERPRETED_SPREADS)
+def test_rows_and_products_match_the_oracle(shape: tuple, how: str, case: Case) -> None:
+    check_rows_and_products(shape, how, case)
+
+
+@every_interpreted_case
+@spreads_interpreted
+@shapes_interpreted
+def test_interpreted_rows_and_products_match_the_oracle(shape: tuple, how: str, case: Case) -> None:
+    check_rows_and_products(shape, how, case)
+
+
+def check_rows_and_products(shape: tuple, how: str, case: Case) -> None:
     B, E, n, d, p = shape
     sample_N, group_N = spread(how, shape)
     segments = Segments(sample_N.to(case.device), B, group_N.to(case.device), E)
@@ -158,7 +182,8 @@ def test_norms_of_few_segments_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_lengths_about_a_block(sizes: tuple[int, int], case: Case) -> None:
     """Segments shorter and longer than blocks, steps and the change from Gram to product."""
     d, p = sizes
-    not_interpreted(case, d < 128)
+    if (case.backend, case.device) == ("triton", "cpu") and d > 128:
+        pytest.skip("takes the interpreter too long; the other one is like it")
     lengths = torch.tensor([0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300, 1, 0, 513, 2])
     sample_N = torch.repeat_interleave(torch.arange(16) % 4, lengths)
     group_N = torch.repeat_interleave(torch.arange(16) // 4, lengths)

@@ -67,6 +67,7 @@ def test_models(family: str) -> None:
     check_by_autograd(model, tokens(), language_loss, tolerance=5e-7)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("experts", [Experts, ExpertsWithBiases])
 @pytest.mark.parametrize("parameters", [BOTH, BOTH[::-1], BOTH[:1], BOTH[1:]])
 @pytest.mark.parametrize("T", [3, 40])

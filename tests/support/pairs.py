@@ -28,7 +28,10 @@ def leave_other_combinations_to_slow(items: Sequence[pytest.Item]) -> None:
             assert isinstance(item, pytest.Function)
             tests[item.parent, item.originalname].append(item)
     for combined in tests.values():
-        chosen = every_two_values([item.callspec.indices for item in combined])
+        # Values are the same objects in all of a test's items. Their ``indices`` are not the same
+        # numbers: since pytest 9 they count items.
+        rows = [item.callspec.params.items() for item in combined]
+        chosen = every_two_values([{name: id(value) for name, value in row} for row in rows])
         for i, item in enumerate(combined):
             if i not in chosen:
                 item.add_marker(pytest.mark.slow)

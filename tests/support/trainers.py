@@ -18,6 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from flash_clipping import Kernels
 from flash_clipping.trainers.transformers import PrivacyArguments, PrivateTrainer
 
 POSITIONS = 6
@@ -147,11 +148,11 @@ class _CountsReplays(TrainerCallback):
 
 def trained_with(folder: Any, graphs: str, **settings: Any) -> tuple[list[Tensor], int]:
     """Weights after twelve steps with ``cuda_graphs=graphs``, and how many calls were replays."""
-    engine_options = {"cuda_graphs": graphs}
+    kernels = Kernels(cuda_graphs=graphs)
     private = trainer(
         folder,
         bert(),
-        of_privacy={"engine_options": engine_options},
+        of_privacy={"kernels": kernels},
         num_train_epochs=3,
         optim="sgd",
         **settings,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import FlashPrivacyEngine, Users
 from tests.support.private import TwoLayers
 
 #: Rows of 12 users with ids of any size, from one row to seven, in no order.
@@ -34,7 +34,7 @@ def private(engine: Any = None, *, dataset: Any = None, loader: Any = None, **op
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         criterion=nn.CrossEntropyLoss(),
         data_loader=loader or DataLoader(dataset or data(), batch_size=BATCH),
-        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "units": IDS} | options,
+        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "unit": Users(IDS)} | options,
     )
 
 

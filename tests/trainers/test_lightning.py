@@ -15,7 +15,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping, NotPoissonWarning
+from flash_clipping import (
+    FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
+    NotPoissonWarning,
+    Users,
+)
 from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.trainers.lightning import PrivateTraining
 from tests.support.trainers import privacy
@@ -250,8 +255,8 @@ def test_more_that_is_refused(tmp_path: Path) -> None:
 
 
 def test_units_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="engine_options with units.*a loop of your own"):
-        fit(Classifier(), tmp_path, of_privacy={"engine_options": {"units": [0] * 20}})
+    with pytest.raises(ValueError, match="expected.*Documents.*a loop of your own"):
+        fit(Classifier(), tmp_path, of_privacy={"unit": Users([0] * 20)})
     module = Classifier()
     module.model = GradSampleModuleFlashClipping(module.model, sample_of="user")
     with pytest.raises(ValueError, match="take the hooks off first"):

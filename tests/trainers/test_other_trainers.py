@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from flash_clipping import per_sample_loss
+from flash_clipping import Documents, per_sample_loss
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.trainers import Texts, arguments, bert, llama, privacy, tokenizer
 
@@ -148,8 +148,8 @@ def test_packed_texts_are_refused(tmp_path: Path) -> None:
             given = {"processing_class": tokenizer(), "privacy": privacy()}
             ours.PrivateSFTTrainer(llama(), args, None, data, **given)
     args = trl.SFTConfig(output_dir=str(tmp_path), padding_free=True, **SETTINGS)
-    with pytest.raises(ValueError, match="sample_of='row'"):
-        ours.PrivateSFTTrainer(llama(), args, privacy=privacy(engine_options={"sample_of": "row"}))
+    with pytest.raises(ValueError, match="found unit=Documents.*'row'"):
+        ours.PrivateSFTTrainer(llama(), args, privacy=privacy(unit=Documents("row")))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping, Shuffled, Users
 from flash_clipping.trainers import refused
 from flash_clipping.trainers.arguments import PrivacyArguments
+from flash_clipping.trainers.private_run import PrivateRun
 from flash_clipping.trainers.refused import refuse_arguments, refuse_trainer
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.trainers import Texts, arguments, bert, privacy, trainer
@@ -212,13 +213,15 @@ def test_gradients_that_a_callback_changes(tmp_path: Path) -> None:
     [
         ({}, "exactly one of them"),
         ({"target_epsilon": 1.0, "noise_multiplier": 1.0}, "exactly one of them"),
-        ({"noise_multiplier": 1.0, "seed": 0, "secure_mode": True}, "no seed"),
-        ({"noise_multiplier": 1.0, "engine_options": {"units": [0]}}, "engine_options with units"),
+        ({"noise_multiplier": 1.0, "seed": 0, "secure_mode": True}, "seed=0 with secure_mode=True"),
+        ({"noise_multiplier": 1.0, "unit": Users([0])}, "unit=Users"),
+        ({"noise_multiplier": 1.0, "mechanism": Shuffled()}, "found mechanism=Shuffled"),
+        ({"noise_multiplier": 1.0, "engine_options": {"unit": None}}, "engine_options with unit"),
     ],
 )
 def test_privacy_arguments(settings: dict[str, Any], found: str) -> None:
     with pytest.raises(ValueError, match=found):
-        PrivacyArguments(**({"target_delta": 1e-5} | settings))
+        PrivateRun(PrivacyArguments(**({"target_delta": 1e-5} | settings)))
 
 
 def test_a_model_whose_trained_layers_are_offloaded(tmp_path: Path) -> None:

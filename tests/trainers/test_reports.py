@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, LargeDeltaWarning
+from flash_clipping import FlashPrivacyEngine, LargeDeltaWarning, Users
 from tests.support.trainers import trainer
 
 pytestmark = [
@@ -112,7 +112,7 @@ def test_delta_of_a_trainer(tmp_path: Path) -> None:
 
 def test_delta_of_users() -> None:
     users = torch.arange(20) // 4
-    engine, returned = made(noise_multiplier=1.0, units=users)
+    engine, returned = made(noise_multiplier=1.0, unit=Users(users))
     step(returned)
     with pytest.warns(LargeDeltaWarning, match="for 5 samples"):
         engine.get_epsilon(0.2)
@@ -151,6 +151,6 @@ def test_trainers_report_what_the_engine_does(tmp_path: Path) -> None:
     private = trainer(tmp_path, max_steps=2, of_privacy={"seed": None})
     private.train()
     report = private.report()
-    assert report == private.run.engine.report(1e-3, optimizer=private.run.optimizer)
+    assert report == private.run.engine.report(1e-3)
     assert report["delta"] == 1e-3 and report["parts"][0]["steps"] == 2
     assert json.loads(json.dumps(report)) == report

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flash_clipping import FlashClippingError, Offsets, per_sample_loss
+from flash_clipping import Documents, FlashClippingError, Offsets, per_sample_loss
 from flash_clipping.trainers.lightning import PrivateTraining
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.trainers import arguments, privacy, weights
@@ -117,9 +117,7 @@ def trainer(folder: Path, model: nn.Module, cls: Any = PrivateTrainer, **more: A
         remove_unused_columns=False,
         **(rate | more.pop("rate", {})),
     )
-    of_privacy = privacy(
-        noise_multiplier=more.pop("noise", 0.0), engine_options={"sample_of": sample_of}
-    )
+    of_privacy = privacy(noise_multiplier=more.pop("noise", 0.0), unit=Documents(sample_of))
     return cls(model=model, args=args, privacy=of_privacy, **more)
 
 
@@ -204,7 +202,7 @@ def test_batches_without_documents(tmp_path: Path) -> None:
 def test_a_collator_that_does_not_say_whose_rows_are(tmp_path: Path) -> None:
     private = trainer(tmp_path, llama(), sample_of="author", train_dataset=texts())
     private.data_collator = packed
-    with pytest.raises(ValueError, match="sample_of='author': found NoneType in a batch"):
+    with pytest.raises(ValueError, match="argument='author'.*: found NoneType in a batch"):
         private.train()
 
 
@@ -224,5 +222,5 @@ def test_documents_that_are_joined(tmp_path: Path) -> None:
 
 
 def test_lightning_takes_rows_only() -> None:
-    with pytest.raises(ValueError, match="engine_options with sample_of"):
-        PrivateTraining(privacy(max_grad_norm=1.0, engine_options={"sample_of": "user"}))
+    with pytest.raises(ValueError, match="found unit=Documents"):
+        PrivateTraining(privacy(max_grad_norm=1.0, unit=Documents("user")))

@@ -42,11 +42,10 @@ from flash_clipping.engine.sampling.samplers import (
     BatchSizeNotifier,
     PoissonSampler,
     ShardedPoissonSampler,
-    UnitsOfRows,
 )
+from flash_clipping.engine.sampling.units import Users
 from flash_clipping.errors import Coded, FlashClippingError, InvalidValue, checked_number
 from flash_clipping.randomness import SecretStream
-from flash_clipping.randomness.stream import stream_of
 
 
 @dataclass(eq=False)
@@ -105,10 +104,8 @@ class PoissonLoader(DPDataLoader):
             an epoch.
         collate_fn: as in PyTorch.
         drop_last: without meaning here.
-        generator: a ``torch.Generator`` that seeds the draws: for tests and debugging. PyTorch
-            seeds its workers with it, too.
         stream: what to draw with; a new one with a key of its own if ``None``.
-        process: how batches are drawn, a ``MechanismSpec`` (:mod:`flash_clipping.noise`).
+        process: how batches are drawn, a :class:`~flash_clipping.noise.Mechanism`.
         fills_up: whether batches with fewer rows than ``max_batch_size`` are filled up.
         units: draw these, and not rows: every step has all rows of each unit that was drawn.
         distributed: every process of ``torch.distributed`` draws its part of each batch: samples,
@@ -132,11 +129,10 @@ class PoissonLoader(DPDataLoader):
         sample_rate: float,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
-        generator: Any = None,
         stream: SecretStream | None = None,
         process: Any = None,
         fills_up: bool = True,
-        units: UnitsOfRows | None = None,
+        units: Users | None = None,
         distributed: bool = False,
         processes: ProcessGroups | None = None,
         **kwargs: Any,
@@ -145,8 +141,8 @@ class PoissonLoader(DPDataLoader):
         distributed = distributed or processes is not None
         self.sample_rate, self.distributed = sample_rate, distributed
         size, steps = len(dataset), round(1 / sample_rate)  # type: ignore[arg-type]
-        stream = stream_of(None, generator) if stream is None else stream
-        process = wings.MechanismSpec() if process is None else process
+        stream = SecretStream() if stream is None else stream
+        process = wings.PoissonSampling() if process is None else process
         options: dict[str, Any] = {"steps": steps}
         is_shared = processes is not None or not process.is_plain
         if distributed:
@@ -159,7 +155,7 @@ class PoissonLoader(DPDataLoader):
                 stream = shared_stream([dist.group.WORLD], stream)
         if units is not None:
             options["units"] = units
-            size, sample_rate = units.count, units.sample_rate
+            size = len(units.rows)
         options |= {"stream": stream, "sample_rate": sample_rate}
         sampler: PoissonSampler
         if distributed and process.is_plain:
@@ -169,33 +165,27 @@ class PoissonLoader(DPDataLoader):
         collate: Any = collate_fn or default_collate
         while hasattr(collate, "wrapped_collator_fn"):  # that of a loader which is private already
             collate = collate.wrapped_collator_fn
-        if process.max_batch_size is not None or sampler.units is not None:
+        if getattr(sampler, "max_batch_size", None) or sampler.units is not None:
             collate = OrderedCollate(collate, "max_batch_size" if units is None else "units")
         DataLoader.__init__(
             self,
             dataset,
             batch_sampler=sampler,
             collate_fn=_AnnouncingCollate(collate, dataset, sampler.announce),
-            generator=generator,
             **kwargs,
         )
 
     @classmethod
-    def from_data_loader(
-        cls, data_loader: DataLoader[Any], *, generator: Any = None, **kwargs: Any
-    ) -> Any:
+    def from_data_loader(cls, data_loader: DataLoader[Any], **kwargs: Any) -> Any:
         """This loader for another one's data, at that one's rate unless ``sample_rate`` is given.
         That one's own generator goes on seeding workers; it does not tell what is drawn."""
         if isinstance(data_loader.dataset, IterableDataset):
             raise InvalidValue("FC332 Uniform sampling is not supported for IterableDataset")
         names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
-        names += " prefetch_factor persistent_workers drop_last collate_fn"
+        names += " prefetch_factor persistent_workers drop_last collate_fn generator"
         options = {name: getattr(data_loader, name) for name in names.split()} | kwargs
         options.setdefault("sample_rate", 1 / len(data_loader))
-        loader = cls(data_loader.dataset, generator=generator, **options)
-        if generator is None:
-            loader.generator = data_loader.generator
-        return loader
+        return cls(data_loader.dataset, **options)
 
     def share(self, processes: ProcessGroups) -> None:
         """Draw with the other processes of a model that was sharded since this loader was made; all
@@ -269,12 +259,12 @@ def _announced(
         announce.draws.end_epoch()
 
 
-def _refuse_different(size: int, steps: int, units: UnitsOfRows | None) -> None:
+def _refuse_different(size: int, steps: int, units: Users | None) -> None:
     """Refuse loaders of several processes that do not draw from the same data."""
     own = f"{size} samples, {steps} batches"
     if units is not None:
-        digest = hashlib.sha256(units.place_of_row.numpy().tobytes()).hexdigest()[:16]
-        own += f", {units.count} units (map {digest}), max_rows_per_unit={units.max_rows}"
+        digest = hashlib.sha256(units.by_row.numpy().tobytes()).hexdigest()[:16]
+        own += f", {len(units.rows)} units (map {digest}), max_rows={units.max_rows}"
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     if len(set(found)) > 1:
@@ -386,9 +376,9 @@ def refuse_repeats(dataset: Any) -> None:
     objects = [thing for source, index_R in sources for thing in _objects(source, index_R)]
     if not again and len({*map(id, objects)}) == len(objects):
         return
-    line = "units=ids)  # one integer for every row, the same for a repeated one"
+    line = "unit=Users(ids))  # one integer for every row, the same for a repeated one"
     if isinstance(dataset, Subset) and sources[0][0] is dataset.dataset and again:
-        line = "units=data_loader.dataset.indices)"
+        line = "unit=Users(data_loader.dataset.indices))"
     _refuse(
         f"a {type(dataset).__name__} that has a sample more than once",
         "It would count once for each of its places. Declare whose each is:\n"
@@ -444,27 +434,6 @@ def _refuse(found: str, advice: str) -> None:
     raise InvalidValue(f"FC330 data_loader: found {found}. {advice}.")
 
 
-def refuse_units(given: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for arguments of ``make_private`` that do not go with ``units``."""
-    if given["units"] is None:
-        if given["max_rows_per_unit"] is not None:
-            raise InvalidValue(
-                "FC281 max_rows_per_unit: found a number without units=..., the unit of every row."
-            )
-        return
-    if given["grad_sample_mode"] != "flash":
-        raise InvalidValue("FC281 units: found another grad_sample_mode; only 'flash' has units.")
-    if given["sample_of"] is not None:
-        raise InvalidValue(
-            "FC281 units and sample_of: found both; expected one of them. With units the loader "
-            "says which unit each row belongs to, with sample_of an argument of the forward does."
-        )
-    if not given["poisson_sampling"]:
-        raise InvalidValue(
-            "FC281 units: found with poisson_sampling=False; expected True: the loader draws units."
-        )
-
-
 def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
     """Raise ``FlashClippingError`` for steps on other batches than were drawn: parts that somebody
     else cut, or several together (``by_hand``)."""
@@ -479,7 +448,7 @@ def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
     raise FlashClippingError(
         "FC283 BatchMemoryManager: found with a loader whose batches must come whole (units): "
         "parts of one unit would be clipped one by one. Use a loader with a smaller batch_size, "
-        "max_rows_per_unit, or activation checkpointing (mode='two_pass')."
+        "Users(ids, max_rows=...), or activation checkpointing (mode='two_pass')."
     )
 
 
@@ -529,7 +498,7 @@ def _warn(engine: Any, found: str) -> None:
             f"FC335 Batches are not drawn by Poisson sampling: found {found}. The epsilon that is "
             "reported may be too small for them. Take batches from the loader that make_private "
             "returns, with poisson_sampling=True; for an epsilon that holds in any order, "
-            "make_private(sampling='shuffled') with accountant='pld'. This is said once.",
+            "make_private(mechanism=Shuffled()) with accountant='pld'. This is said once.",
             NotPoissonWarning,
             stacklevel=5,
         )

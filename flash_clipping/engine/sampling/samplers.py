@@ -10,23 +10,22 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch, Draws
-from flash_clipping.errors import InvalidValue, checked_number
+from flash_clipping.engine.sampling.units import Users
+from flash_clipping.errors import InvalidValue
 from flash_clipping.randomness import Draw, Purpose, SecretStream
-from flash_clipping.randomness.choices import coin_tosses, subset
-from flash_clipping.randomness.stream import stream_of
+from flash_clipping.randomness.choices import coin_tosses
 
 
 @dataclass(eq=False)
@@ -70,56 +69,6 @@ class BatchSizeNotifier:
         self.draws.give(draw)
 
 
-class UnitsOfRows:
-    """The unit that each row of a dataset belongs to.
-
-    Args:
-        units: ``[len(dataset)]``: the id of every row's unit, integers of any size.
-        rows: how many rows the dataset has.
-        sample_rate: the probability of every unit in every step.
-        max_rows: at most so many rows of a unit are in a batch; ``None``: all of them.
-    """
-
-    def __init__(
-        self, units: Sequence[int] | Tensor, rows: int, sample_rate: float, max_rows: int | None
-    ):
-        if isinstance(units, Tensor):
-            shared = [0] if units.dim() > 1 else []
-        else:
-            several = list | tuple | set | frozenset | np.ndarray
-            shared = [row for row, owner in enumerate(units) if isinstance(owner, several)]
-        if shared:
-            raise InvalidValue(
-                f"FC282 units: found several owners of row {shared[0]}; expected one for each row: "
-                "removing one of its owners would remove the row from the others' sums as well. "
-                "Give each row to one of them; or leave units out, and rows are hidden one by one."
-            )
-        ids = units.detach().cpu() if isinstance(units, Tensor) else torch.as_tensor(units)
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise InvalidValue(f"FC281 units: found {ids.dtype}; expected an integer for each row.")
-        if tuple(ids.shape) != (rows,):
-            raise InvalidValue(
-                f"FC281 units: found shape {tuple(ids.shape)} for a dataset of {rows} rows; "
-                "expected the id of one unit for each row."
-            )
-        if max_rows is not None:
-            checked_number("max_rows_per_unit", max_rows, "[1, inf)", example=8, whole=True)
-        _, self.place_of_row, sizes = ids.unique(return_inverse=True, return_counts=True)
-        #: How many units there are.
-        self.count = len(sizes)
-        self.sample_rate, self.max_rows = sample_rate, max_rows
-        self._rows = self.place_of_row.argsort(stable=True)
-        self._starts = [0, *sizes.cumsum(0).tolist()]
-
-    def rows_of(self, unit: int, draw: Draw) -> list[int]:
-        """Rows of a unit; of one with too many, some that are drawn anew each time."""
-        rows = self._rows[self._starts[unit] : self._starts[unit + 1]]
-        if self.max_rows is not None and len(rows) > self.max_rows:
-            # The units themselves are tensor 0 of the step's draw.
-            rows = rows[subset(draw, len(rows), self.max_rows, tensor=1 + unit)]
-        return rows.tolist()
-
-
 class PoissonSampler(UniformWithReplacementSampler):
     """Batches of indices: every step draws every sample independently, with the same probability.
 
@@ -128,7 +77,6 @@ class PoissonSampler(UniformWithReplacementSampler):
             drawn.
         sample_rate: the probability, rounded down to a multiple of ``2^-64``.
         steps: batches in an epoch.
-        generator: a ``torch.Generator`` that seeds the draws: for tests and debugging.
         stream: what to draw with; a new one with a key of its own if ``None``.
         rank, world_size: this process, and how many get a part of each batch.
         units: samples are these; a batch is all rows of those that were drawn.
@@ -144,9 +92,6 @@ class PoissonSampler(UniformWithReplacementSampler):
     Guarantees:
         PyTorch's, NumPy's and Python's generators are neither read nor changed while batches are
         drawn. A copy, a pickled sampler and a forked process draw with keys of their own.
-
-    Warns:
-        SeededNoiseWarning: ``generator`` was given.
     """
 
     #: Whether forwards must be of its batches, row by row.
@@ -169,15 +114,14 @@ class PoissonSampler(UniformWithReplacementSampler):
         num_samples: int,
         sample_rate: float,
         steps: int,
-        generator: Any = None,
         stream: SecretStream | None = None,
         rank: int = 0,
         world_size: int = 1,
-        units: UnitsOfRows | None = None,
+        units: Users | None = None,
     ):
         self.num_samples, self.sample_rate = num_samples, sample_rate
         self.units, self.steps = units, steps
-        self.stream = stream_of(None, generator) if stream is None else stream
+        self.stream = SecretStream() if stream is None else stream
         self.rank, self.world_size = rank, world_size
         self.drawn = 0
         #: Batches of the running epoch that its loader has not given yet.

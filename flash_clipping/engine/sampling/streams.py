@@ -15,8 +15,8 @@ class StreamedDataset(Dataset[Any]):
     """A dataset of streams: shards of known sizes, one after the other.
 
     A batch reads those shards that have one of its samples, each from its beginning to its last
-    sample in the batch: with one large stream nearly all of it in every step, with many small
-    shards little more than the batch.
+    sample in the batch. With one large stream that is nearly all of it in every step, with many
+    small shards little more than the batch.
 
     Args:
         shards: streams that can be read again and again, such as an ``IterableDataset`` or a list;

@@ -1,0 +1,90 @@
+"""Whom ε protects, where that is not one row of the dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flash_clipping.capture.units import Offsets
+from flash_clipping.errors import InvalidType, InvalidValue, checked_number
+from flash_clipping.randomness import Draw
+from flash_clipping.randomness.choices import subset
+
+
+@dataclass(frozen=True, eq=False)
+class Users:
+    """Owners of rows: every step draws these, and a batch is all rows of those that were drawn.
+
+    Args:
+        ids: ``[len(dataset)]``, integers: the user, patient, ... that each row belongs to.
+        max_rows: if an owner has more rows, that many are drawn, uniformly and anew each time; with
+            :class:`~flash_clipping.PoissonRows` once. ``None``: all of them.
+
+    Raises:
+        ValueError: an id that is no integer, or several owners of one row.
+    """
+
+    ids: Sequence[int] | Tensor = field(repr=False)
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        ids, several = self.ids, list | tuple | set | frozenset | np.ndarray
+        shared = [0] if isinstance(ids, Tensor) and ids.dim() > 1 else []
+        if not isinstance(ids, Tensor):
+            shared = [row for row, owner in enumerate(ids) if isinstance(owner, several)]
+        if shared:
+            raise InvalidValue(
+                f"FC282 Users: found several owners of row {shared[0]}; expected one for each row: "
+                "removing one of its owners would remove the row from the others' sums as well. "
+                "Give each row to one of them; or leave unit out, and rows are hidden one by one."
+            )
+        ids = ids.detach().cpu() if isinstance(ids, Tensor) else torch.as_tensor(ids)
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise InvalidValue(f"FC281 Users: found {ids.dtype}; expected an integer for each row.")
+        if self.max_rows is not None:
+            checked_number("max_rows", self.max_rows, "[1, inf)", example=8, whole=True)
+        object.__setattr__(self, "ids", ids)
+
+    @cached_property
+    def by_row(self) -> Tensor:
+        """``[R]``: the owner of each row, from 0."""
+        return torch.as_tensor(self.ids).unique(return_inverse=True)[1]
+
+    @cached_property
+    def rows(self) -> Sequence[Tensor]:
+        """The rows of each owner."""
+        return self.by_row.argsort(stable=True).split(self.by_row.bincount().tolist())
+
+    def rows_of(self, user: int, draw: Draw) -> list[int]:
+        """Rows of an owner; of one with too many, some that are drawn anew each time."""
+        rows = self.rows[user]
+        if self.max_rows is not None and len(rows) > self.max_rows:
+            # The users themselves are tensor 0 of the step's draw.
+            rows = rows[subset(draw, len(rows), self.max_rows, tensor=1 + user)]
+        return rows.tolist()
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Samples that an argument of the model's forward tells apart: documents in one row, pairs of
+    rows, views of an item. They must be the items that the loader drew, each by itself.
+
+    Args:
+        argument: its name, as ``sample_of`` of
+            :class:`~flash_clipping.GradSampleHooksFlashClipping`; or
+            :class:`~flash_clipping.Offsets`.
+    """
+
+    argument: str | Offsets
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.argument, str | Offsets):
+            raise InvalidType(
+                f"FC301 Documents: found {type(self.argument).__name__}; expected the name of an "
+                "argument of the model's forward, or flash_clipping.Offsets(name)."
+            )
