@@ -87,18 +87,15 @@ def test_operations_of_a_step_do_not_grow_with_the_batch(name: str) -> None:
 KERNELS = 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [
-        ["wrn-16-4", "bert-base"],
-        pytest.param(["dpt", "unet", "resnet50-gn", "convnext-t"], marks=pytest.mark.slow),
-    ],
+    [["wrn-16-4", "bert-base"], ["dpt", "unet", "resnet50-gn", "convnext-t"]],
     ids=" ".join,
 )
-@pytest.mark.parametrize(
-    "dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)], ids=["bf16", "fp32"]
-)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_model_has_few_kernels(names: list[str], dtype: str, tmp_path: Path) -> None:
+    """Each is compiled for any number: ``test_launch.py`` asks kernels for that in every run."""
     pytest.importorskip("triton")
     file = tmp_path / "kernels.json"
     command = ["hostwork", "--kernels", *names, "--dtype", dtype, "--json", str(file)]

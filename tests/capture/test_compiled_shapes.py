@@ -32,7 +32,7 @@ def test_batches_of_many_sizes_share_graphs() -> None:
     plain = copy.deepcopy(model)
     module = wrap(model, max_grad_norm=0.5)
     module.compile(backend=backend, fullgraph=True)
-    for size in (4, 7, 5, 9, 3):
+    for size in (4, 7, 3):
         batch = (torch.randint(0, 13, (size, 6)),)
         truth = per_sample_truth(plain, batch, lm_loss)
         module.zero_grad(set_to_none=True)
@@ -56,7 +56,7 @@ def test_shapes_are_learned_once_for_each_length() -> None:
     module.compile(backend="eager", fullgraph=True)
     lm_loss(module, (torch.randint(0, 13, (4, 6)),)).mean().backward()
     rehearsed = runs
-    for shape in [(7, 6), (5, 9), (9, 6), (3, 5), (9, 9), (6, 6), (1, 6), (6, 5)]:
+    for shape in [(7, 6), (5, 9), (3, 5), (9, 9), (1, 6)]:
         module.zero_grad(set_to_none=True)
         lm_loss(module, (torch.randint(0, 13, shape),)).mean().backward()
         assert module.get_norm_sample().shape == shape[:1]

@@ -111,7 +111,7 @@ def test_no_attack_succeeds_in_fp32(name: str, algorithm: str) -> None:
 
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_no_attack_succeeds_in_fp64(name: str, algorithm: str) -> None:
-    found(name, Setting("fp64", algorithm), 2)
+    found(name, Setting("fp64", algorithm), 1)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_hostile_sample_does_not_disturb_the_others(
     turns to wherever. Means do that, as they divide every gradient by the size of the batch. Our
     criterion adds up instead; for a mean that a user takes, the page of guarantees says 3 C.
     """
-    findings = neighbours(name, Setting(dtype, algorithm, reduction=reduction), tries=4 * MORE)
+    findings = neighbours(name, Setting(dtype, algorithm, reduction=reduction), tries=2 * MORE)
     worst = findings[0]
     by_hand = reduction == "mean by hand"
     assert worst.other <= worst.allowed + (2 if by_hand else 0), str(worst)

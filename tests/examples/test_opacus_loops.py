@@ -71,7 +71,7 @@ class Digits(nn.Module):
         return self.fc2(F.relu(self.fc1(x)))
 
 
-def images(channels: int, size: int, count: int = 60) -> TensorDataset:
+def images(channels: int, size: int, count: int = 40) -> TensorDataset:
     return TensorDataset(torch.randn(count, channels, size, size), torch.randint(10, (count,)))
 
 
@@ -185,7 +185,7 @@ def image_classifier(migration: Migration) -> nn.Module:
 class Texts(Dataset[Any]):
     """Texts of all lengths."""
 
-    def __init__(self, count: int = 60):
+    def __init__(self, count: int = 40):
         self.texts = [torch.randint(1, 30, (3 + i % 7,)) for i in range(count)]
         self.labels = torch.randint(3, (count,))
 

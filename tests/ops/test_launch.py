@@ -71,6 +71,18 @@ def launch(kernel: Kernel, programs: int = 3, **changed: Any) -> None:
     launching.launch(kernel, programs, *args, **given)
 
 
+def test_a_kernel_is_compiled_once_for_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would compile it anew for every multiple of 16, and for 1."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(launching.triton, "jit", lambda function, **options: given.update(options))
+
+    def kernel(x_ptr: Any, y_ptr: Any, n: int, width: int, BLOCK: tl.constexpr) -> None:  # noqa: F821
+        raise AssertionError
+
+    launching.jit(kernel)
+    assert given == {"do_not_specialize": ["n", "width"]}
+
+
 def test_a_kernel_is_looked_for_once() -> None:
     kernel = Kernel()
     first, second = torch.zeros(8), torch.ones(8)

@@ -183,7 +183,7 @@ def trained(
         folder,
         settings.pop("model", None) or bert(torch.float64),
         of_privacy=of_privacy,
-        num_train_epochs=6,
+        num_train_epochs=settings.pop("epochs", 3),
         learning_rate=1.0,
         more={"data_collator": cut} | settings.pop("more", {}),
         **(usual | settings),
@@ -264,7 +264,7 @@ def test_a_model_with_a_decoder_is_replayed(
     model = T5ForConditionalGeneration(config).double()
     texts = [{"input_ids": [n % 29 + 1, 5, 1], "labels": [n % 7 + 1, 1]} for n in range(20)]
     more = {"train_dataset": texts, "eval_dataset": None, "data_collator": default_data_collator}
-    given = {"model": model, "more": more, "label_names": ["labels"]}
+    given = {"model": model, "more": more, "label_names": ["labels"], "epochs": 6}
     private, met = trained(tmp_path, True, monkeypatch, **given)
     counted: Any = GRAPHS.pop()
     assert len(met) > 12 and counted.off is None and counted.replays > 6
