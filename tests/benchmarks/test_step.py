@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,14 +25,24 @@ from tests.benchmarks.conftest import Run
 
 OURS_AND_OPACUS = "nonprivate,flash,flash-two-pass,opacus-ghost,opacus-hooks"
 
+Step = Callable[..., SimpleNamespace]
 
-def replace_method(monkeypatch: pytest.MonkeyPatch, name: str, method: type[Method]) -> None:
-    monkeypatch.setitem(METHODS, name, method)
+
+@pytest.fixture
+def step(run: Run, quick: tuple[str, ...], tmp_path: Path) -> Step:
+    """``step(methods, *options)``: what a quick run printed, its rows by method, and its file."""
+
+    def step(methods: str, *extra: str) -> SimpleNamespace:
+        path = tmp_path / "step.json"
+        arguments = ["--methods", methods, "--json", path, *extra]
+        status, printed = run("step", *quick, *arguments)
+        rows = {row.method: row for row in Record.read(path).rows} if path.exists() else {}
+        return SimpleNamespace(status=status, printed=printed, rows=rows, path=path)
+
+    return step
 
 
 def session_of(*methods: str, optimizer: bool = False, dtype: str = "fp32") -> Session:
-    import argparse
-
     parser = argparse.ArgumentParser()
     options.add_setting_options(parser)
     arguments = ["--device", "cpu", "--dtype", dtype] + (["--optimizer"] if optimizer else [])
@@ -40,54 +52,45 @@ def session_of(*methods: str, optimizer: bool = False, dtype: str = "fp32") -> S
 # ------------------------------------------------------------------------------------- right rows
 
 
-@pytest.mark.parametrize("extra", [("--optimizer",), ("--checkpointing",), ("--lora", "2")])
-def test_every_method_has_a_row_with_all_its_samples(
-    run: Run, quick: tuple[str, ...], tmp_path: Path, extra: tuple[str, ...]
-) -> None:
-    path = tmp_path / "step.json"
+@pytest.mark.parametrize("extra", [(), ("--optimizer",), ("--checkpointing",), ("--lora", "2")])
+def test_every_method_has_a_row_with_all_its_samples(step: Step, extra: tuple[str, ...]) -> None:
     methods = "nonprivate,flash,opacus-ghost" if extra else OURS_AND_OPACUS
     if "--checkpointing" in extra:
         methods = "nonprivate,flash,flash-two-pass"  # not Opacus: its hooks fire twice there
-    status, printed = run("step", *quick, "--methods", methods, "--json", path, *extra)
-    assert status == 0, printed
-    content = json.loads(path.read_text())
+    found = step(methods, *extra)
+    assert found.status == 0, found.printed
+    assert "Agreement on one batch" in found.printed
+    content = json.loads(found.path.read_text())
     assert content["command"].startswith("python -m benchmarks step --device cpu --model tiny")
     assert content["environment"]["torch"] == torch.__version__
     assert set(content["environment"]) >= {"device", "driver", "triton", "opacus", "revision"}
     assert content["settings"]["rounds"] == 2
     for row in content["rows"]:
         assert row["status"] == "ok", row
-        assert len(row["milliseconds"]) == 2
-        assert row["peak_bytes"] > 0
+        assert len(row["milliseconds"]) == 2 and row["peak_bytes"] > 0
         assert row["summary"]["samples_per_second"] > 0
     assert content["rows"][0]["summary"]["ratio"]["median"] == 1.0
-    assert "Agreement on one batch" in printed
 
 
-def test_several_models_in_one_run(run: Run, quick: tuple[str, ...], tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
+def test_several_models_in_one_run(step: Step) -> None:
     own = "tests.benchmarks.test_models:own_factory"
-    arguments = [*quick, "--model", "tiny", own, "--methods", "nonprivate,flash,opacus-ghost"]
-    status, printed = run("step", *arguments, "--json", path)
-    assert status == 0, printed
-    assert {row.model for row in Record.read(path).rows} == {"tiny", "own"}
-
-
-def test_bf16_is_compared_with_a_tolerance_that_is_stated(run: Run, quick: tuple[str, ...]) -> None:
-    status, printed = run("step", *quick, "--dtype", "bf16", "--methods", "nonprivate,flash")
-    assert status == 0, printed
-    assert "allowed: 3.0e-02 for norms" in printed
-    assert "compared with one sample at a time in fp32" in printed
-    assert "the plain model's own rounding: " not in printed
+    found = step("nonprivate,flash,opacus-ghost", "--model", "tiny", own)
+    assert found.status == 0, found.printed
+    assert {row.model for row in Record.read(found.path).rows} == {"tiny", "own"}
 
 
 def test_the_plain_model_is_asked_what_it_rounds_where_a_method_is_further_off(
-    run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found = step("nonprivate,flash", "--dtype", "bf16")
+    assert found.status == 0, found.printed
+    assert "allowed: 3.0e-02 for norms" in found.printed
+    assert "compared with one sample at a time in fp32" in found.printed
+    assert "the plain model's own rounding: " not in found.printed
     monkeypatch.setitem(agreement.TOLERANCE, torch.bfloat16, 1e-9)
-    status, printed = run("step", *quick, "--dtype", "bf16", "--methods", "nonprivate,flash")
-    assert status == 0, printed
-    assert "the plain model's own rounding: " in printed
+    found = step("nonprivate,flash", "--dtype", "bf16")
+    assert found.status == 0, found.printed
+    assert "the plain model's own rounding: " in found.printed
 
 
 def test_norms_of_randomized_clipping_are_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,21 +102,19 @@ def test_norms_of_randomized_clipping_are_estimates(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-def test_every_method_on_a_gpu(run: Run, quick: tuple[str, ...]) -> None:
-    for dtype in ("fp32", "bf16"):
-        arguments = [*quick, "--device", "cuda", "--dtype", dtype]
-        status, printed = run("step", *arguments, "--methods", OURS_AND_OPACUS, "--optimizer")
-        assert status == 0, printed
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_method_on_a_gpu(step: Step, dtype: str) -> None:
+    found = step(OURS_AND_OPACUS, "--device", "cuda", "--dtype", dtype, "--optimizer")
+    assert found.status == 0, found.printed
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("extra", [(), ("--optimizer",), ("--checkpointing",), ("--lora", "2")])
-def test_graphs_on_a_gpu(run: Run, quick: tuple[str, ...], extra: tuple[str, ...]) -> None:
+def test_graphs_on_a_gpu(step: Step, extra: tuple[str, ...]) -> None:
     methods = "nonprivate,nonprivate-graph,flash,flash-graph"
-    arguments = [*quick, "--device", "cuda", "--methods", methods, *extra]
-    status, printed = run("step", *arguments)
-    assert status == 0, printed
-    assert "compared with one sample at a time in fp32" in printed
+    found = step(methods, "--device", "cuda", *extra)
+    assert found.status == 0, found.printed
+    assert "compared with one sample at a time in fp32" in found.printed
 
 
 def test_a_capture_is_no_step_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +133,7 @@ def test_a_capture_is_no_step_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> No
         run()
         return 1.0
 
-    replace_method(monkeypatch, "nonprivate", Counting)
+    monkeypatch.setitem(METHODS, "nonprivate", Counting)
     monkeypatch.setattr("benchmarks.session.milliseconds", clock)
     session = session_of("nonprivate")
     session._turn("nonprivate", 0, steps=2, warmup=1, clock="wall")
@@ -140,10 +141,10 @@ def test_a_capture_is_no_step_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> No
     assert steps == ["before"] * 4 + ["timed"] * 2
 
 
-def test_graphs_need_a_gpu(run: Run, quick: tuple[str, ...]) -> None:
-    status, printed = run("step", *quick, "--methods", "nonprivate,nonprivate-graph")
-    assert status == 0
-    assert "nonprivate-graph: CUDA graphs need a CUDA device, found cpu" in printed
+def test_graphs_need_a_gpu(step: Step) -> None:
+    found = step("nonprivate,nonprivate-graph")
+    assert found.status == 0
+    assert "nonprivate-graph: CUDA graphs need a CUDA device, found cpu" in found.printed
 
 
 def test_statistics() -> None:
@@ -186,25 +187,16 @@ class NotInstalled(OpacusHooks):
     ],
 )
 def test_a_method_that_cannot_run_is_a_row_and_the_others_go_on(
-    run: Run,
-    quick: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    method: type[Method],
-    status: str,
-    note: str,
+    step: Step, monkeypatch: pytest.MonkeyPatch, method: type[Method], status: str, note: str
 ) -> None:
-    replace_method(monkeypatch, "opacus-hooks", method)
-    path = tmp_path / "step.json"
-    methods = "nonprivate,flash,opacus-hooks"
-    exit_status, printed = run("step", *quick, "--methods", methods, "--json", path)
-    assert exit_status == 0, printed
-    assert status in printed and note in printed
-    rows = {row.method: row for row in Record.read(path).rows}
-    assert (rows["opacus-hooks"].status, rows["opacus-hooks"].note) == (status, note)
-    assert not rows["opacus-hooks"].milliseconds
-    assert len(rows["flash"].milliseconds) == 2
-    assert rows["flash"].norm_error is not None
+    monkeypatch.setitem(METHODS, "opacus-hooks", method)
+    found = step("nonprivate,flash,opacus-hooks")
+    assert found.status == 0, found.printed
+    assert status in found.printed and note in found.printed
+    row = found.rows["opacus-hooks"]
+    assert (row.status, row.note, row.milliseconds) == (status, note, [])
+    assert len(found.rows["flash"].milliseconds) == 2
+    assert found.rows["flash"].norm_error is not None
 
 
 def test_what_does_not_fit_beside_the_others_gets_the_device_to_itself(
@@ -218,7 +210,7 @@ def test_what_does_not_fit_beside_the_others_gets_the_device_to_itself(
                 raise torch.OutOfMemoryError
             super().step(inputs, targets)
 
-    replace_method(monkeypatch, "opacus-hooks", Crowded)
+    monkeypatch.setitem(METHODS, "opacus-hooks", Crowded)
     session.measure_memory()
     session.time(rounds=2, steps=1, warmup=1)
     for row in session.rows.values():
@@ -238,7 +230,7 @@ def test_running_out_of_memory_while_timing_leaves_a_row_without_samples(
                 raise MemoryError
             super().step(inputs, targets)
 
-    replace_method(monkeypatch, "nonprivate", Growing)
+    monkeypatch.setitem(METHODS, "nonprivate", Growing)
     session = session_of("nonprivate", "opacus-ghost")
     session.measure_memory()
     session.time(rounds=3, steps=1, warmup=1)
@@ -248,15 +240,14 @@ def test_running_out_of_memory_while_timing_leaves_a_row_without_samples(
 
 
 def test_flash_clipping_failing_is_an_error_exit(
-    run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(Flash):
         def backward(self, inputs: Tensor, targets: Tensor) -> None:
             raise RuntimeError("no")
 
-    replace_method(monkeypatch, "flash", Failing)
-    status, _ = run("step", *quick, "--methods", "nonprivate,flash")
-    assert status == 1
+    monkeypatch.setitem(METHODS, "flash", Failing)
+    assert step("nonprivate,flash").status == 1
 
 
 # -------------------------------------------------------------------------------- disagreement
@@ -288,19 +279,15 @@ class NotANumber(Flash):
 
 @pytest.mark.parametrize("wrong", [WrongNorm, WrongGradient, NotANumber])
 def test_disagreement_is_an_error_exit_and_nothing_is_timed(
-    run: Run,
-    quick: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    wrong: type[Method],
+    step: Step, monkeypatch: pytest.MonkeyPatch, wrong: type[Method]
 ) -> None:
-    replace_method(monkeypatch, "flash", wrong)
-    path = tmp_path / "step.json"
-    status, printed = run("step", *quick, "--methods", "nonprivate,flash", "--json", path)
-    assert status == 1
-    assert "flash is off by" in printed and "from one sample at a time in fp64" in printed
-    assert "Nothing was timed" in printed
-    assert not path.exists()
+    monkeypatch.setitem(METHODS, "flash", wrong)
+    found = step("nonprivate,flash")
+    assert found.status == 1 and not found.path.exists()
+    assert (
+        "flash is off by" in found.printed and "from one sample at a time in fp64" in found.printed
+    )
+    assert "Nothing was timed" in found.printed
 
 
 def test_the_check_sees_the_setting_that_is_timed_but_no_noise() -> None:
@@ -316,17 +303,15 @@ class WrongPeer(OpacusGhost):
 
 
 def test_a_peer_that_is_wrong_is_told_and_everything_is_timed(
-    run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_method(monkeypatch, "opacus-ghost", WrongPeer)
-    path, methods = tmp_path / "step.json", "nonprivate,opacus-ghost,flash"
-    status, printed = run("step", *quick, "--methods", methods, "--json", path)
-    assert status == 0, printed
-    rows = {row.method: row for row in Record.read(path).rows}
-    assert rows["opacus-ghost"].note == "off by 4.6e-02 from one sample at a time in fp64"
-    assert rows["opacus-ghost"].note in printed
-    assert rows["flash"].norm_error is not None and rows["flash"].norm_error < 1e-5
-    assert all(len(row.milliseconds) == 2 for row in rows.values())
+    monkeypatch.setitem(METHODS, "opacus-ghost", WrongPeer)
+    found = step("nonprivate,opacus-ghost,flash")
+    assert found.status == 0, found.printed
+    note = found.rows["opacus-ghost"].note
+    assert note == "off by 4.6e-02 from one sample at a time in fp64" and note in found.printed
+    assert found.rows["flash"].norm_error < 1e-5
+    assert all(len(row.milliseconds) == 2 for row in found.rows.values())
 
 
 def test_one_sample_at_a_time_is_plain_autograd() -> None:
@@ -365,7 +350,7 @@ def test_methods_are_compared_with_each_other_where_one_sample_does_not_fit(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr("benchmarks.agreement.one_at_a_time", full)
-    replace_method(monkeypatch, "flash-two-pass", WrongNorm)
+    monkeypatch.setitem(METHODS, "flash-two-pass", WrongNorm)
     with pytest.raises(Disagreement, match="flash-two-pass is off by .* from flash, more than"):
         session_of("nonprivate", "flash", "flash-two-pass").check()
 
@@ -425,8 +410,7 @@ def test_usage_errors_say_what_to_give(run: Run) -> None:
 def test_turns_on_a_cpu_are_of_three_steps_by_default(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "step.json"
     arguments = ("--device", "cpu", "--model", "tiny", "--rounds", "1", "--methods", "nonprivate")
-    status, printed = run("step", *arguments, "--json", path)
-    assert status == 0, printed
+    assert run("step", *arguments, "--json", path)[0] == 0
     assert Record.read(path).settings["steps"] == 3
 
 
