@@ -145,15 +145,18 @@ def decoder(
     checkpointing: bool = False,
     lora: int = 0,
     experts: int = 0,
+    like: str = "llama",
 ) -> Workload:
-    """Llama-like: LayerNorm, SDPA attention, SwiGLU, no biases in linear layers, untied head.
+    """Like Llama: LayerNorm, SDPA attention, SwiGLU, no biases in linear layers, untied head; or
+    like GPT-2: learned positions, GELU, biases everywhere but in the head.
 
     ``experts``: so many SwiGLUs in every block, of which each token goes to two.
     """
+    gpt2 = like == "gpt2"
 
     def feed_forward() -> nn.Module:
         if not experts:
-            return SwiGLU(width, hidden)
+            return MLP(width, hidden) if gpt2 else SwiGLU(width, hidden)
         from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
 
         router = TopKRouter(width, experts, k=2)
@@ -161,39 +164,20 @@ def decoder(
 
     def build() -> nn.Module:
         blocks = [
-            Block(width, Attention(width, width // head), feed_forward()) for _ in range(layers)
-        ]
-        return LanguageModel(blocks, width=width, vocab=vocab, checkpointing=checkpointing)
-
-    draw = functools.partial(draw_tokens, batch=batch, seq=seq, vocab=vocab)
-    return Workload(name, build, draw, batch=batch, positions=seq, lora=lora)
-
-
-def gpt2(
-    name: str,
-    *,
-    layers: int,
-    width: int,
-    hidden: int,
-    vocab: int,
-    batch: int,
-    seq: int,
-    head: int = 64,
-    checkpointing: bool = False,
-) -> Workload:
-    """GPT-2-shaped: learned positions, GELU, biases everywhere but in the head, untied head."""
-
-    def build() -> nn.Module:
-        blocks = [
-            Block(width, Attention(width, width // head, bias=True), MLP(width, hidden))
+            Block(width, Attention(width, width // head, bias=gpt2), feed_forward())
             for _ in range(layers)
         ]
+        positions = seq if gpt2 else 0
         return LanguageModel(
-            blocks, width=width, vocab=vocab, learned_positions=seq, checkpointing=checkpointing
+            blocks,
+            width=width,
+            vocab=vocab,
+            learned_positions=positions,
+            checkpointing=checkpointing,
         )
 
     draw = functools.partial(draw_tokens, batch=batch, seq=seq, vocab=vocab)
-    return Workload(name, build, draw, batch=batch, positions=seq)
+    return Workload(name, build, draw, batch=batch, positions=seq, lora=lora)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,7 +243,7 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 _MAKERS: dict[str, Callable[..., Workload]] = {
     maker.__name__: maker
     for maker in (
-        *(decoder, gpt2, cnn, convolutional.wide_resnet, convolutional.unet),
+        *(decoder, cnn, convolutional.wide_resnet, convolutional.unet),
         *(huggingface.transformer, huggingface.image_classifier, experts.layer),
     )
 }
@@ -271,7 +255,7 @@ _ROWS: dict[str, dict[str, Any]] = {
 }
 NAMES: tuple[str, ...] = tuple(_ROWS)
 #: Models written here.
-OWN_NAMES = [name for name, row in _ROWS.items() if row["make"] in ("decoder", "gpt2", "cnn")]
+OWN_NAMES = [name for name, row in _ROWS.items() if row["make"] in ("decoder", "cnn")]
 OWN_NAMES += [name for name, row in _ROWS.items() if row["make"] in ("wide_resnet", "unet")]
 
 

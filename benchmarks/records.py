@@ -54,13 +54,14 @@ class Row:
 
 @dataclass
 class Record:
-    """One run of a subcommand: where, how, and what came out."""
+    """One run of a subcommand: where, how, and what came out; of kernels, rows are results of
+    :mod:`benchmarks.ops.bench`."""
 
-    kind: Literal["step", "memory"]
+    kind: Literal["step", "memory", "kernels"]
     environment: dict[str, str | None]
     command: str
     settings: dict[str, Any]
-    rows: list[Row]
+    rows: list[Any]
     schema: int = SCHEMA
 
     def write(self, path: Path) -> None:
@@ -75,9 +76,14 @@ class Record:
     def read(cls, path: Path) -> Record:
         """Raises ValueError if the file is not one of ours."""
         content = json.loads(path.read_text())
-        kinds = ("step", "memory")
-        if not isinstance(content, dict) or content.get("kind") not in kinds:
-            raise ValueError(f"{path} is not a benchmark record of {' or '.join(kinds)}")
+        kind = content.get("kind") if isinstance(content, dict) else None
+        if kind == "kernels":
+            settings = {"dtype": content["dtype"]}
+            return cls(
+                kind, content["environment"], content["command"], settings, content["results"]
+            )
+        if kind not in ("step", "memory"):
+            raise ValueError(f"{path} is not a benchmark record of step, memory or kernels")
         if content.get("schema") != SCHEMA:
             raise ValueError(f"{path} has schema {content.get('schema')}; expected {SCHEMA}")
         for row in content["rows"]:
@@ -91,32 +97,6 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-@dataclass
-class KernelRecord:
-    """One run of ``kernels``; ``results`` are those of :mod:`benchmarks.ops.bench`."""
-
-    environment: dict[str, str | None]
-    command: str
-    dtype: str
-    results: list[dict[str, Any]]
-
-    @classmethod
-    def read(cls, path: Path) -> KernelRecord:
-        """Raises ValueError if the file is not one of ours."""
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict) or content.get("kind") != "kernels":
-            raise ValueError(f"{path} is not a benchmark record of kernels")
-        return cls(**{key.name: content[key.name] for key in dataclasses.fields(cls)})
-
-
-def read_any(path: Path) -> Record | KernelRecord:
-    """Raises ValueError if the file is not one of ours."""
-    try:
-        return KernelRecord.read(path)
-    except ValueError:
-        return Record.read(path)
 
 
 def size(nbytes: int) -> str:

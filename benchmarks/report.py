@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks import trainer
 from benchmarks.options import UsageError
-from benchmarks.records import KernelRecord, Record, Row, Summary, read_any, size, summaries
+from benchmarks.records import Record, Row, Summary, size, summaries
 from flash_clipping.ops.error_bounds import ETA
 
 START = "<!-- performance:start -->"
@@ -58,11 +58,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    records: list[tuple[str, Record | KernelRecord]] = []
+    records: list[tuple[str, Record]] = []
     others: dict[str, list[dict[str, Any]]] = {"noise": [], "certificate": [], "trainer": []}
     for path in sorted(options.results.glob("*.json"), key=lambda path: path.stem):
         try:
-            records.append((path.name, read_any(path)))
+            records.append((path.name, Record.read(path)))
         except ValueError:
             content = json.loads(path.read_text(encoding="utf-8"))
             kind = content.get("kind") if isinstance(content, dict) else None
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 continue
             console.print(f"passed over {path}: not a record of step, memory or kernels")
     # GPUs, which have a driver, first; steps before kernels.
-    records.sort(key=lambda it: (not it[1].environment["driver"], isinstance(it[1], KernelRecord)))
+    records.sort(key=lambda it: (not it[1].environment["driver"], it[1].kind == "kernels"))
     if not records:
         raise UsageError(f"no results under {options.results}")
     folder = Path(os.path.relpath(options.results, options.page.parent)).as_posix()
@@ -123,9 +123,9 @@ class Page:
         self.path.write_text(self.texts()[1], encoding="utf-8")
 
 
-def render(records: Sequence[tuple[str, Record | KernelRecord]], folder: str) -> str:
+def render(records: Sequence[tuple[str, Record]], folder: str) -> str:
     """Markdown: a section per machine and revision, a table per file, which lies in ``folder``."""
-    by_environment: dict[str, list[tuple[str, Record | KernelRecord]]] = defaultdict(list)
+    by_environment: dict[str, list[tuple[str, Record]]] = defaultdict(list)
     for name, record in records:
         by_environment[_where(record)].append((name, record))
     parts: list[str] = []
@@ -133,24 +133,24 @@ def render(records: Sequence[tuple[str, Record | KernelRecord]], folder: str) ->
         parts.append(f"**{where}**\n")
         for name, record in members:
             parts.append(f"`{record.command}`\n")
-            if isinstance(record, KernelRecord):
-                dtype, tables = record.dtype, _kernel_tables(record)
+            if record.kind == "kernels":
+                tables = _kernel_tables(record.rows)
             else:
-                dtype = record.settings["dtype"]
                 make = step_table if record.kind == "step" else memory_table
                 tables = [make(record.rows)]
+            dtype = record.settings["dtype"]
             parts.append(f"({dtype}, [{name}]({folder}/{name}))\n")
             parts += tables
     return "\n".join(parts)
 
 
-def render_peers(records: Sequence[tuple[str, Record | KernelRecord]]) -> str:
+def render_peers(records: Sequence[tuple[str, Record]]) -> str:
     """Markdown: one table of all steps on GPUs that were measured beside both peers."""
     lines: list[list[str]] = []
     places: list[str] = []
     reasons: list[str] = []
     for _, record in records:
-        if isinstance(record, KernelRecord) or record.kind != "step":
+        if record.kind != "step":
             continue
         if not set(PEERS) <= {row.method for row in record.rows}:
             continue
@@ -271,7 +271,7 @@ def _heading(record: dict[str, Any], folder: str) -> str:
     return f"{where}\n\n([{file}]({folder}/{file}))\n"
 
 
-def _where(record: Record | KernelRecord | dict[str, Any]) -> str:
+def _where(record: Record | dict[str, Any]) -> str:
     it = record["environment"] if isinstance(record, dict) else record.environment
     versions = [f"{key} {it[key]}" for key in ("driver", "torch", "triton", "opacus") if it[key]]
     return ", ".join([str(it["device"]), *versions, f"git revision {it['revision']}"])
@@ -368,11 +368,11 @@ def memory_table(rows: Sequence[Row]) -> str:
     return table(["peak memory of a step", *methods], lines)
 
 
-def _kernel_tables(record: KernelRecord) -> list[str]:
+def _kernel_tables(results: Sequence[dict[str, Any]]) -> list[str]:
     """Rates as shares of their floor's; a table for each floor and what is compared with it."""
-    rates = {(result["group"], result["name"]): result["rate"] for result in record.results}
+    rates = {(result["group"], result["name"]): result["rate"] for result in results}
     shares: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by floor and group
-    for result in record.results:
+    for result in results:
         if result["floor"]:
             of_group = shares[result["floor"], result["group"]]
             of_group[result["name"]] = f"{result['of_floor']:.2f}"

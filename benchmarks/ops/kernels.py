@@ -9,8 +9,6 @@ B samples, T positions, d input features, p output features.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -129,20 +127,7 @@ def linear_candidates(shape: Shape, device: torch.device, dtype: torch.dtype) ->
         (Result(group, "clipped_sum", "matmul", matmul), lambda: ops.clipped_sums(A, [G], coef)),
         copy_candidate(group, B * p * d, device, dtype),
         (Result(group, "weighted_sum", "copy", moved), lambda: ops.weighted_sum(grads, coef)),
-        *symmetric_candidates(group, A),
     ]
-
-
-def symmetric_candidates(group: str, A: Tensor) -> list[Candidate]:
-    """quack's kernel for symmetric products, where quack-kernels is installed and may run: it
-    writes ``A Aᵀ`` out, and Gram norms need a second one. A bound for what they could take."""
-    if not A.is_cuda or A.dtype == torch.float32 or importlib.util.find_spec("quack") is None:
-        return []
-    symmetric = importlib.import_module("quack.gemm_interface").gemm_symmetric
-    B, T, d = A.shape
-    out = A.new_empty(B, T, T)
-    result = Result(group, "symmetric", "matmul", float(B) * T * T * d)
-    return [(result, lambda: symmetric(A, A.mT, out=out))]
 
 
 def row_candidates(

@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 
 from benchmarks.options import UsageError
+from benchmarks.records import write_json
+from benchmarks.report import Page
 from benchmarks.survey.kinds import Kind, all_kinds
 from benchmarks.survey.measure import WRONG
 from benchmarks.survey.modes import MODES, Where
@@ -90,30 +93,23 @@ def run(options: argparse.Namespace, console: Console) -> int:
         chosen = {name: chosen[name] for name in options.only}
     names = _part(list(chosen), options.part)
     found: dict[str, dict[str, Finding | None]] = {mode: {} for mode in modes}
+    status = 0
     measured = measure_all(names, options.processes, options.limit, modes, where)
     for name, mode, finding in measured:
         found[mode][name] = finding
         label = name if mode == "whole" else f"{name}, {MODES[mode].words}"
         words = "nothing to run" if finding is None else finding.line()
         console.print(f"{label}: {words}", markup=False, soft_wrap=True)
-        if options.json:  # what is there stays if the rest does not come
-            options.json.write_text(_as_json(found, where), encoding="utf-8")
-    wrong = [
-        (name, mode)
-        for mode, of_mode in found.items()
-        for name, finding in of_mode.items()
-        if finding is not None and finding.outcome.verdict == WRONG
-    ]
-    for name, mode in wrong:
-        console.print(f"{name} ({mode}): a norm or a sum is wrong", style="bold red")
+        if finding is not None and finding.outcome.verdict == WRONG:
+            console.print(f"{label}: a norm or a sum is wrong", style="bold red")
+            status = 1
+        write_json(options.json, _tables(found, where))  # what is there stays
     if options.write:
-        before, rest = options.page.read_text(encoding="utf-8").split(START)
-        tables, after = rest.split(END)
+        now = options.page.read_text(encoding="utf-8").split(START)[1].split(END)[0]
         whole = {name: finding for name, finding in found["whole"].items() if finding is not None}
-        text = f"{before}{START}\n\n{render(sections, whole, written(tables))}\n{END}{after}"
-        options.page.write_text(text, encoding="utf-8")
+        Page(options.page, START, END, render(sections, whole, written(now))).write()
         console.print(f"wrote {options.page}")
-    return int(bool(wrong))
+    return status
 
 
 def _part(names: Sequence[str], part: str | None) -> list[str]:
@@ -127,15 +123,10 @@ def _part(names: Sequence[str], part: str | None) -> list[str]:
     return list(names[i - 1 :: n])
 
 
-def _as_json(found: dict[str, dict[str, Finding | None]], where: Where) -> str:
-    import torch
-
-    tables = {
-        mode: {
-            name: None if finding is None else dataclasses.asdict(finding)
-            for name, finding in of_mode.items()
-        }
+def _tables(found: dict[str, dict[str, Finding | None]], where: Where) -> dict[str, Any]:
+    modes = {
+        mode: {name: finding and dataclasses.asdict(finding) for name, finding in of_mode.items()}
         for mode, of_mode in found.items()
     }
     about = {"torch": torch.__version__, "device": where.device, "dtype": where.dtype}
-    return json.dumps({**about, "modes": tables}, indent=1)
+    return about | {"modes": modes}
