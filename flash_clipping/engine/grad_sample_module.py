@@ -88,7 +88,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     """Flash clipping on a model that is used as it is (Opacus' ``wrap_model=False``).
 
     After ``loss.backward()``, ``get_norm_sample()`` and ``get_clipping_coef()`` are the norms and
-    clipping coefficients of all samples, and every ``p.grad`` holds the clipped sum
+    clipping coefficients of all samples. Every ``p.grad`` holds the clipped sum
     ``sum_b coef_b g_b``, where ``g_b`` is the gradient of sample ``b``'s own loss: what Opacus'
     ghost clipping leaves for ``DPOptimizerFastGradientClipping``, after one backward.
 
@@ -116,10 +116,10 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             all below them see several rows per sample along the batch axis: windows folded into the
             batch, say. All rows of one sample must lie together, and every sample have as many.
         sample_of: the name of an argument of the forward that says what a sample is, where that is
-            no row: an integer tensor with the user, patient or document of every row ``[R]`` or
-            position ``[R, T]``, 0 to ``U - 1``, or -1 for none; or
+            no row. It is an integer tensor with the user, patient or document of every row ``[R]``
+            or position ``[R, T]``, 0 to ``U - 1``, or -1 for none; or it is
             :class:`~flash_clipping.Offsets`. "Sample" means such a *unit* then, and ``B`` their
-            number; with ``loss_reduction="mean"`` the mean is over rows.
+            number. With ``loss_reduction="mean"`` the mean is over rows.
 
     Guarantees:
         For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
@@ -502,7 +502,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     @property
     def bucket_mb(self) -> int:
-        """Of a model in shards: how many MB (2^20 bytes) of clipped sums, before they are cut, one
+        """For a model in shards: how many MB (2^20 bytes) of clipped sums, before they are cut, one
         operation adds up over processes; 256, or what it is set to, alike in all processes. Larger
         buckets are fewer operations, and up to three of them are held at a time.
 

@@ -53,7 +53,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             where ``C`` is the norm of the list.
         stream: what noise is made of; by default with a key of its own, which nobody knows.
         noise_grid: round noisy sums to a grid that does not depend on data
-            (:func:`flash_clipping.ops.noise.grid_of`); ``"exact"``: round sums, and add discrete
+            (:func:`flash_clipping.ops.noise.grid_of`). ``"exact"``: round sums, and add discrete
             noise (:func:`flash_clipping.noise.discrete.discrete_noisy_means`).
         **kwargs: as in Opacus, but for ``generator``. ``secure_mode=True`` refuses a seeded stream,
             and makes noise by all 20 rounds of ChaCha20 on GPUs, too, where it has 12 otherwise.
@@ -507,7 +507,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     @property
     def step_hook(self) -> Callable[[Any], None] | None:
-        """What Opacus calls when noise was added: all :attr:`step_hooks`. Setting adds one."""
+        """The hook that runs when noise was added: all :attr:`step_hooks`. Setting adds one."""
         return self._call_step_hooks if self.step_hooks else None
 
     @step_hook.setter

@@ -28,13 +28,13 @@ Reduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes. It changes the speed of steps, and no guarantee.
+    """Choose what computes. It changes the speed of steps, and no guarantee.
 
     Args:
         backend: ``"triton"``, ``"torch"``, or what is faster (``"auto"``).
         cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as CUDA
             graphs wherever that gives the same and takes less time, after three steps with batches
-            of one shape; one line of log says why not (:mod:`flash_clipping.graphs.graphed_model`).
+            of one shape. One line of log says why not (:mod:`flash_clipping.graphs.graphed_model`).
             Memory of a step is kept.
     """
 

@@ -93,7 +93,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     """``opacus.PrivacyEngine`` whose default gradient mode is flash clipping.
 
     Everything that is not named here (accounting, schedulers) is Opacus' own. Modes other than
-    ``"flash"`` behave as in Opacus. What epsilon stands for: :meth:`get_epsilon`.
+    ``"flash"`` behave as in Opacus. :meth:`get_epsilon` says what ε stands for.
 
     Args:
         accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as in Opacus; ``"pld"``
@@ -229,7 +229,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             mode, folded_modules, strict: see
                 :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
             distributed: ``False``: each process of ``torch.distributed`` trains a model of its own,
-                and releases it by itself. By default such a model must be a
+                and releases it alone. By default such a model must be a
                 ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was applied to
                 it; flash only.
             unit: whom ε protects: a row of the dataset (``None``); its owner, with all of their
@@ -250,8 +250,8 @@ class FlashPrivacyEngine(PrivacyEngine):
 
         Guarantees:
             Every step draws every sample (unit) independently with probability
-            ``1 / len(data_loader)``, the rate that is accounted; in several processes each sample
-            is drawn by one of them (all draw the same batch, and take parts of it, where it is cut
+            ``1 / len(data_loader)``, the rate that is accounted. In several processes each sample
+            is drawn by one of them (all draw one batch, and take parts of it, where it is cut
             or in an order). Where no sample is drawn the batch has one row, and
             the step adds noise only.
             Gradients are divided by the expected batch size, ``len(dataset) / len(data_loader)``
@@ -587,10 +587,10 @@ class FlashPrivacyEngine(PrivacyEngine):
 
         Returns:
             ``epsilon`` by ``"pld"``, ``"prv"``, ``"rdp"`` and ``"gdp"``, each with ``is_bound``, or
-            ``None`` and ``why``; ``relation`` and ``unit`` (the neighbours), ``assumptions``,
-            ``violated`` (what was warned of), ``seeds`` (empty for what may be released),
-            ``parts`` (sampling, noise, steps), ``releases`` (what
-            :func:`~flash_clipping.noise.report.compose` reads) and ``versions``.
+            ``None`` and ``why``. ``relation`` and ``unit`` (the neighbours), ``assumptions``,
+            ``violated`` (there was a warning), ``seeds`` (empty, or no release is private),
+            ``parts`` (sampling, noise, steps), ``releases`` (for
+            :func:`~flash_clipping.noise.report.compose`) and ``versions``.
 
         Warns:
             LargeDeltaWarning: as :meth:`get_epsilon`.

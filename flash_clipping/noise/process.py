@@ -61,8 +61,8 @@ class PoissonSampling(Mechanism):
 
 @dataclass(frozen=True)
 class PoissonRows(Mechanism):
-    """Every step draws every row of every user independently, with the sample rate, and clips it by
-    itself; ε is for users. Needs ``unit=Users(ids, max_rows=...)`` and ``accountant="pld"``."""
+    """Every step draws every row of every user independently, with the sample rate, and clips it
+    separately; ε is for users. Needs ``unit=Users(ids, max_rows=...)`` and ``accountant="pld"``."""
 
     #: The most rows of a user.
     rows: int = field(default=1, init=False, repr=False)

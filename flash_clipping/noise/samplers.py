@@ -122,7 +122,7 @@ class RoundSampler(OrderedSampler):
 
 
 class ShuffledSampler(RoundSampler):
-    """Every epoch cuts the dataset into batches at random, anew; every sample is in one of them.
+    """Every epoch cuts the dataset into batches at random, again; every sample is in one of them.
     Batches differ by one sample in size at most."""
 
     def _round(self, draw: Draw) -> Sequence[Tensor]:

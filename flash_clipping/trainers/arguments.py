@@ -38,8 +38,8 @@ class PrivacyArguments:
             loop of your own.
         unit: for ``PrivateTrainer``, where the data collator makes several rows of an item, or one
             row of several (:class:`~flash_clipping.Documents`).
-        kernels: what computes (:class:`~flash_clipping.Kernels`); ``None``: as the trainer does by
-            itself.
+        kernels: what computes (:class:`~flash_clipping.Kernels`); ``None``: the trainer's own
+            choice.
         engine_options: more arguments of :meth:`~flash_clipping.FlashPrivacyEngine.make_private`:
             ``clipping``, ``mode``, ``folded_modules``, ...
         max_physical_batch_size: the most samples that are on the device at a time; ``None``: as

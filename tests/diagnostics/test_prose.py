@@ -94,13 +94,6 @@ def faults(page: str) -> list[str]:
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 NAMES = re.findall(r"^::: ([\w.]+)$", API, flags=re.MULTILINE)
 
-#: Of the reference, not yet rewritten.
-UNFINISHED_NAMES = {
-    "flash_clipping.FlashPrivacyEngine",
-    "flash_clipping.FlashDPOptimizer",
-    "flash_clipping.GradSampleHooksFlashClipping",
-}
-
 
 def prose_of_docstring(text: str) -> str:
     """Markdown with each argument as a paragraph, and without types and examples."""
@@ -123,8 +116,6 @@ def docstrings(name: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_so_are_docstrings_of_the_reference(name: str) -> None:
-    if name in UNFINISHED_NAMES:
-        pytest.skip("to be rewritten")
     found = [
         f"{key}: {fault}"
         for key, text in docstrings(name).items()

@@ -22,7 +22,7 @@ class Users:
 
     Args:
         ids: ``[len(dataset)]``, integers: the user, patient, ... that each row belongs to.
-        max_rows: if an owner has more rows, that many are drawn, uniformly and anew each time; with
+        max_rows: if an owner has more rows, that many are drawn, uniformly and each time; with
             :class:`~flash_clipping.PoissonRows` once. ``None``: all of them.
 
     Raises:
@@ -61,7 +61,7 @@ class Users:
         return self.by_row.argsort(stable=True).split(self.by_row.bincount().tolist())
 
     def rows_of(self, user: int, draw: Draw) -> list[int]:
-        """Rows of an owner; of one with too many, some that are drawn anew each time."""
+        """Rows of an owner; of one with too many, some that are drawn again each time."""
         rows = self.rows[user]
         if self.max_rows is not None and len(rows) > self.max_rows:
             # The users themselves are tensor 0 of the step's draw.
@@ -72,7 +72,7 @@ class Users:
 @dataclass(frozen=True)
 class Documents:
     """Samples that an argument of the model's forward tells apart: documents in one row, pairs of
-    rows, views of an item. They must be the items that the loader drew, each by itself.
+    rows, views of an item. They must be the single items that the loader drew.
 
     Args:
         argument: its name, as ``sample_of`` of
