@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from benchmarks import agreement
 from benchmarks.agreement import Errors, Fingerprint
@@ -34,11 +35,41 @@ class Disagreement(Exception):
     """A method of ours computed wrong norms or sums; nothing was timed."""
 
 
-class Session:
-    """One setting, several methods; ``rows`` holds what is known about each."""
+class Group:
+    """Who measures: this process alone."""
 
-    def __init__(self, setting: Setting, methods: Sequence[str]) -> None:
+    def worst(self, found: float | None) -> float | None:
+        """Of all processes."""
+        return found
+
+    def together(self, found: Fingerprint) -> Fingerprint:
+        """With the sums over the samples of all processes."""
+        return found
+
+    def meet(self) -> None:
+        """Wait for all."""
+
+
+class Session:
+    """One setting, several methods; ``rows`` holds what is known about each.
+
+    Args:
+        known: methods by name.
+        batches: that are trained on; by default those of the setting.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        methods: Sequence[str],
+        *,
+        known: Mapping[str, type[Method]] = METHODS,
+        group: Group | None = None,
+        batches: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
         self.setting = setting
+        self._known = known
+        self._group = group or Group()
         self.rows = {
             name: Row(
                 method=name,
@@ -49,14 +80,14 @@ class Session:
             for name in methods
         }
         for name, row in self.rows.items():
-            if reason := METHODS[name].missing(setting):
+            if reason := self._known[name].missing(setting):
                 row.status, row.note = "missing", reason
         self.reference: str | None = None
         #: What the plain model itself is off by in the methods' dtype, where that is asked for: a
         #: method is off by more than is allowed in any case.
         self.rounding: Errors | None = None
         self._reference_dtype: torch.dtype | None = None
-        self._batches = setting.draw(DISTINCT_BATCHES)
+        self._batches = batches or setting.draw(DISTINCT_BATCHES)
         self._built: dict[str, Method] = {}
         self._warm: set[str] = set()  # methods past their warm-up
         self._one_at_a_time = False
@@ -94,7 +125,7 @@ class Session:
             self.reference, self._reference_dtype = _one_at_a_time(wide), wide
             done(f"took {self.reference}")
         suspects: list[str] = []
-        for name in [name for name in self.running() if METHODS[name].flat]:
+        for name in [name for name in self.running() if self._known[name].flat]:
             row = self.rows[name]
             taken = self._attempt(row, partial(self._fingerprint, name, setting))
             settle(setting.device)
@@ -103,22 +134,22 @@ class Session:
                 continue
             shorter = agreement.shortened(taken, setting.max_grad_norm)
             if shorter is not None and len(shorter):
-                row.shortened = shorter.max().item()
+                row.shortened = self._group.worst(shorter.max().item())
                 row.doubtful = (shorter > agreement.DOUBTFUL).double().mean().item()
             if reference is None:
                 if taken.norms_B is not None:
                     self.reference, reference = name, taken
                 continue
-            found = agreement.errors(taken, reference)
+            found = self._errors(taken, reference)
             row.norm_error, row.gradient_error = found.norms, found.gradients
             if _beyond_told(row).exceed(self.allowed):
                 suspects.append(name)
-        ours = any(METHODS[name].ours for name in suspects)
+        ours = any(self._known[name].ours for name in suspects)
         if ours and self.reference == _one_at_a_time(wide) and setting.dtype != wide:
             assert reference is not None
             rounded = self._one_at_a_time_in(setting.dtype)
             if rounded is not None:
-                self.rounding = agreement.errors(rounded, reference)
+                self.rounding = self._errors(rounded, reference)
             done(f"took {_one_at_a_time(setting.dtype)}")
         wrong: list[str] = []
         for name in suspects:
@@ -127,22 +158,26 @@ class Session:
             allowed = self.allowed
             if found.exceed(allowed):
                 row.note = f"off by {found.largest:.1e} from {self.reference}"
-                if METHODS[name].ours:
+                if self._known[name].ours:
                     limits = f"{allowed.norms:.0e} (norms), {allowed.gradients:.0e} (sums)"
                     wrong.append(f"{name} is {row.note}, more than {limits}")
         if wrong:
             raise Disagreement("; ".join(wrong))
+
+    def _errors(self, taken: Fingerprint, reference: Fingerprint) -> Errors:
+        found = agreement.errors(taken, reference)
+        return Errors(self._group.worst(found.norms), self._group.worst(found.gradients))
 
     def _fingerprint(self, name: str, setting: Setting) -> Fingerprint:
         """Of the method whose memory was measured, where a new one would compute the same."""
         method = self._built.get(name)
         if setting != self.setting or setting.dtype == torch.float32:
             with _exact_convolutions():
-                return agreement.fingerprint(METHODS[name](setting), *self._batches[0])
+                return agreement.fingerprint(self._known[name](setting), *self._batches[0])
         if method is None:  # it made room for the plain model
             if self._one_at_a_time:
                 self._built.clear()
-            method = self._built[name] = METHODS[name](setting)
+            method = self._built[name] = self._known[name](setting)
         return agreement.fingerprint(method, *self._batches[0])
 
     def _one_at_a_time_in(
@@ -155,7 +190,8 @@ class Session:
 
         def take() -> Fingerprint:
             with _exact_convolutions():
-                return agreement.one_at_a_time(plain, *self._batches[0], dtype, checkpointing)
+                taken = agreement.one_at_a_time(plain, *self._batches[0], dtype, checkpointing)
+            return self._group.together(taken)
 
         taken = self._attempt(row, take, lasting=False)
         settle(setting.device)
@@ -180,7 +216,7 @@ class Session:
         if self._one_at_a_time:
             self._built.clear()
         with PeakMemory(self.setting.device) as memory:
-            method = METHODS[name](self.setting)
+            method = self._known[name](self.setting)
             self.rows[name].first_milliseconds = milliseconds(
                 self.setting.device, partial(method.step, *self._batches[0])
             )
@@ -190,7 +226,7 @@ class Session:
                 method.step(*self._batches[0])
             method.zero_grad()
         self._built[name] = method
-        self.rows[name].peak_bytes = memory.peak
+        self.rows[name].peak_bytes = int(self._group.worst(memory.peak) or 0)
 
     # --------------------------------------------------------------------------------------- time
 
@@ -246,7 +282,7 @@ class Session:
         if name not in self._built:  # it did not fit beside the others
             self._built.clear()
             settle(self.setting.device)
-            self._built[name] = METHODS[name](self.setting)
+            self._built[name] = self._known[name](self.setting)
             self._warm.discard(name)
         method = self._built[name]
         batches = [self._batches[(number * steps + i) % DISTINCT_BATCHES] for i in range(steps)]
@@ -259,10 +295,15 @@ class Session:
         for _ in range(0 if name in self._warm else warmup):
             method.step(*batches[0])
         self._warm.add(name)
-        elapsed = milliseconds(self.setting.device, take, clock)
+        self._group.meet()
+        elapsed = self._group.worst(milliseconds(self.setting.device, take, clock))
         host = host_milliseconds(self.setting.device, lambda: method.step(*batches[0]))
         method.zero_grad()  # outside its turn a method holds parameters and optimizer state only
-        return elapsed, host
+        return elapsed or 0.0, self._group.worst(host)
+
+    def step_of(self, name: str) -> Callable[[], None]:
+        """A step of a method that was timed."""
+        return partial(self._built[name].step, *self._batches[0])
 
     # ------------------------------------------------------------------------------------- errors
 
