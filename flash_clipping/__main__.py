@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 status: int = run(args)
         finally:
             sys.stdout.flush()
+            logging.getLogger("flash_clipping.diagnostics").handlers.clear()
     except BrokenPipeError:  # whoever read the output (head) has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as of a process that SIGPIPE has ended
@@ -177,7 +178,8 @@ def _parser() -> argparse.ArgumentParser:
         description=_CHECK_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    check.add_argument("--mode", choices=("one_pass", "two_pass"), default="one_pass")
+    modes = ("one_pass", "two_pass", "one_by_one")
+    check.add_argument("--mode", choices=modes, default="one_pass")
     check.add_argument("--tolerance", type=float, help="relative error allowed")
     check.add_argument("--max-grad-norm", type=float, help="C; default: the median norm")
     check.add_argument(
@@ -192,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         description=_BENCH_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    bench.add_argument("--methods", nargs="+", choices=_METHODS, default=_METHODS, metavar="METHOD")
+    bench.add_argument("--method", choices=_METHODS, action="append", help="default: all of them")
     bench.add_argument("--rounds", type=int, default=3, help="turns of each method")
     bench.add_argument("--steps", type=int, default=10, help="that are timed in a turn")
     bench.set_defaults(run=_bench, refusals=(InvalidValue,))
@@ -326,9 +328,9 @@ def _bench(args: argparse.Namespace) -> int:
 
     for name in ("rounds", "steps"):
         checked_number(name, getattr(args, name), "[1, inf)", example=3)
-    options = _options(args, "factory", "device", "dtype", "methods", "rounds", "steps")
+    options = _options(args, "factory", "device", "dtype", "method", "rounds", "steps")
     given = args.factory, args.device, args.dtype, args.steps, options
-    costs, without = bench(args.methods, args.rounds, _tell, *given)
+    costs, without = bench(args.method or _METHODS, args.rounds, _tell, *given)
     if args.json:
         print(json.dumps({"costs": costs, "without": without}, indent=2))
         return 0
@@ -382,7 +384,7 @@ def _draw(
         axes.axhline(target, color="gray", linestyle="--", label=f"--epsilon {target:g}")
     of_all = grid[0][0]
     axes.set(xlabel="epochs", ylabel=f"ε at δ = {of_all.delta:.3g}", xscale="log", ylim=(0, None))
-    axes.set(title=f"σ = {of_all.noise_multiplier:.3g}")
+    axes.set_title(f"σ = {of_all.noise_multiplier:.3g}")
     axes.set_xticks(epochs, [f"{count:.3g}" for count in epochs])
     axes.minorticks_off()
     axes.legend()

@@ -170,9 +170,6 @@ def compared_parameters(
         )
 
 
-# -- the whole check -------------------------------------------------------------------------------
-
-
 @contextmanager
 def _compares(words: str = "") -> Iterator[None]:
     """Whatever the user's model raises in here is a finding, but for values that no check takes."""

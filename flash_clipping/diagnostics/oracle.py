@@ -83,8 +83,7 @@ class Task:
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
     def value(self, model: nn.Module, batch: Any, seed: int = 0) -> float:
-        with torch.no_grad():
-            return float(self(model, batch, seed))
+        return float(self(model, batch, seed).detach())  # models may take gradients in forward
 
     def reduced(self, losses: Sequence[float]) -> float:
         """The loss of a batch, from those of its samples alone."""

@@ -92,8 +92,9 @@ class Flash:
 
     def __init__(self, subject: Subject, proven: bool = False):
         self.module = GradSampleModuleFlashClipping(copy.deepcopy(subject.plain), **subject.options)
+        self.has_taps = self.module.mode != "one_by_one"
         calls: Any = self.module._session.calls
-        if not proven:  # backward passes of other classes are for whoever watches them
+        if not proven and self.has_taps:  # passes of other classes are for whoever watches them
             calls.backward_pass_class = type("Compared", (calls.backward_pass_class,), {})
         self.task = subject.task
         self.params = dict(self.module._module.named_parameters())
@@ -116,13 +117,13 @@ class Flash:
         ``"bare"`` use by its module, or ``"sample by sample"``."""
         names = {param: name for name, param in self.params.items()}
         found: dict[str, list[str]] = {name: [] for name in self.params}
-        for tap in self.module._taps.all:
+        for tap in self.module._taps.all if self.has_taps else ():
             without = "sample by sample" if tap.loops else "bare"
             rule = without if tap.rule is None else type(tap.rule).__name__
             for owner in () if isinstance(tap, RootForward) else tap.owners:
                 for param in owner.parameters(recurse=False):
                     found[names[param]].append(rule)
-        return {name: " + ".join(rules) for name, rules in found.items()}
+        return {name: " + ".join(rules) or "sample by sample" for name, rules in found.items()}
 
 
 def described(error: BaseException) -> str:

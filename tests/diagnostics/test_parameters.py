@@ -80,3 +80,27 @@ def test_frozen_and_unused_parameters_are_listed() -> None:
     }
     assert any("still receive noise" in note for note in report.notes)
     assert "unused" in str(report) and "frozen" in str(report)
+
+
+def test_samples_one_at_a_time_are_beside_the_oracle_too() -> None:
+    """Also what no rule serves: a gradient of a gradient."""
+
+    class Energy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            energy = self.last(torch.tanh(self.first(x))).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return force
+
+    report = check(Energy(), torch.randn(5, 4), mode="one_by_one")
+    assert report.passed, str(report)
+    assert {parameter.rule for parameter in report.parameters if parameter.rule} == {
+        "sample by sample"
+    }
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    wrong = check(model, torch.randn(5, 4), lambda m, x: m(x).square().sum(), mode="one_by_one")
+    assert "reduced by 'sum'" in wrong.failures[0]

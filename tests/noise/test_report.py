@@ -240,7 +240,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file in files:
         file.write_text(json.dumps(report), encoding="utf-8")
-    assert main(["compose", *map(str, files)]) == 0
+    assert main(["compose", *map(str, files), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == compose([report, report])
     assert main(["compose", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
