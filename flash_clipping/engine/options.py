@@ -121,12 +121,12 @@ def check_groups(given: dict[str, Any]) -> None:
     lines = {"mechanism": "PoissonSampling()", "unit": "Users(ids)", "kernels": "Kernels()"}
     for name, kind in kinds.items():
         if not isinstance(value := given[name], kind | None):
-            raise InvalidType(f"{name}: found {type(value)}; expected:\n    {name}={lines[name]}")
+            raise InvalidType(f"FC319 {name}: found {type(value)}; use:\n    {name}={lines[name]}")
         if value is not None and given["grad_sample_mode"] != "flash":
-            raise InvalidValue(f"{name}: found with another grad_sample_mode than 'flash'.")
+            raise InvalidValue(f"FC313 {name}: found with another grad_sample_mode than 'flash'.")
     if isinstance(given["unit"], Users) and not given["poisson_sampling"]:
         raise InvalidValue(
-            "unit: found Users with poisson_sampling=False; expected True: the loader draws users."
+            "FC281 unit: found Users with poisson_sampling=False; expected True: it draws users."
         )
 
 
@@ -136,13 +136,13 @@ def check_bounds(clipping: str, bound: Any, count: int) -> None:
     found = len(bound) if isinstance(bound, Sequence) else 0
     if clipping != "per_layer" and found:
         raise InvalidValue(
-            f"max_grad_norm: found {found} bounds with clipping={clipping!r}; expected one number, "
-            "for the norm over all parameters. With one bound for each parameter:\n"
+            f"FC320 max_grad_norm: found {found} bounds with clipping={clipping!r}; expected one "
+            "number, for the norm over all parameters. With one bound for each parameter:\n"
             '    clipping="per_layer"'
         )
     if clipping == "per_layer" and found != count:
         raise InvalidValue(
-            f"max_grad_norm: found {f'{found} bounds' if found else bound} with "
+            f"FC320 max_grad_norm: found {f'{found} bounds' if found else bound} with "
             f"clipping='per_layer'; expected {count}, one for each trainable parameter. Of norm C "
             f"in all:\n    max_grad_norm=[C / {count}**0.5] * {count}"
         )
@@ -181,7 +181,7 @@ def check_keywords(given: dict[str, Any], clipping: str) -> None:
             advice = f"{name}: with clipping='adaptive'."
         elif name in _INSTEAD:
             advice = f"In its place: {_INSTEAD[name]}."
-        raise InvalidType(f"make_private: found {name}, which nothing would read. {advice}")
+        raise InvalidType(f"FC310 make_private: found {name}, which nothing would read. {advice}")
 
 
 def check_target(epsilon: Any, delta: Any, epochs: Any, options: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ def check_target(epsilon: Any, delta: Any, epochs: Any, options: dict[str, Any])
     batches = len(options["data_loader"])
     if steps_of(epochs, batches) < 1:
         raise InvalidValue(
-            f"epochs: found {epochs} of {batches} batches; expected one step at least:\n"
+            f"FC302 epochs: found {epochs} of {batches} batches; expected one step at least:\n"
             "    epochs=1"
         )
 
@@ -216,8 +216,8 @@ def planned_noise(
     """The noise multiplier for this target; takes what accountants read out of ``given``."""
     if len(accountant):
         warnings.warn(
-            f"make_private_with_epsilon: {len(accountant)} steps are accounted for already; the "
-            "noise is for the target without them.",
+            f"FC567 make_private_with_epsilon: {len(accountant)} steps are accounted for already; "
+            "the noise is for the target without them.",
             stacklevel=3,
         )
     functions = least_noise, accountant.get_epsilon

@@ -141,8 +141,8 @@ class FlashPrivacyEngine(PrivacyEngine):
     ):
         if secure_mode and seed is not None:
             raise InvalidValue(
-                f"FlashPrivacyEngine: found seed={seed} with secure_mode=True: whoever knows the "
-                "seed can subtract the noise. Leave one of them out."
+                f"FC311 FlashPrivacyEngine: found seed={seed} with secure_mode=True: whoever knows "
+                "the seed can subtract the noise. Leave one of them out."
             )
         with warnings.catch_warnings():
             # That noise is not secure: it is. Modes of Opacus warn where they are used.
@@ -155,8 +155,9 @@ class FlashPrivacyEngine(PrivacyEngine):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "accountant" and self._samples is not None:
             raise InvalidValue(
-                "engine.accountant: found another after make_private, where epsilon of it would be "
-                '0. Name it before:\n    engine = FlashPrivacyEngine(accountant="rdp")'
+                "FC561 engine.accountant: found another after make_private, whose epsilon would be "
+                "0. Name it before:\n"
+                '    engine = FlashPrivacyEngine(accountant="rdp")'
             )
         super().__setattr__(name, value)
 
@@ -284,9 +285,9 @@ class FlashPrivacyEngine(PrivacyEngine):
         for name, needed in (("module", "parameters"), ("optimizer", "param_groups")):
             if not hasattr(given[name], needed):
                 found = f"found {given[name]!r}, which has no {needed}"
-                raise InvalidValue(f"{name}: {found}; expected one of PyTorch.")
+                raise InvalidValue(f"FC319 {name}: {found}; expected one of PyTorch.")
         if criterion is not None and not callable(criterion):
-            raise InvalidValue(f"criterion: found {criterion!r}; expected a loss as nn.MSELoss().")
+            raise InvalidValue(f"FC319 criterion: found {criterion!r}; expected nn.MSELoss(), say.")
         data_loader, set_up = inside_fabric(data_loader)
         if isinstance(module, GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(module, optimizer)
@@ -299,14 +300,14 @@ class FlashPrivacyEngine(PrivacyEngine):
         users = unit if isinstance(unit, Users) else None
         if users is not None and (shape := tuple(users.by_row.shape)) != (len(dataset),):
             raise InvalidValue(
-                f"Users: found shape {shape} for a dataset of {len(dataset)} rows; expected the id "
-                "of one unit for each row."
+                f"FC281 Users: found shape {shape} for a dataset of {len(dataset)} rows; expected "
+                "the id of one unit for each row."
             )
         params = {*module.parameters()}
         if any(p not in params for settings in optimizer.param_groups for p in settings["params"]):
             raise InvalidValue(  # in Opacus' words
-                "Module parameters are different than optimizer Parameters: optimizer has one that "
-                "the module has not; expected none. Make it anew:\n"
+                "FC536 Module parameters are different than optimizer Parameters: optimizer has "
+                "one that the module has not; expected none. Make it anew:\n"
                 "    optimizer = torch.optim.AdamW(model.parameters())"
             )
         refuse_lacking(module, optimizer)
@@ -429,12 +430,11 @@ class FlashPrivacyEngine(PrivacyEngine):
                 return
             warned = True
             warnings.warn(
-                f"optimizer.step(): found step {steps}; make_private_with_epsilon was asked for "
-                f"target_epsilon={epsilon} after epochs={epochs}, which end with step {planned}. "
-                "Each further step spends more than the target. End training here; for more "
-                "epochs, plan them:\n"
-                "    make_private_with_epsilon(..., epochs=...)\n"
-                "engine.get_epsilon(delta) is right, however many steps there are.",
+                f"FC565 optimizer.step(): found step {steps}; make_private_with_epsilon was asked "
+                f"for target_epsilon={epsilon} after epochs={epochs}, which end with step "
+                f"{planned}. Each further step spends more than the target. End training here, or "
+                "plan more epochs:\n"
+                "    make_private_with_epsilon(..., epochs=...)",
                 PlanExceededWarning,
                 stacklevel=5,
             )
@@ -472,8 +472,8 @@ class FlashPrivacyEngine(PrivacyEngine):
         found = {key: getattr(module, key) for key in expected}
         if found != expected:
             raise InvalidValue(
-                f"The module is wrapped already, with {found}; this call asks for {expected}. "
-                "Pass the plain nn.Module (module.to_standard_module())."
+                f"FC173 The module is wrapped already, with {found}; this call asks for "
+                f"{expected}. Pass the plain nn.Module (module.to_standard_module())."
             )
         count = len(module.trainable_parameters)
         check_bounds(options["clipping"], options["max_grad_norm"], count)
@@ -488,8 +488,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             self.dataset = dataset
         elif self.dataset is not dataset:
             warnings.warn(
-                "This engine has accounted for another dataset object before. Epsilon is for one "
-                "dataset: use a new engine for another one, unless both are the same data.",
+                "FC560 This engine has accounted for another dataset object before. Epsilon is for "
+                "one dataset: use a new engine for another one, unless both are the same data.",
                 stacklevel=3,
             )
 
@@ -563,8 +563,8 @@ class FlashPrivacyEngine(PrivacyEngine):
             return
         self._large_deltas |= {delta}
         warnings.warn(
-            f"delta: found {delta:g} for {samples} samples; expected less than 1 / {samples} = "
-            f"{1 / samples:.3g}. A mechanism that publishes one sample in the clear, chosen at "
+            f"FC564 delta: found {delta:g} for {samples} samples; expected less than 1 / {samples} "
+            f"= {1 / samples:.3g}. A mechanism that publishes one sample in the clear, chosen at "
             f"random, is (0, 1/{samples})-private. Take delta well below it, such as "
             f"delta={0.1 / samples:.1g}.",
             LargeDeltaWarning,
