@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping._compat import has_lasting_node
 from tests.support.autograd import truth_by_autograd
 from tests.support.cases import bound_between, check_case, make_case, step_case
+from tests.support.errors import raises, warns
 from tests.support.models import CASES, Case, Scale, Wrapped, floats
 from tests.support.oracle import Truth, per_sample_truth
 from tests.support.uses import Data, Scaling
@@ -230,7 +231,7 @@ def test_writing_in_place_runs_sample_by_sample(use: Forward) -> None:
     model, batch = make_case(case, torch.float64)
     truth = per_sample_truth(model, batch, case.loss)
     module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, strict=False)
-    with pytest.warns(UserWarning, match=r"Uses\): .* once for each sample"):
+    with warns("FC150", match=r"Uses\):"):
         module(*batch)
     for _ in range(2):
         module.zero_grad(set_to_none=True)
@@ -387,7 +388,7 @@ class AroundTaking(nn.Module):
 def test_objects_that_cannot_be_divided_are_refused(returns: bool, words: str) -> None:
     """One sample would get, or give, the tensors of all."""
     module = GradSampleModuleFlashClipping(AroundTaking(returns))
-    with pytest.raises(FlashClippingError, match=rf"inner \(Taking\): .*{words}"):
+    with raises("FC151", match=rf"inner \(Taking\): .*{words}"):
         module(torch.randn(B, T, 3))
 
 
@@ -398,7 +399,7 @@ def test_autograd_function_in_a_later_step_is_refused() -> None:
     module = GradSampleModuleFlashClipping(model, strict=False)
     step_case(module, case, batch, "mean")
     module.zero_grad(set_to_none=True)
-    with pytest.raises(FlashClippingError, match=r"FC140 .*Uses\).*autograd.Function"):
+    with raises("FC140", match=r"Uses\).*autograd.Function"):
         step_case(module, case, batch, "mean")
 
 

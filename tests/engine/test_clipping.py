@@ -25,6 +25,7 @@ from flash_clipping.finish.clipping import clipping_coefficients
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from tests.support.cases import make_case, step_case
+from tests.support.errors import raises
 from tests.support.models import CASES
 from tests.support.oracle import assert_close, per_sample_truth
 
@@ -182,9 +183,9 @@ def test_coefficients_of_bad_norms() -> None:
         assert torch.isfinite(coef).all()
         assert coef[2] == 0 and coef[3] == 0
     assert (clipping_coefficients(norms, 1.0) <= 1).all()
-    with pytest.raises(ValueError, match="one bound per trainable parameter"):
+    with raises("FC320", ValueError, match="one bound per trainable parameter"):
         clipping_coefficients(norms, [1.0, 2.0], "per_layer")
-    with pytest.raises(ValueError, match="takes one max_grad_norm"):
+    with raises("FC320", ValueError, match="takes one max_grad_norm"):
         clipping_coefficients(norms, [1.0], "flat")
 
 
@@ -243,7 +244,7 @@ def test_optimizer_steps_as_opacus_does() -> None:
 
 def test_step_without_backward_is_refused() -> None:
     _, optimizer, _, _ = private(FlashPrivacyEngine(), network())
-    with pytest.raises(ValueError, match="No clipped backward pass"):
+    with raises("FC501", ValueError):
         optimizer.step()
 
 
@@ -256,7 +257,7 @@ def test_step_on_gradients_that_were_not_clipped_is_refused() -> None:
     x, y = next(iter(loader))
     module.disable_hooks()
     F.cross_entropy(module(x), y).backward()
-    with pytest.raises(ValueError, match="No clipped backward pass"):
+    with raises("FC501", ValueError):
         optimizer.step()
 
 

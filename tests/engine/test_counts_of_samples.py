@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import mean_squares
 from tests.support.constants import AtPositions
+from tests.support.errors import raises
 from tests.support.wrapping import MODES
 
 # -- what the loader drew -------------------------------------------------------------------------
@@ -24,7 +25,7 @@ def test_packed_inputs_are_refused(shape: tuple[int, ...]) -> None:
     flash = GradSampleModuleFlashClipping(model)
     ids = torch.randint(9, shape)
     flash.expect_samples(4)
-    with pytest.raises(FlashClippingError, match="drew 4 samples, .* batch of"):
+    with raises("FC240", match="drew 4 samples,"):
         flash(ids)
     with torch.no_grad():
         flash(ids)
@@ -38,10 +39,10 @@ def test_a_batch_that_was_filtered_names_the_dataset() -> None:
     """A mode of one sample at a time would not help."""
     flash = GradSampleModuleFlashClipping(nn.Linear(6, 3))
     flash.expect_samples(4)
-    with pytest.raises(FlashClippingError, match=r"drew 4 .*\n    dataset = Subset\(") as error:
+    with raises("FC240", match=r"drew 4 .*\n    dataset = Subset\(") as error:
         flash(torch.randn(3, 6))
     assert "one_by_one" not in str(error.value)
-    with pytest.raises(FlashClippingError, match=r"drew 4 samples(?s:.*)one_by_one"):
+    with raises("FC240", match=r"drew 4 samples(?s:.*)one_by_one"):
         flash(torch.randn(8, 6))
 
 
@@ -79,7 +80,7 @@ def test_time_first_input_is_refused_by_the_criterion(mode: str) -> None:
         )
         criterion = FlashLoss(flash, optimizer, nn.CrossEntropyLoss(), "mean")
         if batch_first:
-            with pytest.raises(FlashClippingError, match="found 4 losses, .* batch of 6 samples"):
+            with raises("FC241", match="4 losses, .*6 samples"):
                 criterion(flash(ids), target)
         else:
             criterion(flash(ids), target)
@@ -104,7 +105,7 @@ def test_tokens_are_refused_by_the_criterion() -> None:
         expected_batch_size=4,
     )
     criterion = FlashLoss(flash, optimizer, nn.CrossEntropyLoss(), "mean")
-    with pytest.raises(FlashClippingError, match="found 4 losses, .* batch of 16 samples"):
+    with raises("FC241", match="4 losses, .*16 samples"):
         criterion(flash(torch.randint(9, (16,))), torch.randint(3, (4,)))
 
 

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine, PoissonSampling, Users
+from flash_clipping import FlashPrivacyEngine, PoissonSampling, Users
 from flash_clipping.capture.draws import DrawnBatch, Draws, row_hashes
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning, refuse_repeats
+from tests.support.errors import raises
 from tests.support.private import TwoLayers, data
 from tests.support.users import IDS, private as of_users
 
@@ -57,9 +58,7 @@ def test_two_batches_in_one_forward_are_refused() -> None:
     batches = iter(made[3])
     for first, second in zip(batches, batches, strict=False):
         x, y = (torch.cat(pair) for pair in zip(first, second, strict=True))
-        with pytest.raises(
-            FlashClippingError, match=r"(?s)the loader drew.*DataLoader\(dataset, batch_size"
-        ):
+        with raises("FC240", match=r"DataLoader\(dataset, batch_size"):
             step(made, x, y)
 
 
@@ -71,7 +70,7 @@ def test_two_batches_in_one_backward_are_refused() -> None:
         loss = criterion(module(x), y).loss_per_sample.sum()
         loss = loss + criterion(module(more), labels).loss_per_sample.sum()
         if len(x) != len(more):
-            with pytest.raises(FlashClippingError, match="in the same backward"):
+            with raises("FC201", match="in the same backward"):
                 loss.backward()
             refused += 1
     assert refused
@@ -79,7 +78,7 @@ def test_two_batches_in_one_backward_are_refused() -> None:
 
 def test_two_batches_in_one_step_are_refused() -> None:
     module, optimizer, criterion, loader = private()
-    with pytest.raises(FlashClippingError, match="gradients of batches 0, 1"):
+    with raises("FC510", match="0, 1"):
         for x, y in loader:
             optimizer.signal_skip_step(True)
             optimizer.zero_grad()
@@ -101,7 +100,7 @@ def test_one_batch_twice_in_one_step_is_refused() -> None:
     x, y = next(batches)
     optimizer.signal_skip_step(True)
     backward(x, y)
-    with pytest.raises(FlashClippingError, match=r"batch 0 .*twice.*\n    optimizer\.discard"):
+    with raises("FC511", match="batch 0"):
         backward(x, y)
     assert all(map(torch.equal, before, module.parameters()))
     optimizer.zero_grad()
@@ -307,7 +306,7 @@ def given(dataset: Any) -> dict[str, Any]:
 def test_a_sample_that_is_there_twice_is_refused(name: str) -> None:
     """Unless ``units`` say whose each row is."""
     options = given(dataset := REPEATED[name]())
-    with pytest.raises(ValueError, match=r"(?s)more than once.*unit=Users") as refused:
+    with raises("FC330", ValueError, match=r"(?s)more than once.*unit=Users") as refused:
         FlashPrivacyEngine().make_private(**options)
     names_indices = "unit=Users(data_loader.dataset.indices))" in str(refused.value)
     assert names_indices == (name in ("indices", "from the end", "tensor of indices"))
@@ -329,7 +328,7 @@ def test_an_own_dataset_of_any_length_is_not_counted_through() -> None:
 
 def test_the_rate_that_is_accounted_is_the_one_that_is_drawn_with() -> None:
     loader = private()[3]
-    with pytest.raises(ValueError, match=r"sample_rate: found 0\.88 .* draws with 0\.25"):
+    with raises("FC333", ValueError, match=r"0\.88 .*0\.25"):
         loader.batch_sampler.sample_rate = 0.88
     assert loader.batch_sampler.sample_rate == 1 / len(loader)
 
@@ -359,19 +358,19 @@ def test_rows_that_the_loop_sorts_are_refused_or_declared() -> None:
     expected = norms_of(made, x, rows)
     order = x.norm(dim=1).argsort()
     for moved in (x[order], x[order].clone().unsqueeze(1).squeeze(1), x[order].double().float()):
-        with pytest.raises(FlashClippingError, match=r"(?s)not those .*model\.expect_rows\("):
+        with raises("FC243"):
             made[0](moved)
     made[0].expect_rows(order)
     torch.testing.assert_close(norms_of(made, x[order], rows[order]), expected)
     made[0].expect_rows(None)
-    with pytest.raises(FlashClippingError, match="not those"):
+    with raises("FC243"):
         made[0](x[order])
 
 
 def test_a_second_view_in_another_order_is_refused() -> None:
     made, x, rows = users()
     made[0](x)
-    with pytest.raises(FlashClippingError, match="not those"):
+    with raises("FC243"):
         made[0](x[torch.arange(len(x)).roll(1)])
 
 
@@ -381,7 +380,7 @@ def test_the_same_rows_are_known_however_they_come() -> None:
     for same in (x.clone(), x.contiguous().view(len(x), 6), x.unsqueeze(1).squeeze(1)):
         torch.testing.assert_close(norms_of(made, same, rows), expected)
     changed = x * 1.0000001 + 1
-    with pytest.raises(FlashClippingError, match="not those"):
+    with raises("FC243"):
         made[0](changed)
     made[0].expect_rows(torch.arange(len(x)))
     norms_of(made, changed, rows)
@@ -390,7 +389,7 @@ def test_the_same_rows_are_known_however_they_come() -> None:
 def test_rows_that_are_changed_in_place_are_not_those_of_the_loader() -> None:
     made, x, rows = users()
     x[:] = x[torch.arange(len(x)).roll(1)]
-    with pytest.raises(FlashClippingError, match="not those"):
+    with raises("FC243"):
         made[0](x)
 
 
@@ -446,14 +445,14 @@ def test_padding_that_the_loop_moves_is_refused_or_declared() -> None:
     """Drawn rows would count nothing, and others would take part in every step."""
     made, x, y, count = padded()
     order = torch.arange(20).flip(0)
-    with pytest.raises(FlashClippingError, match="not those"):
+    with raises("FC243"):
         made[0](x[order])
     made[0].expect_rows(order)
     made[2](made[0](x[order]), y[order]).backward()
     norms = made[0].get_norm_sample()
     assert (norms[-count:] > 0).all() and (norms[:-count] == 0).all()
     made[0].expect_rows(torch.zeros(20, dtype=torch.long))
-    with pytest.raises(FlashClippingError, match="every row of the batch once"):
+    with raises("FC242"):
         made[0](x)
 
 
@@ -480,7 +479,7 @@ def test_batches_without_tensors_are_refused_or_declared() -> None:
         if not len(names):
             continue
         x = torch.randn(len(names), 6)
-        with pytest.raises(FlashClippingError, match="not those"):
+        with raises("FC243"):
             made[0](x)
         made[0].expect_rows(torch.arange(len(names)))
         made[0](x)
@@ -515,7 +514,7 @@ def test_equal_labels_do_not_tell_which_of_several_batches_it_is(
     """Its rows would be clipped as those of other users: two rows of one user, each by itself."""
     draws, (x, y) = several(labels_alike)
     called = [x / 7, y] if inputs == "changed" else [x.clone(), y, torch.randn(2, 3)]
-    with pytest.raises(FlashClippingError, match=r"(?s)last batch.*the next.*expect_rows"):
+    with raises("FC243"):
         draws.of_forward(called, 0)
     draws.expect_rows(torch.arange(2))
     found = draws.of_forward(called, 0)
@@ -527,7 +526,7 @@ def test_a_batch_before_the_last_is_refused() -> None:
     draws = several()[0]
     x, y = draws.waiting[0].tensors
     for inputs in ([x, y], [x.clone(), y.clone()], [x / 7, y.clone()], [x / 7, y], [x.flip(0), y]):
-        with pytest.raises(FlashClippingError, match=r"(?s)last batch.*the next"):
+        with raises("FC243"):
             draws.of_forward(inputs, 0)
 
 
@@ -539,7 +538,7 @@ def test_a_tensor_of_all_batches_tells_none_of_them() -> None:
         draw.__post_init__()
     found = draws.of_forward([x.clone(), y.clone(), constant], 0)
     assert found is not None and found.number == 1
-    with pytest.raises(FlashClippingError, match="last batch"):
+    with raises("FC243"):
         draws.of_forward([x / 7, y.clone(), constant], 0)
 
 

@@ -332,9 +332,9 @@ def test_error_unknown_grad_sample_mode() -> None:
 
 def test_error_per_layer_bounds() -> None:
     """Where they are given; and in backward, where they were set later."""
-    with pytest.raises(ValueError, match="expected 2, one for each trainable parameter"):
+    with raises("FC320", ValueError, match="expected 2, one for each trainable parameter"):
         wrapped(nn.Linear(4, 2), clipping="per_layer", max_grad_norm=1.0)
-    with pytest.raises(ValueError, match="found 2 bounds with clipping='flat'; expected one"):
+    with raises("FC320", ValueError, match="found 2 bounds with clipping='flat'; expected one"):
         wrapped(nn.Linear(4, 2), max_grad_norm=[1.0, 2.0])
     module = wrapped(nn.Linear(4, 2), clipping="per_layer", max_grad_norm=[1.0, 2.0])
     module.max_grad_norm = 1.0
@@ -361,7 +361,7 @@ def test_error_wrapped_twice() -> None:
     module = wrapped(model)
     with raises("FC172", ValueError):
         wrapped(model)
-    with pytest.raises(ValueError, match=r"wrapped already, with .*'mean'.* asks for .*'sum'"):
+    with raises("FC173", ValueError, match="'mean'.*'sum'"):
         EngineTraining(FlashPrivacyEngine(), model=module, loss_reduction="sum")
 
 

@@ -187,7 +187,7 @@ def test_a_validator_of_the_user_s_is_named_and_asked() -> None:
 @pytest.mark.parametrize("clipping", ["flat", "automatic", "adaptive"])
 def test_bounds_of_parameters_need_clipping_by_layer(clipping: str) -> None:
     options: dict[str, Any] = {"clipping": clipping, "max_grad_norm": [1.0, 1.0]}
-    with pytest.raises(ValueError, match='found 2 bounds with .*\n    clipping="per_layer"'):
+    with raises("FC320", ValueError, match='found 2 bounds with .*\n    clipping="per_layer"'):
         private(nn.Linear(4, 2), **options)
     private(nn.Linear(4, 2), **options | {"clipping": "per_layer"})
 
@@ -195,15 +195,15 @@ def test_bounds_of_parameters_need_clipping_by_layer(clipping: str) -> None:
 @pytest.mark.parametrize("bound", [2.0, [1.0], [1.0] * 3])
 def test_clipping_by_layer_needs_as_many_bounds(bound: Any) -> None:
     model = nn.Linear(4, 2)
-    with pytest.raises(ValueError, match="expected 2, one for each trainable parameter") as error:
+    with raises("FC320", ValueError, match="expected 2, one for each trainable parameter") as error:
         private(model, clipping="per_layer", max_grad_norm=bound)
     names: dict[str, Any] = {"C": 2.0}
     exec(str(error.value).splitlines()[-1].strip(), names)
     bounds = names["max_grad_norm"]
     wrapped, optimizer, *_ = private(model, clipping="per_layer", max_grad_norm=bounds)
-    with pytest.raises(ValueError, match="expected 2, one for each trainable parameter"):
+    with raises("FC320", ValueError, match="expected 2, one for each trainable parameter"):
         private(wrapped, optimizer=optimizer, clipping="per_layer", max_grad_norm=bound)
-    with pytest.raises(ValueError, match="found 2 bounds with clipping='flat'"):
+    with raises("FC320", ValueError, match="found 2 bounds with clipping='flat'"):
         private(wrapped, optimizer=optimizer, max_grad_norm=[1.0, 1.0])
 
 

@@ -22,6 +22,7 @@ from flash_clipping import (
 from flash_clipping.capture.proof.gate import Gate
 from flash_clipping.engine.model_watch import ModelWatch
 from flash_clipping.graphs.graphed_model import GraphedModel
+from tests.support.errors import raises
 from tests.support.graphs import assert_same_tensors, batches, replay_by_hand, small_network
 from tests.support.models import squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
@@ -130,7 +131,7 @@ def test_one_backward_of_two_calls_is_never_two_clipped_sums() -> None:
     graphed.model.zero_grad(set_to_none=True)
     first = squared_loss(graphed.model, (x,))  # a replay
     second = squared_loss(graphed.model, (y,))  # runs as it is, beside it
-    with pytest.raises(FlashClippingError, match="several calls of the model"):
+    with raises("FC704", match="several calls of"):
         (first + second).mean().backward()
 
 
@@ -154,7 +155,7 @@ def test_a_call_that_came_back_alone_does_not_come_back_beside_another() -> None
     graphed = Training(True)
     first, *others = batches(3)
     graphed.results(first)
-    with pytest.raises(FlashClippingError, match="several calls of the model"):
+    with raises("FC704", match="several calls of"):
         of_two_calls(graphed, *others)
 
 
@@ -162,14 +163,14 @@ def test_a_second_backward_is_refused() -> None:
     graphed, _ = warmed()
     loss = squared_loss(graphed.model, (batches(1)[0],)).mean()
     loss.backward(retain_graph=True)
-    with pytest.raises(FlashClippingError, match="second time"):
+    with raises("FC704", match="second time"):
         loss.backward()
 
 
 def test_another_loss_reduction_in_backward_is_refused() -> None:
     graphed, _ = warmed()
     loss = squared_loss(graphed.model, (batches(1)[0],)).sum()
-    with pytest.raises(FlashClippingError, match="loss_reduction"), graphed.model.summed_loss():
+    with raises("FC704", match="loss_reduction"), graphed.model.summed_loss():
         loss.backward()
 
 
@@ -242,7 +243,7 @@ def test_make_private_takes_it(wrap: bool) -> None:
     parts = dict(module=plain, optimizer=torch.optim.SGD(plain.parameters(), 0.1))
     parts["criterion"] = nn.CrossEntropyLoss()
     loader = DataLoader(data, batch_size=4)
-    with pytest.raises(ValueError, match="cuda_graphs='on' is unknown"):
+    with raises("FC301", ValueError, match="cuda_graphs='on' is unknown"):
         FlashPrivacyEngine().make_private(
             **parts, data_loader=loader, **options, kernels=Kernels(cuda_graphs="on")
         )

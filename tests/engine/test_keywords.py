@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping import FlashPrivacyEngine
+from tests.support.errors import raises
 from tests.support.private import Private, TwoLayers, data
 
 
@@ -31,7 +32,7 @@ class Scaled(nn.Linear):
 
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_strict_is_read(wrap_model: bool) -> None:
-    with pytest.raises(NotImplementedError, match="buffer 'scale'"):
+    with raises("FC130", NotImplementedError, match="buffer 'scale'"):
         Private(Scaled(0.1), wrap_model=wrap_model).step()
     Private(Scaled(0.1), wrap_model=wrap_model, strict=False).step()
     Private(Scaled(0.0), wrap_model=wrap_model).step()
@@ -58,13 +59,13 @@ def test_strict_is_read(wrap_model: bool) -> None:
 )
 def test_unknown_keywords_are_refused(keyword: str, advice: str) -> None:
     model = TwoLayers()
-    with pytest.raises(TypeError, match=rf"found {keyword}, .*{advice}"):
+    with raises("FC310", TypeError, match=rf"found {keyword}, .*{advice}"):
         Private(model, **{keyword: 1.0})
     assert not hasattr(model, "autograd_grad_sample_hooks")
 
 
 def test_keywords_of_adaptive_clipping_belong_to_it() -> None:
-    with pytest.raises(TypeError, match="target_unclipped_quantile: with clipping='adaptive'"):
+    with raises("FC310", TypeError, match="target_unclipped_quantile: with clipping='adaptive'"):
         Private(target_unclipped_quantile=0.5)
     Private(target_unclipped_quantile=0.5, clipping="adaptive").step(samples=16)
 
@@ -103,7 +104,7 @@ def test_whatever_else_opacus_knows_is_taken(with_epsilon: bool) -> None:
     private = getattr(FlashPrivacyEngine(accountant="rdp"), name)(**given)
     assert len(private) == 4
     for gone, instead in GONE.items():
-        with pytest.raises(TypeError, match=f"found {gone}.*{instead}"):
+        with raises("FC310", TypeError, match=f"found {gone}.*{instead}"):
             getattr(FlashPrivacyEngine(accountant="rdp"), name)(**given, **{gone: None})
 
 
@@ -125,16 +126,16 @@ def test_modes_of_opacus_take_all_that_it_knows() -> None:
 def test_what_accountants_read(accountant: str, keywords: dict[str, Any]) -> None:
     engine = FlashPrivacyEngine(accountant=accountant)
     engine.make_private_with_epsilon(**arguments(True), **keywords)
-    with pytest.raises(TypeError, match="epsilom"):
+    with raises("FC310", TypeError, match="epsilom"):
         engine.make_private_with_epsilon(**arguments(True), epsilom=1)
     name = next(iter(keywords))
-    with pytest.raises(TypeError, match=name):
+    with raises("FC310", TypeError, match=name):
         FlashPrivacyEngine(accountant=accountant).make_private(**arguments(False), **keywords)
 
 
 def test_a_wrapped_model_keeps_its_mode() -> None:
     private = Private()
-    with pytest.raises(ValueError, match=r"wrapped already, with .*one_pass.*asks for .*two_pass"):
+    with raises("FC173", ValueError, match="one_pass.*two_pass"):
         private.engine.make_private(
             module=private.wrapper,
             optimizer=private.optimizer,

@@ -19,7 +19,8 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine, MicroBatches, Users
+from flash_clipping import FlashPrivacyEngine, MicroBatches, Users
+from tests.support.errors import raises
 from tests.support.faults import Fault, spread
 from tests.support.private import TwoLayers, data
 
@@ -285,21 +286,21 @@ def test_batches_that_cannot_be_cut() -> None:
     micro_batches = MicroBatches(training.optimizer, max_physical_batch_size=2)
     x, y = data().tensors
     for batch in ([x[:5], y[:4]], [x[:5], torch.ones(())], []):
-        with pytest.raises(FlashClippingError, match="FC545 MicroBatches: found "):
+        with raises("FC545"):
             micro_batches(training.backward, *batch)
 
 
 def test_what_must_come_whole_is_refused() -> None:
     units = Training(unit=Users(torch.arange(64) // 2))
-    with pytest.raises(FlashClippingError, match="must come whole.*\n.*largest_physical_batch"):
+    with raises("FC546", match="must come whole"):
         MicroBatches(units.optimizer)
     several = SimpleNamespace(_module=Training().model)  # of shards, or of stages
-    with pytest.raises(FlashClippingError, match="found SimpleNamespace, whose processes"):
+    with raises("FC546", match="SimpleNamespace, whose processes"):
         MicroBatches(several)
-    with pytest.raises(ValueError, match="found Adam"):
+    with raises("FC319", ValueError, match="found Adam"):
         MicroBatches(torch.optim.Adam(nn.Linear(2, 2).parameters()))
     for size in (0, True, 1.5, "all"):
-        with pytest.raises(ValueError, match=r"max_physical_batch_size: found .*\n.*=\"auto\""):
+        with raises("FC302", ValueError, match=r"max_physical_batch_size: found .*\n.*=\"auto\""):
             MicroBatches(Training().optimizer, max_physical_batch_size=size)
 
 
@@ -311,7 +312,7 @@ def test_parts_of_another_are_no_batches() -> None:
     )
     with (
         manager as parts,
-        pytest.raises(FlashClippingError, match="found a batch of BatchMemoryManager"),
+        raises("FC547"),
     ):
         for x, y in parts:
             micro_batches(training.backward, x, y)

@@ -22,6 +22,7 @@ from flash_clipping import (
 )
 from tests.support.draws import drawn as drawn_by
 from tests.support.empty import ReshapingAttention
+from tests.support.errors import raises
 from tests.support.oracle import per_sample_truth
 from tests.support.starting import ByGloo, fixture_of
 
@@ -238,5 +239,5 @@ def test_a_replica_of_data_parallel_is_refused() -> None:
     model = net()
     GradSampleHooksFlashClipping(model, max_grad_norm=C)
     replica: Any = model._replicate_for_data_parallel()
-    with pytest.raises(FlashClippingError, match=r"DataParallel around.*make_private\(module="):
+    with raises("FC601", match=r"DataParallel around.*make_private\(module="):
         replica(torch.randn(3, 4))

@@ -26,6 +26,7 @@ from flash_clipping.noise.accountants import releases_of
 from flash_clipping.noise.releases import Release, epsilon_by_pld
 from flash_clipping.noise.samplers import RowsOfUnitsSampler
 from flash_clipping.randomness import SecretStream
+from tests.support.errors import raises
 from tests.support.pages import ROOT
 from tests.support.users import BATCH, IDS, ROWS, SIZES, private, step
 
@@ -157,7 +158,7 @@ def test_what_does_not_go_with_it(options: dict[str, Any], words: str) -> None:
     ],
 )
 def test_several_owners_of_a_row_are_refused(units: Any) -> None:
-    with pytest.raises(ValueError, match=r"several owners of row [01]; expected one.*to one of"):
+    with raises("FC282", ValueError, match="[01]"):
         private(unit=Users(units))
 
 

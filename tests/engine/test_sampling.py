@@ -29,11 +29,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flash_clipping import FlashClippingError, FlashPrivacyEngine, NotPoissonWarning, Users
+from flash_clipping import FlashPrivacyEngine, NotPoissonWarning, Users
 from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.engine.sampling.samplers import PoissonSampler, ShardedPoissonSampler
 from flash_clipping.engine.sampling.streams import StreamedDataset
 from flash_clipping.randomness import SecretStream, SeededNoiseWarning
+from tests.support.errors import raises, warns
 
 N, BATCH = 60, 6
 
@@ -124,14 +125,14 @@ def loaders() -> dict[str, tuple[Any, str]]:
 @pytest.mark.parametrize("name", loaders())
 def test_a_loader_whose_sampling_would_be_replaced_silently_is_refused(name: str) -> None:
     loader, message = loaders()[name]
-    with pytest.raises(ValueError, match=f"(?s)data_loader: found.*{message}"):
+    with raises("FC330", ValueError, match=f"(?s)data_loader: found.*{message}"):
         private(loader)
 
 
 @pytest.mark.parametrize("name", ["weighted", "subset", "replacement", "more_samples", "no_batch"])
 def test_without_poisson_sampling_what_no_rate_describes_is_refused_too(name: str) -> None:
     loader, message = loaders()[name]
-    with pytest.raises(ValueError, match=f"(?s)data_loader: found.*{message}"):
+    with raises("FC330", ValueError, match=f"(?s)data_loader: found.*{message}"):
         private(loader, poisson_sampling=False)
 
 
@@ -141,7 +142,7 @@ def test_a_weighted_loader_had_a_rate_that_was_not_its_own() -> None:
     loader = DataLoader(data(), batch_size=BATCH, sampler=WeightedRandomSampler(weights, 2 * N))
     *_, opacus_loader = private(loader, PrivacyEngine())
     assert opacus_loader.sample_rate == 1 / 20
-    with pytest.raises(ValueError, match="WeightedRandomSampler"):
+    with raises("FC330", ValueError, match="WeightedRandomSampler"):
         private(loader)
 
 
@@ -218,7 +219,7 @@ def test_drawing_changes_no_state_of_a_generator(units: Any) -> None:
 def test_a_stream_of_a_seed_repeats_batches() -> None:
     found = []
     for _ in range(2):
-        with pytest.warns(SeededNoiseWarning):
+        with warns("FC570", SeededNoiseWarning):
             loader = PoissonLoader.from_data_loader(numbered(), stream=SecretStream(seed=3))
         found.append(batches(loader, 2))
     assert found[0] == found[1] and found[0][:10] != found[0][10:]
@@ -228,7 +229,7 @@ def test_a_stream_of_a_seed_repeats_batches() -> None:
 def test_the_engine_s_seed_is_the_loader_s(units: Any) -> None:
     found = []
     for _ in range(2):
-        with pytest.warns(SeededNoiseWarning):
+        with warns("FC570", SeededNoiseWarning):
             engine = FlashPrivacyEngine(seed=5)
         *_, loader = private(numbered(), engine, unit=units if units is None else Users(units))
         found.append([*loader.batch_sampler])
@@ -494,7 +495,7 @@ def test_several_rows_of_a_sample_are_refused_whoever_fetches_them() -> None:
     )
     for _ in range(2):  # epochs
         for x, y in loader:
-            with pytest.raises(FlashClippingError, match="samples"):
+            with raises("FC240"):
                 criterion(module(x), y).backward()
 
 
@@ -525,7 +526,7 @@ def test_samples_of_shards_are_drawn_as_those_of_a_list(workers: int) -> None:
     streams, samples = streams_of(7, 0, 30, 23)
     epochs = []
     for dataset in (samples, StreamedDataset(streams, [7, 0, 30, 23])):
-        with pytest.warns(SeededNoiseWarning):
+        with warns("FC570", SeededNoiseWarning):
             engine = FlashPrivacyEngine(accountant="rdp", seed=3)
         loader = DataLoader(dataset, batch_size=BATCH, num_workers=workers)  # type: ignore[arg-type]
         module, optimizer, criterion, loader = private(loader, engine)
@@ -555,23 +556,23 @@ def test_a_shard_of_another_size_is_an_error(size: int) -> None:
     streams, _ = streams_of(10, 10)
     dataset = StreamedDataset(streams, [10, size])
     dataset[3]
-    with pytest.raises(FlashClippingError, match=f"10 samples in shard 1; expected {size}"):
+    with raises("FC334", match=f"10 samples in shard 1; expected {size}"):
         dataset[12]
 
 
 def test_a_stream_that_is_read_once_only_is_an_error() -> None:
     dataset = StreamedDataset([iter(data(10))], [10])
     dataset[3]
-    with pytest.raises(FlashClippingError, match="found 0 samples in shard 0.*begins again"):
+    with raises("FC334", match="0.*0"):
         dataset[3]
 
 
 def test_streams_of_unknown_size_are_refused() -> None:
     streams, _ = streams_of(10, 20)
-    with pytest.raises(ValueError, match=r"(?s)shard 0, a Samples without __len__.*sizes=\["):
+    with raises("FC334", ValueError, match="shard 0, a Samples"):
         StreamedDataset(streams)
-    with pytest.raises(ValueError, match=r"sizes \[10\] for 2 shards"):
+    with raises("FC334", ValueError, match=r"sizes \[10\] for 2 shards"):
         StreamedDataset(streams, [10])
-    with pytest.raises(ValueError, match="Samples, an IterableDataset without __len__"):
+    with raises("FC330", ValueError, match="Samples, an IterableDataset without __len__"):
         private(DataLoader(streams[0], batch_size=5))
     assert len(StreamedDataset([Stream()])) == N

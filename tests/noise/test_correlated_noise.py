@@ -29,6 +29,7 @@ from flash_clipping.noise.samplers import (
     ShuffledSampler,
 )
 from flash_clipping.randomness import Purpose, SecretStream
+from tests.support.errors import raises
 
 pytest.importorskip("dp_accounting")
 SIZE, BATCHES = 30, 5
@@ -211,13 +212,13 @@ def test_steps_on_other_batches_are_refused() -> None:
     batches = iter(loader)
     next(batches)
     x, _ = next(batches)
-    with pytest.raises(FlashClippingError, match="found step 0 .* with batch 1"):
+    with raises("FC512", match="0 .* with batch 1"):
         step(module, optimizer, x)
     assert not engine.accountant.history
     assert optimizer.stream.state_dict()["draws"] == 0  # before noise
     for x, _ in loader:
         step(module, optimizer, x)
-        with pytest.raises(FlashClippingError, match="found step 1"):
+        with raises("FC512", match="1"):
             step(module, optimizer, x)
         break
 
@@ -257,7 +258,7 @@ def test_iterators_give_batches_by_their_numbers(workers: int) -> None:
             stepped.append(number)
         else:
             refused.append(number)
-            with pytest.raises(FlashClippingError, match=f"step {taken} .* with batch {number}"):
+            with raises("FC512", match=f"step {taken} .* with batch {number}"):
                 step(module, optimizer, x)
         assert len(engine.accountant) == BATCHES + len(stepped)
     assert stepped == [*range(BATCHES, BATCHES + len(stepped))] and len(stepped) >= 3
@@ -266,13 +267,13 @@ def test_iterators_give_batches_by_their_numbers(workers: int) -> None:
 
 def test_a_step_on_two_batches_is_refused() -> None:
     _, module, optimizer, loader = private(BandedNoise(2))
-    with pytest.raises(FlashClippingError, match="signal_skip_step.*must come whole"):
+    with raises("FC283"):
         optimizer.signal_skip_step()
 
 
 def test_copies_are_refused() -> None:
     _, module, optimizer, loader = private(BandedNoise(2))
-    with pytest.raises(FlashClippingError, match="take back the same noise twice"):
+    with raises("FC537"):
         copy.deepcopy(optimizer.correlated)
 
 
@@ -307,7 +308,7 @@ def test_a_part_is_not_stepped_on_twice() -> None:
     _, module, optimizer, loader = private(BandedInverseNoise(2))
     for x, _ in in_parts(loader, optimizer):
         module(x).square().sum().backward()
-        with pytest.raises(ValueError, match="grad accumulation"):
+        with raises("FC510", ValueError):
             module(x).square().sum().backward()
         break
 
@@ -316,7 +317,7 @@ def test_workers_of_parts_are_refused() -> None:
     """Nobody would say in this process which step a part belongs to."""
     _, module, optimizer, loader = private(BandedInverseNoise(2), workers=1)
     for x, _ in in_parts(loader, optimizer):
-        with pytest.raises(FlashClippingError, match="BatchMemoryManager with num_workers=0"):
+        with raises("FC244"):
             step(module, optimizer, x)
         break
 
@@ -343,7 +344,7 @@ def test_processes_have_parts_of_the_batch_of_one(kind: Any, more: dict[str, int
 
 
 def test_more_diagonals_than_batches() -> None:
-    with pytest.raises(ValueError, match=r"BandedNoise\(6\) with 5 batches"):
+    with raises("FC316", ValueError, match=r"BandedNoise\(6\) with 5 batches"):
         private(BandedNoise(6), CyclicPoisson)
 
 

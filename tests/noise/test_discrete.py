@@ -18,6 +18,7 @@ from flash_clipping.noise.discrete import discrete_gaussian, discrete_grid, disc
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.chacha import Keystream
+from tests.support.errors import raises
 from tests.support.private import Private
 
 stats = pytest.importorskip("scipy.stats")
@@ -91,7 +92,7 @@ def test_discrete_gaussians_are_those_of_their_draw_and_nonce() -> None:
     assert len({*map(tuple, (of(), of(1), of(tensor=1), of(shard=1)))}) == 4
     assert len(discrete_gaussian(draw(), 0, 3)) == 0
     assert discrete_gaussian(draw(), 5, 3).dtype == torch.int64
-    with pytest.raises(ValueError, match="expected 1 to 31"):
+    with raises("FC302", ValueError, match="expected 1 to 31"):
         discrete_gaussian(draw(), 5, 32)
 
 
@@ -181,7 +182,7 @@ def test_discrete_noise_has_its_deviation_and_outputs_are_bounded() -> None:
 
 def test_exact_noise_is_refused_where_it_is_not_accounted_for() -> None:
     for name in ("prv", "rdp", "gdp", "pld"):
-        with pytest.raises(ValueError, match="accountant='discrete_gaussian'"):
+        with raises("FC316", ValueError, match="accountant='discrete_gaussian'"):
             private(engine=FlashPrivacyEngine(accountant=name))
     for options, message in (
         ({"poisson_sampling": False}, "poisson_sampling=False"),
@@ -194,11 +195,11 @@ def test_exact_noise_is_refused_where_it_is_not_accounted_for() -> None:
             "continuous",
         ),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
+        with raises("FC316", ValueError, match=message):
             private(**options)
     for cls in (ShardedFlashDPOptimizer, DistributedFlashDPOptimizer):
-        with pytest.raises(NotImplementedError, match="noise_grid='exact'"):
+        with raises("FC317", NotImplementedError):
             given = dict.fromkeys(("noise_multiplier", "max_grad_norm", "expected_batch_size"), 1.0)
             cls(torch.optim.SGD([nn.Parameter(torch.zeros(3))]), noise_grid="exact", **given)
-    with pytest.raises(ValueError, match="Train fewer parameters"):
+    with raises("FC317", ValueError):
         discrete_grid(1.0, 1e4, 10**9)

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.errors import raises
+
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from peft import LoraConfig, get_peft_model
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.rules import find_rule
 from tests.rules.test_experts import (
     Experts,
@@ -226,7 +228,7 @@ def test_what_no_sample_reaches_is_refused(state: str) -> None:
         if "lora" in name:
             param.requires_grad_()
     flash = GradSampleModuleFlashClipping(model.double())
-    with pytest.raises(FlashClippingError, match=f"experts.* adapter 'default' .* {state}"):
+    with raises("FC121", match=f"experts.* adapter 'default' .* {state}"):
         flash(*inputs(3, 5))
 
 
@@ -252,7 +254,7 @@ def test_another_layout_is_refused() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(wrapper), "get_delta_weight", by_rank)
         flash = GradSampleModuleFlashClipping(model)
-        with pytest.raises(FlashClippingError, match="PEFT adds something else"):
+        with raises("FC122"):
             flash(*inputs(3, 5))
 
 

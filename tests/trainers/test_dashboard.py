@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.trainers.dashboard import ClippingStatistics, PrivacyDashboard, line
+from tests.support.errors import raises
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
@@ -186,5 +187,5 @@ def test_no_samples() -> None:
     reading = ClippingStatistics(model).read()
     assert (reading.samples, reading.samples_per_second) == (0, 0.0)
     assert "clipped nan%" in line(1, 0.5, reading)
-    with pytest.raises(ValueError, match="every: found 0"):
+    with raises("FC302", ValueError, match="every: found 0"):
         PrivacyDashboard(None, model, delta=1e-3, every=0)

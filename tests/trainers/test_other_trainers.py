@@ -14,6 +14,7 @@ from transformers import Trainer
 
 from flash_clipping import Documents, per_sample_loss
 from flash_clipping.trainers.transformers import PrivateTrainer
+from tests.support.errors import raises
 from tests.support.trainers import Texts, arguments, bert, llama, privacy, tokenizer
 
 trl = pytest.importorskip("trl")
@@ -55,7 +56,7 @@ def test_arguments_by_position(tmp_path: Path) -> None:
     assert args.gradient_accumulation_steps == 3
     private.train()
     assert private.run.engine.accountant.history == [(1.0, 0.25, 1)]
-    with pytest.raises(ValueError, match="no args; expected those of WithReference"):
+    with raises("FC809", ValueError, match="WithReference"):
         Private(bert(), reference, privacy=privacy())
 
 
@@ -138,7 +139,7 @@ def test_texts_are_samples(tmp_path: Path, padding_free: bool) -> None:
 def test_packed_texts_are_refused(tmp_path: Path) -> None:
     for options, words in (({"packing": True}, "padding_free=True"), ({"loss_type": "dft"}, "dft")):
         args = trl.SFTConfig(output_dir=str(tmp_path), **SETTINGS, **options)
-        with pytest.raises(ValueError, match=words) as error:
+        with raises("FC802", ValueError, match=words) as error:
             ours.PrivateSFTTrainer(llama(), args, privacy=privacy())
         if "packing" in options:  # the line trains
             line = str(error.value).splitlines()[-1].strip()
@@ -148,7 +149,7 @@ def test_packed_texts_are_refused(tmp_path: Path) -> None:
             given = {"processing_class": tokenizer(), "privacy": privacy()}
             ours.PrivateSFTTrainer(llama(), args, None, data, **given)
     args = trl.SFTConfig(output_dir=str(tmp_path), padding_free=True, **SETTINGS)
-    with pytest.raises(ValueError, match="found unit=Documents.*'row'"):
+    with raises("FC801", ValueError, match="found unit=Documents.*'row'"):
         ours.PrivateSFTTrainer(llama(), args, privacy=privacy(unit=Documents("row")))
 
 
@@ -273,7 +274,7 @@ def test_arguments_of_another_class_are_refused(tmp_path: Path) -> None:
         (ours.PrivateSFTTrainer, "SFTConfig"),
         (ours.PrivateDPOTrainer, "DPOConfig"),
     ):
-        with pytest.raises(ValueError, match=f"TrainingArguments; expected {wanted}"):
+        with raises("FC809", ValueError, match=f"TrainingArguments; expected {wanted}"):
             cls(llama(), args=arguments(tmp_path), privacy=privacy())
 
 
@@ -287,5 +288,5 @@ def test_other_losses_of_pairs_are_refused(tmp_path: Path) -> None:
         ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1"),
     ):
         args = trl.DPOConfig(output_dir=str(tmp_path), **SETTINGS, **options)
-        with pytest.raises(ValueError, match=words):
+        with raises("FC802", ValueError, match=words):
             ours.PrivateDPOTrainer(llama(), args=args, privacy=privacy())

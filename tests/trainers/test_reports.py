@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, LargeDeltaWarning, Users
+from tests.support.errors import warns
 from tests.support.trainers import trainer
 
 pytestmark = [
@@ -87,13 +88,13 @@ def test_epsilon_is_computed_once_for_so_many_steps(
 
 def test_delta_of_an_engine() -> None:
     """Of 20 samples: before training where it is given, otherwise when ε is asked for; once."""
-    with pytest.warns(LargeDeltaWarning, match=r"found 0\.05 for 20 samples.*delta=0\.005"):
+    with warns("FC564", LargeDeltaWarning, match=r"0\.05 for 20 samples.*delta=0\.005"):
         made(target_epsilon=3.0, target_delta=0.05, epochs=1, epsilon_tolerance=1.0)
-    with pytest.warns(LargeDeltaWarning):
+    with warns("FC564", LargeDeltaWarning):
         made("pld", target_epsilon=3.0, target_delta=0.05, epochs=1, epsilon_tolerance=1.0)
     engine, returned = made(noise_multiplier=1.0)
     step(returned)
-    with pytest.warns(LargeDeltaWarning):
+    with warns("FC564", LargeDeltaWarning):
         engine.get_epsilon(0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", LargeDeltaWarning)
@@ -104,7 +105,7 @@ def test_delta_of_an_engine() -> None:
 def test_delta_of_a_trainer(tmp_path: Path) -> None:
     private = trainer(tmp_path, of_privacy={"target_delta": 0.05}, max_steps=1)
     private.get_train_dataloader()
-    with pytest.warns(LargeDeltaWarning, match="for 20 samples"):
+    with warns("FC564", LargeDeltaWarning, match="for 20 samples"):
         private.optimizer = private.accelerator.prepare(private.create_optimizer())
         private.create_scheduler(1)  # before the first step
     assert private.run.steps == 0
@@ -114,7 +115,7 @@ def test_delta_of_users() -> None:
     users = torch.arange(20) // 4
     engine, returned = made(noise_multiplier=1.0, unit=Users(users))
     step(returned)
-    with pytest.warns(LargeDeltaWarning, match="for 5 samples"):
+    with warns("FC564", LargeDeltaWarning, match="for 5 samples"):
         engine.get_epsilon(0.2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", LargeDeltaWarning)

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flash_clipping import Documents, FlashClippingError, Offsets, per_sample_loss
+from flash_clipping import Documents, Offsets, per_sample_loss
 from flash_clipping.trainers.lightning import PrivateTraining
 from flash_clipping.trainers.transformers import PrivateTrainer
+from tests.support.errors import raises
 from tests.support.trainers import arguments, privacy, weights
 
 pytestmark = [
@@ -202,7 +203,7 @@ def test_batches_without_documents(tmp_path: Path) -> None:
 def test_a_collator_that_does_not_say_whose_rows_are(tmp_path: Path) -> None:
     private = trainer(tmp_path, llama(), sample_of="author", train_dataset=texts())
     private.data_collator = packed
-    with pytest.raises(ValueError, match="argument='author'.*: found NoneType in a batch"):
+    with raises("FC808", ValueError, match="argument='author'.*NoneType"):
         private.train()
 
 
@@ -216,11 +217,11 @@ def test_documents_that_are_joined(tmp_path: Path) -> None:
     private = trainer(
         tmp_path, llama(), sample_of="document", train_dataset=texts(), data_collator=joined
     )
-    with pytest.raises(FlashClippingError, match="the map has fewer units"):
+    with raises("FC273"):
         private.train()
     assert private.run.steps == 0
 
 
 def test_lightning_takes_rows_only() -> None:
-    with pytest.raises(ValueError, match="found unit=Documents"):
+    with raises("FC820", ValueError, match="Documents"):
         PrivateTraining(privacy(max_grad_norm=1.0, unit=Documents("user")))
