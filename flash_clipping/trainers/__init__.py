@@ -2,3 +2,37 @@
 
 Each trainer is an optional dependency, imported by its own module only.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["private"]
+
+
+def private(trainer: type) -> Any:
+    """The private form of any subclass of ``transformers.Trainer``.
+
+    ::
+
+        trainer = private(TheirTrainer)(
+            model=model, args=args, train_dataset=dataset, privacy=PrivacyArguments(...))
+
+    Args:
+        trainer: the class. Of ``Trainer``, ``Seq2SeqTrainer`` and TRL's ``SFTTrainer`` and
+            ``DPOTrainer`` the forms of this package are returned.
+
+    Returns:
+        A subclass of :class:`~flash_clipping.trainers.transformers.PrivateTrainer` and of it. Where
+        it has a ``compute_loss`` of its own, steps are by that one: it must be the mean of the
+        losses of samples, each a function of that sample only. Before the first step the loss of
+        some samples together is compared with the mean of their own.
+
+    Raises:
+        TypeError: it is no subclass of ``Trainer``.
+        ValueError: in ``train()``: ``compute_loss`` is no such mean; what else a private trainer
+            does not support.
+    """
+    from flash_clipping.trainers.any_trainer import private_of
+
+    return private_of(trainer)

@@ -275,12 +275,13 @@ def _wide(x: Tensor) -> Tensor:
 @contextmanager
 def asking(model: nn.Module) -> Iterator[None]:
     """Run a model without gradients and dropout; nothing of it is changed."""
-    with untouched(model), _seeded(model), torch.no_grad():
+    with untouched(model), seeded(model), torch.no_grad():
         model.eval()
         yield
 
 
-def _seeded(model: nn.Module) -> Any:
+def seeded(model: nn.Module) -> Any:
+    """Draws are the same in each of these contexts."""
     return random_state(list({p.device for p in model.parameters() if p.is_cuda}), seed=0)
 
 
@@ -289,7 +290,7 @@ def _own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
     inside: Any = model
     if has_penalty(model):
         inside = inside.get_base_model()
-    with _seeded(model):
+    with seeded(model):
         return loss_of(inside(**inputs))
 
 
@@ -329,7 +330,7 @@ def compare(
         if own is None:
             return
         if own.isfinite():  # a mean over no label is NaN
-            with _seeded(model):  # ViTMAE draws what it hides
+            with seeded(model):  # ViTMAE draws what it hides
                 ours = losses(batch, 1)
             _compare(model, own, ours, "one sample")
             found.setdefault(_count_of_labels(batch), sample)
@@ -346,11 +347,16 @@ def compare(
             _compare(model, own, both[row : row + 1], "a sample in a batch of two")
 
 
+def tolerance_of(model: nn.Module, loss: Tensor) -> float:
+    """Relative differences between losses of a model that are rounding."""
+    dtypes = {loss.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
+    if torch.is_autocast_enabled(loss.device.type):
+        dtypes.add(torch.get_autocast_dtype(loss.device.type))
+    return max(_TOLERANCES.get(dtype, 5e-2) for dtype in dtypes)
+
+
 def _compare(model: nn.Module, own: Tensor, losses: Tensor, what: str) -> None:
-    dtypes = {own.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
-    if torch.is_autocast_enabled(own.device.type):
-        dtypes.add(torch.get_autocast_dtype(own.device.type))
-    tolerance = max(_TOLERANCES.get(dtype, 5e-2) for dtype in dtypes)
+    tolerance = tolerance_of(model, own)
     ours, expected = float(losses.sum()), float(own)
     if losses.shape == (1,) and abs(ours - expected) <= tolerance * max(1.0, abs(expected)):
         return

@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from flash_clipping.errors import InvalidValue, missing_extra
 
 try:
-    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
     from trl.trainer.dpo_trainer import use_adapter
 except ImportError as error:
     raise missing_extra("trl", __name__, error) from error
 
 from flash_clipping.engine.sampling.units import Documents
 from flash_clipping.trainers.arguments import PrivacyArguments
+from flash_clipping.trainers.by_means import ByMeans
 from flash_clipping.trainers.transformers import PrivateTrainer, _bound
 
-__all__ = ["PrivacyArguments", "PrivateDPOTrainer", "PrivateSFTTrainer"]
+__all__ = ["PrivacyArguments", "PrivateDPOTrainer", "PrivateRewardTrainer", "PrivateSFTTrainer"]
 
 #: A loss from the margin ``[B]`` between the gains of the chosen and of the rejected texts, with
 #: how strongly these count.
@@ -185,3 +186,20 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         gains_R = torch.where(mask_RT[:, 1:] != 0, gains_RT, 0.0).sum(1)
         chosen, rejected = gains_R.chunk(2)
         return chosen, rejected
+
+
+class PrivateRewardTrainer(ByMeans, RewardTrainer):  # type: ignore[misc]
+    """``trl.RewardTrainer`` with differential privacy for every pair of ``train_dataset``.
+
+    A pair, its chosen and its rejected text, is one sample. The loss is TRL's own.
+    ``per_device_train_batch_size`` counts pairs.
+
+    Args:
+        *arguments, **kwargs: as in ``RewardTrainer``.
+        privacy: how private the run is.
+    """
+
+    def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
+        _config(type(self), RewardConfig, arguments, kwargs)
+        super().__init__(*arguments, privacy=_by(privacy, "pair"), **kwargs)
+        self.data_collator = partial(_tagged, self.data_collator, "pair", _pairs)

@@ -1,0 +1,46 @@
+"""The private form of any subclass of ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Seq2SeqTrainer, Trainer
+
+from flash_clipping.errors import InvalidType
+from flash_clipping.trainers.by_means import ByMeans
+from flash_clipping.trainers.transformers import PrivateSeq2SeqTrainer, PrivateTrainer
+
+
+def private_of(trainer: type[Trainer]) -> type[PrivateTrainer]:
+    """As :func:`flash_clipping.trainers.private`."""
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise InvalidType(
+            f"FC809 private: found {trainer!r}; expected a subclass of transformers.Trainer:\n"
+            "    trainer = private(Trainer)(model, args, privacy=privacy, ...)"
+        )
+    if issubclass(trainer, PrivateTrainer):
+        return trainer
+    own = _own_forms(trainer)
+    known: Any = next(cls for cls in trainer.__mro__ if cls in own)
+    if known is trainer:
+        return own[trainer]
+    is_told = any("compute_sample_losses" in vars(cls) for cls in trainer.__mro__)
+    theirs: Any = trainer
+    has_loss = theirs.compute_loss is not known.compute_loss and not is_told
+    bases = (ByMeans, own[known], trainer) if has_loss else (own[known], trainer)
+    return type(f"Private{trainer.__name__}", bases, {"__module__": trainer.__module__})
+
+
+def _own_forms(trainer: type[Trainer]) -> Mapping[type[Trainer], type[PrivateTrainer]]:
+    """Trainers that have a private form here, those of TRL where this is one of them."""
+    own = {Seq2SeqTrainer: PrivateSeq2SeqTrainer, Trainer: PrivateTrainer}
+    if any(cls.__module__.partition(".")[0] == "trl" for cls in trainer.__mro__):
+        from flash_clipping.trainers import trl
+
+        return {
+            trl.SFTTrainer: trl.PrivateSFTTrainer,
+            trl.DPOTrainer: trl.PrivateDPOTrainer,
+            trl.RewardTrainer: trl.PrivateRewardTrainer,
+        } | own
+    return own
