@@ -56,9 +56,6 @@ def _remember_accounts() -> None:
     PRVAccountant.get_epsilon = get_epsilon
 
 
-_remember_accounts()
-
-
 def _seed_only_what_there_is() -> None:
     """``torch.manual_seed`` notes the seed, with the whole stack as text, for every kind of device
     that is not there yet: a millisecond every time under pytest, and a list that grows."""
@@ -69,6 +66,11 @@ def _seed_only_what_there_is() -> None:
 
 _seed_only_what_there_is()
 remember_the_language()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        _remember_accounts()  # workers wait for the process that starts them, which runs no test
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ from flash_clipping import (
 EXAMPLES = float(os.environ.get("OPACUS_SUITE_EXAMPLES", "1"))
 
 
-def opacus_tests(name: str, *, examples: int = 6, **replacements: Any) -> types.ModuleType:
+def opacus_tests(name: str, *, examples: int = 4, **replacements: Any) -> types.ModuleType:
     """The module ``opacus.tests.<name>``, with some of its globals replaced.
 
     Raises:
