@@ -72,11 +72,6 @@ def found(by_four: list[Found]) -> list[Found]:
     return by_four
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
-    assert max(of_rank[f"clipped {name}"]["error"] for of_rank in found) <= 1e-12
-
-
 @pytest.mark.slow
 def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
     group = processes.ProcessGroup("replicas_compiled", world=4, main=compiled)
@@ -84,14 +79,6 @@ def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactor
         for name in COMPILED:
             assert of_rank[name]["error"] <= 1e-12, name
             assert of_rank[name]["graphs"] >= 1, name
-
-
-def test_documents_of_a_row_are_one_process_s(found: list[Found]) -> None:
-    assert max(of_rank["documents"]["error"] for of_rank in found) <= 1e-12
-
-
-def test_training_is_that_of_one_process(found: list[Found]) -> None:
-    assert max(of_rank["trained"] for of_rank in found) <= 1e-9
 
 
 def test_replicas_have_one_noise_and_shards_their_own(found: list[Found]) -> None:

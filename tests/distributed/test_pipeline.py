@@ -91,10 +91,3 @@ REFUSED = {
     "engine, two_pass": r"mode='two_pass', for which",
     "engine, not Poisson": r"poisson_sampling=False",
 }
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_by_name(name: str, by_two: list[Found]) -> None:
-    for of_rank in by_two:
-        with pytest.raises(AssertionError, match=REFUSED[name]):
-            raise AssertionError(of_rank[f"pipeline refuses {name}"])

@@ -111,11 +111,6 @@ def found(by_two: list[Found]) -> list[Found]:
     return by_two
 
 
-@pytest.mark.parametrize("name", cases.CASES)
-def test_sums_and_norms_are_those_of_single_samples(name: str, found: list[Found]) -> None:
-    assert max(of_rank[f"clipped {name}"]["error"] for of_rank in found) <= 1e-12
-
-
 def test_equal_blocks_are_compiled_once(found: list[Found]) -> None:
     for of_rank in found:
         compiled = of_rank["clipped compiled blocks"]
@@ -130,20 +125,6 @@ def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactor
             assert of_rank[name]["error"] <= 1e-12, name
         for name in ("blocks", "two_pass", "shards"):
             assert (of_rank[name]["graphs"], of_rank[name]["breaks"]) == (1, 0), name
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["even", "uneven", "bare", "tied", "two_pass", *(n for n in cases.CASES if "one each" in n)],
-)
-def test_processes_stop_asking_each_other(name: str, found: list[Found]) -> None:
-    """Steps then wait for no answer."""
-    assert all(of_rank[f"clipped {name}"]["settled"] for of_rank in found)
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_training_is_that_of_one_process(name: str, found: list[Found]) -> None:
-    assert max(of_rank[f"trained {name}"] for of_rank in found) <= 1e-9
 
 
 def test_mixed_precision_sums_are_in_fp32(found: list[Found]) -> None:
@@ -266,18 +247,6 @@ def test_all_rows_of_a_unit_are_one_process_s(how: str, name: str, found: list[F
     check_units([of_rank[f"{how}, {name}"] for of_rank in found], of_unit, options)
 
 
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-def test_documents_of_a_row_are_one_process_s(mode: str, found: list[Found]) -> None:
-    for of_rank in found:
-        assert of_rank[f"documents {mode}"]["error"] <= 1e-12
-        assert of_rank[f"documents {mode}"]["settled"]
-
-
-@pytest.mark.parametrize("name", steps.TABLES)
-def test_a_process_without_samples_runs_models_with_tables(name: str, found: list[Found]) -> None:
-    assert max(of_rank[f"tables {name}"] for of_rank in found) <= 1e-12
-
-
 def test_batches_have_as_many_parts_in_all_processes(found: list[Found]) -> None:
     """Of ``BatchMemoryManager``; processes with fewer samples take part with empty ones."""
     first, second = (of_rank["in parts"]["sizes"] for of_rank in found)
@@ -354,13 +323,6 @@ REFUSED = {
     "units in parts": r"batches must come whole \(units\)",
     "past a tap": "uses a trainable parameter that another module owns",
 }
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_by_name(name: str, found: list[Found]) -> None:
-    for of_rank in found:
-        with pytest.raises(AssertionError, match=REFUSED[name]):
-            raise AssertionError(of_rank[f"refuses {name}"])
 
 
 @pytest.mark.parametrize("name", failures.CASES)

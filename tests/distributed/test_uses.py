@@ -9,12 +9,6 @@ from tests.distributed import processes, uses
 from tests.distributed.processes import Found
 
 
-@pytest.mark.parametrize("name", ["llama", "LoRA"])
-def test_models_of_transformers_and_peft(name: str, by_two: list[Found]) -> None:
-    """Their norms are taken in fp32 by the model itself."""
-    assert max(of_rank[name] for of_rank in by_two) <= 1e-6
-
-
 def test_a_model_that_accelerate_prepared_trains_as_single_samples_say(
     by_two: list[Found],
 ) -> None:

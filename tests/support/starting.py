@@ -79,8 +79,16 @@ def fixture_of(group: Group) -> Any:
     return found
 
 
+def _names_of(item: pytest.Item) -> set[str]:
+    """Of the groups that it asks for, by a fixture or by what a parameter calls its ``group``."""
+    callspec = getattr(item, "callspec", None)
+    values = callspec.params.values() if callspec else ()
+    named = {getattr(value, "group", None) for value in values}
+    return GROUPS.keys() & {*getattr(item, "fixturenames", ()), *named}
+
+
 def asks_for_processes(item: pytest.Item) -> bool:
-    return not GROUPS.keys().isdisjoint(getattr(item, "fixturenames", ()))
+    return bool(_names_of(item))
 
 
 def folder_of_run(factory: pytest.TempPathFactory) -> Path:
@@ -92,8 +100,8 @@ def folder_of_run(factory: pytest.TempPathFactory) -> Path:
 def begin_all(items: Iterable[pytest.Item], factory: pytest.TempPathFactory) -> None:
     """Begin what these tests ask for, in the first worker."""
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
-        names = {name for item in items for name in getattr(item, "fixturenames", ())}
-        begin([GROUPS[name] for name in GROUPS if name in names], folder_of_run(factory))
+        names = {name for item in items for name in _names_of(item)}
+        begin([group for group in GROUPS.values() if group.name in names], folder_of_run(factory))
 
 
 def begin(groups: Iterable[Group], folder: Path) -> subprocess.Popen[bytes] | None:
