@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output (head) has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as of a process that SIGPIPE has ended
+    except KeyboardInterrupt:
+        return 128 + 2
     except args.refusals as error:
         place = f" {args.file}:" if "file" in args else ""
         text = _with_flags(str(error).replace(f"{args.command}: ", "", 1), args)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -114,8 +113,6 @@ def _cause_in_labels(subject: Subject) -> str:
         except Exception:  # these are no labels, or another number is ignored
             continue
         expected = task.reduced(own)
-        if not (math.isfinite(whole) and math.isfinite(expected)):
-            continue
         if abs(whole - expected) > LOSS_TOLERANCE * abs(expected):
             found = (
                 f"With half of the labels of one sample ignored ({ignored}), the loss of the "
@@ -291,7 +288,10 @@ def check(
         checked_number("max_grad_norm", max_grad_norm, "(0, inf)", example=1.0)
     if tolerance is not None:
         checked_number("tolerance", tolerance, "[0, inf)", example=1e-4)
-    plain = without_dropout(copy.deepcopy(model))
+    try:
+        plain = without_dropout(copy.deepcopy(model))
+    except Exception as error:
+        raise InvalidValue(f"FC923 check() cannot copy the model: {described(error)}") from error
     if dtype is not None:
         plain, batch = plain.to(dtype), cast(batch, dtype)
     samples = Samples(batch, batch_first, plain)

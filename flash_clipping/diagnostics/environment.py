@@ -34,6 +34,7 @@ def environment() -> dict[str, Any]:
     available = backends.is_triton_available()
     if not available and reason is None:
         reason = "no CUDA device, and TRITON_INTERPRET is not 1"
+    on_cuda, on_cpu = backends.matmul_settings()
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     devices = [
         {
@@ -64,20 +65,12 @@ def environment() -> dict[str, Any]:
             "why_not": None if available else reason,
         },
         "settings": {
-            "float32_matmul_precision": _matmul_precision(),
+            "fp32_matmuls": {"cuda": on_cuda.fp32_precision, "cpu": on_cpu.fp32_precision},
             "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
             "default_dtype": str(torch.get_default_dtype()),
         },
         "variables": {name: os.environ[name] for name in _VARIABLES.split() if name in os.environ},
     }
-
-
-def _matmul_precision() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by PyTorch's newer settings, in which the older has no word for it
-        found = zip(("cuda", "cpu"), backends.matmul_settings(), strict=True)
-        return ", ".join(f"{device} {setting.fp32_precision}" for device, setting in found)
 
 
 def _version(package: str) -> str | None:

@@ -19,6 +19,8 @@ from flash_clipping.__main__ import main
 from flash_clipping.noise.report import statistics_report
 
 FACTORIES = """
+import threading
+
 import torch
 from torch import nn
 
@@ -98,6 +100,12 @@ def fails():
     return good(), undefined_name
 
 
+def locked():
+    model, x = good()
+    model.lock = threading.Lock()
+    return model, x
+
+
 def no_tensor():
     return good()[0], "a batch"
 
@@ -171,6 +179,7 @@ def test_command_prints_json(factories: str, capsys) -> None:
         ("own_factories:no_loss", "returned a str as loss"),
         ("own_factories:needs", "missing 1 required positional argument: 'path'"),
         ("own_factories:fails", r"NameError.*undefined_name.*line \d+ of .*own_factories\.py"),
+        ("own_factories:locked", "FC923 check\\(\\) cannot copy the model: cannot pickle"),
         ("own_factories:no_tensor", "holds no tensor with a batch axis"),
     ],
 )
@@ -202,6 +211,14 @@ def test_a_reader_that_has_enough_is_no_error(arguments: str) -> None:
     )
     os.close(writing)
     assert run.stderr == "" and run.returncode in (0, 128 + 13)
+
+
+def test_who_interrupts_a_command_sees_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flash_clipping.__main__._json", interrupt)
+    assert main(["compose", "run.json"]) == 128 + 2
 
 
 FILES = {

@@ -123,8 +123,7 @@ def test_references_ignore_the_newer_settings_of_precision(precision: str) -> No
     try:
         product = backend.run(_product, "torch", x, x)
         assert on_cpu.fp32_precision == precision
-        told = environment()["settings"]["float32_matmul_precision"]
-        assert told.endswith(f"cpu {precision}")
+        assert environment()["settings"]["fp32_matmuls"]["cpu"] == precision
     finally:
         on_cpu.fp32_precision = before
     assert torch.equal(product, exact)
