@@ -72,12 +72,17 @@ class Call:
     function: str
     depth: int
 
+    @property
+    def where(self) -> str:
+        return f"{self.file}: {self.function}"
+
 
 @dataclass
 class Walk:
-    """Calls in their order."""
+    """Calls in their order, and how many conditional jumps each function passed, taken or not."""
 
     calls: list[Call]
+    jumps: Counter[str]
 
     @property
     def files(self) -> int:
@@ -92,22 +97,31 @@ class Walk:
 
 def recorded(work: Callable[[], Any]) -> Walk:
     """What ``work`` calls; in this thread, where autograd runs backward on the CPU."""
-    walk = Walk([])
+    walk = Walk([], Counter())
     running: list[FrameType] = []
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            if (file := _counted(frame.f_code.co_filename)) is not None:
-                walk.calls.append(Call(file, frame.f_code.co_qualname, len(running)))
-                running.append(frame)
-        elif event == "return" and running and running[-1] is frame:
-            running.pop()
+    def begin(frame: FrameType, *_: Any) -> Any:
+        if (file := _counted(frame.f_code.co_filename)) is None:
+            return None
+        call = Call(file, frame.f_code.co_qualname, len(running))
+        walk.calls.append(call)
+        running.append(frame)
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
 
-    sys.setprofile(note)
+        def inside(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "opcode" and frame.f_code.co_code[frame.f_lasti] in _JUMPS:
+                walk.jumps[call.where] += 1
+            elif event == "return" and running and running[-1] is frame:
+                running.pop()
+            return inside
+
+        return inside
+
+    sys.settrace(begin)
     try:
         work()
     finally:
-        sys.setprofile(None)
+        sys.settrace(None)
     return walk
 
 
@@ -140,12 +154,14 @@ def walk_of_a_linear() -> tuple[Walk, Walk]:
 def of_one_more_layer() -> dict[str, tuple[float, float]]:
     """Conditional jumps and calls that a ``Linear`` adds to a step, by function: the difference of
     models of four and of eight."""
-    few, many = (_jumps_and_calls(_step_of(n)) for n in (4, 8))
-    return {
-        where: tuple((many[kind][where] - few[kind][where]) / 4 for kind in (0, 1))
-        for where in sorted(many[1] | few[1])
-        if many[1][where] != few[1][where] or many[0][where] != few[0][where]
-    }
+    few, many = (recorded(_step_of(n)) for n in (4, 8))
+    counts = [(walk.jumps, Counter(call.where for call in walk.calls)) for walk in (few, many)]
+    found = {}
+    for where in sorted(counts[1][1]):
+        added = tuple((counts[1][kind][where] - counts[0][kind][where]) / 4 for kind in (0, 1))
+        if any(added) and not where.startswith("opacus/"):
+            found[where] = added
+    return found
 
 
 def _step_of(layers: int) -> Callable[[], None]:
@@ -165,32 +181,6 @@ def _step_of(layers: int) -> Callable[[], None]:
     for _ in range(STEPS):
         step()
     return step
-
-
-def _jumps_and_calls(work: Callable[[], None]) -> tuple[Counter[str], Counter[str]]:
-    jumps, calls = Counter[str](), Counter[str]()
-
-    def begin(frame: FrameType, *_: Any) -> Any:
-        file = _counted(frame.f_code.co_filename)
-        if file is None or file.startswith("opacus/"):
-            return None
-        where = f"{file}: {frame.f_code.co_qualname}"
-        calls[where] += 1
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-
-        def pass_by(frame: FrameType, event: str, _: Any) -> Any:
-            if event == "opcode" and frame.f_code.co_code[frame.f_lasti] in _JUMPS:
-                jumps[where] += 1
-            return pass_by
-
-        return pass_by
-
-    sys.settrace(begin)
-    try:
-        work()
-    finally:
-        sys.settrace(None)
-    return jumps, calls
 
 
 def _counted(file: str) -> str | None:
@@ -214,7 +204,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         )
         if options.calls:
             for call in walk.calls:
-                print(f"    {'  ' * call.depth}{call.file}: {call.function}", file=console.file)
+                print(f"    {'  ' * call.depth}{call.where}", file=console.file)
     if options.layers:
         jumps, calls = (sum(found) for found in zip(*of_layer.values(), strict=True))
         console.print(f"one more Linear: {jumps:g} conditional jumps, {calls:g} calls")
