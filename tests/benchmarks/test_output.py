@@ -51,8 +51,7 @@ def test_plot_writes_a_png_beside_each_file(results: Path, run: Run) -> None:
 def test_plot_draws_rows_without_numbers(tmp_path: Path, run: Run) -> None:
     rows = [Row("nonprivate", "m", 1, 1, milliseconds=[1.0], peak_bytes=1), Row("flash", "m", 1, 1)]
     rows[1].status = "OOM"
-    environment: dict[str, str | None] = {"device": "d", "torch": "2", "revision": None}
-    Record("step", environment, "python", {}, rows).write(tmp_path / "step.json")
+    Record("step", WHERE, "python", {}, rows).write(tmp_path / "step.json")
     assert run("plot", tmp_path / "step.json")[0] == 0
 
 
@@ -108,67 +107,46 @@ def test_report_writes_tables_that_name_the_machine(results: Path, run: Run) -> 
     assert page.read_text() == text
 
 
-def test_report_puts_what_was_measured_beside_peers_into_the_readme(
+#: Of records that are written here.
+WHERE: dict[str, str | None] = dict.fromkeys(("driver", "torch", "triton", "opacus"), "1")
+WHERE |= {"device": "Some GPU", "revision": "abc"}
+
+
+def test_report_says_what_was_measured_and_why_a_method_has_no_numbers(
     tmp_path: Path, run: Run
 ) -> None:
     rows = [
         Row("nonprivate", "m", 2, 3, milliseconds=[10.0], peak_bytes=2**30),
         Row("flash", "m", 2, 3, milliseconds=[11.0], peak_bytes=2**30),
-        Row("fastdp", "m", 2, 3, milliseconds=[18.0], peak_bytes=2**31),
-        Row("opacus-hooks", "m", 2, 3, milliseconds=[1.0], peak_bytes=1),
-        Row("opacus-ghost", "m", 2, 3, status="OOM"),
-    ]
-    keys = ("driver", "torch", "triton", "opacus", "revision")
-    environment: dict[str, str | None] = {"device": "Some GPU", **dict.fromkeys(keys, "1")}
-    Record("step", environment, "command", {"dtype": "bf16"}, rows).write(tmp_path / "a.json")
-    alone = [row for row in rows if row.method in ("nonprivate", "flash")]
-    Record("step", environment, "command", {"dtype": "bf16"}, alone).write(tmp_path / "b.json")
-    arguments, _, readme = pages(tmp_path)
-    assert run(*arguments)[0] == 0
-    lines = readme.read_text().splitlines()
-    assert lines[0] == "# Short" and lines[-1] == "Last" and "old numbers" not in lines
-    (row,) = [line for line in lines if "m; B 2, T 3" in line]
-    assert row == "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM | 1.80× (2.00) |"
-    assert "* Some GPU, driver 1, torch 1, triton 1, opacus 1, git revision 1, bf16" in lines
-    readme.write_text(readme.read_text().replace("1.80×", "1.70×"))
-    assert run(*arguments, "--check")[0] == 1
-
-
-def test_report_says_why_a_method_has_no_numbers(tmp_path: Path, run: Run) -> None:
-    rows = [
-        Row("nonprivate", "m", 2, 3, milliseconds=[10.0], peak_bytes=2**30),
-        Row("flash", "m", 2, 3, milliseconds=[11.0], peak_bytes=2**30),
-        Row("opacus-hooks", "m", 2, 3, status="OOM"),
         Row("opacus-ghost", "m", 2, 3, status="failed", note="NotImplementedError: tied"),
+        Row("fastdp", "m", 2, 3, milliseconds=[18.0], peak_bytes=2**31),
+        Row("opacus-hooks", "m", 2, 3, status="OOM"),
     ]
-    environment: dict[str, str | None] = {
-        "device": "Some GPU",
-        "driver": "5",
-        "torch": "2",
-        "triton": "3",
-        "opacus": "1",
-        "revision": "abc",
-    }
-    settings = {"dtype": "bf16"}
-    record = Record("step", environment, "python -m benchmarks step", settings, rows)
-    record.write(tmp_path / "a.json")
-    arguments, page, _ = pages(tmp_path)
+    Record("step", WHERE, "command", {"dtype": "bf16"}, rows).write(tmp_path / "a.json")
+    Record("step", WHERE, "command", {"dtype": "bf16"}, rows[:2]).write(tmp_path / "b.json")
+    arguments, page, readme = pages(tmp_path)
     assert run(*arguments)[0] == 0
     text = page.read_text()
-    assert "| time (memory) of a step | non-private |" in text
-    assert "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | OOM | failed |" in text
+    cells = "| m; B 2, T 3 | 10.0 ms, 1.00 GiB | 1.10× (1.00) | failed | 1.80× (2.00) |"
+    assert "| time (memory) of a step | non-private |" in text and f"{cells} OOM |" in text
     assert "\n* m; B 2, T 3: `opacus-ghost`: NotImplementedError: tied\n" in text
-    assert "**Some GPU, driver 5, torch 2, triton 3, opacus 1, git revision abc**" in text
+    assert "**Some GPU, driver 1, torch 1, triton 1, opacus 1, git revision abc**" in text
+    # What was measured beside both peers is in the README.
+    lines = readme.read_text().splitlines()
+    assert lines[0] == "# Short" and lines[-1] == "Last" and "old numbers" not in lines
+    assert [line for line in lines if line.startswith("| m; B 2, T 3")] == [cells]
+    assert "* Some GPU, driver 1, torch 1, triton 1, opacus 1, git revision abc, bf16" in lines
+    readme.write_text(readme.read_text().replace("1.80×", "1.70×"))
+    assert run(*arguments, "--check")[0] == 1
 
 
 def test_report_shows_kernels_beside_their_floors(tmp_path: Path, run: Run) -> None:
     def result(group: str, name: str, floor: str, rate: float, share: float | None) -> dict:
         return {"group": group, "name": name, "floor": floor, "rate": rate, "of_floor": share}
 
-    environment = dict.fromkeys(("driver", "torch", "triton", "opacus", "revision"), "1")
     content = {
         "kind": "kernels",
-        "environment": {"device": "Some GPU", **environment},
+        "environment": WHERE,
         "command": "python -m benchmarks kernels",
         "dtype": "bfloat16",
         "results": [
@@ -213,8 +191,7 @@ def test_report_writes_the_tables_of_noise_and_of_attacks(
     tmp_path: Path, run: Run, results: Path
 ) -> None:
     arguments, *_ = pages(results)
-    where = {"environment": {"device": "d", "driver": None, "torch": "2", "triton": None}}
-    where["environment"] |= {"opacus": None, "revision": "abc"}
+    where = {"environment": WHERE | {"driver": None}}
     speed = [{"noise": "a copy", "ms": 2.5}]
     statistics = [{"name": "mean", "errors": -0.5}, {"name": "variance", "errors": 0.2}]
     noise = {"kind": "noise", "command": "n", "speed": speed, "draws": 100, "largest": 2.345}
