@@ -225,9 +225,8 @@ class MixtureOfExpertsRule(Rule):
             if any(param.requires_grad for param in of.parameters()):
                 raise UnsupportedLayer(
                     f"FC120 its {name} is computed by torch.nn.utils.parametrize from trainable "
-                    "parameters, which have no per-sample gradients there; expected a frozen base. "
-                    "Freeze it (LoRA beside it, rank=, is trained).",
-                    f"{{layer}}.parametrizations.{name}.requires_grad_(False)",
+                    "parameters, which have no per-sample gradients there; expected a frozen base, "
+                    "with LoRA beside it (rank=)."
                 )
         try:
             output: tuple[Tensor, tuple[Any, ...]] = layer.compute(x, expert_ids, weights)

@@ -85,7 +85,7 @@ class EmbeddingBagRule(Rule):
                 f"FC117 nn.EmbeddingBag(mode={layer.mode!r}, scale_grad_by_freq="
                 f"{layer.scale_grad_by_freq}) has no per-sample gradients here; expected mode "
                 "'sum' or 'mean' and scale_grad_by_freq=False.",
-                '{layer}.mode, {layer}.scale_grad_by_freq = "sum", False',
+                "{layer}.scale_grad_by_freq = False" if layer.scale_grad_by_freq else "",
             )
         output = F.embedding_bag(
             ids,

@@ -126,7 +126,7 @@ def step(model: nn.Module, x: Tensor, **options: Any) -> Any:
 
 
 #: Refusals that nothing serves but a mode: the last line keeps what is trained.
-KEPT = {"frequencies", "experts", "complex"}
+KEPT = {"frequencies", "experts", "complex", "bag", "computed base"}
 
 
 @pytest.mark.filterwarnings("ignore")
