@@ -405,9 +405,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--steps", type=int, default=WINDOWS[-1])
     parser.add_argument("--rounds", type=int, default=1, help="processes of each method")
     parser.add_argument(
-        "--noise", type=float, default=1e-6, help="noise multiplier: so small that losses compare"
+        "--noise", type=float, default=1e-12, help="noise multiplier: so small that losses compare"
     )
-    parser.add_argument("--bound", type=float, default=1.0, help="clipping bound")
+    parser.add_argument(
+        "--bound", type=float, default=1e6, help="clipping bound: so large that losses compare"
+    )
     parser.add_argument("--small", action="store_true", help="two layers, four samples")
     parser.add_argument("--seconds", type=int, default=240, help="limit of one process")
     parser.add_argument("--json", type=Path, help="where the results are written")
