@@ -19,8 +19,8 @@ def private(trainer: type) -> Any:
             model=model, args=args, train_dataset=dataset, privacy=PrivacyArguments(...))
 
     Args:
-        trainer: the class. Of ``Trainer``, ``Seq2SeqTrainer`` and TRL's ``SFTTrainer`` and
-            ``DPOTrainer`` the forms of this package are returned.
+        trainer: the class. ``Trainer``, ``Seq2SeqTrainer`` and TRL's ``SFTTrainer``, ``DPOTrainer``
+            and ``RewardTrainer`` have private forms in this package, which are returned.
 
     Returns:
         A subclass of :class:`~flash_clipping.trainers.transformers.PrivateTrainer` and of it. Where
