@@ -35,8 +35,7 @@ from training import InMemoryDataset
 
 from flash_clipping import FixedOrder, FlashPrivacyEngine, PoissonSampling, RandomAllocation
 from flash_clipping.auditing import Audit, Canaries
-from flash_clipping.engine.accounting import Mechanism
-from flash_clipping.noise.mechanisms import BandedInverseNoise, BufferedNoise, NoiseMechanism
+from flash_clipping.noise import BandedInverseNoise, BufferedNoise, Mechanism, NoiseMechanism
 
 CLASSES = 10
 # A canary's gradient must be longer than a broken bound lets through, or breaking changes nothing.

@@ -20,8 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import CyclicPoisson, FixedOrder, FlashPrivacyEngine, PoissonSampling
-from flash_clipping.engine.accounting import Mechanism
-from flash_clipping.noise.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
+from flash_clipping.noise import BandedInverseNoise, BandedNoise, BufferedNoise, Mechanism
 from flash_clipping.randomness import SeededNoiseWarning
 
 DELTA = 1e-4

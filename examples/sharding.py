@@ -80,7 +80,7 @@ def save(folder: Path, engine: Any, model: nn.Module, optimizer: Any, extra: Any
     """Writes beside the old checkpoint, which it then replaces."""
     from torch.distributed import checkpoint
 
-    from flash_clipping.engine.private_state import PrivateState
+    from flash_clipping import PrivateState
 
     unfinished = folder.with_suffix(".partial")
     state = {"run": PrivateState(engine, model, optimizer, extra)}
@@ -95,7 +95,7 @@ def load(folder: Path, engine: Any, model: nn.Module, optimizer: Any) -> Any:
     """Restores model, optimizer and accountant; returns what else was saved."""
     from torch.distributed import checkpoint
 
-    from flash_clipping.engine.private_state import PrivateState
+    from flash_clipping import PrivateState
 
     state = PrivateState(engine, model, optimizer)
     checkpoint.load({"run": state}, checkpoint_id=folder)

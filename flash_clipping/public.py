@@ -20,7 +20,16 @@ from flash_clipping.engine.optimizer import (
 )
 from flash_clipping.engine.options import Kernels as Kernels
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine as FlashPrivacyEngine
-from flash_clipping.engine.sampling.loaders import NotPoissonWarning as NotPoissonWarning
+from flash_clipping.engine.private_state import PrivateState as PrivateState
+from flash_clipping.engine.sampling.loaders import (
+    NotPoissonWarning as NotPoissonWarning,
+    PoissonLoader as PoissonLoader,
+)
+from flash_clipping.engine.sampling.samplers import (
+    PoissonSampler as PoissonSampler,
+    ShardedPoissonSampler as ShardedPoissonSampler,
+)
+from flash_clipping.engine.sampling.streams import StreamedDataset as StreamedDataset
 from flash_clipping.engine.sampling.units import Documents as Documents, Users as Users
 from flash_clipping.engine.several_optimizers import SeveralOptimizers as SeveralOptimizers
 from flash_clipping.engine.token_losses import per_sample_loss as per_sample_loss
@@ -40,3 +49,5 @@ from flash_clipping.noise.process import (
 from flash_clipping.pipelines.schedule import PrivateSchedule as PrivateSchedule
 from flash_clipping.randomness import SeededNoiseWarning as SeededNoiseWarning
 from flash_clipping.rules import Rule as Rule, register_rule as register_rule
+from flash_clipping.trainers.arguments import PrivacyArguments as PrivacyArguments
+from flash_clipping.trainers.dashboard import PrivacyDashboard as PrivacyDashboard

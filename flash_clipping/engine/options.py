@@ -151,8 +151,7 @@ def check_bounds(clipping: str, bound: Any, count: int) -> None:
 #: Arguments that there are not, of Opacus or by another name; what to write instead.
 _INSTEAD = {
     "noise_generator": "noise has a key of its own; for tests: FlashPrivacyEngine(seed=...)",
-    "rand_on_empty": "leave it out: a made-up sample would move the sum by up to 2 C, and steps "
-    "without samples need none",
+    "rand_on_empty": "leave it out: a made-up sample would move the sum by up to 2 C",
     "units": "unit=Users(ids)",
     "max_rows_per_unit": "unit=Users(ids, max_rows=...)",
     "sample_of": 'unit=Documents("the forward\'s argument")',

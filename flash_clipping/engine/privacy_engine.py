@@ -452,9 +452,8 @@ class FlashPrivacyEngine(PrivacyEngine):
         module, wrap_model = given["module"], given["wrap_model"]
         kernels = given["kernels"] or Kernels()
         validate(module, given["mode"])
-        options: dict[str, Any] = {"backend": kernels.backend} | {
-            name: given[name] for name in _OF_MODEL
-        }
+        options = {name: given[name] for name in _OF_MODEL}
+        options["backend"] = kernels.backend
         options["folded_modules"] = tuple(options["folded_modules"])
         if options["clipping"] == "adaptive":
             options["clipping"] = "flat"
@@ -590,7 +589,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             ``None`` and ``why``. ``relation`` and ``unit`` (the neighbours), ``assumptions``,
             ``violated`` (there was a warning), ``seeds`` (empty, or no release is private),
             ``parts`` (sampling, noise, steps), ``releases`` (for
-            :func:`~flash_clipping.noise.report.compose`) and ``versions``.
+            :func:`~flash_clipping.noise.compose`) and ``versions``.
 
         Warns:
             LargeDeltaWarning: as :meth:`get_epsilon`.

@@ -4,6 +4,7 @@ parameter, on one process or several, images of any size, losses of their own, a
 
 from flash_clipping.engine import wings
 from flash_clipping.hugging_face import experts, image_patches, peft_experts  # noqa: F401
+from flash_clipping.hugging_face.experts_in_parallel import distribute_experts as distribute_experts
 from flash_clipping.hugging_face.losses import ModelLosses
 from flash_clipping.hugging_face.quantized import refuse_mean, refuse_rounding, rounds_by_scale
 from flash_clipping.hugging_face.tensor_plan import lay_out_by_hooks

@@ -80,8 +80,8 @@ class PoissonRows(Mechanism):
     def on(self, samples: int = 0, cycle: int = 1, unit: Any = None) -> Self:
         if not isinstance(unit, Users) or unit.max_rows is None:
             raise InvalidValue(
-                f"FC281 PoissonRows: found unit={unit}; expected the most rows of a user, by which "
-                "epsilon is for all of them:\n    unit=Users(ids, max_rows=8)"
+                f"FC281 PoissonRows: found unit={unit}; expected the most rows of a user:\n"
+                "    unit=Users(ids, max_rows=8)"
             )
         found = super().on(samples, cycle)
         vars(found)["rows"] = unit.max_rows
@@ -204,7 +204,7 @@ class CyclicPoisson(FixedOrder):
     with so many times the sample rate. Needs ``accountant="pld"``.
 
     Args:
-        noise: :class:`~flash_clipping.noise.mechanisms.BandedNoise`.
+        noise: :class:`~flash_clipping.noise.BandedNoise`.
     """
 
     takes_part = "Every step draws every sample of its group independently."

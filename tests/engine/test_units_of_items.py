@@ -137,7 +137,7 @@ def test_refused_arguments(options: dict[str, Any], words: str) -> None:
         (lambda: Users(IDS.float()), r"Users: found torch.float32; expected an integer"),
         (lambda: Users(IDS > 50), r"Users: found torch.bool"),
         (lambda: Users(IDS, max_rows=0), r"max_rows: found 0; .* in \[1, inf\)"),
-        (lambda: Documents(IDS), r"Documents: found Tensor"),
+        (lambda: private(unit=Documents(IDS)), r"sample_of: found Tensor"),
         (lambda: private(unit=IDS), r"unit: found .*Tensor.*; .*\n    unit=Users\(ids\)"),
     ],
 )

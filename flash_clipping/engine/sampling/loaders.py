@@ -308,7 +308,7 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
             "__len__ and __getitem__; or, where reading the stream again in every step is "
             "affordable,\n    StreamedDataset([dataset], sizes=["
             + (str(len(dataset)) if isinstance(dataset, Sized) else "...")
-            + "])\nof flash_clipping.engine.sampling.streams; or poisson_sampling=False, for which "
+            + "])\nof flash_clipping; or poisson_sampling=False, for which "
             "epsilon is an approximation",
         )
     if not hasattr(dataset, "__len__"):

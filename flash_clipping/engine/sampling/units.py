@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_clipping.capture.units import Offsets
-from flash_clipping.errors import InvalidType, InvalidValue, checked_number
+from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.randomness import Draw
 from flash_clipping.randomness.choices import subset
 
@@ -34,9 +34,8 @@ class Users:
 
     def __post_init__(self) -> None:
         ids, several = self.ids, list | tuple | set | frozenset | np.ndarray
-        shared = [0] if isinstance(ids, Tensor) and ids.dim() > 1 else []
-        if not isinstance(ids, Tensor):
-            shared = [row for row, owner in enumerate(ids) if isinstance(owner, several)]
+        rows = [[0]] * (ids.dim() > 1) if isinstance(ids, Tensor) else ids
+        shared = [row for row, owner in enumerate(rows) if isinstance(owner, several)]
         if shared:
             raise InvalidValue(
                 f"FC282 Users: found several owners of row {shared[0]}; expected one for each row: "
@@ -81,10 +80,3 @@ class Documents:
     """
 
     argument: str | Offsets
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.argument, str | Offsets):
-            raise InvalidType(
-                f"FC301 Documents: found {type(self.argument).__name__}; expected the name of an "
-                "argument of the model's forward, or flash_clipping.Offsets(name)."
-            )
