@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -11,68 +10,51 @@ from pathlib import Path
 
 import torch
 
-import flash_clipping
+from flash_clipping.diagnostics.environment import environment
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def describe(device: torch.device, revision: str | None = None) -> dict[str, str | None]:
-    """Device, driver, library versions, git revision and date.
+    """Device, driver (of a GPU), library versions, git revision and date.
 
     ``revision`` says what is measured where the sources travel without their git directory.
     """
+    found = environment()
+    versions = found["versions"]
+    on_gpu = device.type == "cuda"
     return {
-        "device": _device_name(device),
-        "driver": _driver(device),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "opacus": _version("opacus"),
-        "flash_clipping": flash_clipping.__version__,
+        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        "driver": (found["cuda"]["driver"] or "unknown") if on_gpu else None,
+        **{name: versions[name] for name in ("python", "torch", "triton", "opacus")},
+        "flash_clipping": versions["flash-clipping"],
         "revision": revision or _revision(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+def _processor() -> str:
     model = platform.processor() or platform.machine()
     if (cpuinfo := Path("/proc/cpuinfo")).exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
+        names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
     return f"{model}, {torch.get_num_threads()} of {os.cpu_count()} cores"
-
-
-def _driver(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _revision() -> str | None:
     """Short hash of HEAD, marked when the measured sources differ from it."""
-    git = ("git", "-C", str(_REPOSITORY))
-    head = _output(*git, "rev-parse", "--short=12", "HEAD")
-    if head is None:
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if not head:
         return None
-    changed = _output(*git, "status", "--porcelain", "--", "flash_clipping", "benchmarks/*.py")
+    changed = _git("status", "--porcelain", "--", "flash_clipping", "benchmarks/*.py")
     return f"{head} with changes" if changed else head
 
 
-def _output(*command: str) -> str | None:
+def _git(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        done = subprocess.run(
+            ["git", "-C", _REPOSITORY, *command], capture_output=True, text=True, timeout=20
+        )
     except (OSError, subprocess.SubprocessError):
-        return None
-    lines = done.stdout.strip().splitlines()
-    return lines[0] if lines else None
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
