@@ -12,11 +12,14 @@ import argparse
 import gc
 import multiprocessing
 import os
+import runpy
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -198,17 +201,18 @@ def _serve(connection: Connection, share: int, shares: int) -> None:
 
 def measure(on: str, name: str, table: Table, results: Path, revision: str | None) -> int:
     """One table, into its file and, as it is printed, a log beside it; the exit status."""
-    from benchmarks.__main__ import main
-
     with tempfile.TemporaryDirectory() as folder:
         if table.cold:
             os.environ["TRITON_CACHE_DIR"] = folder
         path = results / f"{_card(on)}-{name}.json"
-        arguments = [*shlex.split(table.command), "--json", str(path)]
-        if revision:
-            arguments += ["--revision", revision]
-        with path.with_suffix(".log").open("w", buffering=1) as log:
-            return main(arguments, Console(file=log, width=140))
+        sys.argv = ["benchmarks", *shlex.split(table.command), "--json", str(path)]
+        sys.argv += ["--revision", revision] if revision else []
+        with path.with_suffix(".log").open("w", buffering=1) as log, redirect_stdout(log):
+            try:
+                runpy.run_module("benchmarks", run_name="__main__")
+            except SystemExit as end:
+                return int(end.code or 0)
+    return 0
 
 
 def _card(on: str) -> str:
