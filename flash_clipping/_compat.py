@@ -470,7 +470,7 @@ def sums_of_bags(
 
 def gate_of_experts(layer: Any) -> Any:
     """What ``transformers``' experts compute between gate and up projections and the down
-    projection, or ``None``. Without: such layers have no rule, and are refused or served by
+    projection, or ``None``. Without: such layers have no rule, and are refused or done by
     their functions."""
     return getattr(layer, "_apply_gate", None)
 
@@ -504,7 +504,7 @@ awaits_gradient: Callable[[Tensor], Any] = _getter(Tensor, "_post_accumulate_gra
 
 def is_awaited(x: Any) -> bool:
     """Whether a collective may still be writing this tensor; its ``wait()`` gives a plain one.
-    Without: no; operators wait by themselves."""
+    Without: no; operators wait alone."""
     # Nobody has such a tensor before the module is there.
     functions = sys.modules.get("torch.distributed._functional_collectives")
     kind = _find(functions, "AsyncCollectiveTensor")

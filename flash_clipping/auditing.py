@@ -241,7 +241,7 @@ def audit(
         )
     checked_number("epsilon", epsilon, "[0, inf]", example=1.0)
     correct = right_guesses(score_M, included_M, guesses)
-    # Of canaries drawn anew with replacement (Efron's percentiles): their luck, and no bound on ε.
+    # Of canaries drawn again with replacement (Efron's percentiles): their luck, and no bound on ε.
     drawn = torch.randint(m, (1000, m), generator=torch.Generator().manual_seed(0))
     areas = [area_under_curve(score_M[one], included_M[one]) for one in drawn]
     low, high = np.nanquantile(areas, [0.025, 0.975])

@@ -90,9 +90,9 @@ def checked_number(
 
     Args:
         name: of the option.
-        value: what was found: a number of Python's or NumPy's, or a tensor with one.
+        value: a number of Python's or NumPy's, or a tensor with one.
         interval: where it is to be, as it is written: ``"[0, inf)"``. NaN is nowhere.
-        example: a value that serves.
+        example: a value that is valid.
         whole: whether it is to be an integer.
 
     Raises:
@@ -132,7 +132,7 @@ def module_at(path: str) -> str:
     return "model" if path in ("", "the model") else f'model.get_submodule("{path}")'
 
 
-#: The last lines of a refusal that nothing else serves.
+#: The last lines of a refusal for which there is nothing else.
 ONE_BY_ONE = """
 Or let samples run one at a time, which is exact for every model and slower: an argument of \
 make_private, or of the wrapper:

@@ -1,7 +1,7 @@
 """Parameters that a module uses which another module owns: found before the first step.
 
 ``self.dt_proj.bias.float()`` in the mixer of a state-space model, ``weight @ x`` with the weight of
-a layer that is never called, a head that takes the table of an embedding by itself. In the graph of
+a layer that is never called, a head that takes the table of an embedding alone. In the graph of
 the first look's outputs such a parameter is reached past every tap. A module above its owner then
 stands in for it as for its own (:mod:`flash_clipping.capture.proxies`): the owner's parent, or one
 further up where it is not the parent that uses it.

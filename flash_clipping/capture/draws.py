@@ -189,7 +189,7 @@ class Draws:
         self.have_nobody |= not draw.samples and draw.rows == 1
 
     def begin_epoch(self) -> None:
-        """The loader starts anew: what was given before it is not used any more, but the last."""
+        """The loader starts again: what was given before it is not used any more, but the last."""
         left = [draw for draw in self.waiting if draw.left]
         self.waiting = [draw for draw in self.waiting if not draw.left] + left[-1:]
         self.ahead = False
@@ -202,7 +202,7 @@ class Draws:
     def note_step(self, draw: DrawnBatch | None) -> None:
         """A step is taken on this batch, or on an unknown one.
 
-        Batches before the first step of a loop may have been looked at; those behind the last one
+        Batches before the first step of a loop may have been checked; those behind the last one
         may be yet to come.
         """
         if draw is None:
@@ -245,7 +245,7 @@ class Draws:
         return used[-1] if used else None
 
     def next(self) -> DrawnBatch | None:
-        """The batch of a step whose rows are not looked at."""
+        """The batch of a step whose rows are not checked."""
         return self._first(self.waiting[-1:] if self.strict else self._in_turn())
 
     def _first(self, fitting: Sequence[DrawnBatch]) -> DrawnBatch | None:

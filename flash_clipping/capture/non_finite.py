@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class NonFiniteWarning:
-    """Warns once, from coefficients. On a GPU a step's are looked at in a later one."""
+    """Warns once, from coefficients. On a GPU a step's are checked in a later one."""
 
     def __init__(self) -> None:
         self.warned = False

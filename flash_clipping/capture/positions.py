@@ -37,7 +37,7 @@ _ALONE = "Give every document a row of its own, padded to one length, with a map
 
 
 def refuse_layer(path: str, found: str, advice: str = _ALONE) -> NoReturn:
-    """Say why a layer cannot be served where units are parts of rows."""
+    """Say why a layer cannot be supported where units are parts of rows."""
     raise FlashClippingError(
         f"FC278 {path}: units are parts of rows (sample_of with a map of positions), and {found}. "
         f"{advice}"

@@ -86,10 +86,10 @@ _MAY = (
 
 
 def collectives_refused() -> AbstractContextManager[Any]:
-    """While a model is looked at: collectives of its own on plain tensors are an error, as nobody
+    """While a model is checked: collectives of its own on plain tensors are an error, as nobody
     knows what they mean. A layer whose output is added up over processes holds a part of the
     gradient, and a statistic over processes mixes samples; ``DTensor`` and ``fully_shard`` say
-    what they do, and are served."""
+    what they do, and are supported."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return _Refuses() if several else nullcontext()
 

@@ -1,4 +1,4 @@
-"""Where samples lie in what a layer reads, if not along its first axis by themselves.
+"""Where samples lie in what a layer reads, if not along its first axis alone.
 
 Positions before samples, ``[T, B, d]``; heads folded behind samples into the second axis. A probe
 shows which (:mod:`flash_clipping.capture.proof.probe`). A layer that works position by position

@@ -105,7 +105,7 @@ class ProofState:
     :class:`~flash_clipping.capture.proof.knowledge.Knowledge`.
 
     Attributes:
-        epoch: how often the samples' rows were looked for anew: earlier proofs do not count.
+        epoch: how often the samples' rows were looked for again: earlier proofs do not count.
         on_short_way: the taps that take the short way since (``Tap.proven``).
         proven_with: parameters that were watched at the last proof; new ones ask for another.
         lost: while parameters are looked for that are used past all taps: those, by ``id``, that no
@@ -131,7 +131,7 @@ class Mode:
         learning: while a compiled region learns what its layers leave: where they note it.
         numbered: the taps of the region that ran last, which go by their numbers.
         comparing: gradients of single samples are compared with autograd's: nothing runs compiled.
-        probing: while it is looked at where samples lie: told of operations between bare parameters
+        probing: while it is checked where samples lie: told of operations between bare parameters
             and samples, which run as they are.
     """
 
@@ -289,7 +289,7 @@ class ClippingSession:
             self.calls.proven_call = None
 
     def may_prove(self) -> bool:
-        """Whether a forward that starts now is one of training, which may be looked at first."""
+        """Whether a forward that starts now is one of training, which may be checked first."""
         return (
             torch.is_grad_enabled()
             and not self.mode.bypassed
@@ -345,7 +345,7 @@ class ClippingSession:
 
         That was shown before the first step. Of layers that were not reached there, what was
         computed by tapped layers is taken for samples, and so is what has as many rows as the
-        batch; it is looked at afterwards whether that was right.
+        batch; it is checked afterwards whether that was right.
 
         Args:
             sure: the tensor was computed by tapped layers from samples.

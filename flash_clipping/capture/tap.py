@@ -72,7 +72,7 @@ def _moved(output: Any, axis: int) -> Any:
 
 class RefusedByRule(FlashClippingError, ValueError):
     """A rule's error about a layer that it cannot serve, with the layer's path, which rules do not
-    know. Its last line is the rule's, or names the mode that serves every layer."""
+    know. Its last line is the rule's, or names the mode that supports every layer."""
 
     def __init__(self, path: str, error: UnsupportedLayer):
         line = error.line.format(layer=module_at(path))
@@ -140,7 +140,7 @@ class Tap(FactorSource):
         self._was_declared = False  # whether it was called inside `samples(index, count)`
         #: Whether it is a part of a compiled region, whose taps Dynamo traces.
         self.compiled = False
-        #: Of the short way: calls of which kind it serves, and what a backward is asked for then.
+        #: Of the short way: calls of which kind it takes, and what a backward is asked for then.
         self._short_kind: tuple[Any, ...] = ()
         self._when_proven: Proven
         #: For which shapes per-sample gradients are formed at once.
@@ -268,7 +268,7 @@ class Tap(FactorSource):
         ):
             plain = pytree.tree_map_only(ParameterProxy, lambda bare: bare.value, (args, kwargs))
             if rule is not None and rule.allows_children and not rule.folds:
-                # Its own forward need not call its children, which are looked at as well.
+                # Its own forward need not call its children, which are checked as well.
                 return self._untapped_forward(rule, *plain)
             return self.original(*plain[0], **plain[1])
         trainable = self.trainable()
@@ -592,7 +592,7 @@ class Tap(FactorSource):
             refuse_input(self.path, args[0], params[0])
         positions = Positions(self.path, session.rows.positions)
         rows = positions.taken(rule, self.layer, session, args, recomputed)
-        # Rows are made anew for every layer: who shares an input is seen by what they are made of.
+        # Rows are made again for every layer: who shares an input is seen by what they are made of.
         place = 0 if call is None else call.note_reader(args[0])
         output = apply_layer_by_position(
             self, trainable, call, place, recomputed, None, session.options.anchor, *rows, *params

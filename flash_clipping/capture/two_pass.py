@@ -304,7 +304,7 @@ class TwoWalks(BackwardPass):
 
     def _release(self, param: nn.Parameter, factor: PerSampleGrad, coef_B: Tensor) -> None:
         """The second walk: release what was measured. Several uses were measured as one gradient,
-        whose roundings are not those of each use by itself."""
+        whose roundings are not those of each use alone."""
         key = id(param)
         uses = self._awaiting.setdefault(key, [])
         uses.append(factor)

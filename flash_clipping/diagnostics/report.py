@@ -19,7 +19,7 @@ class ParameterReport:
         layer: path of the module that owns it; ``layer_type`` is that module's class.
         status: ``"PASS"``, ``"FAIL"``; or not covered: ``"frozen"``, or ``"unused"``, if the loss
             of this batch does not depend on it.
-        rule: class of the rule that serves it; ``"bare"`` for a parameter that a module without a
+        rule: class of its rule; ``"bare"`` for a parameter that a module without a
             rule reads itself; ``"sample by sample"`` of one whose forward runs once for each.
         norms: norm of every sample's gradient, ``B`` numbers; ``oracle_norms`` by the oracle.
         norm_error: largest relative error over the samples.

@@ -113,7 +113,7 @@ class Flash:
         return norms_B.detach().double().cpu()
 
     def rules(self) -> dict[str, str]:
-        """The rules of the layers that use each parameter, by its name, or what serves it without:
+        """The rules of the layers that use each parameter, by its name, or what takes it without:
         ``"bare"`` use by its module, or ``"sample by sample"``."""
         names = {param: name for name, param in self.params.items()}
         found: dict[str, list[str]] = {name: [] for name in self.params}

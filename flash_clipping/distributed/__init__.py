@@ -1,6 +1,6 @@
 """Models whose parameters are shards: PyTorch's ``fully_shard`` (FSDP2), its hybrid form (HSDP),
 experts in parallel, and ``parallelize_module`` (tensor parallelism), alone or below
-``fully_shard``. Here: which forms are served; the others are refused by name.
+``fully_shard``. Here: which forms are supported; the others raise an error.
 
 A parameter is a *slot*: the module that has it, and its name there. Two tensors take turns in it.
 Between steps that is a shard, a ``DTensor``: there the sum goes, and the optimizer reads it. While
@@ -110,7 +110,7 @@ def sharded_model(root: nn.Module, session: ClippingSession, mode: str) -> Shard
 
 
 def refuse_sharding(root: nn.Module) -> None:
-    """Refuse a model with shards, or with layers over a tensor mesh, that cannot be served.
+    """Refuse a model with shards, or with layers over a tensor mesh, that cannot be supported.
 
     Raises:
         NotImplementedError: ``fully_shard`` was applied to parts only, or left trainable

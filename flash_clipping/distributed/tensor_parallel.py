@@ -261,7 +261,7 @@ class LocalBoundary(Rule):
 
 def _local_layer(layer: Any) -> Any:
     """The layer with this process's part of its parameters, as a rule reads it."""
-    local: Any = object.__new__(type(layer))  # fully_shard leaves classes that copy() makes anew
+    local: Any = object.__new__(type(layer))  # fully_shard leaves classes that copy() makes again
     vars(local).update(vars(layer))
     vars(local).pop("forward", None)
     local._parameters = {name: local_of(param) for name, param in layer._parameters.items()}

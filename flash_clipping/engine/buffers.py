@@ -5,7 +5,7 @@ A buffer is refused because forward changes it, not because it is there:
 * Writing in place is refused whatever is written. Every forward compares PyTorch's counters of
   changes, which waits for no device. Writing through ``x.data`` is not counted: for that, the first
   forward in these modes (training or not) compares values.
-* A buffer that is assigned anew must have the bits that it had.
+* A buffer that is assigned again must have the bits that it had.
 * Spectral normalization writes the vectors of its power iteration, which reads the weight alone.
 """
 

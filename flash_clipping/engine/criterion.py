@@ -180,7 +180,7 @@ class FlashLoss(DPLossFastGradientClipping):
                 "scalar be the criterion:\n"
                 "    make_private(criterion=lambda *args: criterion(*args), ...)"
             )
-        #: Whether it was looked at whether it compares samples; losses of PyTorch do not.
+        #: Whether it was checked whether it compares samples; losses of PyTorch do not.
         self._is_separable = _is_of_pytorch(criterion)
         # Opacus' class writes into the criterion that it is given.
         stand_in: Any = SimpleNamespace(reduction=loss_reduction)

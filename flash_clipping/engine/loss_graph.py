@@ -1,4 +1,4 @@
-"""What stands around a private model in the graph of a loss: looked at in the first backward pass.
+"""What stands around a private model in the graph of a loss: checked in the first backward pass.
 
 Parameters that are not the model's are trained without clipping and noise. An output ``[B, 1]``
 that meets a target ``[B]`` makes ``[B, B]`` differences, each of two samples.
@@ -25,7 +25,7 @@ _BROADCASTING = frozenset(
 #: Sizes of batches in which an axis is the batch's by chance no more.
 _SIZES = 3
 
-#: Backward passes that are looked at before a size of batch comes twice.
+#: Backward passes that are checked before a size of batch comes twice.
 _LOOKS = 16
 
 

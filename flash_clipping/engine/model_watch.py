@@ -130,7 +130,7 @@ class ParameterGuards:
                 why += ONE_BY_ONE
             guard = Guard(names[key], why, self.session)
             self.handles.append(param.register_hook(guard.__getitem__))
-            guarded[key] = param  # the last: what was refused is looked at again
+            guarded[key] = param  # the last: what was refused is checked again
             self.count += 1
         for param in found:
             if param.dtype in (torch.bfloat16, torch.float16) and param.grad_dtype == param.dtype:
@@ -152,13 +152,13 @@ class Structure:
     """The modules and parameters of a model as it was wrapped.
 
     ``root`` is the wrapper, or the model itself where it is not wrapped; ``modules`` are all that
-    were there when this was last looked at.
+    were there when this was last checked.
     """
 
     def __init__(self, root: nn.Module):
         self.root = root
         self._look()
-        #: Modules that had parameters, and so have a tap, or a parent that serves them.
+        #: Modules that had parameters, and so have a tap, or a parent that covers them.
         self._served = {
             module
             for module in self.modules
@@ -234,9 +234,9 @@ class ModelWatch:
         self._batch_norms = batch_norms_of(root)
         #: Of a model with shards, whose processes look together.
         self.sharded: ShardedModel | None = None
-        #: Whether it was looked at all that may have been done to the parameters.
+        #: Whether everything that may happen to parameters was checked.
         self._looked_around = False
-        #: The kind of the last call, if nothing else decides whether one like it is looked at.
+        #: The kind of the last call, if nothing else decides whether one like it is checked.
         self.covered: list[Any] | None = None
         self._has_bags = False  # whether offsets among the arguments say where samples begin
         self.gate = Gate()

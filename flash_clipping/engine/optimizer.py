@@ -644,7 +644,7 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
         self._release([summed / self._divisor() for summed in sums])
 
     def _noisy_dtype(self, p: Tensor) -> torch.dtype:
-        # The other workers' part has no noise of its own: it is not rounded by itself.
+        # The other workers' part has no noise of its own: it is not rounded separately.
         return self._ledger.sums[id(p)].dtype
 
     def reduce_gradients(self) -> None:

@@ -132,7 +132,7 @@ class FlashPrivacyEngine(PrivacyEngine):
     _samples: int | None = None
     #: The unit that is hidden as a whole.
     _unit = SAMPLE
-    #: The δ that there was a warning about, and what else was said once.
+    #: The δ that there was a warning about, and other warnings that came once.
     _large_deltas: frozenset[float] = frozenset()
     _warned_not_poisson = _has_opacus_randomness = False
 

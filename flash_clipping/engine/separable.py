@@ -1,4 +1,4 @@
-"""Whether a criterion compares the samples of a batch: looked at once, on the first batch.
+"""Whether a criterion compares the samples of a batch: checked once, on the first batch.
 
 The gradient of the loss for a sample's output must be the sample's own, but for a factor that
 depends on the batch size alone. Halves of the batch tell.
@@ -91,7 +91,7 @@ def compares_samples(
                     any(differ(of_whole, alone, factor) for of_whole, alone in halves)
                     for factor in (0.5, 1.0)
                 )
-            # With noise of its own, or a count of its calls, it differs anew.
+            # With noise of its own, or a count of its calls, it differs again.
             if not compares or differ(whole, grads(order, cut, seed=1)):
                 return False
         return True

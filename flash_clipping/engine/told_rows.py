@@ -26,7 +26,7 @@ class Told(NamedTuple):
     nobody: bool = False
     #: Which unit each row belongs to; ``None``: rows are samples.
     units: Units | None = None
-    #: Whether it need not be looked at which rows are samples.
+    #: Whether it need not be checked which rows are samples.
     is_known: bool = False
 
 

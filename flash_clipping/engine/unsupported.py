@@ -123,7 +123,7 @@ def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
 
 
 def refuse_in_pipeline(module: nn.Module) -> None:
-    """Refuse a forward of a private model that a stage of a pipeline runs by itself: every stage
+    """Refuse a forward of a private model that a stage of a pipeline runs alone: every stage
     would clip by its own norms."""
     if is_dynamo_compiling():
         return

@@ -237,7 +237,7 @@ class UnitGrad(MeasuredOnce):
         return self.units.count
 
     def operands(self) -> tuple[()]:
-        return ()  # it is handled by itself, whatever it holds
+        return ()  # it is handled alone, whatever it holds
 
     def by_units(self, units: UnitMap) -> PerSampleGrad:
         return UnitGrad(self.rows, self.units.then(units))

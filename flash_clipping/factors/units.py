@@ -26,7 +26,7 @@ class UnitMap:
         index_M: int64, 0 to ``count - 1``, or -1 for rows of none.
         count: how many units there are.
         in_order: whether rows are known to lie in the order of their units, those of none last. A
-            map on the CPU is looked at.
+            map on the CPU is checked.
     """
 
     def __init__(self, index_M: Tensor, count: int, in_order: bool = False):

@@ -147,7 +147,7 @@ class BackwardPass:
     ) -> None:
         """Take the factors of one layer call, one for each of these parameters.
 
-        ``readers`` tells which layers read the same input. None is worth storing by itself without,
+        ``readers`` tells which layers read the same input. None is worth storing without,
         or if the call's parameters have other uses in the same call of the root, or may have.
         """
         # This runs for every layer of every backward: whatever can wait is done for all at once.

@@ -151,7 +151,7 @@ class GroupedFactors:
         one = coef.one
         pairs, ready = self.linear, self._ready
         launches = plan.products.get(part)
-        if launches is None:  # as many at a time as one launch serves
+        if launches is None:  # as many at a time as one launch takes
             keys = _among(pairs, part)
             members = in_turn([pairs[key] for key in keys], backend=self.backend)
             launches = plan.products[part] = [[keys[i] for i in each] for each in members]

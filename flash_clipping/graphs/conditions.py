@@ -183,7 +183,7 @@ def may_be_nobody(tensors: Sequence[Tensor], models: Sequence[Any]) -> bool:
     return has_one and any(session.rows.draws.have_nobody for session in sessions)
 
 
-# -- a step is looked at once before it is captured: what a replay would not do is refused ---------
+# -- a step is checked once before it is captured: what a replay would not do is refused ---------
 
 
 def rehearse(

@@ -142,7 +142,7 @@ class Described(NamedTuple):
 
 @register_family(are_experts)
 class ExpertsRule(Rule):
-    """Serves every implementation alike, as its own forward takes the place of all of them.
+    """A rule for every implementation: its own forward takes the place of all of them.
 
     What such a block computes is checked when it runs for the first time.
     """

@@ -115,7 +115,7 @@ class ModelLosses:
                 self.stand_ins.append(SampleMeans(module, path, session))
         if self.stand_ins or self.penalised:
             first = partial(root.register_forward_pre_hook, with_kwargs=True, prepend=True)
-            handles.append(first(self.before_forward))  # before anything is looked at
+            handles.append(first(self.before_forward))  # before anything is checked
 
     def remove(self) -> None:
         while self.stand_ins:

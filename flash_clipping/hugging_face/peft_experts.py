@@ -2,7 +2,7 @@
 
 E experts, r rank, d input features, p output features. PEFT keeps A as ``[E·r, d]``, the ranks of
 an expert together, and B as ``[p, r·E]``, the experts of a rank together. It forms ``W_e + s B_e
-A_e`` in every forward. Here rows go through A and B by themselves, and the gradients of these are
+A_e`` in every forward. Here rows go through A and B separately, and the gradients of these are
 products over the rows of a segment, of r columns or rows.
 
 A module may be wrapped several times, once for each of its parameters.

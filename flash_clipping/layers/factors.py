@@ -53,7 +53,7 @@ class SegmentedLinearGrad(Factored):
         return sq_B.unsqueeze(1), doubt_B
 
     def measure_units(self, units: UnitMap, backend: str) -> tuple[Tensor, Tensor]:
-        """Rows that are sorted by their samples, sorted anew by the units of these."""
+        """Rows that are sorted by their samples, sorted again by the units of these."""
         sorted_ = self.segments
         unit_N = torch.where(sorted_.inside_N, units.index_M[sorted_.sample_N], -1)
         segments = Segments(unit_N, units.count, sorted_.group_N, sorted_.groups)
@@ -256,7 +256,7 @@ class ScaledEmbeddingGrad(TableGrad):
 class OfSeveralProcesses(PerSampleGrad):
     """A gradient of this process's experts, of the samples of all processes that sent it rows.
 
-    No process knows a sample's gradient by itself: the backward pass of a sharded model adds norms
+    No process knows a sample's gradient alone: the backward pass of a sharded model adds norms
     up over processes, and takes ``whole`` in the place of this.
 
     Attributes:

@@ -311,7 +311,7 @@ class ProductKeyRouter(nn.Module):
         return f"experts={self.side**2}, k={self.k}, heads={self.heads}"
 
 
-@never_compiled  # it has a kernel: it runs by itself, between two graphs
+@never_compiled  # it has a kernel: it runs alone, between two graphs
 def route(
     logits_x: Tensor,
     logits_y: Tensor,
@@ -364,7 +364,7 @@ class _Route(torch.autograd.Function):
 
 
 class TokenGroupNorm(nn.Module):
-    """Group normalization of each token by itself, ``[..., channels]``.
+    """Group normalization of each token alone, ``[..., channels]``.
 
     ``nn.GroupNorm`` on ``[B, channels, T]`` normalizes over all tokens of a sample.
     """

@@ -151,7 +151,7 @@ class SideBySide:
         return sum(grads) if input_wanted else None  # type: ignore[arg-type, return-value]
 
 
-#: What stands between the projections: rows ``[N, u]`` to rows ``[N, f]``, each by itself, without
+#: What stands between the projections: rows ``[N, u]`` to rows ``[N, f]``, each separately, without
 #: parameters. Autograd differentiates it.
 Between: TypeAlias = Callable[[Tensor], Tensor]
 

@@ -69,7 +69,7 @@ class DiscreteGaussianAccountant(StepsOfRdpAccountant):
 class PldAccountant(CountsSteps, IAccountant):
     """Privacy loss distributions of dp-accounting's, ``FlashPrivacyEngine(accountant="pld")``.
 
-    Needed where batches have a fixed size or noise is correlated; it serves ordinary Poisson
+    Needed where batches have a fixed size or noise is correlated; it takes ordinary Poisson
     sampling as well. Values are upper bounds on ε, up to dp-accounting's numerics.
 
     Attributes:

@@ -181,7 +181,7 @@ class BandedInverseNoise(NoiseMechanism):
 
     Guarantees:
         The column of ``C`` never grows, whatever the number of steps, if its first ``b`` entries
-        do not, which are looked at: each later entry is ``sum_i a_i`` times those before it, so
+        do not, which are checked: each later entry is ``sum_i a_i`` times those before it, so
         that two neighbours differ by ``sum_i a_i`` times differences before them.
 
     Source:

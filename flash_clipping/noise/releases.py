@@ -51,7 +51,7 @@ class Release:
     Args:
         noise_multiplier: standard deviation of the noise; 1 is how far one sample moves the sum.
         times: how often.
-        takes_part: who takes part, each time anew. ``"always"``: the sample. ``"poisson"``: the
+        takes_part: who takes part, drawn each time. ``"always"``: the sample. ``"poisson"``: the
             sample, with probability ``rate``. ``"truncated"``: so, but of more than ``size`` of the
             ``samples`` that were drawn a random subset is left. ``"one_of"``: the sample, in one of
             the ``size`` sums that a release is then, chosen uniformly. ``"rows"``: each of the

@@ -105,7 +105,7 @@ class RoundSampler(OrderedSampler):
         self._rounds: dict[int, Sequence[Tensor]] = {}
 
     def begin_run(self) -> None:
-        """Begin with a new round: steps from now on are accounted for by themselves."""
+        """Begin with a new round: steps from now on are accounted for separately."""
         self.taken, self._rounds = 0, {}
 
     def _batch(self, number: int) -> list[int]:
@@ -139,7 +139,7 @@ class FixedOrderSampler(ShuffledSampler):
 
 class AllocationSampler(RoundSampler):
     """Every sample takes part in ``participations`` steps of a round, chosen uniformly for each
-    sample by itself: with one of ``len(loader)`` steps, balls in bins."""
+    sample alone: with one of ``len(loader)`` steps, balls in bins."""
 
     def __init__(self, *, participations: int, **kwargs: Any):
         super().__init__(**kwargs)

@@ -2,7 +2,7 @@
 
 An argument that is not cut would show every sample the rows of all others, so what it is must be
 known: a tensor or an array with a row for each sample, a list with an entry for each, a batch of
-graphs; or a number, or one row that all samples share. Everything else is refused by name.
+graphs; or a number, or one row that all samples share. Everything else raises an error.
 
 Shape suffixes: ``B`` samples.
 """

@@ -128,7 +128,7 @@ class OneByOne:
         self._are_samples: dict[str, bool] = {}
         #: The samples of calls that a backward may come to.
         self._calls: weakref.WeakSet[Samples] = weakref.WeakSet()
-        #: How each tensor that the model returns grows with samples, once it was looked at.
+        #: How each tensor that the model returns grows with samples, once it was checked.
         self._grow: list[Way | None] | None = None
         self._runs = False
         self._compiled = self.root._compiled_call_impl

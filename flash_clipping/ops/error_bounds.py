@@ -123,7 +123,7 @@ def lost_of(dtype: torch.dtype) -> float:
 
 
 ALONE = 64
-"""Products of fp32 that tensor cores add up by themselves, outside of :func:`gram_doubt`; of 16-bit
+"""Products of fp32 that tensor cores add up separately, outside of :func:`gram_doubt`; of 16-bit
 operands twice as many, which lose less."""
 
 
@@ -152,10 +152,10 @@ def error_bound(spread_B: Tensor, *features: int) -> Tensor:
 
 
 TOGETHER = 256
-"""Rows whose products references add up by themselves; such results are then added up in turn."""
+"""Rows whose products references add up separately; such results are then added up in turn."""
 
 APART = 128
-"""Above so many positions references add up a sample by itself, before it meets others."""
+"""Above so many positions references add up a sample separately, before it meets others."""
 
 
 def additions(positions: int, cores: torch.dtype | None = None) -> float:
@@ -163,7 +163,7 @@ def additions(positions: int, cores: torch.dtype | None = None) -> float:
 
     References, and all sums of rows of a table, add up :data:`TOGETHER` positions, and then their
     results. Rows of a unit among others are up to three results for as many positions. Tensor
-    cores lose ``lost_of(cores)`` for each product that they add up by themselves: of fp32 64, else
+    cores lose ``lost_of(cores)`` for each product that they add up separately: of fp32 64, else
     1024; for norms of up to 2048 positions all.
 
     Args:
@@ -223,7 +223,7 @@ def gram_doubt(
         spread_sq_B: the squared spread, ``(Σ_t ‖a_t‖ ‖g_t‖)²``.
         AA_sq_B, GG_sq_B: squared Frobenius norms of ``A Aᵀ`` and ``G Gᵀ``.
         T: positions.
-        promoted: features that tensor cores add up by themselves.
+        promoted: features that tensor cores add up separately.
         sums: how many such results are then added up in fp32, at most.
         dtype: of the operands, the wider.
 

@@ -432,7 +432,7 @@ def _joined(outputs: list[Any], of_rounds: list[Round], axis: int) -> Any:
 
 
 def _checked_parts(schedule: Any) -> tuple[Any, int]:
-    """The stage of a schedule that is served, and its number of micro-batches."""
+    """The stage of a schedule that is supported, and its number of micro-batches."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
     if not isinstance(schedule, ScheduleGPipe | Schedule1F1B):

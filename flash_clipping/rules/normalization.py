@@ -235,7 +235,7 @@ small operations, which take minutes on a busy host of many processors."""
 
 
 def forget_trials() -> None:
-    """Try RMS norms anew: what a class computes may change (an attribute of it, a function that it
+    """Try RMS norms again: what a class computes may change (an attribute of it, a function that it
     calls), but not while one model is looked through."""
     _TRIED.clear()
 

@@ -65,7 +65,7 @@ class Rule(ABC):
     and accumulation are not its business.
     """
 
-    #: Whether layers with children are served too; the children keep their own taps.
+    #: Whether layers with children are supported too; the children keep their own taps.
     allows_children: bool = False
 
     #: Whether the rule takes what ``nn.utils.parametrize`` computes of frozen tensors (a base that
@@ -202,9 +202,9 @@ def register_family(belongs: Callable[[nn.Module], bool]) -> Callable[[_R], _R]:
 
 
 def find_rule(layer: nn.Module) -> Rule | None:
-    """The rule for this layer, or ``None`` when its own forward serves it.
+    """The rule for this layer, or ``None`` when its own forward is used.
 
-    A subclass is served by its parent's rule only while it computes what the parent computes: it
+    A subclass has its parent's rule only while it computes what the parent computes: it
     has the parent's ``forward`` (on the class and on the instance), no children of its own and no
     property in the place of a parameter, but for what :attr:`Rule.allows_computed` says. A forward
     on the instance that is computed by a rule says by which (``computes_rule``).

@@ -280,7 +280,7 @@ class PrivateRun:
 
 
 class LogicalBatch(Parts):
-    """All samples of one step, in parts that were collated each by itself. A part without samples
+    """All samples of one step, in parts that were collated separately. A part without samples
     has one row, the first of the data, and the size 0."""
 
     def samples(self, part: Any, size: int, start: int, stop: int) -> Any:

@@ -1,4 +1,4 @@
-"""The loss of every sample by itself, from what a Hugging Face model returns and the labels.
+"""The loss of every sample alone, from what a Hugging Face model returns and the labels.
 
 Shapes: ``B`` samples, ``T`` positions, ``K`` classes or tokens of the vocabulary; ``R`` rows and
 ``U`` units where a sample is no row.

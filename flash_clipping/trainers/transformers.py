@@ -131,7 +131,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         bound.arguments["args"] = own = copy.copy(given)
         own.gradient_accumulation_steps = 1
         own.max_grad_norm = 0.0
-        # The Trainer would begin its loop anew, with batches of another rate.
+        # The Trainer would begin its loop again, with batches of another rate.
         self._finds_batch_size = bool(getattr(given, "auto_find_batch_size", False))
         own.auto_find_batch_size = False
         own.logging_nan_inf_filter = False  # it waits for the device in every step

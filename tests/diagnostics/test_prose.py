@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import io
 import pkgutil
 import re
+import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +164,28 @@ def test_a_fault_is_found(page: str, fault: str) -> None:
 )
 def test_plain_sentences_pass(page: str) -> None:
     assert faults(page) == []
+
+
+def _comments_and_docstrings(source: str) -> list[str]:
+    """Lines of a file that are no code."""
+    lines, numbers = source.splitlines(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            numbers |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return [*comments, *(lines[number - 1] for number in sorted(numbers))]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "flash_clipping").rglob("*.py")), ids=lambda path: path.stem
+)
+def test_so_are_the_words_of_comments(path: Path) -> None:
+    text = "\n".join(_comments_and_docstrings(path.read_text(encoding="utf-8")))
+    found = [
+        f"{line.strip()}: write {instead!r}"
+        for line in re.sub("``[^`\n]+``", "code", text).splitlines()
+        for word, instead in DIALECT.items()
+        if re.search(rf"\b(?:{word})", line, flags=re.IGNORECASE)
+    ]
+    assert not found, "\n".join(found)

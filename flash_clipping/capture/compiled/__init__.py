@@ -17,6 +17,6 @@ AOTAutograd trace whole.
 What is wired: layers whose rule can be traced (``Rule.can_be_traced``), called with one tensor,
 once or several times in a region, where it was shown that they read samples; what is the same for
 all samples; and parameters that modules use themselves. Any other layer with trainable parameters
-(``nn.EmbeddingBag``, ``nn.MultiheadAttention``, recurrent layers) runs by itself, between two
+(``nn.EmbeddingBag``, ``nn.MultiheadAttention``, recurrent layers) runs alone, between two
 graphs; with ``fullgraph=True`` it is an error that names it.
 """

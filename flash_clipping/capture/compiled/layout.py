@@ -49,7 +49,7 @@ class Slot(NamedTuple):
     def factors(self, wires: Sequence[Tensor | None]) -> Factors:
         """What the gradients of all wires tell of its parameters."""
         grads = [wires[place] for place in self.places]
-        # As outside of regions, one copy serves all that read rows that lie otherwise.
+        # As outside of regions, one copy is for all that read rows that lie otherwise.
         linear = [form for form in self.forms if isinstance(form.factor, LinearGrad)]
         for place in {place for form in linear for place in form.places.values()}:
             grads[place] = None if (x := grads[place]) is None else on_16_bytes(x)

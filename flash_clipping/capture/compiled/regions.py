@@ -182,7 +182,7 @@ class Region:
                     raise
                 layout, known = None, False
             finally:
-                if traces.misfits:  # some layers ran by themselves; it is learned anew
+                if traces.misfits:  # some layers ran alone; it is learned again
                     self._layouts.pop(key, None)
                     self._layouts.pop(kind, None)
 
@@ -281,7 +281,7 @@ class Region:
                         "expand what the layer reads over the batch, x.expand(batch_size, ...)."
                     )
             elif calls == [] and (tap.trainable()[1] or (tap.rule and tap.rule.allows_children)):
-                layout.calls[tap.number] = None  # if it is called after all, then by itself
+                layout.calls[tap.number] = None  # if it is called after all, then alone
             if session.options.layers_are_cut and tap.path in layout.refused:
                 layout.uncompiled = (
                     f"{tap.path}: {layout.refused[tap.path]}. Gradients that are DTensors cannot "

@@ -144,7 +144,7 @@ def _is_in_an_operator() -> bool:
 
 @constant_in_traces
 def _note_operator(path: str) -> bool:
-    """A layer is traced there that has no wires: it cannot run by itself."""
+    """A layer is traced there that has no wires: it cannot run alone."""
     traces.inside.append(path)
     return True
 
@@ -161,7 +161,7 @@ def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not torch.is_grad_enabled():
         return tap.original(*args, **kwargs)
     active = ACTIVE.get(tap.session.options.key)
-    # A tap's own number is asked for last: code that depends on it serves one tap.
+    # A tap's own number is asked for last: code that depends on it is for one tap.
     if active is not None and _may_claim() and tap.number >= 0:
         calls = active[0][tap.number]
         if calls is not None:

@@ -110,7 +110,7 @@ def _plain(x: Any) -> Any:
 
 
 class _Learning(threading.local):
-    #: While a region learns what its layers see: why what is the same for all cannot be served.
+    #: While a region learns what its layers see: why what is the same for all cannot be supported.
     found: list[str] | None = None
     #: The modules, by path, whose parameters functions were called with.
     used: set[str] = set()  # noqa: RUF012 (one for each thread as soon as it learns)
@@ -121,7 +121,7 @@ _learning = _Learning()
 
 @contextmanager
 def noting_misuse() -> Iterator[list[str]]:
-    """While the body runs, functions that are not served run as they would have; they are noted."""
+    """While the body runs, unsupported functions run as they would have; they are noted."""
     before, found = (_learning.found, _learning.used), list[str]()
     _learning.found, _learning.used = found, set()
     try:

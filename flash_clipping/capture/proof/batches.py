@@ -40,14 +40,14 @@ EXTREMES = "far", "in range", None
 #: of it is the sample as it is.
 LEFT = 0.0, 0.5, 1.0
 
-#: Samples of a batch that is looked at; fewer where something else has as many rows.
+#: Samples of a batch that is checked; fewer where something else has as many rows.
 FEW = 4, 3, 2
 
-#: The part of a batch's positions that is looked at, and the least length that texts are cut to.
+#: The part of a batch's positions that is checked, and the least length that texts are cut to.
 SHARE, SHORT = 8, 32
 
 
-#: The length of texts, and the part of them that is looked at.
+#: The length of texts, and the part of them that is checked.
 Window = tuple[int, slice]
 
 

@@ -1,7 +1,7 @@
 """For which calls of a model it was shown where samples lie.
 
 A model may lay its rows out otherwise in evaluation, or for another argument
-(``channels_last=True``). Each of that makes another kind of call, which is looked at before it is
+(``channels_last=True``). Each of that makes another kind of call, which is checked before it is
 trusted. Where rows of some layer are not the samples, lengths count as well: a text that is longer
 than a window has two windows. A look takes a few samples of any batch, so that their number makes
 another kind only where it was one: a sample that is alone.
@@ -29,7 +29,7 @@ _PLAIN = bool | int | float | complex | str | bytes | enum.Enum | torch.dtype | 
 
 
 class Coverage:
-    """Kinds of calls of one model that were looked at.
+    """Kinds of calls of one model that were checked.
 
     Args:
         axis: that holds the samples.
@@ -43,7 +43,7 @@ class Coverage:
         self._values: dict[Hashable, set[Hashable]] = {}
 
     def note(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of ``root`` with these arguments was looked at."""
+        """A call of ``root`` with these arguments was checked."""
         kind, sizes = self._kind(root, args, kwargs), self._sizes(args, kwargs)
         if len(self._kinds) < KINDS:
             known = zip(self._kinds.get(kind, [(n, n) for n in sizes]), sizes, strict=True)

@@ -25,7 +25,7 @@ class Knowledge:
         folded: layers whose rows are parts of samples: declared, found, or by their rules.
         found, folded_by_rule: those of them that a look found, and that are so by their rules.
         unreached: those of which it was not shown, as no gradient reached them: it must stay 0.
-        layouts: where samples lie in what layers, and parameters that are used by themselves, read,
+        layouts: where samples lie in what layers, and parameters that are used alone, read,
             if not along the first axis; ``layouts_after``: in what comes of such a use.
         plain: layers in which samples were seen to lie along the usual axis.
         laid_out: layers in which samples lie otherwise than as rows, or parts that lie together.

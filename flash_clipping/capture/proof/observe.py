@@ -6,7 +6,7 @@ for each sample in both runs are samples. What has as many rows in both, and the
 and does not derive from an input, is a constant (positions, tables): a layer that reads it computes
 a function of parameters alone (:mod:`flash_clipping.capture.proxies`). All else is a *finding*:
 rows that are not one for each sample, or with other values for the same samples. Findings prove
-nothing by themselves; the probe and the oracle tell (:mod:`flash_clipping.capture.proof.prove`).
+nothing alone; the probe and the oracle tell (:mod:`flash_clipping.capture.proof.prove`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ samples
 
 Both batches have as many samples. Parameters are moved meanwhile (PERTURB).
 
-A call is looked at in a few of its samples. A round before the first step, and more as audits of
+A call is checked in a few of its samples. A round before the first step, and more as audits of
 later ones, with other samples, S and the rest swapped, and other random numbers. Nothing of the
 user's is changed. What only the number of samples changes, and hooks that are not linear in the
 batch, are left to ``flash-clipping check``.
@@ -71,7 +71,7 @@ STRAY = 1e-6
 #: Seeds by which a finding is repeated.
 SEEDS = 3
 
-#: Outputs that are looked at one by one where something is wrong with one of them.
+#: Outputs that are checked one by one where something is wrong with one of them.
 OUTPUTS = 16
 
 #: Parameters that an error names.
@@ -303,7 +303,7 @@ class _Oracle:
 
     def __init__(self, subject: Subject, audit: int, seed: int) -> None:
         self.samples, self.audit, self.seed = subject.samples(), audit, seed
-        #: Numbers of the samples that are looked at, and of some others.
+        #: Numbers of the samples that are checked, and of some others.
         self.chosen = subject.chosen_samples()
         self.B = len(self.chosen)
         self.rest = [b for b in range(self.samples.count) if b not in self.chosen]
@@ -666,7 +666,7 @@ class _Oracle:
 
 
 def _halves(B: int, audit: int, by_turns: bool) -> tuple[list[int], list[int]]:
-    """The samples that are looked at, and the others; of few samples, in turns."""
+    """The samples that are checked, and the others; of few samples, in turns."""
     order = torch.randperm(B, generator=torch.Generator().manual_seed(3)).tolist()
     if B <= 4 and by_turns:  # where R are sorted to the beginning or to the end, S move
         order = [*range(B - 1, -1, -2), *range(B - 2, -1, -2)]

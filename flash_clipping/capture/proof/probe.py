@@ -4,7 +4,7 @@ The outputs of each sample go backward alone; the rows of a layer's output gradi
 are that sample's. A row that got a gradient of two has several samples; one that got none is
 padding, and nobody's. Layers whose samples may lie along another axis work position by position:
 samples lie in what they read as they do in what they return. Of parameters that modules use by
-themselves, the operand and the result of every operation with samples are looked at.
+themselves, the operand and the result of every operation with samples are checked.
 
 Shape suffixes: ``B`` samples, ``R`` rows.
 """

@@ -144,7 +144,7 @@ def _not_shown(subject: Subject, findings: Sequence[Finding], probed: Probed) ->
         for path, module in subject.root.named_modules()
         if (tap := tap_of(module)) is not None
     }
-    # A module whose forward runs once for each sample serves what is below it as well.
+    # A module whose forward runs once for each sample covers what is below it as well.
     whole = tuple(f"{path}." for path, tap in places.values() if tap.loops and path)
     lost: dict[str, None] = {}
     for finding in findings:

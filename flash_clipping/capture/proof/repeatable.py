@@ -1,7 +1,7 @@
 """Runs of a model that can be repeated: chance is the same for all samples, and nothing is left.
 
 Random floats are one number, dropout keeps the same features of every row, permutations move every
-sample, and generators of Python and NumPy begin each draw anew, so that no sample gets what is left
+sample, and generators of Python and NumPy start each draw again, and no sample gets what is left
 by those before it: runs of batches of different sizes are compared, and of models whose values
 decide how much is drawn.
 """
@@ -33,7 +33,7 @@ from flash_clipping.ops.runtime.backend import without_tf32
 #: Entries of a parameter that tell how far they are spread.
 ENTRIES = 4096
 
-#: Draws of Python's and NumPy's generators that begin anew.
+#: Draws of Python's and NumPy's generators that begin again.
 DRAWS_ALIKE = 10_000
 
 
@@ -157,7 +157,7 @@ def _own_generators(root: nn.Module) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def _draws_outside(seed: int) -> Iterator[None]:
-    """Functions of ``random`` and ``numpy.random`` begin anew in each draw.
+    """Functions of ``random`` and ``numpy.random`` begin again in each draw.
 
     Masks of frames (SpecAugment) are drawn by the length of each sample, so that others' lengths
     decide where in the stream a sample's draws begin. After :data:`DRAWS_ALIKE` draws generators go

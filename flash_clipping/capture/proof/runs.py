@@ -76,7 +76,7 @@ class Subject:
         args, kwargs: of the call.
         offsets: where samples begin that lie end to end, and how many there are.
         bags: offsets of bags beside other inputs, and the ids that they point into.
-        chosen: the samples that are looked at, if not all.
+        chosen: the samples that are checked, if not all.
         narrow, window: of :class:`Samples`.
     """
 
@@ -97,7 +97,7 @@ class Subject:
         return replace(self, offsets=offsets, bags=reads.bags)
 
     def samples(self) -> Samples:
-        """The samples of the call, also those that are not looked at."""
+        """The samples of the call, also those that are not checked."""
         parts = parts_of_samples(self.root, self.kwargs)
         model = compiled_module(self.root)
         forward = getattr(type(model), "forward", None)  # none of what is scripted
@@ -106,11 +106,11 @@ class Subject:
         return Samples(*given, parts, names, self.bags, self.window)
 
     def chosen_samples(self) -> list[int]:
-        """The numbers of the samples that are looked at."""
+        """The numbers of the samples that are checked."""
         return [*range(self.samples().count)] if self.chosen is None else [*self.chosen]
 
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with the samples that are looked at."""
+        """The arguments with the samples that are checked."""
         if self.chosen is None:
             return self.args, self.kwargs
         return self.samples().batch(self.chosen)
@@ -494,7 +494,7 @@ class Forward:
 
 
 def _of_taps(error: ModelsOwnError) -> FlashClippingError:
-    """Of an error that the model by itself does not raise."""
+    """Of an error that the model alone does not raise."""
     return FlashClippingError(
         f"FC211 the model: it runs by itself, and raises {error} where flash clipping takes "
         "gradients of samples: a fault of flash clipping, please report it. Until it is mended:\n"

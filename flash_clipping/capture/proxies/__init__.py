@@ -13,7 +13,7 @@ Where the operation is that of a layer with a rule (``F.linear(x, weight)``, ``w
 its gradient is a factor: no more is kept than the rule would keep. Before, the parameter may have
 been transposed, cast, or the like (``AffineView``).
 
-Only such operations are looked at again in backward, never the module's forward.
+Only such operations are checked again in backward, never the module's forward.
 """
 
 # ruff: noqa: F401

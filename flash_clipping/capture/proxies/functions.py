@@ -143,7 +143,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         _refuse_others(tap, name, others)
         raise UnsupportedUse(tap, f"{name} puts it together with another module's parameter")
     # What functions of parameters alone save for their backward stays, also under checkpointing:
-    # they go backward by themselves, for each sample, in the midst of a backward. Each of that
+    # they go backward alone, for each sample, in the midst of a backward. Each of that
     # would run the whole checkpoint again, and under vmap, where dropout fails.
     with _as_they_are() if saved_tensors_hooks_now() else nullcontext():
         changed = [leaves[0]] if in_place and leaves[0].row is not None else []
@@ -296,7 +296,7 @@ def _stays_whole(bares: list[ParameterProxy], others: list[Tensor]) -> bool:
 def _probed(
     tap: FactorSource, use: str, count: int, func: Callable[..., Any], leaves: list[Any], spec: Any
 ) -> Any:
-    """The operation as it is, while it is looked at where samples lie in what meets parameters: in
+    """The operation as it is, while it is checked where samples lie in what meets parameters: in
     the last ``count`` reads of the module."""
     place = next(n for n, leaf in enumerate(leaves) if is_plain(leaf))
 

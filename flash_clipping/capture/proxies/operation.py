@@ -359,7 +359,7 @@ def _factored(
 
     Returns:
         ``None`` where there is none: another operation, more than one tensor that carries samples,
-        or a stand-in that is more than a parameter laid out anew.
+        or a stand-in that is more than a parameter laid out again.
     """
     is_pointwise = operation.name in ADDITION | MULTIPLICATION
     if operation.axis or operation.after or not (is_pointwise or operation.name in _FORMULAS):

@@ -295,11 +295,11 @@ def _recorded(
 # -- short ways ------------------------------------------------------------------------------------
 # Of what models call in every layer: ``F.linear`` with a module's own weight (routers), and
 # attention with a mask that comes from parameters (biases by relative position). The general way
-# makes some 190 calls; what may have changed since it served such a call is asked here.
+# makes some 190 calls; what may have changed since it did such a call is asked here.
 
 
 def note_served(func: Callable[..., Any], bare: ParameterProxy, x: Tensor) -> None:
-    """The general way has served this function of a stand-in, and samples: the next may take the
+    """The general way has done this function of a stand-in, and samples: the next may take the
     short one."""
     tap = bare.tap
     entered = tap.entered in (None, circumstances()) and torch.is_grad_enabled()
@@ -309,7 +309,7 @@ def note_served(func: Callable[..., Any], bare: ParameterProxy, x: Tensor) -> No
 
 def _known(func: Any, bare: ParameterProxy, x: Tensor, reads: int = 1) -> ForwardCall | None:
     """The running call of the root, if what the function reads is known to be samples, and nothing
-    changed since the general way served it: a short way may. It counts as read."""
+    changed since the general way did it: a short way may. It counts as read."""
     tap = bare.tap
     session = tap.session
     call = session.current_forward

@@ -51,7 +51,7 @@ from flash_clipping.randomness import SecretStream
 @dataclass(eq=False)
 class OrderedCollate:
     """A collate function that is refused unless it keeps order: samples in reverse order must give
-    rows in reverse order. That is looked at in the first batches, in every process that collates,
+    rows in reverse order. That is checked in the first batches, in every process that collates,
     until one had rows that differ."""
 
     wrapped_collator_fn: Callable[[list[Any]], Any]
@@ -388,7 +388,7 @@ def refuse_repeats(dataset: Any) -> None:
 
 def _sources(dataset: Any, index_R: Any) -> Iterator[tuple[Any, Any]]:
     """The datasets that these rows are of, in the end, with their numbers there. A dataset of
-    another kind than are known is one by itself."""
+    another kind than are known is one alone."""
     if not len(index_R):
         return
     index_R = index_R % len(dataset)  # numbers from the end

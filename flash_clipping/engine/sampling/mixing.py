@@ -1,4 +1,4 @@
-"""Collate functions that mix samples: looked at once, when a loader is given."""
+"""Collate functions that mix samples: checked once, when a loader is given."""
 
 from __future__ import annotations
 

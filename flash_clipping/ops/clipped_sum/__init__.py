@@ -110,7 +110,7 @@ def kind_of(A: Tensor, G: Tensor) -> Kind:
 
 def in_turn(pairs: Sequence[Pair], *, backend: str = "auto") -> list[list[int]]:
     """Which of these products :func:`clipped_sums_many` had best be asked for together: as many as
-    one launch serves, but no more than :data:`AT_ONCE` elements of results. Without kernels, all of
+    one launch takes, but no more than :data:`AT_ONCE` elements of results. Without kernels, all of
     one device."""
     kinds: dict[object, list[int]] = {}
     for i, (A, G) in enumerate(pairs):

@@ -48,7 +48,7 @@ def _of_one_input(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[T
         return _products(A_BTd, Gs, coef_B)
     dtype = accumulator(A_BTd, *Gs)
     per_sample = A_BTd[:1].numel() + sum(G[:1].numel() for G in Gs)
-    # As many positions at least as a product adds up by itself: results are added up in turn.
+    # As many positions at least as a product adds up separately: results are added up in turn.
     least = -(-TOGETHER // max(1, A_BTd.shape[1]))
     samples = max(1, least, CONVERTED // max(1, per_sample))
     totals: list[Tensor] = []
@@ -78,7 +78,7 @@ def _products(A_BTd: Tensor, Gs: Sequence[Tensor], coef_B: Tensor) -> list[Tenso
 
 def _sum_of_samples(G_BTp: Tensor, A_BTd: Tensor) -> Tensor:
     """``Σ_b G_bᵀ A_b``. What rounding makes of a long sample may not depend on who else is there:
-    each is added up by itself (:func:`flash_clipping.ops.error_bounds.additions`)."""
+    each is added up separately (:func:`flash_clipping.ops.error_bounds.additions`)."""
     p, d = G_BTp.shape[2], A_BTd.shape[2]
     total = A_BTd.new_zeros(p, d)
     at_once = max(1, FORMED // max(1, p * d))

@@ -76,7 +76,7 @@ class Geometry(NamedTuple):
 
 
 class InThree(NamedTuple):
-    """A convolution with axes before its own, so that there are three: one kernel serves all.
+    """A convolution with axes before its own, so that there are three: one kernel does all.
 
     Attributes:
         x_strides: of sample, channel and three axes.

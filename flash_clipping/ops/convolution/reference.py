@@ -26,7 +26,7 @@ CHUNK_ELEMENTS_CPU = 1 << 18
 GPU, what fits into a cache on a CPU."""
 
 COPIED_ELEMENTS = 1 << 20
-"""Elements that oneDNN lays out anew for one call: less than it does for a whole batch."""
+"""Elements that oneDNN lays out again for one call: less than it does for a whole batch."""
 
 
 def laid_out(x: Tensor, G: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:

@@ -380,7 +380,7 @@ def _is_wide(three: InThree, shape_BOT: torch.Size, strides: tuple[int, ...]) ->
 
 # Where the positions of a channel lie together, those that a window sees begin on any address, and
 # 16-bit numbers of a tile must be fetched one by one. Where channels lie together, a position's are
-# fetched 16 bytes at a time. So an operand is laid out anew once, as a library does for its own
+# fetched 16 bytes at a time. So an operand is laid out again once, as a library does for its own
 # kernels: two passes over it, for an operand that is read as often as the window has offsets.
 @jit
 def _channels_last_kernel(

@@ -60,7 +60,7 @@ def _load_operand(row, b, T, i, j, step, steps_before, ring, DTYPE: gl.constexpr
     tiles, full, empty = ring
     X_ptr, stride_t, F = sample_of(row, b, DTYPE, True, False)
     # The descriptor is made where the one of two operands ago was: no load may still read that. Of
-    # its steps, those whose stage was loaded anew have ended: a stage is emptied after its load.
+    # its steps, those whose stage was loaded again have ended: a stage is emptied after its load.
     for at in range(gl.maximum(step - STAGES, 0), step - steps_before):
         wait_loaded(at, full, STAGES)
     X = tma.make_tensor_descriptor(

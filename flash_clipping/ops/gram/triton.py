@@ -155,7 +155,7 @@ def _gram_kernel(
 SLICE = 4096
 SLICE_IN_INPUTS = 8
 """Features of an output gradient that one program walks over for a tile: so many, or so many times
-those of the input, whose tile every slice computes anew. A vocabulary's would keep a few programs
+those of the input, whose tile every slice computes again. A vocabulary's would keep a few programs
 at work long after all others are done."""
 
 

@@ -95,7 +95,7 @@ def config_for(
 
 
 def fills_ring(A_BTd: Tensor, G_BTp: Tensor) -> bool:
-    """Whether the kernel for Hopper serves: its tiles, of 128 x 256, cover no more than others."""
+    """Whether the kernel for Hopper fits: its tiles, of 128 x 256, cover no more than others."""
     d, p = A_BTd.shape[2], G_BTp.shape[2]
     if A_BTd.dtype == torch.float32 or not tiles.is_hopper(A_BTd.device) or not has_gluon():
         return False

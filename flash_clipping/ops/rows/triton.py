@@ -1,5 +1,5 @@
 """Kernels for rows. Scaling reads nothing of dropped samples. A table names the tensors whose
-positions are summed, so that one launch serves all.
+positions are summed, so that one launch does all.
 
 B samples, T positions, n elements of one tensor and N of all, P tensors; for rows that may not be
 finite: N rows, F elements of one.

@@ -98,7 +98,7 @@ class DeviceChecks:
 
     @contextmanager
     def captured(self) -> Iterator[list[Check]]:
-        """Checks are part of a CUDA graph: those that each of its replays makes anew."""
+        """Checks are part of a CUDA graph: those that each of its replays makes again."""
         self._captured = []
         try:
             yield self._captured

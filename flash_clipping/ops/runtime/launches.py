@@ -45,7 +45,7 @@ _found: dict[Hashable, tuple[Any, Any, tuple[Any, ...]]] = {}
 def jit(function: Callable[..., Any]) -> Any:
     """``triton.jit`` for a kernel that is compiled once for all numbers.
 
-    Triton compiles anew where an integer is 1, or becomes a multiple of 16: many kernels for one
+    Triton compiles again where an integer is 1, or becomes a multiple of 16: many kernels for one
     model. This one knows nothing of integers but by constants of its own, and of addresses
     (``..._ptr``) whether they are multiples of 16.
     """

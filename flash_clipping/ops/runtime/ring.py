@@ -59,7 +59,7 @@ def wait_loaded(step, full, STAGES: gl.constexpr):
 
 @gluon.jit
 def wait_released(step, empty, STAGES: gl.constexpr):
-    """Until the stage of a step may be loaded anew."""
+    """Until the stage of a step may be loaded again."""
     mbarrier.wait(empty.index(step % STAGES), step // STAGES & 1 ^ 1)
 
 

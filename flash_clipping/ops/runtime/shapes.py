@@ -51,7 +51,7 @@ class Normalized(NamedTuple):
 
 
 def busy_kinds(groups: Sequence[Group]) -> list[list[int]]:
-    """Indices of groups that one implementation serves together: one device, the same dtypes.
+    """Indices of groups that one implementation takes together: one device, the same dtypes.
     Without groups that have no elements, or no layers."""
     kinds: dict[object, list[int]] = {}
     for index, (A, Gs) in enumerate(groups):

@@ -1,6 +1,6 @@
 """Numbers that the host knows, on the device; and tables of operands, which are such numbers.
 
-A launch that serves many layers walks over a table. Layers differ in their addresses, strides and
+A launch for many layers walks over a table. Layers differ in their addresses, strides and
 widths only. A table names these, a row for each, and goes to the device as one copy. Where programs
 are shared out between rows, the last column says which is the first of each
 (:func:`flash_clipping.ops.runtime.tiles.row_of` finds the row).
@@ -28,12 +28,12 @@ descriptors save is about what the launch of a copy takes the host."""
 
 
 class Table:
-    """Rows of integers. Without addresses it serves every step of the same layout.
+    """Rows of integers. Without addresses it is for every step of the same layout.
 
     Attributes:
         numbers: all rows, one after the other.
         held: what was copied for it, until the kernel has been launched.
-        copied: whether anything was, so that the table serves this step only.
+        copied: whether anything was, so that the table is for this step only.
         aligned: whether descriptors can serve every operand.
     """
 
@@ -136,7 +136,7 @@ def to_device(
 ) -> Tensor:
     """A one-dimensional tensor of the values; int64, float32 or float64.
 
-    ``torch.tensor`` looks at every value by itself: three times as slow as an array of bytes. On
+    ``torch.tensor`` looks at every value separately: three times as slow as an array of bytes. On
     a GPU the copy starts from pinned memory, which PyTorch keeps until it has been made.
 
     Args:

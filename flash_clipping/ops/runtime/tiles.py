@@ -25,7 +25,7 @@ the first for samples of few positions."""
 
 
 def cdiv(numerator: int, denominator: int) -> int:
-    """Rounded up. Triton's own serves kernels too, which costs the host microseconds."""
+    """Rounded up. Triton's own works in kernels too, which costs the host microseconds."""
     return -(-numerator // denominator)
 
 

@@ -19,7 +19,7 @@ MOST_CHOICES = 128
 MOST_ENTRIES = 46340
 """Entries of an axis, whose square int32 counts."""
 WIDEST = 4096
-"""Entries of an axis that a program of the kernels holds at once; PyTorch serves wider ones."""
+"""Entries of an axis that a program of the kernels holds at once; PyTorch does wider ones."""
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
