@@ -204,7 +204,7 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Mechanism:
 
 def begin(mechanism: Mechanism, accountant: Any, optimizer: Any, sampler: Any) -> None:
     """Let a private optimizer make the noise of this mechanism, and the accountant know that it is
-    used: after a checkpoint was loaded, noise and rounds of the sampler begin anew."""
+    used: after a checkpoint was loaded, noise and rounds of the sampler begin again."""
     begins_anew = sampler.begin_run if isinstance(sampler, RoundSampler) else None
     noise = getattr(mechanism, "noise", IndependentNoise())
     if not isinstance(noise, IndependentNoise):
