@@ -113,13 +113,13 @@ class Mechanism(ABC):
         return found
 
     def sampler(self, *, fills_up: bool = True, **options: Any) -> Any:
-        """What draws its batches: a sampler with these options of ``PoissonSampler``;
+        """Make what draws its batches: a sampler with these options of ``PoissonSampler``;
         ``fills_up``: whether batches with fewer rows than ``max_batch_size`` are filled up."""
         return self.kind(**options)
 
     @abstractmethod
     def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Any]:
-        """What so many steps in a row release, as it is for each of the neighbours that there are;
+        """Return what so many steps release, as it is for each of the neighbours that there are;
         ε is the largest of them.
 
         ``noise_multiplier``: standard deviation of the independent noise ``Z``, in clipping bounds;
