@@ -251,7 +251,8 @@ def test_two_passes(clipping: str, blocks: bool) -> None:
     else:
         module = wrap(model, max_grad_norm=bound, clipping=clipping, mode="two_pass")
         module.compile(backend="aot_eager", fullgraph=True)
-    for ids in (batch[0], batch[0][:3]):  # another size is compiled again, with sizes as symbols
+    sizes = (batch[0], batch[0][:3])  # another size is compiled again, with sizes as symbols
+    for ids in sizes[: 1 if blocks else 2]:
         for which in (eager, module):
             which.zero_grad(set_to_none=True)
             lm_loss(which, (ids,)).mean().backward()
