@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from statistics import median
 from typing import Any
 
@@ -88,3 +89,12 @@ def test_several_gpus(place: int, file: str) -> None:
     shown += [row["host_ms"] for row in (plain, private)]
     ratios = [private["ratio"], private["memory_ratio"]]
     assert table[place][1:] == [f"{x:.0f}" for x in shown] + [f"{x:.2f}" for x in ratios]
+
+
+def test_codes_on_the_pages_are_those_of_the_page_of_errors() -> None:
+    known = (ROOT / "flash_clipping" / "troubleshooting.md").read_text(encoding="utf-8")
+    codes = set(re.findall(r"^\* \*\*(FC\d{3})\*\*", known, flags=re.MULTILINE))
+    assert len(codes) > 200
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        used = set(re.findall(r"\bFC\d{3}\b", page.read_text(encoding="utf-8")))
+        assert used <= codes, f"{page.name}: {used - codes}"
