@@ -367,8 +367,8 @@ class Tap(FactorSource):
         raise FlashClippingError(
             f"FC401 {self.path}: this layer is called while the wrapped model itself is not "
             "running, so it is not known how many samples there are and which rows are theirs. "
-            "Call the wrapped model itself (model(x)); where a training loop calls parts of it "
-            "(self.net(x) in a training_step), wrap that part."
+            "Call the wrapped model itself (model(x)). Where a loop calls a part, self.net(x), "
+            "in a training_step, wrap that part:\n    PrivateTraining(privacy, module='net')"
         )
 
     def trainable(self) -> Trainable:
