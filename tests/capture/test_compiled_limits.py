@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.compiled.regions import Region
 from flash_clipping.capture.compiled.tracing import ACTIVE, traces
 from tests.support.autograd import float64s, squares, truth_by_autograd
@@ -219,7 +219,7 @@ class Uses(nn.Module):
 @pytest.mark.parametrize("use", [cond, while_loop, scan])
 def test_operators_with_bodies_name_the_layer(use: Any, fullgraph: bool | None) -> None:
     module = wrapped(Uses(use), fullgraph)
-    with pytest.raises(FlashClippingError, match=r"mid \(Linear\): called inside"):
+    with raises("FC402|FC403", match=r"mid \(Linear\): called inside"):
         squares(module, (torch.randn(3, 5, 4),)).backward()
 
 

@@ -238,7 +238,7 @@ def test_what_is_refused_uncompiled_is_no_number_when_compiled(
     squared_loss(module, (x,)).mean().backward()
     module.zero_grad(set_to_none=True)
     model.on = True
-    with pytest.raises((FlashClippingError, RuntimeError)):
+    with raises("FC141|FC402", (FlashClippingError, RuntimeError)):
         squared_loss(module, (x,)).mean().backward()
 
 

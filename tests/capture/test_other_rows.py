@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import check_by_autograd, check_steps, float64s, mean_squares, squares
 from tests.support.errors import raises
 from tests.support.wrapping import MODES
@@ -71,7 +71,7 @@ def test_other_rows_are_refused(how: str, shape: tuple[int, int], mode: str) -> 
     if how in ("routed", "exactly_B") and shape == (2, 2):
         pytest.skip("it chooses one token of each sample, in order")
     model = Rows(how).double()
-    with pytest.raises(FlashClippingError, match=f"(?s)^FC20[12] .*({MIXED})"):
+    with raises("FC201|FC202", match=MIXED):
         check_by_autograd(model, float64s(*shape, 4), squares, mode=mode)
 
 

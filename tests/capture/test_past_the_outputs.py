@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.without_gate
@@ -79,7 +79,7 @@ def test_after_a_refusal_that_is_kept_the_next_backward_is_whole(needs_grad: boo
         refused = [first.square().sum(1).mean(), second.square().sum(1).mean()]
     else:
         refused = [module._module.kept[0].square().sum(1).mean()]
-    with pytest.raises(FlashClippingError, match="two_pass") as kept:
+    with raises("FC414|FC416", match="two_pass") as kept:
         torch.autograd.backward(refused, retain_graph=True)
     assert kept.value.__traceback__ is not None
     if needs_grad:

@@ -14,7 +14,7 @@ import torch
 from opacus.layers import DPLSTM
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.row_layouts import Layout
 from tests.support.autograd import check_by_autograd, float64s, squares
 from tests.support.errors import raises
@@ -247,7 +247,7 @@ def test_another_axis_later(when: str, turned: bool) -> None:
     flash.train(when != "evaluation")
     x = float64s(3, 6, 3)
     for _ in range(2):
-        with pytest.raises(FlashClippingError, match="ffn"):
+        with raises("FC201|FC232", match="ffn"):
             squares(flash, x).backward()
         assert all(param.grad is None for param in model.parameters())
 

@@ -54,7 +54,7 @@ def test_a_gradient_that_is_not_the_clipped_sum(
     private.backward()
     change(private)
     before = [p.detach().clone() for p in private.plain.parameters()]
-    with pytest.raises(ValueError, match="^FC50[13] "):
+    with raises("FC501|FC503", ValueError):
         private.optimizer.step()
     assert not released.releases
     for was, param in zip(before, private.plain.parameters(), strict=True):

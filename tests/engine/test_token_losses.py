@@ -13,7 +13,6 @@ import transformers
 from torch import Tensor, nn
 
 from flash_clipping import (
-    FlashClippingError,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
     per_sample_loss,
@@ -268,13 +267,8 @@ def own_loss_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.loss
 
 
-#: What the look before the first step finds, which comes first where forward runs twice.
-FOUND = "^FC444 output 0: what the model's own loss asks of a sample"
-NAMED = r"^FC440 model: its own loss of labels \(4, 8\) is a mean over the labels"
-
-
 @pytest.mark.every_pair
-@pytest.mark.parametrize("mode, found", [("one_pass", NAMED), ("two_pass", FOUND)])
+@pytest.mark.parametrize("mode, found", [("one_pass", "FC440"), ("two_pass", "FC444")])
 @pytest.mark.parametrize("loss_alone", [False, True])
 @pytest.mark.parametrize("kind", ["T5", "BertForMaskedLM"])
 def test_a_mean_over_the_batch_inside_of_a_module(
@@ -284,7 +278,7 @@ def test_a_mean_over_the_batch_inside_of_a_module(
     flash = GradSampleModuleFlashClipping(Inside(tiny(kind), loss_alone), mode=mode)
     tokens = torch.randint(1, 17, (4, 8))
     output = flash(input_ids=tokens, labels=tokens)
-    with pytest.raises(FlashClippingError, match=found):
+    with raises(found):
         own_loss_of(output).backward()
 
 
@@ -302,7 +296,7 @@ def test_a_compiled_model_is_compared(inside: bool) -> None:
     model = torch.compile(tiny("BertForMaskedLM"), backend="eager")
     flash = GradSampleModuleFlashClipping(Inside(model, True) if inside else model)
     tokens = torch.randint(1, 17, (4, 8))
-    with raises("FC444", match=FOUND):
+    with raises("FC444", match="output 0"):
         own_loss_of(flash(input_ids=tokens, labels=tokens)).backward()
 
 
@@ -363,7 +357,7 @@ def test_a_mean_over_a_mask_is_refused(make: Callable[..., Any], inside: bool) -
     torch.manual_seed(0)
     model, batch = make()
     flash = GradSampleModuleFlashClipping(Inside(model, True) if inside else model)
-    with raises("FC444", match=FOUND):
+    with raises("FC444", match="output 0"):
         own_loss_of(flash(**batch)).backward()
 
 

@@ -12,7 +12,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import CyclicPoisson, FixedOrder, FlashClippingError, FlashPrivacyEngine
+from flash_clipping import CyclicPoisson, FixedOrder, FlashPrivacyEngine
 from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import (
@@ -223,8 +223,11 @@ def test_steps_on_other_batches_are_refused() -> None:
         break
 
 
-@pytest.mark.parametrize("change", ["noise_multiplier", "max_grad_norm", "parameters"])
-def test_what_must_stay(change: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [("noise_multiplier", "FC522"), ("max_grad_norm", "FC522"), ("parameters", "FC523")],
+)
+def test_what_must_stay(change: str, code: str) -> None:
     _, module, optimizer, loader = private(BandedInverseNoise(2))
     batches = iter(loader)
     step(module, optimizer, next(batches)[0])
@@ -234,7 +237,7 @@ def test_what_must_stay(change: str) -> None:
         optimizer.max_grad_norm = 0.7
     else:
         module._module.bias.requires_grad_(False)
-    with pytest.raises(FlashClippingError, match="in the steps before|than in the steps before"):
+    with raises(code):
         step(module, optimizer, next(batches)[0])
 
 

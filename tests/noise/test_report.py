@@ -29,6 +29,7 @@ from flash_clipping.engine.accounting import ADD_OR_REMOVE, ZERO_OUT
 from flash_clipping.noise.mechanisms import BandedInverseNoise
 from flash_clipping.noise.releases import Release, epsilon_by_pld
 from flash_clipping.noise.report import compose, statistics_report
+from tests.support.errors import raises, warns
 
 pytest.importorskip("dp_accounting")
 SIZE, BATCHES, DELTA = 30, 5, 1e-3
@@ -123,11 +124,11 @@ def test_discrete_noise_is_accounted_for_in_whole_orders() -> None:
 
 
 def test_what_was_warned_of_is_in_the_report() -> None:
-    with pytest.warns(NotPoissonWarning):
+    with warns("FC335", NotPoissonWarning):
         engine, _ = trained("prv", poisson_sampling=False)
     report = engine.report(DELTA)
     assert report["violated"] and not any(e["is_bound"] for e in report["epsilon"].values())
-    with pytest.warns(SeededNoiseWarning):
+    with warns("FC570", SeededNoiseWarning):
         engine, optimizer = trained("prv", seed=7)
     assert engine.report(DELTA)["seeds"] == ["7"]
     composed = compose([report, engine.report(DELTA)])
@@ -223,10 +224,10 @@ def test_what_does_not_compose() -> None:
         ([report, report | {"unit": "user"}], "different neighbours.*: user"),
         ([report, report | {"delta": 1e-6}], r"different deltas \[1e-06, 0.001\]"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with raises("FC568", ValueError, match=words):
             compose(reports)
     assert compose([report, report | {"delta": 1e-6}], delta=1e-4)["delta"] == 1e-4
-    with pytest.raises(ValueError, match="delta: found 0"):
+    with raises("FC302", ValueError, match="delta: found 0"):
         compose([report], delta=0.0)
 
 

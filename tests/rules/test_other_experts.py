@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.survey.kinds import all_kinds
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import check_by_autograd, check_steps, check_with_dropout, squares
 from tests.support.errors import raises
 
@@ -155,7 +155,7 @@ def test_tokens_of_a_sample_that_do_not_lie_together_are_refused(family: str, pa
         param.requires_grad_("router" not in name)  # it would be refused by itself
     model = PositionsFirst(block).double()
     flash = GradSampleModuleFlashClipping(model)
-    with pytest.raises(FlashClippingError, match="(?i)rows"):
+    with raises("FC201|FC202|FC210", match="(?i)rows"):
         squares(flash, (torch.randn(4, 4, 32, dtype=torch.float64),)).backward()
 
 

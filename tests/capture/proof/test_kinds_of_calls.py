@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.coverage import VALUES
 from flash_clipping.capture.proof.repeatable import repeatable
 from tests.support.autograd import check_by_autograd, squares
@@ -249,7 +249,7 @@ def test_floats_that_are_no_indices_are_extreme() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_inputs_of_dtypes_that_have_few_operations_are_looked_at(dtype: torch.dtype) -> None:
     model = nn.Sequential(Counts(), nn.Softmax(0))
-    with pytest.raises(FlashClippingError, match="output 0: the outputs of a sample change"):
+    with raises("FC202|FC210", match="output 0: the outputs of a sample change"):
         GradSampleModuleFlashClipping(model)(torch.randint(0, 8, (B, K)).to(dtype)).sum().backward()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.errors import raises
 from tests.support.oracle import per_sample_truth
 
@@ -82,7 +82,7 @@ def test_a_layer_that_chance_reaches_is_looked_at_once(reverses: bool, by_torch:
         assert len(epochs) > 1 and len({*epochs}) == 1
 
     if reverses:
-        with pytest.raises(FlashClippingError, match="second"):
+        with raises("FC202|FC210", match="second"):
             steps()
     else:
         steps()

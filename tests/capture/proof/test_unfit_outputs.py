@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import check_by_autograd, float64s, squares
 from tests.support.errors import raises
 
@@ -206,7 +206,7 @@ def test_calls_of_another_kind_are_looked_at(inner: Layers, second: tuple[int, .
     squares(flash, float64s(3, 4, 3)).backward()
     flash.zero_grad()
     model.layer.eval()
-    with pytest.raises(FlashClippingError):
+    with raises("FC201|FC232"):
         squares(flash, float64s(*second)).backward()
 
 
