@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,90 +43,78 @@ class NoComparison(Exception):
 
 _LOGGER = logging.getLogger(__name__)
 
-# -- is the loss of a batch made of its samples' own? ----------------------------------------------
-
-# A batch whose samples all have as many labels cannot show whether the loss of one depends on how
-# many the others have. So the labels of its first sample are cut in half as well.
-
 #: What ``cross_entropy`` ignores by default, and what others are often told to ignore.
 IGNORED = (-100, -1)
 
 #: Relative difference of losses in float64 (where they are, as in transformers, taken in float32).
 LOSS_TOLERANCE = 1e-5
 
-#: What to write instead, for messages.
-INSTEAD = (
-    "Take the mean over each sample's own labels:\n"
-    "    losses = flash_clipping.per_sample_loss(logits, labels)  # [B]; shift=True for input ids\n"
-    "    loss = losses.{reduction}()"
-)
 
+def cause_in_loss(subject: Subject) -> str:
+    """Why the loss of a batch is not made of its samples' own; empty where it is.
 
-def cause_in_loss(subject: Subject, loss: float, expected: float) -> str:
-    """Why the loss of the batch is not made of its samples' own; empty where it is.
+    A batch whose samples all have as many labels cannot show whether the loss of one depends on how
+    many the others have. So half of the labels of its first sample are ignored as well. That is a
+    failure where some are ignored already; otherwise the batch may be of a data set in which all
+    samples have the same length, for which a mean over all labels is right, and it is a note.
 
     Raises:
         NoComparison: it is reduced otherwise than was declared.
     """
-
-    def is_close(to: float) -> bool:
-        pair = [torch.tensor(x, dtype=torch.float64) for x in (loss, to)]
-        return largest_error(pair[0], pair[1], least=0.0) <= 10 * subject.tolerance
-
-    reduction, B = subject.task.reduction, subject.samples.count
-    if is_close(expected):
-        return _cause_in_labels(subject)
-    other, times = ("sum", B) if reduction == "mean" else ("mean", 1 / B)
-    if is_close(times * expected):
-        raise NoComparison(
-            f"The loss is reduced by {other!r}, but loss_reduction is {reduction!r}."
-        )
-    return (
-        f"The loss of the batch is {loss:.6g}, but the {reduction} of its samples' own losses is "
-        f"{expected:.6g}: a sample's loss depends on the other samples (or on how many tokens they "
-        f"have). {INSTEAD.format(reduction=reduction)}"
-    )
-
-
-def _cause_in_labels(subject: Subject) -> str:
-    """Why the loss is a mean over the labels of the whole batch; empty where it is not.
-
-    It is a failure where some labels are ignored already. A batch without any may be of a data set
-    in which all samples have the same length, for which that mean is right: then it is a note.
-    Where none were ignored, this is not tried on a GPU, which an index that is out of range would
-    take down.
-    """
     task, (model, exact) = subject.task, subject.exact
-    if exact.count < 2 or not subject.options["batch_first"]:
+    reduction, B = task.reduction, exact.count
+    instead = (
+        "Take the mean over each sample's own labels:\n"
+        "    losses = flash_clipping.per_sample_loss(logits, labels)  # [B]; shift=True for input "
+        f"ids\n    loss = losses.{reduction}()"
+    )
+    for words, samples, fails in _with_fewer_labels(subject):
+        try:
+            loss = task.value(model, samples.all)
+            expected = task.reduced([task.value(model, samples.take([b])) for b in range(B)])
+        except Exception:  # these are no labels, or another number is ignored
+            continue
+        allowed = max(LOSS_TOLERANCE, 10 * subject.tolerance if samples is exact else 0.0)
+        is_mean_of_none = samples is not exact and not math.isfinite(loss + expected)
+        if is_mean_of_none or _is_close(loss, expected, allowed):
+            continue
+        other, times = ("sum", B) if reduction == "mean" else ("mean", 1 / B)
+        if _is_close(loss, times * expected, allowed):
+            why = f"The loss is reduced by {other!r}, but loss_reduction is {reduction!r}."
+            raise NoComparison(why)
+        found = (
+            f"{words} is {loss:.6g}, but the {reduction} of its samples' own losses is "
+            f"{expected:.6g}: a sample's loss depends on the other samples, or on how many tokens "
+            f"they have. {instead}"
+        )
+        if fails:
+            return found
+        subject.notes.append(f"{found}\nIt is harmless only if all samples have as many labels.")
         return ""
+    return ""
+
+
+def _is_close(found: float, expected: float, allowed: float) -> bool:
+    pair = [torch.tensor(x, dtype=torch.float64) for x in (found, expected)]
+    return largest_error(pair[0], pair[1], least=0.0) <= allowed
+
+
+def _with_fewer_labels(subject: Subject) -> Iterator[tuple[str, Samples, bool]]:
+    """The batch, and others in which half of the labels of one sample are ignored: in words, and
+    whether losses that differ there are a failure. Where none were ignored, others are not tried
+    on a GPU, which an index that is out of range would take down."""
+    model, exact = subject.exact
+    yield "The loss of the batch", exact, True
+    if exact.count < 2 or not subject.options["batch_first"]:
+        return
     labels = [x for x in exact.leaves if exact.holds(x) and x.dim() == 2 and x.shape[1] > 1]
     for ignored, x in itertools.product(IGNORED, labels):
         some = bool((x == ignored).any())
-        if x.dtype != torch.int64 or not (some or x.device.type == "cpu"):
-            continue
-        shorter = x.clone()
-        shorter[0, x.shape[1] // 2 :] = ignored
-        batch = replaced(exact.all, x, shorter)
-        try:
-            samples = Samples(batch, True, model)
-            whole = task.value(model, samples.all)
-            own = [task.value(model, samples.take([b])) for b in range(samples.count)]
-        except Exception:  # these are no labels, or another number is ignored
-            continue
-        expected = task.reduced(own)
-        if abs(whole - expected) > LOSS_TOLERANCE * abs(expected):
-            found = (
-                f"With half of the labels of one sample ignored ({ignored}), the loss of the "
-                f"batch is {whole:.6g}, but the {task.reduction} of its samples' own losses is "
-                f"{expected:.6g}: a sample's loss depends on how many labels the others have, "
-                "which is harmless only if all samples always have as many. "
-                f"{INSTEAD.format(reduction=task.reduction)}"
-            )
-            if some:
-                return found
-            subject.notes.append(found)
-            return ""
-    return ""
+        if x.dtype == torch.int64 and (some or x.device.type == "cpu"):
+            shorter = x.clone()
+            shorter[0, x.shape[1] // 2 :] = ignored
+            words = f"The loss of the batch with half of one sample's labels ignored ({ignored})"
+            yield words, Samples(replaced(exact.all, x, shorter), True, model), some
 
 
 def compared_parameters(
@@ -178,8 +167,8 @@ def _compares(words: str = "") -> Iterator[None]:
         raise NoComparison(f"{words}{described(error)}") from error
 
 
-def check_plain_model(subject: Subject) -> float:
-    """Run the plain model alone; return its loss, and note the narrowest dtype.
+def check_plain_model(subject: Subject) -> None:
+    """Run the plain model alone, and note the narrowest dtype.
 
     Raises:
         NoComparison: it fails, or draws random numbers.
@@ -202,7 +191,6 @@ def check_plain_model(subject: Subject) -> float:
     known = [dtype for dtype in TOLERANCE if dtype in dtypes]
     subject.dtype = known[-1] if known else torch.float32
     _check_buffers(subject)
-    return losses[0]
 
 
 def _check_buffers(subject: Subject) -> None:
@@ -309,7 +297,7 @@ def _compared(subject: Subject, max_grad_norm: float | None, removals: int) -> C
     """Everything beside the oracle; then other batches of the same samples."""
     task, batch = subject.task, subject.samples.all
     _LOGGER.info("the plain model, in batches of several sizes")
-    plain_loss = check_plain_model(subject)
+    check_plain_model(subject)
     _LOGGER.info("one step of flash clipping")
     with _compares():
         flash = Flash(subject)
@@ -320,7 +308,7 @@ def _compared(subject: Subject, max_grad_norm: float | None, removals: int) -> C
     _LOGGER.info("the oracle, one sample at a time in float64")
     with _compares("The plain model fails on one sample at a time, so there is no oracle: "):
         oracle = Oracle(*subject.exact, task, max_grad_norm)
-    cause = cause_in_loss(subject, plain_loss, oracle.loss)
+    cause = cause_in_loss(subject)
     norms, expected = (tuple(x.norms_B.tolist()) for x in (flash, oracle))
     least = subject.floor * typical(oracle.norms_B)
     norm_error = largest_error(flash.norms_B, oracle.norms_B, least)

@@ -160,7 +160,6 @@ class Oracle:
         param_norms: the same of each parameter, by name.
         sums: clipped sums.
         reached: whether the loss depends on a parameter.
-        loss: of the batch, from the losses of its samples.
         largest_sum: the largest element of all sums.
     """
 
@@ -174,11 +173,9 @@ class Oracle:
             for name, p in params.items()
         }
         self.reached = dict.fromkeys(params, False)
-        losses = []
         for b in range(samples.count):
             model.zero_grad(set_to_none=True)
             loss = task(model, samples.take([b]))
-            losses.append(float(loss.detach()))
             if loss.requires_grad:
                 loss.backward()
             grads = {}
@@ -194,7 +191,6 @@ class Oracle:
                 coef = min(1.0, max_grad_norm / (norm + NORM_EPSILON))
                 for name, grad in grads.items():
                     self.sums[name] += coef * grad
-        self.loss = task.reduced(losses)
         self.largest_sum = max(map(largest, self.sums.values()), default=0.0)
 
 

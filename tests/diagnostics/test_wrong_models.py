@@ -226,7 +226,7 @@ def test_a_mean_over_all_tokens_of_the_batch_is_caught() -> None:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-1)
 
     equal = check(Head(), (x, y), mean_over_tokens)  # harmless, if it is always so
-    assert equal.passed and any("how many labels the others" in note for note in equal.notes)
+    assert equal.passed and any("half of one sample's labels" in note for note in equal.notes)
     as_short = y.clone()
     as_short[:, -1] = -1
     report = check(Head(), (x, as_short), mean_over_tokens)
@@ -245,6 +245,20 @@ def test_a_mean_over_all_tokens_of_the_batch_is_caught() -> None:
     for labels in (y, as_short):
         report = check(Head(), (x, labels), mean_over_own_tokens)
         assert report.passed and not any("labels" in note for note in report.notes)
+
+
+def test_labels_of_which_none_is_left_show_nothing() -> None:
+    """Of a prompt and its answer, say, whose mean over no label is no number."""
+
+    def own_mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        losses = F.cross_entropy(model(x).mT, y, ignore_index=-100, reduction="none")
+        return losses.sum(1) / (y != -100).sum(1)
+
+    x, y = torch.randn(5, 6, 4), torch.randint(0, 3, (5, 6))
+    y[:, :4] = -100
+    report = check(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), (x, y), own_mean)
+    assert report.passed and not any("labels" in note for note in report.notes), report
 
 
 @pytest.mark.parametrize(("actual", "declared"), [("sum", "mean"), ("mean", "sum")])
