@@ -233,7 +233,7 @@ class _FinitePositions(torch.autograd.Function):
     """Values, gradients, or both with zeros at positions that are not finite."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, session: ClippingSession, values: bool, gradients: bool
     ) -> Tensor:
         ctx.lost_N, ctx.backend = _lost_on(x, session), session.options.backend
@@ -241,7 +241,7 @@ class _FinitePositions(torch.autograd.Function):
         return _finite(x, ctx.lost_N, ctx.backend) if values else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, G: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, G: Tensor) -> Any:
         return _finite(G, ctx.lost_N, ctx.backend) if ctx.gradients else G, None, None, None
 
 
@@ -254,9 +254,7 @@ class _LayerByPosition(TappedLayer):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, tap: Any, *others_inputs_and_params: Any
-    ) -> Any:
+    def forward(ctx: Any, tap: Any, *others_inputs_and_params: Any) -> Any:
         output = TappedLayer.forward(ctx, tap, *others_inputs_and_params)
         given = [x for x in others_inputs_and_params if isinstance(x, Tensor)]
         parts = output if isinstance(output, tuple) else (output,)

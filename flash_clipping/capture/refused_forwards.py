@@ -94,7 +94,7 @@ def collectives_refused() -> AbstractContextManager[Any]:
     return _Refuses() if several else nullcontext()
 
 
-class _Refuses(DispatchMode):  # type: ignore[misc]
+class _Refuses(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -91,7 +91,7 @@ class GraphedModel(GraphedStep):
         return self.step(*args, **kwargs)
 
     def _module(self) -> nn.Module:
-        return self.model._module  # type: ignore[no-any-return]
+        return self.model._module
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         waits = self._waiting is not None and self._waiting() is not None

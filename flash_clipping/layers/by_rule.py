@@ -44,7 +44,7 @@ class _ByRule(torch.autograd.Function):
         return tuple(x.detach() for x in output) if isinstance(output, tuple) else output.detach()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rule, layer, backend, names, shapes = ctx.asked
         both = zip(ctx.saved_tensors, ctx.others, strict=True)

@@ -261,7 +261,7 @@ class _Mix(torch.autograd.Function):
         return mixed.view(shape).detach()  # no view: it may be changed in place
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, y, post, comb = ctx.saved_tensors
         dx, dy, dpost, dcomb = mixing.stream_mix_backward(

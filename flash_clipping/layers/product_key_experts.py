@@ -357,7 +357,7 @@ class _Route(torch.autograd.Function):
         return scores, indices
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_scores: Tensor, _: Any) -> tuple[Any, ...]:
         grads = product_key_backward(grad_scores, *ctx.saved_tensors, backend=ctx.backend)
         return (*grads, None, None, None)

@@ -211,7 +211,7 @@ def _computes_rms_norm(layer: nn.Module, plus: float) -> bool:
         return False
     if weight.dtype == torch.float64 or len(weight) < 2:
         return False  # in float64 such modules take their statistics in fp32 all the same
-    arguments = list(inspect.signature(type(layer).forward).parameters.values())  # type: ignore
+    arguments = list(inspect.signature(type(layer).forward).parameters.values())
     if len(arguments) != 2 or arguments[1].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return False
     found = _TRIED.setdefault(type(layer), {})

@@ -67,7 +67,7 @@ def _config(cls: type, wanted: type, arguments: tuple[Any, ...], kwargs: dict[st
     return args
 
 
-class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):  # type: ignore[misc]
+class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
     """``trl.SFTTrainer`` with differential privacy for every text of ``train_dataset``.
 
     The loss of a text is the mean over its own tokens. With ``padding_free=True`` the texts of a
@@ -119,7 +119,7 @@ def _pairs(items: list[Any], batch: Any) -> Tensor:
     return torch.arange(len(items)).repeat(2)
 
 
-class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
+class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
     """``trl.DPOTrainer`` with differential privacy for every pair of ``train_dataset``.
 
     A pair, its prompt, the chosen and the rejected text, is one sample: it is drawn, clipped and
@@ -188,7 +188,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):  # type: ignore[misc]
         return chosen, rejected
 
 
-class PrivateRewardTrainer(ByMeans, RewardTrainer):  # type: ignore[misc]
+class PrivateRewardTrainer(ByMeans, RewardTrainer):
     """``trl.RewardTrainer`` with differential privacy for every pair of ``train_dataset``.
 
     A pair, its chosen and its rejected text, is one sample. The loss is TRL's own.

@@ -260,7 +260,7 @@ def _on_own_parameters(
     found = _own_parameters(tap)
     try:
         for (owner, name, _), param_B in zip(found, rows, strict=True):
-            owner._parameters[name] = same_for_all(param_B, tap.path)  # type: ignore[assignment]
+            owner._parameters[name] = same_for_all(param_B, tap.path)
         return tap.original(*args, **kwargs)
     finally:
         for owner, name, param in found:

@@ -133,7 +133,7 @@ class RuleOnWires(torch.autograd.Function):
         return output.detach()  # no view, so that it may be changed in place
 
     @staticmethod
-    def backward(ctx: Any, G: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, G: Tensor) -> Any:
         saved, wires = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         needs = GradRequest((True,), frozenset(ctx.names), "torch", traced=True)
         dx, by_name = ctx.rule.backward(ctx.layer, saved, G, needs)
@@ -158,5 +158,5 @@ class PerSampleParameters(torch.autograd.Function):
         return tuple([p.detach().to(wire.dtype).expand(wire.shape) for p, wire in pairs])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         return *[None] * len(grads), *grads

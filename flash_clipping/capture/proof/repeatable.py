@@ -210,7 +210,7 @@ def repeatable(
         # cuDNN plans attention for each new shape, up to a second long.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # A seed from the system would be another one in every run (Reformer).
-        torch.seed = torch.initial_seed  # type: ignore[assignment]
+        torch.seed = torch.initial_seed
         with (
             untouched(root),
             without_tf32(),

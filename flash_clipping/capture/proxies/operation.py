@@ -99,7 +99,7 @@ class ProxyOp:
         args, kwargs = unflattened(leaves, self.spec)
         device_type, enabled, dtype = self.autocast
         if not enabled and not torch.is_autocast_enabled(device_type):
-            return self.func(*args, **kwargs)  # type: ignore[no-any-return]
+            return self.func(*args, **kwargs)
         with torch.autocast(device_type, dtype=dtype, enabled=enabled):
             result: Tensor = self.func(*args, **kwargs)
         return result

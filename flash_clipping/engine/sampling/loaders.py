@@ -422,7 +422,7 @@ def _table_of(dataset: Any) -> Any:
 def _objects(source: Any, index_R: Any) -> list[Any]:
     """The samples of a list that are one sample where they are one object: numbers, texts and
     tuples of these may be shared by samples that are equal."""
-    own = list | dict | Tensor | np.ndarray
+    own: Any = list | dict | Tensor | np.ndarray
     if not isinstance(source, list) or len(index_R) > _MOST_OBJECTS:
         return []
     samples = [source[index] for index in index_R]
