@@ -86,16 +86,21 @@ def test_the_wheel_runs_where_there_is_no_clone(wheel: Path, tmp_path: Path) -> 
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path / "installed")
     code = "import flash_clipping.__main__ as command; print(command.__file__); command.main()"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, "--version"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")},
-        capture_output=True,
-        text=True,
-    )
-    file, _, version = ran.stdout.strip().partition("\n")
-    assert Path(file).is_relative_to(tmp_path), ran.stderr
-    assert version == f"flash-clipping {__version__}"
+    shown = {
+        "--version": f"flash-clipping {__version__}\n",
+        "errors FC101": "FC101 the layer mixes",
+    }
+    for arguments, begins in shown.items():
+        ran = subprocess.run(
+            [sys.executable, "-c", code, *arguments.split()],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")},
+            capture_output=True,
+            text=True,
+        )
+        file, _, said = ran.stdout.partition("\n")
+        assert Path(file).is_relative_to(tmp_path), ran.stderr
+        assert said.startswith(begins)
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,9 @@ class LossLook:
             warnings.warn(
                 f"FC451 {_named(found[0])} is reached by the loss, and not the private model's "
                 f"({len(found)} parameters): gradients of such parameters are neither clipped nor "
-                "get noise. Make what is trained on private data a part of the model, before "
-                "make_private. What reads public data or noise alone may stay:\n"
-                "    module.requires_grad_(False)",
+                "get noise. Make it a part of the model, before make_private, or freeze what reads "
+                "public data alone:\n"
+                "    model.head = head  # called in the model's forward",
                 stacklevel=2,
             )
 
