@@ -1,15 +1,15 @@
 """``tables``: measure tables of docs/performance.md anew, all at one revision.
 
 Each table is a run of another command, one after the other, or with ``--at-once N`` on N GPUs of a
-machine, each with its share of the processors. Its file is named after the card and the table
-(``h100-step-models.json``). A run that fails, or takes longer than it may, leaves what it has, and
-the others go on in another process. ``report`` then writes the page.
+machine, each with its share of the processors. Each is a process of its own, as peers replace parts
+of PyTorch. Its file is named after the card and the table (``h100-step-models.json``). A run that
+fails, or takes longer than it may, leaves what it has, and the others go on. ``report`` then
+writes the page.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import multiprocessing
 import os
 import runpy
@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -42,27 +40,22 @@ class Table:
     Attributes:
         command: of ``python -m benchmarks``, without ``--json`` and ``--revision``.
         seconds: after which it is ended.
-        alone: in a process that takes no table after it, as peers replace parts of PyTorch.
-        cold: with an empty folder of compiled kernels, in a process of its own.
+        cold: with an empty folder of compiled kernels.
     """
 
     command: str
     seconds: int = 240
-    alone: bool = False
     cold: bool = False
 
 
 _LIST = Path(__file__).with_name("tables.yaml")
-_PEERS = ("opacus", "fastdp", "flashdp")
 
 
 def _listed(on: str) -> dict[str, Table]:
-    found = {}
-    for name, row in yaml.safe_load(_LIST.read_text(encoding="utf-8"))[on].items():
-        row = {"command": row} if isinstance(row, str) else row
-        peers = row["command"].startswith("step") and any(it in row["command"] for it in _PEERS)
-        found[name] = Table(**row, alone=peers)
-    return found
+    rows = yaml.safe_load(_LIST.read_text(encoding="utf-8"))[on]
+    return {
+        name: Table(row) if isinstance(row, str) else Table(**row) for name, row in rows.items()
+    }
 
 
 #: By the name of their files, the most wanted first.
@@ -107,72 +100,36 @@ def run(options: argparse.Namespace, console: Console) -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tables", "transformers"])
     options.results.mkdir(parents=True, exist_ok=True)
-    begin, failed = time.monotonic(), list[str]()
-    left: SimpleQueue[tuple[str, Table] | None] = SimpleQueue()
-    for table_or_end in [*chosen.items(), *[None] * options.at_once]:
-        left.put(table_or_end)
+    begin = time.monotonic()
+    free: SimpleQueue[int] = SimpleQueue()
+    for share in range(options.at_once):
+        free.put(share)
 
-    def measure_what_is_left(share: int) -> None:
-        worker = None
-        while (taken := left.get()) is not None:
-            name, table = taken
-            since = time.monotonic()
-            if options.seconds is not None and since - begin > options.seconds:
-                failed.append(name)
-                console.print(f"{name}: not begun")
-                continue
-            if worker is not None and table.cold:
-                worker.end()
-                worker = None
-            worker = worker or _Worker(context, share, options.at_once)
-            status = worker.measure(
-                table.seconds, options.on, name, table, options.results, options.revision
-            )
-            if status or table.alone or table.cold:
-                worker.end()
-                worker = None
-            took = time.monotonic() - since
-            console.print(f"{name}: exit status {status} after {took:.0f} s")
-            failed.extend([name] if status else [])
-        if worker is not None:
-            worker.end()
+    def is_measured(name: str) -> bool:
+        since = time.monotonic()
+        if options.seconds is not None and since - begin > options.seconds:
+            console.print(f"{name}: not begun")
+            return False
+        share, table = free.get(), chosen[name]
+        arguments = (options.on, name, table, options.results, options.revision)
+        process = context.Process(
+            target=measure, args=(*arguments, share, options.at_once), daemon=True
+        )
+        process.start()
+        process.join(table.seconds)
+        process.terminate()
+        process.join()
+        free.put(share)
+        took = time.monotonic() - since
+        console.print(f"{name}: exit status {process.exitcode} after {took:.0f} s")
+        return process.exitcode == 0
 
     with ThreadPoolExecutor(options.at_once) as pool:
-        list(pool.map(measure_what_is_left, range(options.at_once)))
+        measured = dict(zip(chosen, pool.map(is_measured, chosen), strict=True))
+    failed = [name for name, is_there in measured.items() if not is_there]
     if failed:
         console.print(f"[bold red]not measured, or in part: {', '.join(failed)}[/]")
     return 1 if failed else 0
-
-
-class _Worker:
-    """A process that measures tables, one after the other: it takes seconds to begin.
-
-    Args:
-        share: which of ``shares`` parts of the machine it has: the GPU of this number, and as many
-            processors as the others.
-    """
-
-    def __init__(self, context: ForkServerContext, share: int, shares: int) -> None:
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, share, shares), daemon=True)
-        self._process.start()
-        other.close()
-
-    def measure(self, seconds: float, *arguments: object) -> int | None:
-        """The exit status of :func:`measure`; not 0 where it took longer or ended the process."""
-        try:
-            self._connection.send(arguments)
-            if self._connection.poll(seconds):
-                status: int = self._connection.recv()
-                return status
-        except (EOFError, ConnectionError):
-            pass
-        self.end()
-        return self._process.exitcode or 1
-
-    def end(self) -> None:
-        self._process.terminate()
-        self._process.join()
 
 
 def _shares(on: str) -> int:
@@ -187,32 +144,29 @@ def gpu_of(share: int) -> str:
     return str(share) if visible is None else visible.split(",")[share].strip()
 
 
-def _serve(connection: Connection, share: int, shares: int) -> None:
+def measure(
+    on: str, name: str, table: Table, results: Path, revision: str | None, share: int, shares: int
+) -> None:
+    """One table, into its file and, as it is printed, a log beside it; ends the process.
+
+    Args:
+        share: which of ``shares`` parts of the machine it has: the GPU of this number, and as many
+            processors as the others.
+    """
     if shares > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(share)
         processors = sorted(os.sched_getaffinity(0))
         each = len(processors) // shares
         os.sched_setaffinity(0, processors[share * each : (share + 1) * each])
         torch.set_num_threads(each)
-    while True:
-        connection.send(measure(*connection.recv()))
-        gc.collect()
-
-
-def measure(on: str, name: str, table: Table, results: Path, revision: str | None) -> int:
-    """One table, into its file and, as it is printed, a log beside it; the exit status."""
+    path = results / f"{_card(on)}-{name}.json"
+    sys.argv = ["benchmarks", *shlex.split(table.command), "--json", str(path)]
+    sys.argv += ["--revision", revision] if revision else []
     with tempfile.TemporaryDirectory() as folder:
         if table.cold:
             os.environ["TRITON_CACHE_DIR"] = folder
-        path = results / f"{_card(on)}-{name}.json"
-        sys.argv = ["benchmarks", *shlex.split(table.command), "--json", str(path)]
-        sys.argv += ["--revision", revision] if revision else []
         with path.with_suffix(".log").open("w", buffering=1) as log, redirect_stdout(log):
-            try:
-                runpy.run_module("benchmarks", run_name="__main__")
-            except SystemExit as end:
-                return int(end.code or 0)
-    return 0
+            runpy.run_module("benchmarks", run_name="__main__")
 
 
 def _card(on: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shlex
 from pathlib import Path
@@ -70,9 +69,3 @@ def test_a_share_is_of_the_gpus_that_are_visible(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert tables.gpu_of(1) == gpu
-
-
-def test_a_process_that_ends_before_its_table_is_a_table_that_failed() -> None:
-    worker = tables._Worker(multiprocessing.get_context("forkserver"), 0, 1)
-    worker.end()
-    assert worker.measure(10.0, "cpu") not in (0, None)
