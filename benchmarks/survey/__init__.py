@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.show:
         console.print(show(options.show), markup=False, soft_wrap=True)
         return 0
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(f"install transformers: {error}") from error
-    transformers.logging.set_verbosity_error()
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError("install transformers")
     modes = list(MODES) if options.modes == ["all"] else options.modes
     if unknown := set(modes) - MODES.keys():
         raise UsageError(f"unknown modes {sorted(unknown)}: {', '.join(MODES)}, or all")

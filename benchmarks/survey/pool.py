@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -78,6 +77,9 @@ def _findings(
     name: str, modes: Sequence[str], where: Where
 ) -> Iterator[tuple[str, Finding | None]]:
     """Every mode of a kind, and what was found."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
@@ -95,18 +97,8 @@ def _work(name: str, modes: Sequence[str], where: Where, out: Connection) -> Non
 
 
 #: What takes longer to import than a measurement.
-_IMPORTS = ("opacus.validators", "transformers.modeling_utils")
-_IMPORTS += ("transformers.models.auto.modeling_auto", "benchmarks.survey.modes")
-
-
-@dataclass
-class _Running:
-    """A process and what it has still to measure, the first of it now."""
-
-    name: str
-    modes: list[str]
-    process: Any
-    end: float
+_IMPORTS = ["opacus.validators", "transformers.modeling_utils", "benchmarks.__main__"]
+_IMPORTS += ["transformers.models.auto.modeling_auto"]
 
 
 def measure_all(
@@ -116,7 +108,7 @@ def measure_all(
     modes: Sequence[str] = ("whole",),
     where: Where | None = None,
 ) -> Iterator[tuple[str, str, Finding | None]]:
-    """Every kind, mode, and what was found, as they come.
+    """Every kind, mode, and what was found, as kinds are done.
 
     Args:
         names: of kinds.
@@ -129,41 +121,35 @@ def measure_all(
         for name in names:
             yield from ((name, mode, found) for mode, found in _findings(name, modes, where))
         return
-    if where.device == "cpu":
-        for module in _IMPORTS:  # before any process is forked
-            importlib.import_module(module)
-        context: Any = multiprocessing.get_context("fork")
-    else:  # a process that was forked from one that asked for a device has none
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(_IMPORTS))
-    waiting = [(name, list(modes)) for name in names]
-    running: dict[Connection, _Running] = {}
-    while waiting or running:
-        while waiting and len(running) < processes:
-            name, of_kind = waiting.pop(0)
-            receive, send = context.Pipe(False)
-            process = context.Process(target=_work, args=(name, of_kind, where, send), daemon=True)
-            process.start()
-            send.close()
-            running[receive] = _Running(name, of_kind, process, time.monotonic() + limit)
-        ready = set(wait(list(running), timeout=1))
-        for connection, run in list(running.items()):
-            is_over = True
-            if connection in ready:
-                try:
-                    finding, is_over = connection.recv(), False
-                except EOFError:
-                    finding = Finding(Outcome(FAILED, message="the process died"))
-            elif time.monotonic() > run.end:
-                finding = Finding(Outcome(FAILED, message=f"more than {limit:.0f} s"))
-            else:
-                continue
-            mode, run.end = run.modes.pop(0), time.monotonic() + limit
-            if is_over or not run.modes:
-                run.process.kill()
-                run.process.join()
-                connection.close()
-                del running[connection]
-                if run.modes:
-                    waiting.insert(0, (run.name, run.modes))
-            yield run.name, mode, finding
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTS)
+    with ThreadPoolExecutor(processes) as threads:
+        measured = [
+            threads.submit(_in_a_process, context, name, modes, where, limit) for name in names
+        ]
+        for of_kind in as_completed(measured):
+            yield from of_kind.result()
+
+
+def _in_a_process(
+    context: Any, name: str, modes: Sequence[str], where: Where, limit: float
+) -> list[tuple[str, str, Finding | None]]:
+    """All modes of a kind; in another process those behind one that did not come to an end."""
+    found: list[Finding | None] = []
+    while left := modes[len(found) :]:
+        receive, send = context.Pipe(False)
+        process = context.Process(target=_work, args=(name, left, where, send), daemon=True)
+        process.start()
+        send.close()
+        failed = ""
+        while len(found) < len(modes) and not failed:
+            try:
+                failed = "" if receive.poll(limit) else f"more than {limit:.0f} s"
+                found.append(Finding(Outcome(FAILED, message=failed)) if failed else receive.recv())
+            except EOFError:
+                failed = "the process died"
+                found.append(Finding(Outcome(FAILED, message=failed)))
+        process.kill()
+        process.join()
+        receive.close()
+    return [(name, mode, finding) for mode, finding in zip(modes, found, strict=True)]
