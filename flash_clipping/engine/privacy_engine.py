@@ -201,60 +201,60 @@ class FlashPrivacyEngine(PrivacyEngine):
         batch_first: bool = True,
         loss_reduction: Reduction = "mean",
         poisson_sampling: bool = True,
-        mode: Mode = "one_pass",
-        folded_modules: Sequence[str] = (),
+        mechanism: Mechanism | None = None,
+        unit: Users | Documents | None = None,
         strict: bool = True,
         distributed: bool | None = None,
-        unit: Users | Documents | None = None,
-        mechanism: Mechanism | None = None,
-        kernels: Kernels | None = None,
         pipeline: Any = None,
+        kernels: Kernels | None = None,
+        mode: Mode = "one_pass",
+        folded_modules: Sequence[str] = (),
         **kwargs: Any,
     ) -> Any:
         """As :meth:`opacus.PrivacyEngine.make_private`: returns ``(module, optimizer,
         data_loader)``; with ``criterion``, ``(module, optimizer, criterion, data_loader)``.
 
-        The criterion is optional: ``loss.backward()`` on any loss of the model's outputs that
-        reduces over samples by ``loss_reduction`` works as well.
+        ``mechanism``, ``unit``, ``clipping`` and ``strict`` decide what is promised. ``kernels``
+        and ``mode`` decide how fast it is computed, and change no promise.
 
         Args:
             module, optimizer, data_loader, noise_multiplier, max_grad_norm: as in Opacus.
             wrap_model, batch_first, loss_reduction, poisson_sampling: as in Opacus.
             criterion: a loss, whose own ``reduction`` is ``loss_reduction``
-                (:class:`~flash_clipping.FlashLoss`).
+                (:class:`~flash_clipping.FlashLoss`). Without it ``loss.backward()`` on any loss
+                of the model's outputs, which reduces over samples in that way, does the same.
             grad_sample_mode: ``"flash"``, or one of Opacus' modes.
             clipping: ``"flat"``; ``"per_layer"``, with one ``max_grad_norm`` per trainable
                 parameter; ``"automatic"`` (AUTO-S); ``"adaptive"``, where the bound moves at the
                 end of every step (:mod:`flash_clipping.engine.adaptive`), by the arguments of
                 Opacus' ``PrivacyEngineAdaptiveClipping``.
-            mode, folded_modules, strict: see
-                :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
-            distributed: ``False``: each process of ``torch.distributed`` trains a model of its own,
-                and releases it alone. By default such a model must be a
-                ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was applied to
-                it; flash only.
-            unit: whom ε protects: a row of the dataset (``None``); its owner, with all of their
-                rows (:class:`~flash_clipping.Users`); what an argument of the forward says
-                (:class:`~flash_clipping.Documents`). "Sample" means such a *unit* from then on;
-                flash only.
             mechanism: how batches are drawn and noise is made, which tells what steps release
                 (``docs/sampling.md``): by default :class:`~flash_clipping.PoissonSampling`; others
                 need ``accountant="pld"``: :class:`~flash_clipping.RandomAllocation`,
                 :class:`~flash_clipping.Shuffled`, :class:`~flash_clipping.PoissonRows`, and, for
                 correlated noise, :class:`~flash_clipping.FixedOrder` and
                 :class:`~flash_clipping.CyclicPoisson`; flash only.
-            kernels: what computes, and how fast (:class:`~flash_clipping.Kernels`); flash only.
+            unit: whom ε protects: a row of the dataset (``None``); its owner, with all of their
+                rows (:class:`~flash_clipping.Users`); what an argument of the forward says
+                (:class:`~flash_clipping.Documents`). "Sample" means such a *unit* from then on;
+                flash only.
+            strict, mode, folded_modules: see
+                :class:`~flash_clipping.GradSampleHooksFlashClipping`; flash only.
+            distributed: ``False``: each process of ``torch.distributed`` trains a model of its own,
+                and releases it alone. By default such a model must be a
+                ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was applied to
+                it; flash only.
             pipeline: ``True``, or a process group: the module is one stage of a pipeline, and all
                 stages' processes make this call, with the same dataset
                 (:class:`~flash_clipping.PrivateSchedule` runs them); flash only.
+            kernels: what computes, and how fast (:class:`~flash_clipping.Kernels`); flash only.
             **kwargs: of ``clipping="adaptive"``; of Opacus' modes.
 
         Guarantees:
-            Every step draws every sample (unit) independently with probability
+            ``PoissonSampling``: every step draws every sample (unit) independently with probability
             ``1 / len(data_loader)``, the rate that is accounted. In several processes each sample
-            is drawn by one of them (all draw one batch, and take parts of it, where it is cut
-            or in an order). Where no sample is drawn the batch has one row, and
-            the step adds noise only.
+            is drawn by one of them (all draw one batch, and take parts of it, where it is cut or in
+            an order). Where no sample is drawn the batch has one row, and the step adds noise only.
             Gradients are divided by the expected batch size, ``len(dataset) / len(data_loader)``
             rounded down and at least 1, or the number of units: a public constant
             (:meth:`get_epsilon`).

@@ -8,7 +8,7 @@ from flash_clipping.factors.base import (
     accumulation_dtype,
     merge,
 )
-from flash_clipping.factors.convolution import ConvolutionGrad
+from flash_clipping.factors.convolution import ConvolutionGrad as ConvolutionGrad
 from flash_clipping.factors.embedding import EmbeddingBagGrad, EmbeddingGrad, TiedEmbeddingGrad
 from flash_clipping.factors.linear import LinearGrad, StackedGrad, SumGrad
 from flash_clipping.factors.units import UnitMap
