@@ -7,19 +7,11 @@ import argparse
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks import environment
 from benchmarks.methods import METHODS
-from benchmarks.options import (
-    Shape,
-    add_setting_options,
-    method_names,
-    recorded,
-    setting,
-    stop_without_triton,
-)
-from benchmarks.records import Record
+from benchmarks.options import add_setting_options
 from benchmarks.report import memory_table
 from benchmarks.session import Session
+from benchmarks.step import begin
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,21 +28,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    methods = method_names(options.methods)
-    shapes = [Shape(seq=seq) for seq in options.seqs]
-    shapes += [Shape(batch=batch) for batch in options.batches]
-    settings = [
-        setting(options, model, shape) for model in options.model for shape in shapes or [Shape()]
-    ]
-    device = settings[0].device
-    stop_without_triton(methods, device, options.force, console)
-    record = Record(
-        kind="memory",
-        environment=environment.describe(device, options.revision),
-        command=options.command,
-        settings=recorded(options),
-        rows=[],
-    )
+    shapes = [{"seq": seq} for seq in options.seqs]
+    shapes += [{"batch": batch} for batch in options.batches]
+    methods, settings, record = begin("memory", options, console, shapes or [{}])
     turns = [(each, name) for each in settings for name in methods]
     for each, name in track(turns, "peak memory", console=console, transient=True):
         session = Session(each, [name])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -80,14 +79,6 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="git revision to record where there is no git directory")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Overrides of a model's batch and sequence length."""
-
-    batch: int | None = None
-    seq: int | None = None
-
-
 def check_device(name: str) -> None:
     """Refuse a GPU that is not there, before anything else is missed because of it."""
     found = torch.cuda.device_count()
@@ -108,10 +99,13 @@ def dtype_name(options: argparse.Namespace) -> str:
     return options.dtype or ("fp32" if torch.device(options.device).type == "cpu" else "bf16")
 
 
-def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
+def setting(options: argparse.Namespace, model: str, **shape: int | None) -> Setting:
     """What one comparison needs to know, from the command line.
 
     Sets the process's number of threads and its CUDA device, where they are given.
+
+    Args:
+        shape: ``batch`` and ``seq``, where they are not the model's.
     """
     device = torch.device(options.device)
     if device.type == "cuda" and device.index is not None:
@@ -121,8 +115,7 @@ def setting(options: argparse.Namespace, model: str, shape: Shape) -> Setting:
     try:
         workload = models.workload(
             model,
-            batch=shape.batch,
-            seq=shape.seq,
+            **shape,
             layers=options.layers,
             checkpointing=options.checkpointing,
             lora=options.lora,

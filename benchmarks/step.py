@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from typing import Literal
 
 from rich.console import Console
 
 from benchmarks import environment
-from benchmarks.methods import METHODS
+from benchmarks.methods import METHODS, Setting
 from benchmarks.options import (
-    Shape,
     add_setting_options,
     method_names,
     recorded,
@@ -55,21 +56,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Exit status: 0, or 1 if methods disagree or flash clipping failed."""
-    methods = method_names(options.methods)
-    settings = [
-        setting(options, model, Shape(options.batch, options.seq)) for model in options.model
-    ]
-    device = settings[0].device
-    if options.steps is None:
-        options.steps = STEPS[device.type]
-    stop_without_triton(methods, device, options.force, console)
-    record = Record(
-        kind="step",
-        environment=environment.describe(device, options.revision),
-        command=options.command,
-        settings=recorded(options),
-        rows=[],
+    methods, settings, record = begin(
+        "step", options, console, [{"batch": options.batch, "seq": options.seq}]
     )
+    if options.steps is None:
+        options.steps = STEPS[settings[0].device.type]
+    record.settings["steps"] = options.steps
     status = 0
     for each in settings:
         session = Session(each, methods)
@@ -110,6 +102,21 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if options.json:  # after every model, so that an interrupted run leaves what it has
             record.write(options.json)
     return status
+
+
+def begin(
+    kind: Literal["step", "memory"],
+    options: argparse.Namespace,
+    console: Console,
+    shapes: Sequence[dict[str, int | None]],
+) -> tuple[list[str], list[Setting], Record]:
+    """Methods, every model in every shape, and an empty record."""
+    methods = method_names(options.methods)
+    settings = [setting(options, model, **shape) for model in options.model for shape in shapes]
+    device = settings[0].device
+    stop_without_triton(methods, device, options.force, console)
+    where = environment.describe(device, options.revision)
+    return methods, settings, Record(kind, where, options.command, recorded(options), [])
 
 
 def agreement(session: Session) -> str:

@@ -7,10 +7,8 @@ do. Steps follow one another as in a loop, so that the card is as warm as there.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -20,12 +18,12 @@ from benchmarks import environment
 from benchmarks.measure import milliseconds, settle
 from benchmarks.methods import METHODS, Setting
 from benchmarks.options import (
-    Shape,
     UsageError,
     add_setting_options,
     method_names,
     setting,
 )
+from benchmarks.records import write_json
 from benchmarks.report import table
 
 #: Of a library's kernel, by its name; the first that fits.
@@ -57,7 +55,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise UsageError("profile: kernels are those of a GPU; there is none")
     models, status = {}, 0
     for model in options.model:
-        chosen = setting(options, model, Shape(options.batch, options.seq))
+        chosen = setting(options, model, batch=options.batch, seq=options.seq)
         found = {}
         for name in method_names(options.methods):
             try:
@@ -72,14 +70,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
             [kind, *(f"{times.get(kind, 0.0):.2f}" for times in found.values())] for kind in kinds
         ]
         console.print(table([f"{model}, ms", *found], lines), markup=False)
-    if options.json:
-        record = {
-            "kind": "profile",
-            "environment": environment.describe(torch.device(options.device), options.revision),
-            "command": options.command,
-            "milliseconds": models,
-        }
-        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+    record = {
+        "kind": "profile",
+        "environment": environment.describe(torch.device(options.device), options.revision),
+        "command": options.command,
+        "milliseconds": models,
+    }
+    write_json(options.json, record)
     return status
 
 

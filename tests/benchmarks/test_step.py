@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks import agreement, methods, options, records
 from benchmarks.agreement import Errors, Fingerprint, allowed, one_at_a_time, shortened
 from benchmarks.methods import METHODS, Flash, Method, NonPrivate, OpacusGhost, OpacusHooks
-from benchmarks.options import Shape, UsageError, stop_without_triton
+from benchmarks.options import UsageError, stop_without_triton
 from benchmarks.records import Record, Row, Spread
 from benchmarks.session import Disagreement, Session
 from tests.benchmarks.conftest import Run
@@ -46,7 +46,7 @@ def session_of(*methods: str, optimizer: bool = False, dtype: str = "fp32") -> S
     parser = argparse.ArgumentParser()
     options.add_setting_options(parser)
     arguments = ["--device", "cpu", "--dtype", dtype] + (["--optimizer"] if optimizer else [])
-    return Session(options.setting(parser.parse_args(arguments), "tiny", Shape()), methods)
+    return Session(options.setting(parser.parse_args(arguments), "tiny"), methods)
 
 
 # ------------------------------------------------------------------------------------- right rows
