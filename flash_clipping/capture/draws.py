@@ -226,7 +226,7 @@ class Draws:
                 "    - a loss that is not finite: backward() and step() as always\n"
                 "    - a batch with no sample: step() alone; it adds noise and is accounted\n"
                 "    - a batch that does not fit: flash_clipping.MicroBatches(optimizer)\n"
-                "This is said once.",
+                "This warns once.",
                 NoStepWarning,
                 stacklevel=4,
             )

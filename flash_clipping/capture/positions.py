@@ -119,7 +119,7 @@ def note_read(path: str, session: ClippingSession, rows: Tensor, recomputed: boo
         raise FlashClippingError(
             f"FC230 {path}: this layer was reached for the first time, and units are parts of "
             "rows: it was not seen whether documents reach each other in what it reads. It is "
-            "looked at before the next forward: clear the gradients and run this step again."
+            "checked before the next forward: clear the gradients and run this step again."
         )
 
 

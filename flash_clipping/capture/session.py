@@ -457,7 +457,7 @@ class ClippingSession:
         if len(found) > 1:
             raise FlashClippingError(
                 "FC412 backward() goes through calls of the model with samples and without. Call "
-                "backward() for each of them by itself."
+                "backward() for each of them separately."
             )
         return found == {True}
 

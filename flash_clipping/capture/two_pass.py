@@ -270,7 +270,7 @@ class TwoWalks(BackwardPass):
         raise FlashClippingError(
             f"FC414 {path}: mode='two_pass' got a gradient past the model's outputs: the loss uses "
             "a tensor that the model kept on a module or returned inside an object that cannot be "
-            f"opened (found: {found}), or this layer was called by itself. Return the tensor, in a "
+            f"opened (found: {found}), or this layer was called alone. Return the tensor, in a "
             "tuple, list, dict or dataclass; or use mode='one_pass'."
         )
 
@@ -395,7 +395,7 @@ class _TwoPass(torch.autograd.Function):
         if call.seed is None:
             raise FlashClippingError(
                 f"FC413 {call.root.path}: mode='two_pass' has freed this forward's graph; it "
-                "serves one backward. Run forward again, or use mode='one_pass' with "
+                "has one backward. Run forward again, or use mode='one_pass' with "
                 "retain_graph=True."
             )
         call.grads = list(grad_outputs)

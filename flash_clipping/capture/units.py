@@ -260,7 +260,7 @@ class UnitsOfCalls:
                 present[:drawn].all(),
                 f"FC273 {where}: the loader drew {drawn} items one by one, and the map has fewer "
                 "units: items were joined, or left out, and epsilon would be too small. Make every "
-                "item of the dataset a unit by itself; or give make_private unit=Users(ids), the "
+                "item of the dataset a unit; or give make_private unit=Users(ids), the "
                 "owner of every row of the dataset.",
             )
         return Units(index, count, given)

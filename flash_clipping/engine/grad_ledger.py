@@ -493,7 +493,7 @@ _NOT_THE_SUM = (
 _WRITTEN = (
     "FC504 backward(): found parameters that were written since the last backward(), without an "
     "optimizer.step(). An ascent step (SAM) counts samples twice, without noise. Where weights "
-    "were only loaded, begin the step anew before this:\n    optimizer.discard_step()"
+    "were only loaded, begin the step again before this:\n    optimizer.discard_step()"
 )
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -376,7 +376,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             raise FlashClippingError(
                 f"FC511 optimizer.step(): found batch {draw.number} of the loader twice in one "
                 "step, of which the first was skipped (signal_skip_step): its samples would count "
-                "twice. Nothing was released. Skip parts only, and begin the step anew:\n"
+                "twice. Nothing was released. Skip parts only, and begin the step again:\n"
                 "    optimizer.discard_step()"
             )
         return before.plus(record)

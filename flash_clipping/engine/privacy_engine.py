@@ -307,7 +307,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         if any(p not in params for settings in optimizer.param_groups for p in settings["params"]):
             raise InvalidValue(  # in Opacus' words
                 "FC536 Module parameters are different than optimizer Parameters: optimizer has "
-                "one that the module has not; expected none. Make it anew:\n"
+                "one that the module has not; expected none. Make it again:\n"
                 "    optimizer = torch.optim.AdamW(model.parameters())"
             )
         refuse_lacking(module, optimizer)

@@ -31,7 +31,7 @@ class SeveralOptimizers(Optimizer):
         if self.optimizers:
             raise InvalidValue(
                 "FC541 add_param_group: found several optimizers; expected one, which is to step "
-                "on the new parameters. Add them to it, and make the private optimizer anew:\n"
+                "on the new parameters. Add them to it, and make the private optimizer again:\n"
                 "    adamw.add_param_group(group)"
             )
         super().add_param_group(param_group)

@@ -268,7 +268,7 @@ def refuse_complex(name: str, param: nn.Parameter) -> None:
     if param.requires_grad and param.is_complex():
         raise FlashClippingError(
             f"FC115 {name}: a complex parameter ({param.dtype}), which mode='one_by_one' alone "
-            "serves. Keep it as reals, nn.Parameter(torch.view_as_real(w)), and use "
+            "supports. Keep it as reals, nn.Parameter(torch.view_as_real(w)), and use "
             f"torch.view_as_complex(self.w) in forward, which is exact and fast.{ONE_BY_ONE}"
         )
 

@@ -69,7 +69,7 @@ class ExpertsBackwardPass(ShardedBackwardPass):
             raise FlashClippingError(
                 f"FC633 {path}: found experts with rows of {samples.counts} samples in the "
                 f"processes of their mesh, and of {self._samples.counts} in the same backward. "
-                "Call backward() for each batch by itself."
+                "Call backward() for each batch separately."
             )
         self._samples = samples
         if not self._is_of_nobody and samples.own != self.batch_size:

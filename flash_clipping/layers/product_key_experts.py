@@ -398,7 +398,7 @@ def _made(norm: str | MakeNorm | None, side: int, groups: int) -> nn.Module:
     if made is None or any(isinstance(module, BATCH_NORMS) for module in made.modules()):
         raise InvalidValue(
             f"FC106 ProductKeyRouter: found norm={found}; expected 'rms', 'group', None or a "
-            "function that makes a module which normalizes every token by itself. Batch "
+            "function that makes a module which normalizes every token alone. Batch "
             "normalization of logits lets one sample choose the experts of the others: use 'rms' "
             "or 'group'."
         )

@@ -155,7 +155,7 @@ class CorrelatedNoise:
         raise FlashClippingError(
             "FC537 A copy or pickle of correlated noise would take back the same noise twice. Save "
             "model, optimizer.state_dict() and engine; a resumed run begins a new row of steps, "
-            "which the accountant counts by itself."
+            "which the accountant counts separately."
         )
 
 

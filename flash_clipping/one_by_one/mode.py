@@ -605,7 +605,7 @@ class SamplesPass(BackwardPass):
             raise FlashClippingError(
                 f"FC183 the model: backward() goes through calls of {first.count} and "
                 f"{samples.count} samples in mode='one_by_one', and it is not known which of them "
-                "are the same. Call backward() for each batch by itself."
+                "are the same. Call backward() for each batch separately."
             )
         self.arrived[id(samples)] = samples, set()
         self.used = [samples.params]

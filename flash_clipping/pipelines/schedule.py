@@ -286,7 +286,7 @@ class PrivateSchedule:
                 if backward and self._stage.has_backward:
                     raise FlashClippingError(
                         f"FC640 {type(self.schedule).__name__}.step: found a step of the schedule "
-                        "by itself, which would leave no clipped sums. Call step() of the "
+                        "alone, which would leave no clipped sums. Call step() of the "
                         "PrivateSchedule."
                     )
                 return run(number, *args, **kwargs)

@@ -165,7 +165,7 @@ class SecretStream:
         self._drawn = number + 1
         if number >= MOST_DRAWS:
             raise FlashClippingError(
-                f"FC571 The noise's key has served {number} draws, and every further one would "
+                f"FC571 The noise's key was used for {number} draws, and every further one would "
                 "repeat words of an earlier one. Go on from a checkpoint in a new process: it "
                 "takes a new key."
             )

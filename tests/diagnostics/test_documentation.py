@@ -28,6 +28,7 @@ from flash_clipping import (
 from flash_clipping.__main__ import main
 from flash_clipping.diagnostics import check
 from flash_clipping.ops.error_bounds import ETA
+from tests.diagnostics.test_prose import DIALECT
 from tests.support.errors import raises
 from tests.support.models import Wrapped
 from tests.support.pages import ROOT, block
@@ -218,6 +219,14 @@ class Messages:
         found = (re.match(r"(FC\d{3}) ?", text) for text in texts if isinstance(text, str))
         return {code[1] for code in found if code}
 
+    def texts(self) -> list[str]:
+        """Messages as they are written, with what is put in left out."""
+        nodes = chain(*map(ast.walk, self.trees.values()))
+        parts = (n.values if isinstance(n, ast.JoinedStr) else [n] for n in nodes)
+        strings = ([p.value for p in of if isinstance(p, ast.Constant)] for of in parts)
+        texts = ("".join(p for p in of if isinstance(p, str)) for of in strings)
+        return [text for text in texts if re.match(r"FC\d{3} ", text)]
+
     def uncoded(self) -> list[str]:
         """Every place where an error or a warning is made of a text that begins with no code."""
         found = []
@@ -336,6 +345,16 @@ def test_every_code_has_one_entry_and_every_entry_a_code(messages: Messages) -> 
     assert len(entries) == len({*entries}) > 200
     assert {*entries} == messages.codes
     assert codes.PAGE.read_text().count("**FC") == len(entries)
+
+
+def test_messages_are_in_the_words_of_the_field(messages: Messages) -> None:
+    found = [
+        f"{word}: {text}"
+        for text in messages.texts()
+        for word in DIALECT
+        if re.search(rf"\b(?:{word})\b", text)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_the_command_explains_a_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def test_an_adaptive_bound_is_one_for_all_stages(by_two: list[Found]) -> None:
 
 REFUSED = {
     "alone": "FC640",
-    "plain step": r"a step of the schedule by itself",
+    "plain step": r"a step of the schedule alone",
     "other optimizer": r"FlashDPOptimizer as the module's optimizer",
     "changed": r"is not the clipped sum that",
     "counted apart": r"count different numbers of samples",

@@ -496,8 +496,8 @@ class Forward:
 def _of_taps(error: ModelsOwnError) -> FlashClippingError:
     """Of an error that the model alone does not raise."""
     return FlashClippingError(
-        f"FC211 the model: it runs by itself, and raises {error} where flash clipping takes "
-        "gradients of samples: a fault of flash clipping, please report it. Until it is mended:\n"
+        f"FC211 the model: alone it runs, and raises {error} where flash clipping takes "
+        "gradients of samples: a fault of flash clipping, please report it. Until it is fixed:\n"
         '    mode="one_by_one"'
     )
 

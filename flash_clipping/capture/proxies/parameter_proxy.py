@@ -322,7 +322,7 @@ class ParameterProxy(torch.Tensor):
         if hasattr(param, "placements"):
             raise FlashClippingError(
                 f"FC620 {tap.path}: its own forward uses a parameter that is a DTensor, as tensor "
-                "parallelism makes them; only layers that are called are served there. Call the "
+                "parallelism makes them; only layers that are called are supported. Call the "
                 "layer that owns it, or leave that layer out of parallelize_module."
             )
         leaf = param.detach().requires_grad_()

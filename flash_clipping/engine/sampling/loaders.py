@@ -498,7 +498,7 @@ def _warn(engine: Any, found: str) -> None:
             f"FC335 Batches are not drawn by Poisson sampling: found {found}. The epsilon that is "
             "reported may be too small for them. Take batches from the loader that make_private "
             "returns, with poisson_sampling=True; for an epsilon that holds in any order, "
-            "make_private(mechanism=Shuffled()) with accountant='pld'. This is said once.",
+            "make_private(mechanism=Shuffled()) with accountant='pld'. This warns once.",
             NotPoissonWarning,
             stacklevel=5,
         )

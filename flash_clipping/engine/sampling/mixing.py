@@ -50,7 +50,7 @@ def warn_of_mixing(loader: Any) -> None:
     warnings.warn(
         f"FC336 data_loader: its collate_fn ({name}) gives a sample another row beside another "
         "sample. If it mixes samples (mixup, cutmix, statistics of the batch), no clipping bounds "
-        "one. Augment each sample by itself, in the dataset:\n"
+        "one. Augment each sample alone, in the dataset:\n"
         "    DataLoader(dataset, batch_size=batch_size)",
         stacklevel=3,
     )
