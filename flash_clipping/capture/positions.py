@@ -219,8 +219,8 @@ def _finite_positions(
     if any(placement.is_shard(0) or (placement.is_shard(1) and x.dim() > 2) for placement in lies):
         raise FlashClippingError(
             "FC279 the model: units are parts of rows (sample_of with a map of positions), and a "
-            f"layer reads or returns a tensor that is cut along its positions ({lies}), so that "
-            "each process has parts of the map. Leave SequenceParallel out of the plan."
+            f"layer reads or returns a tensor that is cut along its positions ({lies}). Each "
+            "process would have parts of the map. Leave SequenceParallel out of the plan."
         )
     whole = [placement if placement.is_shard() else Replicate() for placement in lies]
     own = _FinitePositions.apply(cut.to_local(grad_placements=whole), session, values, gradients)

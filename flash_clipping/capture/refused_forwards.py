@@ -138,9 +138,9 @@ def refuse_graph_capture() -> None:
     if is_current_stream_capturing():
         raise FlashClippingError(
             "FC701 A backward pass of flash clipping is being captured as a CUDA graph. A replay "
-            "would read tables that are gone by then, and leave no norms: capture the step "
-            "with flash_clipping.GraphedStep, which is given the wrapped model (or what holds "
-            "the hooks), or run it outside torch.cuda.graph."
+            "would read tables that are gone by then, and leave no norms. Capture the step with "
+            "flash_clipping.GraphedStep, which is given the wrapped model (or what holds the "
+            "hooks), or run it outside torch.cuda.graph."
         )
 
 

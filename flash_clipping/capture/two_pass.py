@@ -46,9 +46,8 @@ AGAIN, AGAIN_LOW = 1e-3, 1e-2
 
 _ANOTHER_WALK = (
     "FC417 the model: mode='two_pass' runs backward twice, and gradients of the second run are "
-    "larger than those that were measured in the first: a recomputation draws from a generator of "
-    "its own, or counts its calls, or a hook has a state. Nothing was left in p.grad. Keep what is "
-    "recomputed:\n"
+    "larger than those that were measured in the first. A recomputation draws from a generator of "
+    "its own, or counts its calls, or a hook has a state. Keep what is recomputed:\n"
     '    mode="one_pass"'
 )
 
@@ -269,9 +268,9 @@ class TwoWalks(BackwardPass):
         self.session.end_backward(norms_taken=False)  # somebody may keep these frames
         raise FlashClippingError(
             f"FC414 {path}: mode='two_pass' got a gradient past the model's outputs: the loss uses "
-            "a tensor that the model kept on a module or returned inside an object that cannot be "
-            f"opened (found: {found}), or this layer was called alone. Return the tensor, in a "
-            "tuple, list, dict or dataclass; or use mode='one_pass'."
+            "a tensor that the model kept on a module or returned inside a closed object (found: "
+            f"{found}), or this layer was called alone. Return the tensor, in a tuple, list, dict "
+            "or dataclass; or use mode='one_pass'."
         )
 
     def _measure(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:

@@ -127,7 +127,7 @@ class SynchronizedProbe:
             self._failure = None
             raise FlashClippingError(
                 f"FC608 the model: a rehearsal ended with {type(failure).__name__}: {failure} A "
-                "sharded model must run on any number of samples: rehearsals have one less or "
+                "sharded model must run on any number of samples. Rehearsals have one less or "
                 "more, and a process that stops in the midst leaves the others waiting."
             ) from failure
 

@@ -84,20 +84,20 @@ class BufferWatch:
                 if new.get(name) is old.get(name):
                     continue
                 if self.session.calls.captured is not None:
-                    self._refuse(module, name, "assigns it anew while a CUDA graph is captured")
+                    self._refuse(module, name, "assigns it while a CUDA graph is captured")
                 if not _same_bits(new.get(name), old.get(name)):
                     line = "with torch.no_grad(): model(x)" if old.get(name) is None else ""
-                    self._refuse(module, name, "assigns it anew, with other values", line)
+                    self._refuse(module, name, "assigns it, with other values", line)
 
     def _refuse(self, module: nn.Module, name: str, what: str, line: str = "") -> NoReturn:
         path = next((path for path, m in self.root.named_modules() if m is module), "")
         raise NotServed(
             f"FC130 {path or 'the model'} ({type(module).__name__}): its buffer {name!r} is "
             f"changed by forward, which {what}. Forward may read buffers only: what it keeps of "
-            "samples there gets no noise, and is saved with the model. Use a layer without such a "
-            "buffer, make the value before (it stays after one plain forward of the longest "
-            "input), or put this module into eval mode; strict=False leaves buffers alone, and "
-            "what they keep is not private.\n"
+            "samples there gets no noise, and is saved with the model. strict=False leaves buffers "
+            "alone, and what they keep is not private. Use a layer without such a buffer, put this "
+            "module into eval mode, or make the value before, by one plain forward of the longest "
+            "input:\n"
             f"    {line or module_at(path) + '.training = False'}"
         )
 

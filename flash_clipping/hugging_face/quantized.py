@@ -143,9 +143,9 @@ def refuse_rounding(path: str, module: nn.Module) -> None:
         state = getattr(weight, "quant_state", None)
         if layer.support_avx512bf16_for_cpu or getattr(state, "packing_format_for_cpu", False):
             raise NotServed(
-                f"FC901 {where}: found 4 bits on a CPU with AVX512-BF16, where the first call in "
-                "evaluation mode puts the weight into an order that has no gradients; expected a "
-                "GPU, or the order of training. Load the model again, and before it is called:\n"
+                f"FC901 {where}: found 4 bits on a CPU with AVX512-BF16; expected a GPU, or the "
+                "order of training. The first call in evaluation mode puts the weight into an "
+                "order that has no gradients. Load the model again, and before it is called:\n"
                 "    for m in model.modules(): m.support_avx512bf16_for_cpu = False"
             )
     if "bitsandbytes.nn.modules.Linear8bitLt" not in names:

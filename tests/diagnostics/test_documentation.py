@@ -342,7 +342,7 @@ def test_every_error_and_warning_begins_with_a_code(messages: Messages) -> None:
 
 def test_every_code_has_one_entry_and_every_entry_a_code(messages: Messages) -> None:
     entries = [entry.code for entry in codes.entries()]
-    assert len(entries) == len({*entries}) > 200
+    assert len(entries) == len({*entries}) > 200 and entries == sorted(entries)
     assert {*entries} == messages.codes
     assert codes.PAGE.read_text().count("**FC") == len(entries)
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import (
-    FlashClippingError,
     GradSampleModuleFlashClipping,
     GraphedStep,
     per_sample_loss,
 )
 from flash_clipping.ops.runtime.checks import device_checks
+from tests.support.errors import raises
 from tests.support.graphs import assert_same_tensors
 from tests.support.models import CASES, Case, squared_loss
 from tests.support.oracle import assert_close
@@ -195,7 +195,7 @@ def test_a_step_that_waits_is_refused_before_it_is_captured() -> None:
     step = GraphedStep(run, model)
     step(*batch)
     step(*batch)
-    with pytest.raises(FlashClippingError, match="the step waits for the device"):
+    with raises("FC703", match="waits for the device"):
         step(*batch)
     assert torch.cuda.get_sync_debug_mode() == 0
 
@@ -232,7 +232,7 @@ def test_a_model_that_waits_for_the_device_outside_of_captures_alone() -> None:
 def test_a_batch_that_is_elsewhere() -> None:
     _, model, (batch, _) = case_on_gpu(CASES["mixed"], torch.float32)
     step = GraphedStep(lambda *batch: None, model)
-    with pytest.raises(ValueError, match="found parameters and arguments on cpu and cuda:0"):
+    with raises("FC702", ValueError, match="cpu and cuda:0"):
         step(*(x.cpu() for x in batch))
 
 
