@@ -120,14 +120,12 @@ def check_groups(given: dict[str, Any]) -> None:
     kinds = {"mechanism": Mechanism, "unit": Users | Documents, "kernels": Kernels}
     lines = {"mechanism": "PoissonSampling()", "unit": "Users(ids)", "kernels": "Kernels()"}
     for name, kind in kinds.items():
-        if not isinstance(value := given[name], kind | None):
+        if not isinstance(value := given.get(name), kind | None):
             raise InvalidType(f"FC319 {name}: found {type(value)}; use:\n    {name}={lines[name]}")
-        if value is not None and given["grad_sample_mode"] != "flash":
+        if value is not None and given.get("grad_sample_mode", "flash") != "flash":
             raise InvalidValue(f"FC313 {name}: found with another grad_sample_mode than 'flash'.")
-    if isinstance(given["unit"], Users) and not given["poisson_sampling"]:
-        raise InvalidValue(
-            "FC281 unit: found Users with poisson_sampling=False; expected True: it draws users."
-        )
+    if isinstance(given.get("unit"), Users) and not given.get("poisson_sampling", True):
+        raise InvalidValue("FC281 unit: found Users with poisson_sampling=False, which draws rows.")
 
 
 def check_bounds(clipping: str, bound: Any, count: int) -> None:
@@ -224,6 +222,7 @@ def planned_noise(
     known -= {"delta", "steps", "sample_rate", "accountant", "options"}
     options = {name: given.pop(name) for name in known & given.keys()}
     options |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
+    check_groups(given)
     wings.requested_process(accountant, given)
     batches = len(given["data_loader"])
     steps = steps_of(epochs, batches)

@@ -87,7 +87,7 @@ class PrivacyArguments:
                 "FlashPrivacyEngine in a loop of your own."
             )
         check_keywords(self.engine_options, self.engine_options.get("clipping", "flat"))
-        is_plain = self.mechanism is None or self.mechanism.is_plain
+        is_plain = self.mechanism is None or getattr(self.mechanism, "is_plain", False)
         if not (is_plain and isinstance(self.unit, Documents | None)):
             raise InvalidValue(
                 f"FC801 PrivacyArguments: found mechanism={self.mechanism}, unit={self.unit}; "

@@ -64,6 +64,15 @@ def test_unknown_keywords_are_refused(keyword: str, advice: str) -> None:
     assert not hasattr(model, "autograd_grad_sample_hooks")
 
 
+@pytest.mark.parametrize("with_epsilon", [False, True])
+@pytest.mark.parametrize("name", ["mechanism", "unit", "kernels"])
+def test_groups_are_objects(name: str, with_epsilon: bool) -> None:
+    engine = FlashPrivacyEngine(accountant="rdp")
+    make = engine.make_private_with_epsilon if with_epsilon else engine.make_private
+    with raises("FC319", TypeError, match=rf"{name}: found <class 'str'>.*\n    {name}="):
+        make(**{**arguments(with_epsilon), name: "poisson"})
+
+
 def test_keywords_of_adaptive_clipping_belong_to_it() -> None:
     with raises("FC310", TypeError, match="target_unclipped_quantile: with clipping='adaptive'"):
         Private(target_unclipped_quantile=0.5)

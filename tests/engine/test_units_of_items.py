@@ -142,7 +142,7 @@ def test_refused_arguments(options: dict[str, Any], words: str) -> None:
     ],
 )
 def test_refused_units(make: Any, words: str) -> None:
-    with raises("FC281|FC301|FC302|FC319", (ValueError, TypeError), match=words):
+    with raises("FC280|FC281|FC302|FC319", (ValueError, TypeError), match=words):
         make()
 
 

@@ -217,6 +217,7 @@ def test_gradients_that_a_callback_changes(tmp_path: Path) -> None:
         ({"noise_multiplier": 1.0, "seed": 0, "secure_mode": True}, "seed=0 with secure_mode=True"),
         ({"noise_multiplier": 1.0, "unit": Users([0])}, "unit=Users"),
         ({"noise_multiplier": 1.0, "mechanism": Shuffled()}, "found mechanism=Shuffled"),
+        ({"noise_multiplier": 1.0, "mechanism": "poisson"}, "found mechanism=poisson"),
         ({"noise_multiplier": 1.0, "engine_options": {"unit": None}}, "engine_options with unit"),
     ],
 )
