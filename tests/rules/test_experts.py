@@ -31,6 +31,8 @@ from tests.support.mixtures import FAMILIES, language_loss, mixture, tokens
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
+pytestmark = pytest.mark.without_gate
+
 # Normalizations and softmax of these models are in fp32, and round otherwise in other batches.
 ROUNDED = 5e-7
 

@@ -80,13 +80,11 @@ def mean_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 @pytest.mark.without_gate
-@pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout(family: str) -> None:
     check_with_dropout(small(family, chance=True), texts(family), losses, tolerance=ROUNDED)
 
 
-@pytest.mark.without_gate
 @pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_passes(family: str) -> None:
@@ -106,7 +104,6 @@ def test_checkpointing(family: str) -> None:
 
 
 @pytest.mark.without_gate
-@pytest.mark.without_gate
 @pytest.mark.parametrize("trained", ["router", "expert", "norm"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_of_a_model(family: str, trained: str) -> None:
@@ -116,7 +113,6 @@ def test_parts_of_a_model(family: str, trained: str) -> None:
     check_by_autograd(model, texts(family), mean_loss, tolerance=ROUNDED)
 
 
-@pytest.mark.without_gate
 @pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_batches(family: str) -> None:
