@@ -77,7 +77,7 @@ class Engine(FlashPrivacyEngine):
     """``FlashPrivacyEngine`` for tests that ask for Opacus' other modes: always flash.
 
     Opacus returns the criterion in mode ``"ghost"`` only, and so does this; without it the tests
-    call ``loss.backward()`` on a loss of their own.
+    call ``loss.backward()`` on a loss of their own. A generator of noise is a seed of the engine.
     """
 
     MODE: Any = "one_pass"
@@ -92,6 +92,9 @@ class Engine(FlashPrivacyEngine):
             kwargs.setdefault("criterion", nn.CrossEntropyLoss(reduction=reduction))
         else:
             kwargs.pop("criterion", None)
+        if (generator := kwargs.pop("noise_generator", None)) is not None:
+            seed = generator.initial_seed()
+            self.stream = FlashPrivacyEngine(secure_mode=self.secure_mode, seed=seed).stream
         made = super().make_private(**{"mode": self.MODE, **kwargs, "grad_sample_mode": "flash"})
         assert isinstance(made[0], GradSampleHooksFlashClipping)
         return made
