@@ -157,6 +157,7 @@ def keep_what_is_imported() -> None:
         gc.freeze()
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    end_all(wait=not (session.shouldstop or session.shouldfail))
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    is_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    end_all(wait=is_whole and not (session.shouldstop or session.shouldfail))
     gc.freeze()  # pytest would look through everything five times
