@@ -70,7 +70,7 @@ def test_a_result_of_an_earlier_batch_is_warned_of(mode: str, held: str) -> None
             out, mems, _ = model(torch.randn(3, 4), {"h": HELD[held](mems["h"])})
             backward(model, out)
     (found,) = [str(one.message) for one in caught if WARNING in str(one.message)]
-    assert found.startswith("the model: tensor 2 of 2 among its inputs")
+    assert found.startswith("FC515 the model: tensor 2 of 2 among its inputs")
     assert found.splitlines()[1] == "    mems = None"
 
 
