@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.pages import ROOT
 
-OF_THE_ROOT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+OF_THE_ROOT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 OTHERS = (*OF_THE_ROOT, "flash_clipping/troubleshooting.md")
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OTHERS)]
 
