@@ -166,11 +166,13 @@ _INSTEAD = {
 ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 
 
-def check_keywords(given: dict[str, Any], clipping: str) -> None:
+def check_keywords(given: dict[str, Any], clipping: str, mode: str = "flash") -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
     known = [*NoiseOptions.__annotations__, "criterion", "grad_sample_mode", "wrap_model"]
+    if mode != "flash":  # Opacus is given the others, and has two of its own
+        known += given.keys() - _INSTEAD.keys() | {"noise_generator", "rand_on_empty"}
     for name in given:
-        if name in known and (name not in ADAPTIVE or clipping == "adaptive"):
+        if name in known and (name not in ADAPTIVE or clipping == "adaptive" or mode != "flash"):
             continue
         close = difflib.get_close_matches(name, known, n=1)
         advice = f"Did you mean {close[0]}?" if close else f"Known are {', '.join(sorted(known))}."

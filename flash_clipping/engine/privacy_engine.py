@@ -273,14 +273,16 @@ class FlashPrivacyEngine(PrivacyEngine):
         checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
         refuse_no_batch(data_loader)
         check_groups(given)
+        check_keywords(kwargs, clipping, grad_sample_mode)
         process = wings.requested_process(self.accountant, given)
         if grad_sample_mode != "flash":
-            self._prepare_opacus_mode()
+            if not self._has_opacus_randomness:  # and its warnings, which come once
+                self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
+                self._has_opacus_randomness = True
             of_opacus = {name: given[name] for name in _OF_OPACUS.split()} | kwargs
             if criterion is not None:
                 of_opacus["criterion"] = criterion
             return super().make_private(**of_opacus)
-        check_keywords(kwargs, clipping)
         checked_bound(max_grad_norm)
         for name, needed in (("module", "parameters"), ("optimizer", "param_groups")):
             if not hasattr(given[name], needed):
@@ -440,12 +442,6 @@ class FlashPrivacyEngine(PrivacyEngine):
             )
 
         return hook
-
-    def _prepare_opacus_mode(self) -> None:
-        """Do and say what Opacus' engine does and says of secure mode when it is made; once."""
-        if not self._has_opacus_randomness:
-            self.secure_rng = PrivacyEngine(secure_mode=self.secure_mode).secure_rng
-            self._has_opacus_randomness = True
 
     def _wrapped(self, given: dict[str, Any]) -> GradSampleHooksFlashClipping:
         """The model of a call of make_private with these arguments, wrapped if it is not yet."""

@@ -42,7 +42,7 @@ class NoiseMechanism(ABC):
         found: dict[str, float | str] = {"noise": type(self).__name__}
         for f in fields(self):
             if f.compare and (x := getattr(self, f.name)) is not None:
-                found[f.name] = x if isinstance(x, int) else " ".join(map(repr, x))
+                found[f.name] = " ".join(map(repr, x)) if isinstance(x, tuple) else int(x)
         return found
 
     def column(self, steps: int) -> np.ndarray:

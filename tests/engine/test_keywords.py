@@ -123,6 +123,15 @@ def test_modes_of_opacus_take_all_that_it_knows() -> None:
     assert made[1].generator is given["noise_generator"]
 
 
+@pytest.mark.parametrize("name", ["make_private", "make_private_with_epsilon"])
+@pytest.mark.parametrize("gone", ["units", "sampling", "noise", "noise_grid", "sample_of"])
+def test_modes_of_opacus_drop_no_argument_of_this_library(name: str, gone: str) -> None:
+    """Opacus would take it, and read nothing of it."""
+    given = arguments("epsilon" in name) | {"grad_sample_mode": "hooks", gone: None}
+    with raises("FC310", TypeError, match=f"found {gone}, which nothing would read"):
+        getattr(FlashPrivacyEngine(accountant="rdp"), name)(**given)
+
+
 @pytest.mark.parametrize(
     ("accountant", "keywords"),
     [

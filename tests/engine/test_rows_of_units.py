@@ -162,6 +162,14 @@ def test_several_owners_of_a_row_are_refused(units: Any) -> None:
         private(unit=Users(units))
 
 
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_owners_do_not_change_with_what_was_given(kind: Any) -> None:
+    given = kind([5, 5, 7])
+    users = Users(given)
+    given[:] = 0
+    assert users.by_row.tolist() == [0, 0, 1]
+
+
 def test_batches_are_cut_to_what_fits() -> None:
     engine = FlashPrivacyEngine(accountant="pld")
     options: dict[str, Any] = {"mechanism": PoissonRows(), "unit": Users(IDS, max_rows=3)}

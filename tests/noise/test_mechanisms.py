@@ -95,6 +95,11 @@ def test_shares_outside(share: float) -> None:
         BandedInverseNoise(2, (share,))
 
 
+@pytest.mark.parametrize("noise", [BandedNoise, BandedInverseNoise])
+def test_counts_of_numpy_are_numbers(noise: Callable[[int], NoiseMechanism]) -> None:
+    assert noise(np.int64(4)).settings == noise(4).settings  # type: ignore[arg-type]
+
+
 def test_separations_outside() -> None:
     with raises("FC318", ValueError, match="separation"):
         BandedInverseNoise(2).sensitivity(4, 0)

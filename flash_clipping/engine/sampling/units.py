@@ -42,7 +42,8 @@ class Users:
                 "removing one of its owners would remove the row from the others' sums as well. "
                 "Give each row to one of them; or leave unit out, and rows are hidden one by one."
             )
-        ids = ids.detach().cpu() if isinstance(ids, Tensor) else torch.as_tensor(ids)
+        # Copies: what was given may change later.
+        ids = ids.detach().cpu().clone() if isinstance(ids, Tensor) else torch.tensor(ids)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InvalidValue(f"FC281 Users: found {ids.dtype}; expected an integer for each row.")
         if self.max_rows is not None:
