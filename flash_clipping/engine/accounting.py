@@ -63,7 +63,10 @@ class Mechanism(ABC):
         samples: in the dataset.
         cycle: steps from a group, or a batch, to its next turn.
         takes_part: who takes part in a step, in words.
+        relation: the neighbouring relation of ε, in words.
+        is_plain: whether Opacus' own accountants describe it.
         is_in_order: whether step t must take batch t.
+        round_steps: steps whose batches are drawn together, all of one noise multiplier.
         kind: the class of its samplers.
 
     Raises:
@@ -75,7 +78,10 @@ class Mechanism(ABC):
     cycle: int = field(default=1, init=False, repr=False)
 
     takes_part: ClassVar[str]
+    relation: ClassVar[str] = ADD_OR_REMOVE
+    is_plain: ClassVar[bool] = False
     is_in_order: ClassVar[bool] = False
+    round_steps: ClassVar[int] = 1
     kind: ClassVar[Any]
 
     def __post_init__(self) -> None:
@@ -84,21 +90,6 @@ class Mechanism(ABC):
             raise InvalidValue(
                 f"FC301 noise_grid: found {self.noise_grid!r}; expected one of {known}."
             )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether Opacus' own accountants describe it."""
-        return False
-
-    @property
-    def relation(self) -> str:
-        """The neighbouring relation of ε, in words."""
-        return ADD_OR_REMOVE
-
-    @property
-    def round_steps(self) -> int:
-        """Steps whose batches are drawn together, all of one noise multiplier."""
-        return 1
 
     def on(self, samples: int = 0, cycle: int = 1, unit: Any = None) -> Self:
         """This mechanism for a dataset, with so many batches in an epoch, and for such units.

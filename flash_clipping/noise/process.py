@@ -40,7 +40,7 @@ class PoissonSampling(Mechanism):
     takes_part = "Every step draws every sample independently, with the sample rate."
 
     @property
-    def is_plain(self) -> bool:
+    def is_plain(self) -> bool:  # type: ignore[override]
         return self.max_batch_size is None
 
     def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
@@ -74,7 +74,7 @@ class PoissonRows(Mechanism):
     )
 
     @property
-    def relation(self) -> str:
+    def relation(self) -> str:  # type: ignore[override]
         return f"add or remove one unit, of {self.rows} rows at most"
 
     def on(self, samples: int = 0, cycle: int = 1, unit: Any = None) -> Self:
@@ -114,7 +114,7 @@ class RandomAllocation(Mechanism):
         checked_number("participations", self.participations, "[1, inf)", example=1, whole=True)
 
     @property
-    def round_steps(self) -> int:
+    def round_steps(self) -> int:  # type: ignore[override]
         return self.participations * self.cycle
 
     def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
@@ -145,6 +145,7 @@ class FixedOrder(Mechanism):
     kind = FixedOrderSampler
     is_in_order = True
     takes_part = "Every sample takes part once in an epoch, in the same step of each."
+    relation = ZERO_OUT
     #: What ``noise`` may be.
     _served: ClassVar[Any] = NoiseMechanism
 
@@ -161,10 +162,6 @@ class FixedOrder(Mechanism):
                 f"FC316 noise_grid: found {self.noise_grid!r} with noise={self.noise}: what is "
                 "rounded off would not be taken back. Leave one of them out."
             )
-
-    @property
-    def relation(self) -> str:
-        return ZERO_OUT
 
     def on(self, samples: int = 0, cycle: int = 1, unit: Any = None) -> Self:
         if isinstance(self.noise, BandedNoise) and self.noise.count > cycle:
@@ -194,7 +191,7 @@ class Shuffled(FixedOrder):
     takes_part = "Every sample takes part once in an epoch. Its order amplifies nothing."
 
     @property
-    def round_steps(self) -> int:
+    def round_steps(self) -> int:  # type: ignore[override]
         return self.cycle
 
 

@@ -25,11 +25,15 @@ def private_of(trainer: type[Trainer]) -> type[PrivateTrainer]:
     known: Any = next(cls for cls in trainer.__mro__ if cls in own)
     if known is trainer:
         return own[trainer]
-    is_told = any("compute_sample_losses" in vars(cls) for cls in trainer.__mro__)
     theirs: Any = trainer
+    members = {"__module__": trainer.__module__}
+    if is_told := hasattr(theirs, "compute_sample_losses"):
+        members["compute_sample_losses"] = theirs.compute_sample_losses
+    bases: tuple[type, ...] = (own[known], trainer)
     has_loss = theirs.compute_loss is not known.compute_loss and not is_told
-    bases = (ByMeans, own[known], trainer) if has_loss else (own[known], trainer)
-    return type(f"Private{trainer.__name__}", bases, {"__module__": trainer.__module__})
+    if has_loss and not issubclass(own[known], ByMeans):
+        bases = (ByMeans, *bases)
+    return type(f"Private{trainer.__name__}", bases, members)
 
 
 def _own_forms(trainer: type[Trainer]) -> Mapping[type[Trainer], type[PrivateTrainer]]:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
+from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.distributed import has_shards
 from flash_clipping.errors import InvalidValue
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.sample_losses import asking, seeded, tolerance_of
 from flash_clipping.trainers.transformers import PrivateTrainer
 
-#: Samples whose gradients are compared with that of a batch of them.
-COMPARED = 4
+#: Samples that are collated, and the most whose gradients are compared with that of a batch.
+COLLATED, COMPARED = 32, 8
 
 
 class ByMeans(PrivateTrainer):
     """Trains by a ``compute_loss`` that is the mean of the losses of samples, each a function of
-    that sample only; before the first step it is seen on a few samples whether it is."""
+    that sample only; before the first step a few samples show whether it is."""
 
     def __init__(self, *arguments: Any, privacy: PrivacyArguments, **kwargs: Any):
         # Rows that fill batches up would count in the mean.
@@ -40,6 +43,16 @@ class ByMeans(PrivateTrainer):
             )
         return loss.reshape(1).expand(max(1, self._samples))
 
+    def _varied(self) -> list[Any]:
+        """Samples of ``train_dataset`` with the most and the least of something: positions, say, or
+        the number of a class. Losses that weigh samples by it are means where it is the same."""
+        dataset, collate = self._loader.dataset, self._loader.collate_fn
+        some = [dataset[n] for n in range(0, len(dataset), -(-len(dataset) // COLLATED))]
+        inside = [tensors_in(collate.part([sample])) for sample in some]
+        rows = [[x.numel() for x in found] + [float(x.sum()) for x in found] for found in inside]
+        ends = [c.index(end(c)) for c in zip(*rows, strict=False) for end in (max, min)]
+        return [some[n] for n in dict.fromkeys([*ends, *range(len(some))])][:COMPARED]
+
     def _compare_with_own_loss(self) -> None:
         model, loader = self.accelerator.unwrap_model(self.model), self._loader
         name = type(self).__name__
@@ -48,40 +61,39 @@ class ByMeans(PrivateTrainer):
                 f"FC806 {name}: found a compute_loss, and a model in shards, on which it cannot be "
                 f"seen that it is the mean of samples' losses. {_INSTEAD}"
             )
-        samples = [loader.dataset[n] for n in range(min(COMPARED, len(loader.dataset)))]
-        params = [p for p in model.parameters() if p.requires_grad]
+        collate, params = loader.collate_fn, [p for p in model.parameters() if p.requires_grad]
 
         def gradients(of: list[Any]) -> list[Tensor]:
             self._samples = len(of)
-            inputs = self._prepare_inputs(loader.collate_fn.part(of))
+            inputs = self._prepare_inputs(collate.part(of))
             with torch.enable_grad(), seeded(model), self.accelerator.autocast():
                 loss = self.compute_sample_losses(model, inputs).mean()
-            found = torch.autograd.grad(loss, params, allow_unused=True)
-            return [
-                torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)
-            ]
+            found = torch.autograd.grad(loss, params, materialize_grads=True)
+            return [g.clone() for g in found]  # of two parameters it may be one tensor
 
         # Losses of a model that has learnt nothing are alike, however they are weighted.
         with asking(model):
-            apart, size = gradients(samples), 0.0
-            for sample in samples:
-                own = gradients([sample])
-                size += float(_norm(own)) / len(samples)
+            samples, size = self._varied(), 0.0
+            # Some of them several times, as classes are: as many as a part of a step has.
+            drawn = [n for n in range(len(samples)) for _ in range(1 + n % 3)] * collate.part_size
+            drawn = drawn[: min(collate.most, max(COMPARED, collate.part_size))]
+            model.training = True  # of the root alone, which losses ask: layers draw nothing
+            apart = gradients([samples[n] for n in drawn])
+            for n in {*drawn}:
+                own, share = gradients([samples[n]]), drawn.count(n) / len(drawn)
+                size += share * float(get_total_norm(own))
                 for total, grad in zip(apart, own, strict=True):
-                    total.sub_(grad, alpha=1 / len(samples))
-            gap = float(_norm(apart)) / max(size, 1e-30)
+                    total.sub_(grad, alpha=share)
+            gap = float(get_total_norm(apart)) / size if size else math.inf
+        with self.accelerator.autocast():
             tolerance = tolerance_of(model, apart[0])
         if not gap <= tolerance:
             raise InvalidValue(
-                f"FC806 {name}: found a compute_loss whose gradient for {len(samples)} samples of "
+                f"FC806 {name}: found a compute_loss whose gradient for {len(drawn)} samples of "
                 f"train_dataset is not the mean of each one's own (by {gap:.2g} of it). It is no "
                 "mean of samples' losses: a mean over all tokens or weights of the batch, say, or "
                 f"one that compares samples. {_INSTEAD}"
             )
-
-
-def _norm(grads: list[Tensor]) -> Tensor:
-    return torch.stack([g.float().norm() for g in grads]).norm()
 
 
 _INSTEAD = """Write the loss of each sample:

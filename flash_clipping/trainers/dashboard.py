@@ -142,8 +142,6 @@ class PrivacyDashboard:
         self._model, self._statistics = model, ClippingStatistics(model)
         self._shown = len(engine.accountant)
         self._values: dict[str, float] = {}
-        #: Whether a line has said which datasets ε compares.
-        self._is_named = False
 
     def __enter__(self) -> PrivacyDashboard:
         return self
@@ -171,13 +169,12 @@ class PrivacyDashboard:
         reading = self._statistics.read()
         epsilon = self._engine.get_epsilon(self._delta)
         shown = line(self._shown, epsilon, reading)
+        if not self._values:
+            shown += f"   (ε: {self._engine.relation})"
         self._values = {"step": self._shown} | reading.logs(epsilon)
         for name in ("clipped_share", "median_norm"):
             self._values[name] = getattr(reading, name)
         self._statistics.restart()  # the time that ε takes is not the training's
-        if not self._is_named:
-            shown += f"   (ε: {self._engine.relation})"
-        self._is_named = True
         self._show(shown + seed_notice(self._engine.stream))
 
 

@@ -270,8 +270,7 @@ class PrivateRun:
         self.steps_before = state["steps_before"]
         self.engine.accountant.load_state_dict(state["accountant"])
         self.optimizer.max_grad_norm = state["bound"]
-        if "noise_stream" in state:
-            self.optimizer.stream.load_state_dict(state["noise_stream"])
+        self.optimizer.stream.load_state_dict(state["noise_stream"])
         if self.arguments.seed is not None and "sampling_stream" in state:
             self.sampling_stream.load_state_dict(state["sampling_stream"])
 

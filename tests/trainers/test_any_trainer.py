@@ -16,7 +16,9 @@ from flash_clipping.trainers import private
 from flash_clipping.trainers.transformers import PrivateSeq2SeqTrainer, PrivateTrainer
 from tests.support.errors import raises
 from tests.support.trainers import (
+    POSITIONS,
     WORDS,
+    Texts,
     arguments,
     llama,
     privacy,
@@ -85,15 +87,79 @@ def _contrastive(logits: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
     return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
 
 
-@pytest.mark.parametrize("loss", [_weighted, _summed, _contrastive])
+def _hardest(logits: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    """A mean in batches of four samples."""
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return losses.topk(min(4, len(losses))).values.mean()
+
+
+def _balanced(logits: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    """A mean where all classes are as frequent."""
+    frequency = (labels[:, None] == labels).sum(1)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return (losses / frequency).sum() / (1 / frequency).sum()
+
+
+def _of_pairs(logits: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    """Nothing without two samples of a class, or alone."""
+    alike = (labels[:, None] == labels) & ~torch.eye(len(labels), dtype=torch.bool)
+    return (logits @ logits.T).where(alike, 0.0).sum()
+
+
+def _alike_at_first() -> Texts:
+    """The first samples have all positions and class 0."""
+    made = Texts(20)
+    made.lengths[:-1], made.lengths[-1] = POSITIONS, 2
+    made.labels[:-1], made.labels[-1] = 0, 2
+    return made
+
+
+def _as_frequent() -> Texts:
+    """Two classes of two samples."""
+    made = Texts(4)
+    made.labels[:] = torch.tensor([0, 0, 1, 1])
+    return made
+
+
+@pytest.mark.parametrize("dataset", [lambda: Texts(20), _alike_at_first, _as_frequent])
+@pytest.mark.parametrize("loss", [_weighted, _summed, _contrastive, _hardest, _balanced, _of_pairs])
 def test_a_loss_that_is_no_mean_of_samples_is_refused(
-    tmp_path: Path, loss: Callable[..., Tensor]
+    tmp_path: Path, loss: Callable[..., Tensor], dataset: Callable[[], Texts]
 ) -> None:
     cls = type("Theirs", (_Own,), {"batch_loss": staticmethod(loss)})
-    made = trainer(tmp_path, cls=private(cls))
+    made = trainer(tmp_path, cls=private(cls), more={"train_dataset": dataset()})
     with raises("FC806", ValueError, match=r"PrivateTheirs.*no mean of samples' losses"):
         made.train()
     assert not made.run.steps
+
+
+def test_a_loss_that_compares_samples_in_training_only_is_refused(tmp_path: Path) -> None:
+    class Theirs(Focal):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            if not model.training:
+                return super().compute_loss(model, inputs)
+            logits = model(**{k: x for k, x in inputs.items() if k != "labels"}).logits
+            return _contrastive(logits, inputs["labels"], inputs["labels"])
+
+    made = trainer(tmp_path, cls=private(Theirs))
+    with raises("FC806", ValueError, match="no mean of samples' losses"):
+        made.train()
+    assert not made.run.steps and made.model.training
+
+
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_losses_of_samples_of_a_plain_trainer_are_trained_by(
+    tmp_path: Path, has_loss: bool
+) -> None:
+    losses = OfSamples.compute_sample_losses
+    more = {"compute_loss": Focal.compute_loss} if has_loss else {}
+    cls = type("Theirs", (Trainer,), {"compute_sample_losses": losses, **more})
+    trained = []
+    for made in (private(cls), OfSamples):
+        trained.append(trainer(tmp_path, cls=made, optim="sgd"))
+        trained[-1].train()
+    first, second = (weights(made.model) for made in trained)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_loss_of_each_sample_is_refused_as_a_mean(tmp_path: Path) -> None:
@@ -126,6 +192,13 @@ class TestTrl:
         kept = ("output_dir", "use_cpu", "report_to", "disable_tqdm", "save_strategy")
         made = arguments(folder)
         return own | {name: getattr(made, name) for name in kept} | {"use_cpu": True}
+
+    def test_trainers_of_rewards_may_have_a_loss_of_their_own(self) -> None:
+        theirs = type("Theirs", (self.trl.RewardTrainer,), {"compute_loss": Focal.compute_loss})
+        made = private(theirs)
+        assert made.compute_loss is Focal.compute_loss
+        losses = private(self.trl.RewardTrainer).compute_sample_losses
+        assert made.compute_sample_losses is losses
 
     def test_pairs_of_a_reward_model_are_samples(self, tmp_path: Path) -> None:
         """A step is that of one pair at a time, by TRL's own loss."""
