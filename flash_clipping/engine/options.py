@@ -35,15 +35,16 @@ class Kernels:
         cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as CUDA
             graphs wherever that gives the same and takes less time, after three steps with batches
             of one shape. One line of log says why not (:mod:`flash_clipping.graphs.graphed_model`).
-            Memory of a step is kept.
+            Memory of a step is kept. ``None``: ``"auto"`` in ``PrivateTrainer`` with one process.
     """
 
     backend: Backend = "auto"
-    cuda_graphs: Literal["off", "auto"] = "off"
+    cuda_graphs: Literal["off", "auto"] | None = None
 
     def __post_init__(self) -> None:
         check_one_of("backend", self.backend, get_args(Backend))
-        check_one_of("cuda_graphs", self.cuda_graphs, ("off", "auto"))
+        if self.cuda_graphs is not None:
+            check_one_of("cuda_graphs", self.cuda_graphs, ("off", "auto"))
 
 
 class ModelOptions(TypedDict, total=False):

@@ -134,8 +134,10 @@ class PrivateRun:
             steps: of the whole run.
             options: of the engine, unless the user gave others.
         """
-        if self.arguments.kernels is not None:
-            options = (options or {}) | {"kernels": self.arguments.kernels}
+        if (kernels := self.arguments.kernels) is not None:
+            usual = (options or {}).get("kernels", kernels).cuda_graphs
+            kernels = replace(kernels, cuda_graphs=kernels.cuda_graphs or usual)
+            options = (options or {}) | {"kernels": kernels}
         arguments, before, rate = self.arguments, self.optimizer, 1 / len(loader)
         if not self.steps:
             self.planned_steps, self.max_grad_norm = steps, max_grad_norm

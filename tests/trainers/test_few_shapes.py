@@ -16,6 +16,7 @@ from transformers import (
     default_data_collator,
 )
 
+from flash_clipping import Kernels
 from flash_clipping.trainers.few_shapes import FewShapes, round_up
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.graphs import replay_by_hand
@@ -272,3 +273,26 @@ def test_a_model_with_a_decoder_is_replayed(
 
 
 GRAPHS: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    ("kernels", "replays"),
+    [
+        (None, True),
+        (Kernels(backend="torch"), True),
+        (Kernels(backend="torch", cuda_graphs="off"), False),
+    ],
+)
+def test_graphs_are_the_default_beside_other_choices(
+    tmp_path: Path, kernels: Kernels | None, replays: bool
+) -> None:
+    class Watched(PrivateTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            self.replays = self.run.hooks._graphs is not None
+            self.backend = self.run.hooks._session.options.backend
+            return super().training_step(*args, **kwargs)
+
+    made: Any = trainer(tmp_path, cls=Watched, of_privacy={"kernels": kernels}, max_steps=1)
+    made.train()
+    assert made.replays == replays
+    assert made.backend == ("auto" if kernels is None else "torch")
