@@ -43,8 +43,7 @@ class Kernels:
 
     def __post_init__(self) -> None:
         check_one_of("backend", self.backend, get_args(Backend))
-        if self.cuda_graphs is not None:
-            check_one_of("cuda_graphs", self.cuda_graphs, ("off", "auto"))
+        check_one_of("cuda_graphs", self.cuda_graphs or "off", ("off", "auto"))
 
 
 class ModelOptions(TypedDict, total=False):

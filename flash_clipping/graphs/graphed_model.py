@@ -236,19 +236,15 @@ class GraphedModel(GraphedStep):
 
     def _rehearsed(self, trial: Callable[[], None], device: torch.device) -> bool:
         """Whether the model has to hear that it is captured, or takes the way of other calls."""
-
-        def run(told: bool) -> None:
-            with without_gradients(list(self._module().parameters())), captures(self.model):
-                rehearse(trial, self._module(), [self.model], device, told=told)
-
-        told = False
-        try:
-            run(told)
-        except FlashClippingError:
-            told = True
-        if told:
+        for told in (False, True):
+            try:
+                with without_gradients(list(self._module().parameters())), captures(self.model):
+                    rehearse(trial, self._module(), [self.model], device, told=told)
+                break
+            except FlashClippingError:
+                if told:
+                    raise
             gc.collect()  # the error's frames hold autograd's nodes, in cycles
-            run(told)
         torch.cuda.empty_cache()  # steps from now on are in the graphs' memory
         return told
 

@@ -134,10 +134,10 @@ class PrivateRun:
             steps: of the whole run.
             options: of the engine, unless the user gave others.
         """
-        if (kernels := self.arguments.kernels) is not None:
-            usual = (options or {}).get("kernels", kernels).cuda_graphs
-            kernels = replace(kernels, cuda_graphs=kernels.cuda_graphs or usual)
-            options = (options or {}) | {"kernels": kernels}
+        options = {**(options or {})}
+        if (own := self.arguments.kernels) is not None:
+            usual = options.get("kernels", own).cuda_graphs
+            options["kernels"] = replace(own, cuda_graphs=own.cuda_graphs or usual)
         arguments, before, rate = self.arguments, self.optimizer, 1 / len(loader)
         if not self.steps:
             self.planned_steps, self.max_grad_norm = steps, max_grad_norm
@@ -165,7 +165,7 @@ class PrivateRun:
             poisson_sampling=False,
             mechanism=arguments.mechanism,
             unit=arguments.unit,
-            **(options or {}) | arguments.engine_options,
+            **options | arguments.engine_options,
         )
         self.engine.check_delta(arguments.target_delta)
         if before is not None:
