@@ -179,6 +179,26 @@ def test_rows_that_are_booked_to_others_are_named_as_such() -> None:
     assert WORDS["STRAY"] in why_refused(model, torch.randn(B, T, K), audits=1)
 
 
+class _IntoTheFirst(torch.autograd.Function):
+    """The first row's gradient gets the third's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad[0] += grad[2]
+        return grad
+
+
+def test_audits_look_at_the_other_half_of_the_samples() -> None:
+    x, inner = torch.randn(4, T, K), lambda m, h: _IntoTheFirst.apply(h)
+    assert not why_refused(Around(inner), x)
+    assert "norm that a sample is clipped by" in why_refused(Around(inner), x, audits=1)
+
+
 # -- kinds of calls --------------------------------------------------------------------------------
 
 
