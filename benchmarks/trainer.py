@@ -344,7 +344,7 @@ def measure(
         "model": name,
         "method": method,
         "windows": clock.windows(),
-        "first_seconds": round(clock.first, 2),
+        "first_seconds": round(clock.first, 4),
         "allocated_gib": clock.gib(torch.cuda.max_memory_allocated) if on_gpu else None,
         "reserved_gib": clock.gib(torch.cuda.max_memory_reserved) if on_gpu else None,
         "losses": [round(x, 4) for x in losses],
