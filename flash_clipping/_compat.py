@@ -121,8 +121,9 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
     except RuntimeError:
         return  # it has ended: what failed was no launch
     release(device.index, pool)
-    with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.empty(1, device=device).zero_()  # the generator ends with a capture that succeeds
+    small = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed")
+    with torch.cuda.device(device), small:  # the generator ends with a capture that succeeds
+        torch.empty(1, device=device).zero_()
 
 
 def borrowed(tensor: Tensor) -> Tensor:

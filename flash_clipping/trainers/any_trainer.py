@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import Seq2SeqTrainer, Trainer
-
 from flash_clipping.errors import InvalidType
+from flash_clipping.trainers import transformers as hf
 from flash_clipping.trainers.by_means import ByMeans
-from flash_clipping.trainers.transformers import PrivateSeq2SeqTrainer, PrivateTrainer
 
 
-def private_of(trainer: type[Trainer]) -> type[PrivateTrainer]:
+def private_of(trainer: type[hf.Trainer]) -> type[hf.PrivateTrainer]:
     """As :func:`flash_clipping.trainers.private`."""
-    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+    if not (isinstance(trainer, type) and issubclass(trainer, hf.Trainer)):
         raise InvalidType(
             f"FC809 private: found {trainer!r}; expected a subclass of transformers.Trainer:\n"
             "    trainer = private(Trainer)(model, args, privacy=privacy, ...)"
         )
-    if issubclass(trainer, PrivateTrainer):
+    if issubclass(trainer, hf.PrivateTrainer):
         return trainer
     own = _own_forms(trainer)
     known: Any = next(cls for cls in trainer.__mro__ if cls in own)
@@ -36,9 +34,9 @@ def private_of(trainer: type[Trainer]) -> type[PrivateTrainer]:
     return type(f"Private{trainer.__name__}", bases, members)
 
 
-def _own_forms(trainer: type[Trainer]) -> Mapping[type[Trainer], type[PrivateTrainer]]:
+def _own_forms(trainer: type[hf.Trainer]) -> Mapping[type[hf.Trainer], type[hf.PrivateTrainer]]:
     """Trainers that have a private form here, those of TRL where this is one of them."""
-    own = {Seq2SeqTrainer: PrivateSeq2SeqTrainer, Trainer: PrivateTrainer}
+    own = {hf.Seq2SeqTrainer: hf.PrivateSeq2SeqTrainer, hf.Trainer: hf.PrivateTrainer}
     if any(cls.__module__.partition(".")[0] == "trl" for cls in trainer.__mro__):
         from flash_clipping.trainers import trl
 

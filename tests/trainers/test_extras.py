@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from flash_clipping.noise.releases import dp_accounting
+from flash_clipping.trainers import private
 from tests.support.errors import raises
 
 USERS = {
@@ -29,6 +30,14 @@ def test_a_trainer_names_its_extra(
     with raises("FC940", ImportError, match=rf"{user} needs .*flash-clipping\[{extra}\]") as error:
         importlib.import_module(user)
     assert str(error.value).splitlines()[-1] == f"    pip install -e '.[{extra}]'"
+
+
+def test_private_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transformers", "by_means", "any_trainer"):
+        monkeypatch.delitem(sys.modules, f"flash_clipping.trainers.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with raises("FC940", ImportError, match=r"flash-clipping\[transformers\]"):
+        private(object)
 
 
 def test_the_accountant_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
