@@ -37,8 +37,10 @@ class Around(nn.Module):
     def __init__(self, middle: nn.Module):
         super().__init__()
         self.first, self.middle, self.head = nn.Linear(3, D), middle, nn.Linear(D, 2)
+        self.calls = 0
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        self.calls += 1
         y = self.middle(torch.tanh(self.first(x)), *others)
         if y.is_complex():
             y = y.real + 2 * y.imag

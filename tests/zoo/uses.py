@@ -1,28 +1,17 @@
-"""Whatever a model does with its parameters: exact against one sample at a time in float64, or
-refused by name. Never a model that silently learns nothing, or something else.
-"""
+"""Uses of parameters by a module itself: whatever it computes with them, and wherever."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping.capture import proxies
-from tests.support.autograd import squares
-from tests.support.errors import raises
-from tests.support.uses import D, Holder, Scaling, T, exact, make_around, seeded_batch
-from tests.support.wrapping import MODES, WRAPPERS
-
-pytestmark = pytest.mark.without_gate
-
-
-RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+from tests.support.uses import D, Scaling, T
+from tests.zoo.case import ModelCase, around
 
 
 @torch.jit.script
@@ -71,7 +60,7 @@ def own_rows_in_place(m: Any, x: Tensor) -> Tensor:
     return torch.cat([rows, x], 1)
 
 
-def attention(m: Any, x: Tensor) -> Tensor:
+def attention_of_function(m: Any, x: Tensor) -> Tensor:
     x = x.transpose(0, 1)
     return F.multi_head_attention_forward(
         x, x, x, D, 2, m.big, None, None, None, False, 0.0, m.square, m.v
@@ -95,6 +84,65 @@ def heads(m: Any, x: Tensor) -> Tensor:
 
 def far(x: Tensor) -> Tensor:
     return (x[..., 0].abs() * 5).long().clamp(max=6)
+
+
+def inplace_rebinding(m: Any, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x += m.v
+    x += m.items[0] - m.token
+    return x
+
+
+def in_place_of_rows(m: Any, x: Tensor) -> Tensor:
+    """Positions as axial embeddings make them: nothing tells that their rows are all the same."""
+    x = x * 1.0
+    x += m.token[None].expand(len(x), 1, T, D).reshape(len(x), T, D)
+    return x
+
+
+def made_in_place(m: Any, x: Tensor) -> Tensor:
+    """Changed where it is: what a function returns is dropped."""
+    made = m.v * 2.0
+    made.add_(m.items[0])
+    made.mul_(1 - m.temperature)
+    return x + made
+
+
+def attention_pool(m: Any, x: Tensor) -> Tensor:
+    query = m.token.expand(x.shape[0], -1, -1) @ m.square
+    weights = torch.softmax(query @ x.mT / m.temperature.exp(), -1)
+    return weights @ x
+
+
+def written_under_a_mask(m: Any, x: Tensor) -> Tensor:
+    """Frames of Wav2Vec2, of which some positions are taken out."""
+    x = x * 1.0
+    x[x.detach()[..., 0] > 0] = m.v.to(x.dtype)
+    return x
+
+
+def written_under_a_mask_of_samples(m: Any, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x[x.detach()[:, 0, 0] > 0] = m.v.to(x.dtype)
+    return x
+
+
+def in_place_result_dropped(m: Any, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x.mul_(m.v)
+    return x
+
+
+def written_into(m: Any, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x[:, 0] = m.v
+    return x
+
+
+def written_through_a_view(m: Any, x: Tensor) -> Tensor:
+    made = m.v * 2.0
+    made[None].add_(m.items[0])
+    return x + made
 
 
 USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -172,7 +220,7 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
         x * torch.einsum("btd,btd->bt", x, m.token.expand(len(x), T, -1))[..., None]
     ),
     "attention_keys": heads,
-    "attention_function": attention,
+    "attention_function": attention_of_function,
     "gathered": lambda m, x: (
         x + torch.gather(m.keys[None].expand(len(x), -1, -1), 1, (x.abs() * 3).long().clamp(max=6))
     ),
@@ -190,31 +238,75 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "convolution": lambda m, x: F.conv1d(x.mT, m.kernel, m.v, padding=1).mT,
     "group_norm": lambda m, x: F.group_norm(x.mT, 2, m.v, m.w).mT,
     "decomposed": lambda m, x: x @ torch.linalg.qr(m.square)[0] * torch.linalg.svd(m.square).S,
+    "added": lambda m, x: x + m.v,
+    "added_left": lambda m, x: m.token + x,
+    "subtracted": lambda m, x: m.v - x,
+    "multiplied": lambda m, x: x * m.v,
+    "divided": lambda m, x: x / (m.v.exp() + torch.linspace(-1, 1, D)),
+    "class_token": lambda m, x: torch.cat([m.token.expand(x.shape[0], -1, -1), x], dim=1),
+    "class_token_repeat": lambda m, x: torch.cat([m.token.repeat(x.shape[0], 2, 1), x], dim=1),
+    "expanded_like": lambda m, x: torch.cat([x, m.token.expand_as(x)], dim=1),
+    "positions": lambda m, x: x + m.positions(x.shape[1]),
+    "positions_unsqueezed": lambda m, x: x + m.positions(x.shape[1])[None],
+    "layer_scale": lambda m, x: x + m.items[1] * torch.relu(x),
+    "temperature": lambda m, x: torch.softmax(x * m.temperature.exp(), dim=-1),
+    "temperature_divided": lambda m, x: x / m.temperature.clamp(min=0.01),
+    "matrix": lambda m, x: x @ m.square,
+    "lora": lambda m, x: x + (x @ m.low) @ m.low.T,
+    "einsum": lambda m, x: torch.einsum("btd,de->bte", x, m.square * m.v),
+    "rms_norm_by_hand": lambda m, x: m.v * (x * x.square().mean(-1, keepdim=True).rsqrt()),
+    "layer_norm_function": lambda m, x: F.layer_norm(x, (D,), m.v, m.items[0]),
+    "twice": lambda m, x: (x + m.v) * m.v,
+    "several": lambda m, x: torch.addcmul(m.items[0].expand_as(x), x, m.v),
+    "prompt": lambda m, x: torch.cat(
+        [torch.tanh(m.token @ m.square).expand(x.shape[0], 3, -1), x], 1
+    ),
+    "numbers_added": lambda m, x: x * (m.temperature.exp() + m.temperature + 1.0),
+    "rebinding": inplace_rebinding,
+    "in_place_of_rows": in_place_of_rows,
+    "made_in_place": made_in_place,
+    "attention_pool": attention_pool,
+    "masked_rows": written_under_a_mask,
+    "masked_samples": written_under_a_mask_of_samples,
+    "checkpointed_arguments": lambda m, x: checkpoint(
+        lambda x, v, w: torch.tanh(x * v + w), x, m.v, m.token, use_reentrant=False
+    ),
+    "reentrant_arguments": lambda m, x: checkpoint(
+        lambda x, v, w: torch.tanh(x * v + w), x, m.v, m.token, use_reentrant=True
+    ),
+    "autograd_function_of_derived": lambda m, x: Scaling.apply(x, m.v.exp()),
+    "layer_on_parameters_alone": lambda m, x: x + m.linear(m.square)[0],
 }
 
 
-def all_kinds(use: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: Holder(
-        use,
-        v=torch.randn(D),
-        w=torch.randn(D),
-        pair=torch.randn(D, 2),
-        square=torch.randn(D, D) * 0.5,
-        big=torch.randn(3 * D, D) * 0.3,
-        token=torch.randn(1, 1, D),
-        keys=torch.randn(7, D),
-        kernel=torch.randn(D, D, 3) * 0.3,
-        linear=nn.Linear(D, D),
-        items=nn.ParameterList([nn.Parameter(torch.randn(D)) for _ in range(2)]),
-    )
+class Positions(nn.Module):
+    """Returns parameters only: nothing that it is called with carries samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, D) * 0.3)
+
+    def forward(self, length: int) -> Tensor:
+        return self.table[:length]
 
 
-@pytest.mark.parametrize("mode, wrapper", [("one_pass", "wrapped"), ("two_pass", "hooks")])
-@pytest.mark.parametrize("name", USES)
-def test_use_of_a_parameter_is_exact(name: str, mode: str, wrapper: str) -> None:
-    if name in ("scripted", "compiled") and RELEASE < (2, 13):
-        pytest.skip("PyTorch before 2.13: refused in backward, or fails in torch.compile")
-    exact(all_kinds(USES[name]), seeded_batch(), mode, wrapper)
+def all_kinds() -> dict[str, Any]:
+    """What the uses above find."""
+    return {
+        "v": torch.randn(D),
+        "w": torch.randn(D),
+        "pair": torch.randn(D, 2),
+        "square": torch.randn(D, D) * 0.5,
+        "low": torch.randn(D, 2) * 0.5,
+        "big": torch.randn(3 * D, D) * 0.3,
+        "token": torch.randn(1, 1, D),
+        "keys": torch.randn(7, D),
+        "kernel": torch.randn(D, D, 3) * 0.3,
+        "temperature": torch.tensor(0.3),
+        "linear": nn.Linear(D, D),
+        "positions": Positions(),
+        "items": nn.ParameterList([nn.Parameter(torch.randn(D)) for _ in range(2)]),
+    }
 
 
 REFUSED_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
@@ -241,44 +333,48 @@ REFUSED_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", REFUSED_USES)
-def test_use_of_a_parameter_is_refused_by_name(name: str, mode: str) -> None:
-    use, message = REFUSED_USES[name]
-    model = make_around(all_kinds(use))
-    flash = WRAPPERS["wrapped"](model, mode=mode, strict=False)
-    with raises("FC101|FC141|FC143", match=message):
-        squares(flash, seeded_batch()).backward()
+#: Run sample by sample, which is said once.
+WARNED_USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "in_place_result_dropped": in_place_result_dropped,
+    "written_into": written_into,
+    "written_through_a_view": written_through_a_view,
+}
 
 
-def test_complex_parameter_is_refused_and_the_model_left_as_it_was() -> None:
-    model = make_around(lambda: Holder(lambda m, x: x * m.c.abs()))
-    model.middle.c = nn.Parameter(torch.randn(D, dtype=torch.complex128))
-    with raises("FC115", match=r"middle\.c"):
-        WRAPPERS["wrapped"](model, strict=False)
-    assert all("forward" not in vars(module) for module in model.modules())
-    model.middle.c.requires_grad_(False)
-    flash = WRAPPERS["wrapped"](model, strict=False)
-    squares(flash, seeded_batch()).backward()
-    model.middle.c.requires_grad_(True)
-    with raises("FC115", match=r"middle\.c"):
-        flash(*seeded_batch())
+def dropped_out(m: Any, x: Tensor) -> Tensor:
+    """Of samples, and of a parameter: once for all samples."""
+    return F.dropout(x * m.v, 0.5) + F.dropout(m.v, 0.5)
 
 
-def test_what_gets_past_all_functions_is_noticed_in_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The net below the others: as if the look at the first forward's graph found nothing, and
-    nobody had compared gradients."""
-    monkeypatch.setattr("flash_clipping.capture.proof.gate.Gate.examine", lambda *_: None)
-    monkeypatch.setattr("flash_clipping.capture.tap.refuse_bypassed", lambda *_: None)
-    model = make_around(all_kinds(USES["autograd_function"]))
-    flash = WRAPPERS["wrapped"](model, strict=False)
-    with raises("FC140", match=r"middle \(Holder\): .*autograd.Function"):
-        squares(flash, seeded_batch()).backward()
-    # What is computed from a parameter comes out as an ordinary tensor, by a mistake of ours.
-    monkeypatch.setattr(proxies.ParameterProxy, "wrap", staticmethod(lambda value, *_: value))
-    model = make_around(all_kinds(lambda m, x: x * m.v.exp()))
-    flash = WRAPPERS["wrapped"](model, strict=False)
-    with raises("FC140", match=r"middle \(Holder\)"):
-        squares(flash, seeded_batch()).backward()
+#: What the ways do not run: PyTorch refuses a checkpoint or a compiler around it.
+NOT_INSIDE = ("checkpointed", "compiled")
+WITHOUT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(["grad", "autograd_grad"], NOT_INSIDE),
+    **dict.fromkeys(["checkpointed_arguments", "reentrant_arguments"], NOT_INSIDE),
+    "autograd_function_of_derived": ("checkpointed",),
+    **dict.fromkeys(["functional_call", "functional_call_of_computed"], ("compiled",)),
+    **dict.fromkeys(["function_of_a_childs_alone", "decomposed"], ("compiled",)),
+    **dict.fromkeys(["past_functions_of_a_childs", "compiled"], ("compiled",)),
+    # Its copies of samples, or of a parameter, have another dtype then.
+    **dict.fromkeys(["masked_tokens", "scatter", "index_put"], ("autocast",)),
+    # Numbers of rows that follow from values, of which none is finite.
+    **dict.fromkeys(["gathered", "looked_up", "looked_up_padded"], ("empty",)),
+}
+
+CASES: dict[str, ModelCase] = {
+    **{
+        name: around(
+            use,
+            all_kinds,
+            without=WITHOUT.get(name, ()),
+            runs_again=name in ("grad", "autograd_grad"),
+        )
+        for name, use in USES.items()
+    },
+    **{name: around(use, all_kinds, warned="FC150") for name, use in WARNED_USES.items()},
+    **{
+        name: around(use, all_kinds, refused="FC101|FC141|FC143", match=match)
+        for name, (use, match) in REFUSED_USES.items()
+    },
+    "dropout": around(dropped_out, all_kinds, draws=True, without=("units", "one_by_one")),
+}

@@ -1,0 +1,412 @@
+"""Parameters that modules use themselves: what is refused, and what a step costs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_clipping import (
+    DenseGrad,
+    FlashClippingError,
+    GradSampleModuleFlashClipping,
+    Rule,
+    register_rule,
+)
+from flash_clipping._compat import has_lasting_node
+from flash_clipping.capture import proxies
+from flash_clipping.capture.proxies.parameter_proxy import ParameterProxy
+from flash_clipping.rules import registry
+from tests.support.autograd import squares
+from tests.support.errors import raises
+from tests.support.oracle import assert_close
+from tests.support.uses import (
+    D,
+    Data,
+    Holder,
+    Scaling,
+    T,
+    make_around,
+    seeded_batch,
+)
+from tests.support.wrapping import WRAPPERS
+from tests.zoo.case import ModelCase, around, one_pass
+from tests.zoo.layers import CELLS, in_a_loop
+from tests.zoo.uses import CASES, USES, all_kinds
+
+pytestmark = pytest.mark.without_gate
+
+
+def test_complex_parameter_is_refused_and_leaves_the_model_as_it_was() -> None:
+    model = make_around(lambda: Holder(lambda m, x: x * m.c.abs()))
+    model.middle.c = nn.Parameter(torch.randn(D, dtype=torch.complex128))
+    with raises("FC115", match=r"middle\.c"):
+        WRAPPERS["wrapped"](model, strict=False)
+    assert all("forward" not in vars(module) for module in model.modules())
+    model.middle.c.requires_grad_(False)
+    flash = WRAPPERS["wrapped"](model, strict=False)
+    squares(flash, seeded_batch()).backward()
+    model.middle.c.requires_grad_(True)
+    with raises("FC115", match=r"middle\.c"):
+        flash(*seeded_batch())
+
+
+def test_use_past_all_functions_is_refused_in_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The net below the others: as if the look at the first forward's graph found nothing, and
+    nobody had compared gradients."""
+    monkeypatch.setattr("flash_clipping.capture.proof.gate.Gate.examine", lambda *_: None)
+    monkeypatch.setattr("flash_clipping.capture.tap.refuse_bypassed", lambda *_: None)
+    model = around(USES["autograd_function"], all_kinds).build()
+    flash = WRAPPERS["wrapped"](model, strict=False)
+    with raises("FC140", match=r"middle \(Holder\): .*autograd.Function"):
+        squares(flash, seeded_batch()).backward()
+    # What is computed from a parameter comes out as an ordinary tensor, by a mistake of ours.
+    monkeypatch.setattr(proxies.ParameterProxy, "wrap", staticmethod(lambda value, *_: value))
+    model = around(lambda m, x: x * m.v.exp(), all_kinds).build()
+    flash = WRAPPERS["wrapped"](model, strict=False)
+    with raises("FC140", match=r"middle \(Holder\)"):
+        squares(flash, seeded_batch()).backward()
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_expansion_over_the_batch_goes_back_in_memory_of_one_batch() -> None:
+    """Not through the expansion, whose gradient has a row for each sample, of each sample."""
+    samples = 8 * D
+    case = CASES["prompt"]
+    x = torch.randn(samples, T, 3, dtype=torch.float64)
+    module = GradSampleModuleFlashClipping(case.make()[0], max_grad_norm=1.0)
+    case.losses(module, (x,)).mean().backward()
+    loss = case.losses(module, (x,)).mean()
+    with _Largest() as seen:
+        loss.backward()
+    assert 0 < seen.elements < samples * samples * D
+
+
+def rows_of_all_samples(m: Any, x: Tensor) -> Tensor:
+    """As routers read them."""
+    return F.linear(x.flatten(0, 1), m.square).view_as(x)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("use", [USES["matrix"], rows_of_all_samples])
+def test_graph_after_a_step_is_not_held(use: Any, mode: str) -> None:
+    """Proofs are steps as well: a graph of autograd's that stays keeps its memory, and keeps steps
+    from being captured as CUDA graphs."""
+    case = around(use, all_kinds)
+    model, batch = case.make()
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, mode=mode)
+    case.losses(module, batch).mean().backward()
+    assert not [name for name, param in model.named_parameters() if has_lasting_node(param)]
+
+
+@pytest.mark.parametrize("name", ["class_token", "matrix", "positions", "twice", "temperature"])
+def test_gradients_with_hooks_disabled_before_backward_are_ordinary(name: str) -> None:
+    case = CASES[name]
+    model, batch = case.make()
+    case.losses(model, batch).sum().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    module = GradSampleModuleFlashClipping(model)
+    losses = case.losses(module, batch)
+    module.disable_hooks()
+    losses.sum().backward()
+    for n, p in model.named_parameters():
+        if n in expected:
+            torch.testing.assert_close(p.grad, expected[n])
+
+
+def test_parameters_after_a_failed_backward_are_put_back() -> None:
+    model, (x,) = CASES["checkpoint"].make()
+    before = list(model.parameters())
+    seen: list[type] = []
+
+    def fail(_: Tensor) -> None:
+        seen.append(type(model.middle.v))
+        raise KeyboardInterrupt
+
+    module = GradSampleModuleFlashClipping(model)
+    module(x)  # rehearsed, and its gradients compared
+    model.first.register_forward_hook(lambda _, __, y: y.register_hook(fail) and None)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            module(x).square().sum().backward()
+        assert seen.pop() is not nn.Parameter  # stood in for, while checkpoints may recompute
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+class Taking(nn.Module):
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.gain, self.returns = nn.Parameter(torch.randn(3)), returns
+
+    def forward(self, x: Tensor, data: Any = None) -> Any:
+        y = torch.zeros_like(x)
+        y[..., :] = self.gain
+        y = x * y if data is None else x * y + data.a
+        return Data(y) if self.returns else y
+
+
+class AroundTaking(nn.Module):
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 3), Taking(returns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.inner(x).a if self.inner.returns else self.inner(x, Data(x))
+
+
+@pytest.mark.parametrize(("returns", "words"), [(True, "returns a Data"), (False, "with a Data")])
+def test_object_that_cannot_be_divided_is_refused(returns: bool, words: str) -> None:
+    """One sample would get, or give, the tensors of all."""
+    module = GradSampleModuleFlashClipping(AroundTaking(returns))
+    with raises("FC151", match=rf"inner \(Taking\): .*{words}"):
+        module(torch.randn(4, T, 3))
+
+
+def test_autograd_function_in_a_later_step_is_refused() -> None:
+    """The graph is looked at in the first forward; afterwards backward notices."""
+    model, batch = around(lambda m, x: m.multiply(x, m.v), all_kinds).make()
+    model.middle.multiply = torch.mul
+    module = GradSampleModuleFlashClipping(model)
+    squares(module, batch).backward()
+    module.zero_grad(set_to_none=True)
+    model.middle.multiply = Scaling.apply
+    with raises("FC140", match=r"middle \(Holder\).*autograd.Function"):
+        squares(module, batch).backward()
+
+
+def plainly(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x)
+
+
+def convolved_plainly(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x.mT).mT
+
+
+SPECTRAL: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: Holder(plainly, layer=parametrizations.spectral_norm(nn.Linear(D, D))),
+    "convolution": lambda: Holder(
+        convolved_plainly, layer=parametrizations.spectral_norm(nn.Conv1d(D, D, 3, padding=1))
+    ),
+}
+
+
+@pytest.mark.parametrize("mode, wrapper", [("one_pass", "wrapped"), ("two_pass", "hooks")])
+@pytest.mark.parametrize("name", SPECTRAL)
+def test_spectral_norm_is_exact(name: str, mode: str, wrapper: str) -> None:
+    """Its vectors are of the weight alone: one more power iteration in every forward."""
+    plain, model = make_around(SPECTRAL[name]), make_around(SPECTRAL[name])
+    batch = seeded_batch()
+    flash = WRAPPERS[wrapper](model, max_grad_norm=1.0, mode=mode)
+    for _ in range(3):
+        before = copy.deepcopy(plain)
+        plain(*batch)
+        rows = []
+        for row in batch[0].split(1):
+            alone = copy.deepcopy(before)
+            squares(alone, (row,)).backward()
+            rows.append(torch.cat([p.grad.flatten() for p in alone.parameters()]))
+        grads = torch.stack(rows)
+        model.zero_grad(set_to_none=True)
+        squares(flash if wrapper == "wrapped" else model, batch).backward()
+        assert_close(flash.get_norm_sample(), grads.norm(dim=1), 1e-9, "norms")
+        coefficients = (1 / (grads.norm(dim=1) + 1e-6)).clamp(max=1)
+        sums = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert_close(sums, coefficients @ grads, 1e-8, "sums")
+        found = dict(model.named_buffers())
+        for key, vector in plain.named_buffers():
+            assert type(found[key]) is Tensor
+            torch.testing.assert_close(found[key], vector, rtol=0, atol=1e-12)
+        with torch.no_grad():
+            for own, other in zip(plain.parameters(), model.parameters(), strict=True):
+                own += 0.1 * own.sin()
+                other.copy_(own)
+
+
+@pytest.mark.parametrize("samples", range(1, 10))
+def test_vectors_of_spectral_norm_as_long_as_the_batch_are_exact(samples: int) -> None:
+    """By their size they could be samples, in the batch or in the one that is compared with it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4, 6))
+    for layer in (plain[0], plain[3]):
+        parametrizations.spectral_norm(layer).double()
+    x = torch.randn(samples, 2, 2, 2, dtype=torch.float64)
+    flash = GradSampleModuleFlashClipping(copy.deepcopy(plain), max_grad_norm=1.0)
+    flash(x).square().sum(1).mean().backward()
+    rows = plain(x).square().sum(1)
+    grads = [torch.autograd.grad(row, list(plain.parameters()), retain_graph=True) for row in rows]
+    norms = torch.stack([torch.cat([g.flatten() for g in of_one]).norm() for of_one in grads])
+    assert_close(flash.get_norm_sample(), norms, 1e-9)
+
+
+def test_buffer_written_of_samples_is_refused() -> None:
+    """Written by the same function, of a parameter and samples: refused, as any buffer is."""
+
+    def noting(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.mul(m.gain, x.mean((0, 1)), out=m.seen)
+        return x * m.gain
+
+    model = make_around(lambda: Holder(noting, gain=torch.ones(D)))
+    model.middle.register_buffer("seen", torch.zeros(D, dtype=torch.float64))
+    with raises("FC130", (NotImplementedError, FlashClippingError), match="middle"):
+        squares(WRAPPERS["wrapped"](model), seeded_batch()).backward()
+
+
+HOOKED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", HOOKED)
+def test_weight_of_a_hook_is_refused_with_lines_that_help(name: str) -> None:
+    model = make_around(lambda: Holder(plainly, layer=HOOKED[name](nn.Linear(D, D))))
+    with raises("FC114", NotImplementedError, match=rf"middle\.layer .*hook .*{name}") as error:
+        WRAPPERS["wrapped"](model)
+    exec(str(error.value).splitlines()[-1].strip(), {"model": model, "torch": torch})
+    squares(WRAPPERS["wrapped"](model), seeded_batch()).backward()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", HOOKED)
+def test_weight_of_a_hook_that_is_frozen_is_supported(name: str) -> None:
+    model = make_around(lambda: Holder(plainly, layer=HOOKED[name](nn.Linear(D, D))))
+    model.middle.requires_grad_(False)
+    squares(WRAPPERS["wrapped"](model, strict=False), seeded_batch()).backward()
+    assert model.first.weight.grad is not None
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor, shift: Any = None, *, scale: float = 1.0) -> Tensor:
+        return x * self.gain * scale + (0 if shift is None else shift)
+
+
+class GainRule(Rule):
+    def forward(self, layer: Any, x: Tensor, shift: Any = None) -> tuple[Tensor, tuple[Any, ...]]:
+        return x * layer.gain + (0 if shift is None else shift), (x, layer.gain)
+
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: Any) -> Any:
+        x, gain = saved
+        return grad_output * gain, {"gain": DenseGrad((grad_output * x).sum(1))}
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda m, x: m.layer(x, scale=2.0), r"middle\.layer \(Gain\): .*'scale'"),
+        (lambda m, x: m.layer(x, shift=x), r"middle\.layer \(Gain\): .*no gradient for input 1"),
+        (lambda m, x: m.layer(x, [x]), r"middle\.layer \(Gain\): .*a list of tensors"),
+    ],
+    ids=["keyword", "input", "list"],
+)
+def test_argument_that_a_rule_does_not_take_is_refused(
+    call: Callable[[Any, Tensor], Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_RULES", registry._RULES.copy())
+    register_rule(Gain)(GainRule)
+    model = make_around(lambda: Holder(call, layer=Gain()))
+    flash = WRAPPERS["wrapped"](model)
+    with raises("FC161|FC163", match=message):
+        squares(flash, seeded_batch()).backward()
+
+
+#: In one function with all its gates a cell would go back sample by sample.
+WHOLE = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cell_in_a_loop_is_run_by_gates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ParameterProxy.run
+
+    def run_by_gates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert func not in WHOLE
+        return run(func, args, kwargs)
+
+    monkeypatch.setattr(ParameterProxy, "run", staticmethod(run_by_gates))
+    one_pass(ModelCase(lambda: make_around(in_a_loop(CELLS[name], "learnt"))))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", CELLS)
+def test_cell_that_is_wrapped_returns_what_it_does_by_itself(
+    name: str, dtype: torch.dtype | None, device: str
+) -> None:
+    """In the same dtypes, also under autocast."""
+    torch.manual_seed(0)
+    cell = CELLS[name]().to(device)
+    x, h = torch.randn(2, 4, D, device=device)
+    state = (h, h + 1) if isinstance(cell, nn.LSTMCell) else h
+    with torch.autocast(device, dtype, enabled=dtype is not None):
+        plain = cell(x, state)
+        wrapped = GradSampleModuleFlashClipping(cell, loss_reduction="sum")(x, state)
+    close = {"atol": 1e-6, "rtol": 1e-6} if dtype is None else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(wrapped, plain, **close)
+
+
+class ByName(nn.Module):
+    """Gives a cell's function its biases by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, cell = (self.cell.weight_ih, self.cell.weight_hh), self.cell
+        return torch.gru_cell(x, x.tanh(), *w, b_ih=cell.bias_ih, b_hh=cell.bias_hh)
+
+
+def test_cell_whose_biases_are_named_is_exact() -> None:
+    torch.manual_seed(0)
+    model = ByName().double()
+    x = torch.randn(3, D, dtype=torch.float64)
+    expected, norms = model(x).detach(), []
+    for one in x.unsqueeze(1):
+        grads = torch.autograd.grad(model(one).square().sum(), [*model.parameters()])
+        norms.append(torch.cat([g.flatten() for g in grads]).norm())
+    flash = GradSampleModuleFlashClipping(model, loss_reduction="sum")
+    found = flash(x)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    torch.testing.assert_close(flash.get_norm_sample(), torch.stack(norms))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+def test_max_norm_that_is_set_later_is_refused(cls: Any, trainable: bool) -> None:
+    layer = cls(5, 4).requires_grad_(trainable)
+    before = layer.weight.detach().clone()
+    model = GradSampleModuleFlashClipping(nn.ModuleDict({"e": layer, "h": nn.Linear(4, 2)}))
+    model._module.forward = lambda ids: model._module["h"](model._module["e"](ids))
+    layer.max_norm = 0.1
+    with raises("FC103", (NotImplementedError, FlashClippingError), match=r"max_norm=0\.1"):
+        model(torch.tensor([[1, 2], [3, 4]]))
+    assert torch.equal(layer.weight, before)
