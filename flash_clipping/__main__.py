@@ -132,18 +132,9 @@ def _show(report: dict[str, Any], text: object, args: argparse.Namespace) -> Non
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
     """The first row has the headings."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  ".join(map(str.ljust, row, widths)).rstrip())
-        return
-    table = Table(*rows[0], box=None)
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console(markup=False, highlight=False).print(table)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -310,14 +301,15 @@ def _options(args: argparse.Namespace, *others: str) -> dict[str, Any]:
 def _check(args: argparse.Namespace) -> int:
     import torch
 
-    from flash_clipping import diagnostics
+    from flash_clipping import Kernels, diagnostics
 
     # Expected of a model whose first layer takes integers; nothing a reader can act on.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     checked_number("--seed", args.seed, "[-9223372036854775808, 18446744073709551615]", 0)
     torch.manual_seed(args.seed)
     _tell(f"loading {args.factory}")
-    options = _options(args, "factory", "device", "dtype")
+    options = {**_options(args, "factory", "device", "dtype"), "kernels": Kernels(args.backend)}
+    del options["backend"]
     with redirect_stdout(sys.stderr):  # of the user's code, which is no part of the report
         model, batch, loss = diagnostics.load_factory(args.factory, args.device, args.dtype)
         report = diagnostics.check(model, batch, loss, **options)

@@ -585,7 +585,7 @@ def explain_flash_mode() -> None:
             raise InvalidValue(
                 'FC314 grad_sample_mode="flash": found with an engine of '
                 "Opacus'. Use the engine of flash_clipping "
-                '(clipping="adaptive" in the place of PrivacyEngineAdaptiveClipping):\n'
+                "(clipping=AdaptiveBound() in the place of PrivacyEngineAdaptiveClipping):\n"
                 "    flash_clipping.FlashPrivacyEngine().make_private(...)"
             )
         return known(grad_sample_mode)

@@ -221,7 +221,7 @@ def first_bound(
     """A quantile of the norms of samples' gradients: a clipping bound to begin with.
 
     The data must be public: nothing is added to the norms. On private data let the bound be adapted
-    (``clipping="adaptive"``), which is accounted.
+    (``clipping=AdaptiveBound()``), which is accounted.
 
     Args:
         model: not wrapped; it is left as it was, and has no gradients from here.

@@ -8,6 +8,7 @@ from flash_clipping.engine.accounting import (
     LargeDeltaWarning as LargeDeltaWarning,
     PlanExceededWarning as PlanExceededWarning,
 )
+from flash_clipping.engine.adaptive import AdaptiveBound as AdaptiveBound
 from flash_clipping.engine.criterion import FlashLoss as FlashLoss
 from flash_clipping.engine.grad_sample_module import (
     GradSampleHooksFlashClipping as GradSampleHooksFlashClipping,
@@ -18,7 +19,7 @@ from flash_clipping.engine.optimizer import (
     DistributedFlashDPOptimizer as DistributedFlashDPOptimizer,
     FlashDPOptimizer as FlashDPOptimizer,
 )
-from flash_clipping.engine.options import Kernels as Kernels
+from flash_clipping.engine.options import Kernels as Kernels, Pipeline as Pipeline
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine as FlashPrivacyEngine
 from flash_clipping.engine.private_state import PrivateState as PrivateState
 from flash_clipping.engine.sampling.loaders import (

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import Block, LanguageModel, SwiGLU
 from benchmarks.ops.bench import Candidate, OpBench, Result, Run, Wrong
-from flash_clipping import GradSampleModuleFlashClipping, Offsets
+from flash_clipping import Documents, GradSampleModuleFlashClipping, Offsets
 
 SHORTEST, LONGEST = 16, 8192
 SIZES = {
@@ -107,7 +107,7 @@ class _Steps:
         self.offsets = torch.tensor(edges, device=device, dtype=torch.int32)
         self.plain = self._model()
         private = partial(GradSampleModuleFlashClipping, max_grad_norm=1.0, loss_reduction="sum")
-        self.packed = private(self._model(), sample_of=Offsets("cu_seqlens"))
+        self.packed = private(self._model(), unit=Documents(Offsets("cu_seqlens")))
         self.padded = private(self._model())
         self.ids_BT, self.labels_BT = (self._padded(x) for x in (self.ids_1N, self.labels_1N))
         self.labels_BT[self.ids_BT < 0] = -100

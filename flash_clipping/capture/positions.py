@@ -39,7 +39,7 @@ _ALONE = "Give every document a row of its own, padded to one length, with a map
 def refuse_layer(path: str, found: str, advice: str = _ALONE) -> NoReturn:
     """Say why a layer cannot be supported where units are parts of rows."""
     raise FlashClippingError(
-        f"FC278 {path}: units are parts of rows (sample_of with a map of positions), and {found}. "
+        f"FC278 {path}: units are parts of rows (Documents with a map of positions), and {found}. "
         f"{advice}"
     )
 
@@ -218,7 +218,7 @@ def _finite_positions(
     lies = cut.placements
     if any(placement.is_shard(0) or (placement.is_shard(1) and x.dim() > 2) for placement in lies):
         raise FlashClippingError(
-            "FC279 the model: units are parts of rows (sample_of with a map of positions), and a "
+            "FC279 the model: units are parts of rows (Documents with a map of positions), and a "
             f"layer reads or returns a tensor that is cut along its positions ({lies}). Each "
             "process would have parts of the map. Leave SequenceParallel out of the plan."
         )

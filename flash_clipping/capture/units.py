@@ -23,7 +23,7 @@ from flash_clipping.ops.runtime.checks import check_on_device
 
 @dataclass(frozen=True)
 class Offsets:
-    """The name of a forward argument that says where documents begin, for ``sample_of``.
+    """The name of a forward argument that says where documents begin.
 
     Documents lie end to end in one row of ``T`` positions. The argument is ``[U + 1]``, integers:
     where each of U documents begins, and where the last ends, as ``flash-attention`` has it
@@ -139,7 +139,7 @@ class UnitsOfCalls:
     def __init__(self, sample_of: str | Offsets | None, batch_first: bool):
         if sample_of is not None and not isinstance(sample_of, str | Offsets):
             raise InvalidType(
-                f"FC280 sample_of: found {type(sample_of).__name__}; expected the name of an "
+                f"FC280 Documents: found {type(sample_of).__name__}; expected the name of an "
                 "argument of the model's forward, or flash_clipping.Offsets(name)."
             )
         self.sample_of = sample_of
@@ -193,7 +193,7 @@ class UnitsOfCalls:
             assert draw is not None and draw.unit_R is not None
             index_R = draw.in_order(draw.unit_R)
             return Units(index_R, draw.samples, index_R)
-        where = f"the model: sample_of={self.name!r}"
+        where = f"the model: unit=Documents({self.name!r})"
         if not isinstance(given, Tensor) or given.dtype not in _INTEGERS:
             found = given.dtype if isinstance(given, Tensor) else type(given).__name__
             raise FlashClippingError(

@@ -254,7 +254,7 @@ def check(
         removals: how many samples to remove, one at a time; 0 for none.
         seed: seed of every forward.
         **options: more arguments of
-            :class:`~flash_clipping.GradSampleModuleFlashClipping` (``mode``, ``backend``, ...).
+            :class:`~flash_clipping.GradSampleModuleFlashClipping` (``mode``, ``kernels``, ...).
 
     Returns:
         A report; ``report.passed`` says whether everything agreed.

@@ -187,7 +187,7 @@ class LocalBoundary(Rule):
         if self.session.rows.positions is not None and layout.share is Share.TERM:
             raise UnsupportedLayer(
                 "FC279 found parts of the positions in each process, and a map of all of them "
-                "(sample_of with a map of positions). Leave SequenceParallel out of the plan."
+                "(Documents with a map of positions). Leave SequenceParallel out of the plan."
             )
         if is_dynamo_compiling():  # what is noted in a trace is noted once for many calls
             if layout.share is not self.share:

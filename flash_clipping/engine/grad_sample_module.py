@@ -30,7 +30,6 @@ from flash_clipping.capture.inputs import batched_inputs, refuse_layout, tensors
 from flash_clipping.capture.no_samples import refuse_no_rows
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoWalks
-from flash_clipping.capture.units import Offsets
 from flash_clipping.distributed import sharded_model
 from flash_clipping.engine import wings
 from flash_clipping.engine.grad_ledger import GradLedger, Norms, checked_bound
@@ -39,13 +38,14 @@ from flash_clipping.engine.loss_graph import LossLook
 from flash_clipping.engine.model_watch import ModelWatch, ParameterGuards, TrainableParameters
 from flash_clipping.engine.module_proxy import ModuleProxy
 from flash_clipping.engine.options import (
-    Backend,
+    Kernels,
     Mode,
     Reduction,
     WrapperOptions,
     check_bounds,
     check_options,
 )
+from flash_clipping.engine.sampling.units import Documents
 from flash_clipping.engine.told_rows import Told, ToldRows
 from flash_clipping.engine.unsupported import (
     refuse_export,
@@ -102,9 +102,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             sample, under ``torch.func.vmap``. Exact, and slow.
         max_grad_norm: clipping bound ``C``; a list with one bound per trainable parameter for
             ``clipping="per_layer"``.
-        use_ghost_clipping: accepted for compatibility; norms are exact either way.
-        backend: ``"auto"`` (Triton for CUDA tensors where it works), ``"triton"`` or ``"torch"``;
-            the environment variable ``FLASH_CLIPPING_BACKEND`` overrides ``"auto"``.
+        kernels: what computes (:class:`~flash_clipping.Kernels`).
         mode: ``"one_pass"`` keeps every layer's input and output gradient until the coefficients
             are known. ``"two_pass"`` keeps nothing and runs backward twice: for models under
             activation checkpointing that would not fit otherwise. ``"one_by_one"`` runs the model
@@ -115,11 +113,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         folded_modules: names of modules, as shell patterns (``"layers.*.attention*"``), that with
             all below them see several rows per sample along the batch axis: windows folded into the
             batch, say. All rows of one sample must lie together, and every sample have as many.
-        sample_of: the name of an argument of the forward that says what a sample is, where that is
-            no row. It is an integer tensor with the user, patient or document of every row ``[R]``
-            or position ``[R, T]``, 0 to ``U - 1``, or -1 for none; or it is
-            :class:`~flash_clipping.Offsets`. "Sample" means such a *unit* then, and ``B`` their
-            number. With ``loss_reduction="mean"`` the mean is over rows.
+        unit: what a sample is, where that is no row (:class:`~flash_clipping.Documents`). "Sample"
+            means such a *unit* then, and ``B`` their number. With ``loss_reduction="mean"`` the
+            mean is over rows.
 
     Guarantees:
         For any batch and any sample removed from it, ``sum_b coef_b g_b`` changes by at most
@@ -142,20 +138,20 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         strict: bool = True,
         force_functorch: bool = False,
         max_grad_norm: float | Sequence[float] = 1.0,
-        use_ghost_clipping: bool = True,
-        backend: Backend = "auto",
+        kernels: Kernels | None = None,
         mode: Mode = "one_pass",
         clipping: str = "flat",
         folded_modules: Sequence[str] = (),
-        sample_of: str | Offsets | None = None,
+        unit: Documents | None = None,
     ):
         check_options(locals())
         (refuse_one_by_one if mode == "one_by_one" else refuse_unsupported)(m)
         check_bounds(clipping, max_grad_norm, sum(p.requires_grad for p in m.parameters()))
         is_tapped = mode != "one_by_one"
         self._rounds_by_scale = wings.rounds_by_scale(m) if is_tapped else ""
-        self.strict, self.mode, self.backend, self.clipping = strict, mode, backend, clipping
-        self.sample_of = sample_of
+        self.strict, self.mode, self.clipping, self.unit = strict, mode, clipping, unit
+        kernels = kernels or Kernels()
+        self.backend, self.cuda_graphs = kernels.backend, kernels.cuda_graphs or "off"
         self.folded_modules = tuple(folded_modules)
         #: Sums and norms without noise.
         self.running_step = GradLedger(m)
@@ -172,9 +168,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             state=self._state,
             loss_reduction=loss_reduction,
             batch_first=batch_first,
-            backend=backend,
+            backend=self.backend,
         )
-        self._session = ClippingSession(options, sample_of)
+        self._session = ClippingSession(options, None if unit is None else unit.argument)
         #: What a model has besides that ``fully_shard`` was applied to.
         self._sharded = sharded_model(m, self._session, mode)
         self._session.options.is_sharded = self._sharded is not None
@@ -191,8 +187,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             strict=strict,
             force_functorch=force_functorch,
             max_grad_norm=max_grad_norm,
-            use_ghost_clipping=use_ghost_clipping,
         )
+        if self.cuda_graphs == "auto":
+            wings.replay_calls(self)
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
@@ -237,7 +234,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         )
         self._guards = ParameterGuards(root, self._trainable, self._session, handles)
         self._watch = ModelWatch(wrapper, self._taps, self._guards, self.strict)
-        if self.sample_of is not None:
+        if self.unit is not None:
             take_map = self.follow_rows().take_map
             handles.append(root.register_forward_pre_hook(take_map, with_kwargs=True))
         handles.append(root.register_forward_pre_hook(self._before_forward, with_kwargs=True))
@@ -351,7 +348,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
                 leaf.register_hook(start_backward)
 
     def expect_samples(self, n: int | None) -> None:
-        """Tell how many samples (units, with ``sample_of``) the loader drew for the next forward,
+        """Tell how many samples (units, with ``unit``) the loader drew for the next forward,
         and for all others that record gradients, until another number is given; ``None`` if it is
         not known.
 

@@ -186,7 +186,7 @@ class MicroBatches:
 
     Raises:
         FlashClippingError: the loader's batches must come whole (units, ``max_batch_size``, batches
-            in an order), rows are not samples (``sample_of``), or the model is in shards or
+            in an order), rows are not samples (``unit``), or the model is in shards or
             stages, whose processes must run as many parts.
         ValueError: ``max_physical_batch_size`` is no number above 0.
     """

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from flash_clipping.capture.units import Offsets
 from flash_clipping.engine import wings
 from flash_clipping.engine.accounting import Mechanism, least_noise
 from flash_clipping.engine.adaptive import AdaptiveBound
@@ -24,6 +23,7 @@ from flash_clipping.finish.clipping import Clipping
 Mode = Literal["one_pass", "two_pass", "one_by_one"]
 Backend = Literal["auto", "triton", "torch"]
 Reduction = Literal["mean", "sum"]
+No = Literal[False]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Kernels:
     """Choose what computes. It changes the speed of steps, and no guarantee.
 
     Args:
-        backend: ``"triton"``, ``"torch"``, or what is faster (``"auto"``).
+        backend: ``"triton"``, ``"torch"``, or what is faster (``"auto"``), which the environment
+            variable ``FLASH_CLIPPING_BACKEND`` overrides.
         cuda_graphs: ``"auto"``: on a GPU, the model's forward and backward are replayed as CUDA
             graphs wherever that gives the same and takes less time, after three steps with batches
             of one shape. One line of log says why not (:mod:`flash_clipping.graphs.graphed_model`).
@@ -44,6 +45,18 @@ class Kernels:
     def __post_init__(self) -> None:
         check_one_of("backend", self.backend, get_args(Backend))
         check_one_of("cuda_graphs", self.cuda_graphs or "off", ("off", "auto"))
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """``distributed`` of a module that is one stage of a pipeline: the processes of all stages call
+    ``make_private``, with the same dataset (:class:`~flash_clipping.PrivateSchedule` runs them).
+
+    Args:
+        group: the stages' processes; ``None``: all.
+    """
+
+    group: Any = None
 
 
 class ModelOptions(TypedDict, total=False):
@@ -59,11 +72,10 @@ class ModelOptions(TypedDict, total=False):
 class WrapperOptions(ModelOptions, total=False):
     """Arguments of ``GradSampleModuleFlashClipping`` and ``GradSampleHooksFlashClipping``."""
 
-    backend: Backend
-    sample_of: str | Offsets | None
+    kernels: Kernels | None
+    unit: Documents | None
     force_functorch: bool
     max_grad_norm: float | Sequence[float]
-    use_ghost_clipping: bool
     clipping: Clipping
 
 
@@ -76,17 +88,11 @@ class PrivateOptions(ModelOptions, total=False):
     data_loader: Required[DataLoader[Any]]
     max_grad_norm: Required[float | Sequence[float]]
     poisson_sampling: bool
-    clipping: Literal["flat", "per_layer", "automatic", "adaptive"]
-    distributed: bool | None
+    clipping: Clipping | AdaptiveBound
+    distributed: No | Pipeline | None
     unit: Users | Documents | None
     mechanism: Mechanism | None
     kernels: Kernels | None
-    pipeline: Any
-    # With clipping="adaptive".
-    target_unclipped_quantile: float
-    min_clipbound: float
-    max_clipbound: float
-    clipbound_learning_rate: float
 
 
 class NoiseOptions(PrivateOptions, total=False):
@@ -109,21 +115,35 @@ class EpsilonOptions(PrivateOptions, total=False):
 
 
 def check_options(given: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for an unknown value of a wrapper's arguments that take a few."""
-    kinds = {"mode": Mode, "backend": Backend, "loss_reduction": Reduction, "clipping": Clipping}
+    """Raise for values of a wrapper's arguments that are none of those that they take."""
+    kinds = {"mode": Mode, "loss_reduction": Reduction, "clipping": Clipping}
     for name, kind in kinds.items():
         check_one_of(name, given[name], get_args(kind))
+    _check_kind("unit", given["unit"], Documents, 'Documents("an argument of forward")')
+    _check_kind("kernels", given["kernels"], Kernels, "Kernels()")
+
+
+def _check_kind(name: str, value: Any, kind: Any, line: str) -> None:
+    if not isinstance(value, kind | None):
+        raise InvalidType(f"FC319 {name}: found {type(value).__name__}; use:\n    {name}={line}")
 
 
 def check_groups(given: dict[str, Any]) -> None:
     """Raise for groups of arguments that are none, or that other arguments rule out."""
-    kinds = {"mechanism": Mechanism, "unit": Users | Documents, "kernels": Kernels}
-    lines = {"mechanism": "PoissonSampling()", "unit": "Users(ids)", "kernels": "Kernels()"}
-    for name, kind in kinds.items():
-        if not isinstance(value := given.get(name), kind | None):
-            raise InvalidType(f"FC319 {name}: found {type(value)}; use:\n    {name}={lines[name]}")
-        if value is not None and given.get("grad_sample_mode", "flash") != "flash":
+    kinds: dict[str, tuple[Any, str]] = {
+        "clipping": (str | AdaptiveBound, "AdaptiveBound()"),
+        "mechanism": (Mechanism, "PoissonSampling()"),
+        "unit": (Users | Documents, "Users(ids)"),
+        "distributed": (bool | Pipeline, "Pipeline()"),
+        "kernels": (Kernels, "Kernels()"),
+    }
+    mode_of_opacus = given.get("grad_sample_mode", "flash") != "flash"
+    for name, (kind, line) in kinds.items():
+        _check_kind(name, value := given.get(name), kind, line)
+        if mode_of_opacus and not isinstance(value, str | None):
             raise InvalidValue(f"FC313 {name}: found with another grad_sample_mode than 'flash'.")
+    if isinstance(clipping := given.get("clipping"), str) and not mode_of_opacus:
+        check_one_of("clipping", clipping, get_args(Clipping))
     if isinstance(given.get("unit"), Users) and not given.get("poisson_sampling", True):
         raise InvalidValue("FC281 unit: found Users with poisson_sampling=False, which draws rows.")
 
@@ -146,40 +166,32 @@ def check_bounds(clipping: str, bound: Any, count: int) -> None:
         )
 
 
-#: Arguments that there are not, of Opacus or by another name; what to write instead.
+#: Arguments of Opacus that there are not; what to write instead.
 _INSTEAD = {
     "noise_generator": "noise has a key of its own; for tests: FlashPrivacyEngine(seed=...)",
     "rand_on_empty": "leave it out: a made-up sample would move the sum by up to 2 C",
-    "units": "unit=Users(ids)",
-    "max_rows_per_unit": "unit=Users(ids, max_rows=...)",
-    "sample_of": 'unit=Documents("the forward\'s argument")',
-    "sampling": "mechanism=PoissonSampling(), or another one",
-    "max_batch_size": "mechanism=PoissonSampling(max_batch_size=...)",
-    "participations": "mechanism=RandomAllocation(participations=...)",
-    "noise": "mechanism=FixedOrder(noise=...), or CyclicPoisson(noise=...)",
-    "noise_grid": "mechanism=PoissonSampling(noise_grid=...)",
-    "backend": "kernels=Kernels(backend=...)",
-    "cuda_graphs": "kernels=Kernels(cuda_graphs=...)",
 }
 
-#: Arguments of ``clipping="adaptive"`` alone.
-ADAPTIVE = [field.name for field in fields(AdaptiveBound)]
 
-
-def check_keywords(given: dict[str, Any], clipping: str, mode: str = "flash") -> None:
+def check_keywords(given: dict[str, Any], mode: str = "flash") -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
     known = [*NoiseOptions.__annotations__, "criterion", "grad_sample_mode", "wrap_model"]
-    if mode != "flash":  # Opacus is given the others, and has two of its own
-        known += given.keys() - _INSTEAD.keys() | {"noise_generator", "rand_on_empty"}
+    groups: list[tuple[str, Any]] = [("clipping", AdaptiveBound), ("unit", Users)]
+    groups += [("mechanism", wings.PoissonSampling), ("kernels", Kernels)]
+    within = {
+        field.name: f"{group}={kind.__name__}({field.name}=...)"
+        for group, kind in groups
+        for field in fields(kind)
+    }
+    if mode != "flash":  # Opacus is given the others
+        known += given.keys() - within.keys()
     for name in given:
-        if name in known and (name not in ADAPTIVE or clipping == "adaptive" or mode != "flash"):
+        if name in known:
             continue
         close = difflib.get_close_matches(name, known, n=1)
         advice = f"Did you mean {close[0]}?" if close else f"Known are {', '.join(sorted(known))}."
-        if name in ADAPTIVE:
-            advice = f"{name}: with clipping='adaptive'."
-        elif name in _INSTEAD:
-            advice = f"In its place: {_INSTEAD[name]}."
+        if instead := (_INSTEAD | within).get(name):
+            advice = f"In its place: {instead}."
         raise InvalidType(f"FC310 make_private: found {name}, which nothing would read. {advice}")
 
 

@@ -40,7 +40,9 @@ from flash_clipping.engine.options import (
     Kernels,
     Mode,
     ModelOptions,
+    No,
     NoiseOptions,
+    Pipeline,
     Reduction,
     check_bounds,
     check_groups,
@@ -61,6 +63,7 @@ from flash_clipping.engine.sampling.mixing import warn_of_mixing
 from flash_clipping.engine.sampling.units import Documents, Users
 from flash_clipping.engine.unsupported import refuse_alone, refuse_frozen, refuse_lacking, validate
 from flash_clipping.errors import InvalidValue, checked_number
+from flash_clipping.finish.clipping import Clipping
 from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.randomness.stream import SecretStream, seed_notice
 
@@ -69,7 +72,7 @@ _OF_OPACUS = """module optimizer data_loader noise_multiplier max_grad_norm grad
 wrap_model batch_first loss_reduction poisson_sampling clipping"""
 
 #: Arguments of the wrapped model.
-_OF_MODEL = (*ModelOptions.__annotations__, "max_grad_norm", "clipping", "sample_of")
+_OF_MODEL = (*ModelOptions.__annotations__, "max_grad_norm", "clipping", "unit", "kernels")
 
 #: The noise's stream in a checkpoint.
 _IN_CHECKPOINTS = "noise_stream_state_dict"
@@ -86,7 +89,6 @@ HooksLoss: TypeAlias = tuple[GradSampleHooksFlashClipping, FlashDPOptimizer, Fla
 #: A loss of the user's; whether the model is wrapped.
 Criterion: TypeAlias = Callable[..., Any]
 Yes: TypeAlias = Literal[True]
-No: TypeAlias = Literal[False]
 
 
 class FlashPrivacyEngine(PrivacyEngine):
@@ -196,7 +198,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         max_grad_norm: float | Sequence[float],
         criterion: Criterion | None = None,
         grad_sample_mode: str = "flash",
-        clipping: str = "flat",
+        clipping: Clipping | AdaptiveBound = "flat",
         wrap_model: bool = True,
         batch_first: bool = True,
         loss_reduction: Reduction = "mean",
@@ -204,8 +206,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         mechanism: Mechanism | None = None,
         unit: Users | Documents | None = None,
         strict: bool = True,
-        distributed: bool | None = None,
-        pipeline: Any = None,
+        distributed: No | Pipeline | None = None,
         kernels: Kernels | None = None,
         mode: Mode = "one_pass",
         folded_modules: Sequence[str] = (),
@@ -225,9 +226,8 @@ class FlashPrivacyEngine(PrivacyEngine):
                 of the model's outputs, which reduces over samples in that way, does the same.
             grad_sample_mode: ``"flash"``, or one of Opacus' modes.
             clipping: ``"flat"``; ``"per_layer"``, with one ``max_grad_norm`` per trainable
-                parameter; ``"automatic"`` (AUTO-S); ``"adaptive"``, where the bound moves at the
-                end of every step (:mod:`flash_clipping.engine.adaptive`), by the arguments of
-                Opacus' ``PrivacyEngineAdaptiveClipping``.
+                parameter; ``"automatic"`` (AUTO-S); a bound that moves at the end of every step
+                (:class:`~flash_clipping.AdaptiveBound`; flash only).
             mechanism: how batches are drawn and noise is made, which tells what steps release
                 (``docs/sampling.md``): by default :class:`~flash_clipping.PoissonSampling`; others
                 need ``accountant="pld"``: :class:`~flash_clipping.RandomAllocation`,
@@ -243,12 +243,10 @@ class FlashPrivacyEngine(PrivacyEngine):
             distributed: ``False``: each process of ``torch.distributed`` trains a model of its own,
                 and releases it alone. By default such a model must be a
                 ``DifferentiallyPrivateDistributedDataParallel``, or ``fully_shard`` was applied to
-                it; flash only.
-            pipeline: ``True``, or a process group: the module is one stage of a pipeline, and all
-                stages' processes make this call, with the same dataset
-                (:class:`~flash_clipping.PrivateSchedule` runs them); flash only.
+                it. :class:`~flash_clipping.Pipeline`: the module is one stage of a pipeline; flash
+                only.
             kernels: what computes, and how fast (:class:`~flash_clipping.Kernels`); flash only.
-            **kwargs: of ``clipping="adaptive"``; of Opacus' modes.
+            **kwargs: of Opacus' modes.
 
         Guarantees:
             ``PoissonSampling``: every step draws every sample (unit) independently with probability
@@ -263,17 +261,16 @@ class FlashPrivacyEngine(PrivacyEngine):
             NotPoissonWarning: batches are not drawn in that way; once.
 
         Raises:
-            TypeError: an argument that is unknown, or that belongs to another ``clipping``.
+            TypeError: an argument that is unknown, or of another type.
             ValueError: noise or bound that is no such number; arguments that contradict each other;
                 a loader whose sampling can be neither replaced nor accounted for.
             opacus.validators.errors.UnsupportedModuleError: the model mixes samples.
         """
-        sample_of = unit.argument if isinstance(unit, Documents) else None
         given = {**locals(), **kwargs}
         checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
         refuse_no_batch(data_loader)
         check_groups(given)
-        check_keywords(kwargs, clipping, grad_sample_mode)
+        check_keywords(kwargs, grad_sample_mode)
         process = wings.requested_process(self.accountant, given)
         if grad_sample_mode != "flash":
             if not self._has_opacus_randomness:  # and its warnings, which come once
@@ -293,7 +290,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         data_loader, set_up = inside_fabric(data_loader)
         if isinstance(module, GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(module, optimizer)
-        group = wings.pipeline_group(pipeline, given)
+        group = wings.pipeline_group(distributed, given)
         if group is None:
             refuse_alone(module, distributed)
         dataset: Any = data_loader.dataset
@@ -343,12 +340,12 @@ class FlashPrivacyEngine(PrivacyEngine):
         loss = []
         if criterion is not None:
             loss = [FlashLoss(wrapper, private, criterion, loss_reduction)]
-        if clipping == "adaptive":
-            private.adaptive = AdaptiveBound(**kwargs)
+        if isinstance(clipping, AdaptiveBound):
+            private.adaptive = clipping
             wrapper.running_step.counts_unclipped = True
         self._samples = len(dataset) if users is None else len(users.rows)
         if unit is not None:
-            self._unit = "an owner of rows" if users is not None else f"{sample_of}"
+            self._unit = f"{unit.argument}" if isinstance(unit, Documents) else "an owner of rows"
         private.follow(wrapper)
         watch_sampling(self, wrapper, private, loader)
         wings.begin_process(process, self.accountant, private, sampler)
@@ -446,24 +443,24 @@ class FlashPrivacyEngine(PrivacyEngine):
     def _wrapped(self, given: dict[str, Any]) -> GradSampleHooksFlashClipping:
         """The model of a call of make_private with these arguments, wrapped if it is not yet."""
         module, wrap_model = given["module"], given["wrap_model"]
-        kernels = given["kernels"] or Kernels()
         validate(module, given["mode"])
         options = {name: given[name] for name in _OF_MODEL}
-        options["backend"] = kernels.backend
+        if not isinstance(options["unit"], Documents):
+            options["unit"] = None
         options["folded_modules"] = tuple(options["folded_modules"])
-        if options["clipping"] == "adaptive":
+        if isinstance(options["clipping"], AdaptiveBound):
             options["clipping"] = "flat"
         if not (isinstance(module, GradSampleModuleFlashClipping) and wrap_model):
             cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
-            model = cls(module, **options)
-            if kernels.cuda_graphs == "auto":
-                wings.replay_calls(model)
-            return model
-        defaults = {"backend": "auto", "mode": "one_pass", "folded_modules": (), "sample_of": None}
+            return cls(module, **options)
+        kernels = options["kernels"] or Kernels()
+        options |= {"backend": kernels.backend, "cuda_graphs": kernels.cuda_graphs or "off"}
+        defaults = {"mode": "one_pass", "folded_modules": (), "unit": None}
+        defaults |= {"backend": "auto", "cuda_graphs": "off"}
         asked = [key for key, default in defaults.items() if options[key] != default]  # by name
         expected = {key: options[key] for key in ("batch_first", "loss_reduction", *asked)}
         if isinstance(given["unit"], Users):
-            expected["sample_of"] = None
+            expected["unit"] = None
         found = {key: getattr(module, key) for key in expected}
         if found != expected:
             raise InvalidValue(
@@ -521,7 +518,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             or removed*, unless ``mechanism`` was given), and any set of outcomes
             ``S``: ``P[outcome in S] <= exp(epsilon) P'[outcome in S] + delta``. The outcome is
             the model's parameters after every step. Replacing one sample by another is one removed
-            and one added, and costs more. With ``units`` or ``sample_of`` a sample is a unit: all
+            and one added, and costs more. With ``unit`` a sample is a unit: all
             rows of a user, say, added or removed together.
 
             Public constants, the same for both datasets: the sample rate ``q``, the number of steps

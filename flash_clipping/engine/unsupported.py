@@ -201,7 +201,7 @@ def refuse_lacking(module: nn.Module, optimizer: Any) -> None:
     )
 
 
-def refuse_alone(module: Any, distributed: bool | None) -> None:
+def refuse_alone(module: Any, distributed: Any) -> None:
     """Raise ``ValueError`` for a model that several processes of ``torch.distributed`` would train
     apart, with nothing to reduce its gradients, unless ``distributed=False`` says so."""
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel

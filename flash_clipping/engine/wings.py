@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Of :mod:`flash_clipping.pipelines`: from the argument ``pipeline`` and all arguments of
+#: Of :mod:`flash_clipping.pipelines`: from the argument ``distributed`` and all arguments of
 #: ``make_private`` to the processes of the pipeline, or ``None`` without one.
 pipeline_group: Callable[[Any, dict[str, Any]], Any]
 

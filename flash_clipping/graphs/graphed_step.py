@@ -322,7 +322,7 @@ class GraphedStep:
             refuse_replay(wrapped.mode, "GraphedStep")
         if any(m._session.rows.units_of_calls.are_known for m in call.models):
             refuse(
-                "clips privacy units (sample_of, or make_private(unit=...)), whose number is read "
+                "clips privacy units (unit=...), whose number is read "
                 "on the host: every replay would have that of the capture. Give one row for each "
                 "sample"
             )

@@ -19,6 +19,7 @@ from flash_clipping.engine.accounting import (
     process_of,
     without_hints,
 )
+from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.errors import FlashClippingError, InvalidValue
 from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import IndependentNoise
@@ -184,8 +185,8 @@ def requested_process(accountant: Any, given: dict[str, Any]) -> Mechanism:
     mechanism: Mechanism = given.get("mechanism") or PoissonSampling()
     needed, advice = "discrete_gaussian" if mechanism.noise_grid == "exact" else "pld", {}
     if needed != "pld" or not mechanism.is_plain:
-        if given.get("clipping") == "adaptive":
-            advice["clipping='adaptive'"] = "The bound moves, by a count with continuous noise"
+        if isinstance(given.get("clipping"), AdaptiveBound):
+            advice["clipping=AdaptiveBound()"] = "The bound moves, by a count with continuous noise"
         if not given.get("poisson_sampling", True):
             advice["poisson_sampling=False"] = "The engine must draw the batches"
         if accountant.mechanism() != needed:

@@ -1,4 +1,4 @@
-"""The optimizer of a stage in a pipeline, and what ``make_private(pipeline=...)`` is asked for."""
+"""The optimizer of a stage in a pipeline, and what ``make_private`` is asked for."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import Tensor, distributed as dist
 
 from flash_clipping.distributed import has_shards
 from flash_clipping.distributed.process_groups import shared_stream
+from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.optimizer import FlashDPOptimizer
+from flash_clipping.engine.options import Pipeline
 from flash_clipping.errors import InvalidValue, NotServed
 
 #: Values of ``make_private``'s arguments that are built for pipelines.
 _SERVED: dict[str, tuple[Any, ...]] = {
     "mode": ("one_pass",),
-    "clipping": ("flat", "automatic", "adaptive"),
+    "clipping": ("flat", "automatic"),
     "poisson_sampling": (True,),
-    "distributed": (None,),
     "unit": (None,),
-    "sample_of": (None,),
 }
 
 
@@ -52,18 +52,18 @@ class PipelineFlashDPOptimizer(FlashDPOptimizer):
         return noisy
 
 
-def pipeline_group(pipeline: Any, settings: dict[str, Any]) -> Any:
-    """The processes of the pipeline that ``make_private(pipeline=...)`` names; ``None`` for none.
+def pipeline_group(distributed: Any, settings: dict[str, Any]) -> Any:
+    """The processes of the pipeline that ``make_private`` is told of; ``None`` without one.
     ``NotImplementedError`` for what is not built for pipelines."""
-    if pipeline is None or pipeline is False:
+    if not isinstance(distributed, Pipeline):
         return None
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidValue(
-            "FC644 pipeline: torch.distributed is not initialised. Start the stages' processes "
-            "with torchrun, and call torch.distributed.init_process_group first."
+            "FC644 distributed=Pipeline(): torch.distributed is not initialised. Start the stages' "
+            "processes with torchrun, and call torch.distributed.init_process_group first."
         )
-    refuse_unserved("pipeline", settings["module"], settings)
-    return dist.group.WORLD if pipeline is True else pipeline
+    refuse_unserved("distributed=Pipeline()", settings["module"], settings)
+    return dist.group.WORLD if distributed.group is None else distributed.group
 
 
 def refuse_unserved(who: str, module: Any, settings: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ def refuse_unserved(who: str, module: Any, settings: dict[str, Any]) -> None:
         )
     for name, works in _SERVED.items():
         value = settings.get(name, works[0])
-        if not any(value is one or (isinstance(one, str) and value == one) for one in works):
+        if value not in works and not isinstance(value, AdaptiveBound):
             shown = value if isinstance(value, str | bool) else "..."
             raise NotServed(
                 f"FC643 {who}: found {name}={shown!r}, for which it is not built; expected "

@@ -134,11 +134,11 @@ class PrivateSchedule:
 
     Built around the schedule of this process's stage, in every process, and called in its place.
     The stage's module is wrapped by :class:`~flash_clipping.GradSampleModuleFlashClipping`
-    (``make_private(pipeline=True)`` does that) before the stage is made.
+    (``make_private(distributed=Pipeline())`` does that) before the stage is made.
 
     Example::
 
-        model, optimizer, loader = engine.make_private(module=part, ..., pipeline=True)
+        model, optimizer, loader = engine.make_private(module=part, ..., distributed=Pipeline())
         stage = PipelineStage(model, rank, world_size, device)
         schedule = PrivateSchedule(
             Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.CrossEntropyLoss()), microbatch_size=8)
@@ -163,7 +163,7 @@ class PrivateSchedule:
 
     Raises:
         NotImplementedError: another schedule; ``mode="two_pass"``; ``clipping="per_layer"``;
-            ``sample_of``; a compiled stage, or one that ``fully_shard`` was applied to; stages in
+            ``unit``; a compiled stage, or one that ``fully_shard`` was applied to; stages in
             some of the processes only.
         TypeError: the stage's module is not wrapped.
         ValueError: the loss reductions do not match, or ``microbatch_size`` is below 1.
@@ -412,7 +412,7 @@ class PrivateSchedule:
             raise InvalidValue(
                 f"FC642 PrivateSchedule.step: found {type(follower).__name__} as the module's "
                 "optimizer, whose noise could be the same in all stages. Use "
-                "make_private(pipeline=True)."
+                "make_private(distributed=Pipeline())."
             )
 
 
@@ -446,10 +446,10 @@ def _checked_parts(schedule: Any) -> tuple[Any, int]:
     if not isinstance(module, GradSampleModuleFlashClipping):
         raise InvalidType(
             f"FC642 PrivateSchedule: the stage's module is {type(module).__name__}; expected a "
-            "GradSampleModuleFlashClipping, of make_private(pipeline=True): make the PipelineStage "
-            "of what it returns."
+            "GradSampleModuleFlashClipping, of make_private(distributed=Pipeline()): make the "
+            "PipelineStage of what it returns."
         )
-    settings = {name: getattr(module, name) for name in ("mode", "clipping", "sample_of")}
+    settings = {name: getattr(module, name) for name in ("mode", "clipping", "unit")}
     refuse_unserved("PrivateSchedule", module, settings)
     if dist.get_world_size(stage.group) != dist.get_world_size():
         raise NotServed(

@@ -86,7 +86,7 @@ class PrivacyArguments:
                 "trainer sets itself or does not support. Leave them out, or train with "
                 "FlashPrivacyEngine in a loop of your own."
             )
-        check_keywords(self.engine_options, self.engine_options.get("clipping", "flat"))
+        check_keywords(self.engine_options)
         is_plain = self.mechanism is None or getattr(self.mechanism, "is_plain", False)
         if not (is_plain and isinstance(self.unit, Documents | None)):
             raise InvalidValue(

@@ -97,7 +97,7 @@ class ClippingStatistics:
             warnings.warn(
                 f"FC550 clipped_share: found 0 in {self._unclipped} backward passes. Every "
                 "gradient is shorter than max_grad_norm, which noise is made for. Take a smaller "
-                "max_grad_norm in the next run, or clipping='adaptive'.",
+                "max_grad_norm in the next run, or clipping=AdaptiveBound().",
                 stacklevel=4,
             )
             self._unclipped = -1

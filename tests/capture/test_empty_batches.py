@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flash_clipping import (
+    AdaptiveBound,
     FlashPrivacyEngine,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
@@ -405,12 +406,8 @@ def test_adaptive_clipping_is_moved_by_noise_alone() -> None:
     module, optimizer, criterion, loader, _ = private(
         ReshapingAttention(),
         (T, 8),
-        clipping="adaptive",
+        clipping=AdaptiveBound(0.5, 1e-3, 10.0, clipbound_learning_rate=0.3),
         noise_multiplier=0.01,
-        target_unclipped_quantile=0.5,
-        min_clipbound=1e-3,
-        max_clipbound=10.0,
-        clipbound_learning_rate=0.3,
     )
     empty = 0
     for x, y in loader:

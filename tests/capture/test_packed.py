@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping, Offsets
+from flash_clipping import Documents, GradSampleModuleFlashClipping, Offsets
 from flash_clipping.layers import (
     HyperConnections,
     MixtureOfExperts,
@@ -46,7 +46,7 @@ def check(
     truth = truth_of(copy.deepcopy(model), rows)
     bound = truth.norms.median().item()
     flash = GradSampleModuleFlashClipping(
-        model, max_grad_norm=bound, sample_of="document", loss_reduction="sum", **options
+        model, max_grad_norm=bound, unit=Documents("document"), loss_reduction="sum", **options
     )
     ids, places, numbers = packed(rows, padding)
     for _ in range(steps):
@@ -130,7 +130,7 @@ def test_checkpointing(reentrant: bool) -> None:
     model.checkpoints = reentrant
     rows: list[Row] = [list(enumerate(documents()))]
     truth = truth_of(plain, rows)
-    flash = GradSampleModuleFlashClipping(model, sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(model, unit=Documents("document"), loss_reduction="sum")
     ids, places, numbers = packed(rows)
     losses(flash(ids, places, numbers)).sum().backward()
     compare(flash, model, truth, 1.0)
@@ -175,7 +175,7 @@ def test_a_document_that_is_not_finite(where: str) -> None:
     truth = truth_of(copy.deepcopy(model), rows)
     if where == "checkpoint":
         model.checkpoints = True
-    flash = GradSampleModuleFlashClipping(model, sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(model, unit=Documents("document"), loss_reduction="sum")
     ids, places, numbers = packed(rows)
     bad = torch.inf if where in ("loss", "head") else 1.0
     weight = torch.where(numbers == 1, bad, 1.0).double()
@@ -199,7 +199,7 @@ def test_offsets(flat: bool) -> None:
     rows: list[Row] = [list(enumerate(documents()))]
     truth = truth_of(plain, rows)
     flash = GradSampleModuleFlashClipping(
-        model, sample_of=Offsets("starts"), loss_reduction="sum", max_grad_norm=3.0
+        model, unit=Documents(Offsets("starts")), loss_reduction="sum", max_grad_norm=3.0
     )
     ids, places, _ = packed(rows, padding=2)
     starts = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0)
@@ -236,7 +236,7 @@ def test_packed_equals_padded(name: str) -> None:
     inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     for is_packed in (True, False):
         model: Any = MODELS[name]()  # type: ignore[no-untyped-call]
-        options = {"sample_of": "document"} if is_packed else {}
+        options = {"unit": Documents("document")} if is_packed else {}
         flash = GradSampleModuleFlashClipping(
             model, max_grad_norm=1.0, loss_reduction="sum", **options
         )
@@ -259,7 +259,7 @@ def test_packed_equals_padded(name: str) -> None:
 
 def test_attention_across_documents_is_refused() -> None:
     """A causal model whose positions do not begin anew."""
-    flash = GradSampleModuleFlashClipping(llama(), sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(llama(), unit=Documents("document"), loss_reduction="sum")
     ids, places, numbers = one_row()
     with raises("FC277", match="o_proj"):
         flash(
@@ -280,7 +280,7 @@ def test_attention_across_documents_is_refused() -> None:
 
 
 def test_another_kind_of_call_is_looked_at_anew() -> None:
-    flash = GradSampleModuleFlashClipping(llama(), sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(llama(), unit=Documents("document"), loss_reduction="sum")
     ids, places, numbers = one_row()
     flash(input_ids=ids, position_ids=places, document=numbers, use_cache=False)
     with raises("FC277"):
@@ -288,7 +288,7 @@ def test_another_kind_of_call_is_looked_at_anew() -> None:
 
 
 def test_positions_that_a_model_makes() -> None:
-    flash = GradSampleModuleFlashClipping(gpt2(), sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(gpt2(), unit=Documents("document"), loss_reduction="sum")
     ids, _, numbers = one_row((3, 4), padding=0)
     with raises("FC278", match=r"wpe \(Embedding\).*\n +position_ids"):
         flash(input_ids=ids, document=numbers, use_cache=False)

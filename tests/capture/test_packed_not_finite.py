@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import Documents, GradSampleModuleFlashClipping
 from tests.support.oracle import assert_close
 from tests.support.packed import VOCABULARY, Row, Scale, documents, losses, packed, truth_of
 
@@ -89,7 +89,7 @@ def test_it_reaches_no_other(name: str) -> None:
     own[1][2] = VOCABULARY - 1
     rows: list[Row] = [list(enumerate(own))]
     truth = truth_of(copy.deepcopy(model), rows)
-    flash = GradSampleModuleFlashClipping(model, sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(model, unit=Documents("document"), loss_reduction="sum")
     ids, places, numbers = packed(rows, padding=1)
     weights = torch.where(numbers == 1, weight, 1.0) * (numbers >= 0)
     (losses(flash(ids, places, numbers)) * weights).sum().backward()
@@ -103,7 +103,7 @@ def test_it_reaches_no_other(name: str) -> None:
 def test_in_one_of_two_calls(spoiled: int) -> None:
     torch.manual_seed(0)
     model = Between(linear(), linear(), torch.inf).double()
-    flash = GradSampleModuleFlashClipping(model, sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(model, unit=Documents("document"), loss_reduction="sum")
     loss = torch.zeros((), dtype=torch.double)
     for call in range(2):
         own = [document.clamp(max=VOCABULARY - 2) for document in documents()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping, Offsets, samples
+from flash_clipping import Documents, GradSampleModuleFlashClipping, Offsets, samples
 from tests.support.errors import raises
 from tests.support.packed import (
     ByOffsets,
@@ -23,6 +23,8 @@ from tests.support.packed import (
 pytestmark = pytest.mark.without_gate
 
 # -- documents that reach each other ---------------------------------------------------------------
+
+DOCUMENTS = Documents("document")
 
 
 class ToEverybody(Reader):
@@ -64,14 +66,14 @@ class OverPositions(nn.Module):
 @pytest.mark.parametrize("kind", [ToEverybody, Causal, FirstToLast])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_attention_that_reaches_others(kind: Any, dtype: torch.dtype) -> None:
-    flash = GradSampleModuleFlashClipping(kind().to(dtype), sample_of="document")
+    flash = GradSampleModuleFlashClipping(kind().to(dtype), unit=Documents("document"))
     with raises("FC277", match=r"out \(Linear\)"):
         flash(*one_row())
 
 
 def test_a_layer_between_that_reaches_others() -> None:
     between = nn.Sequential(NextToken(), nn.Linear(6, 6))
-    flash = GradSampleModuleFlashClipping(Reader(between), sample_of="document")
+    flash = GradSampleModuleFlashClipping(Reader(between), unit=Documents("document"))
     with raises("FC277", match=r"between.1 \(Linear\)"):
         flash(*one_row())
 
@@ -79,16 +81,22 @@ def test_a_layer_between_that_reaches_others() -> None:
 def test_tokens_that_look_like_places() -> None:
     """Both are consecutive; tokens come first."""
     ids, places, numbers = one_row((3, 4), padding=0)
-    flash = GradSampleModuleFlashClipping(Causal(), sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(
+        Causal(), unit=Documents("document"), loss_reduction="sum"
+    )
     with raises("FC277"):
         flash(places, places, numbers)
-    flash = GradSampleModuleFlashClipping(Reader(), sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(
+        Reader(), unit=Documents("document"), loss_reduction="sum"
+    )
     flash(places, places, numbers)
 
 
 def test_several_documents_come_later() -> None:
     """With one alone nothing can be seen, and nothing is concluded."""
-    flash = GradSampleModuleFlashClipping(Causal(), sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(
+        Causal(), unit=Documents("document"), loss_reduction="sum"
+    )
     flash(*one_row((5,))).sum().backward()
     with raises("FC277"):
         flash(*one_row())
@@ -152,19 +160,19 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_that_are_refused(name: str) -> None:
     make, words = LAYERS[name]
-    flash = GradSampleModuleFlashClipping(Reader(make()), sample_of="document")
+    flash = GradSampleModuleFlashClipping(Reader(make()), unit=Documents("document"))
     with raises("FC278", match=words):
         flash(*one_row())
 
 
 def test_time_first_is_refused() -> None:
-    flash = GradSampleModuleFlashClipping(Reader(), sample_of="document", batch_first=False)
-    with raises("FC270", match="sample_of='document'.*batch"):
+    flash = GradSampleModuleFlashClipping(Reader(), unit=Documents("document"), batch_first=False)
+    with raises("FC270", match=r"unit=Documents\('document'\).*batch"):
         flash(*one_row())
 
 
 def test_a_compiled_model_is_refused() -> None:
-    flash = GradSampleModuleFlashClipping(Reader(), sample_of="document")
+    flash = GradSampleModuleFlashClipping(Reader(), unit=Documents("document"))
     flash.compile(backend="eager")
     with raises("FC285"):
         flash(*one_row())
@@ -172,7 +180,7 @@ def test_a_compiled_model_is_refused() -> None:
 
 def test_a_mean_is_refused() -> None:
     """Over tokens, it would be shared by all documents; the criterion adds up."""
-    flash = GradSampleModuleFlashClipping(Reader(), sample_of="document")
+    flash = GradSampleModuleFlashClipping(Reader(), unit=Documents("document"))
     loss = losses(flash(*one_row())).mean()
     with raises("FC276"):
         loss.backward()
@@ -191,7 +199,7 @@ def test_offsets_that_are_wrong() -> None:
         (torch.tensor([[0, 3]]), r"expected \[U \+ 1\]"),
         (torch.tensor([0.0, 3.0]), "expected an integer tensor"),
     ):
-        flash = GradSampleModuleFlashClipping(ByOffsets(), sample_of=Offsets("starts"))
+        flash = GradSampleModuleFlashClipping(ByOffsets(), unit=Documents(Offsets("starts")))
         ids, places, _ = one_row()
         with raises("FC270|FC271", match=words):
             flash(ids, places, starts=starts)
@@ -201,7 +209,9 @@ def test_offsets_that_are_wrong() -> None:
 
 
 def test_copies_between_steps() -> None:
-    flash = GradSampleModuleFlashClipping(Reader(), sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(
+        Reader(), unit=Documents("document"), loss_reduction="sum"
+    )
     for _ in range(2):
         losses(flash(*one_row())).sum().backward()
         assert len(flash.get_norm_sample()) == 4
@@ -210,7 +220,9 @@ def test_copies_between_steps() -> None:
 
 
 def test_no_documents() -> None:
-    flash = GradSampleModuleFlashClipping(Reader(), sample_of="document", loss_reduction="sum")
+    flash = GradSampleModuleFlashClipping(
+        Reader(), unit=Documents("document"), loss_reduction="sum"
+    )
     empty = torch.zeros(1, 0, dtype=torch.long)
     with raises("FC250"):
         flash(empty, empty, empty)

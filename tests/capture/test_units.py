@@ -1,4 +1,4 @@
-"""``sample_of``: samples that are users, of which a batch holds any number of rows."""
+"""``unit=Documents(...)``: samples that are users, of which a batch holds any number of rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import (
-    GradSampleModuleFlashClipping,
-    samples,
-)
+from flash_clipping import Documents, GradSampleModuleFlashClipping, samples
 from tests.support.autograd import float64s
 from tests.support.cases import make_case
 from tests.support.mixtures import mixture, tokens
@@ -124,7 +121,7 @@ def test_the_model_reads_the_map() -> None:
         (Reading, {}),
         (lambda: Around(Reading()), {"user": index}),
     ):
-        flash = GradSampleModuleFlashClipping(make(), sample_of="user", loss_reduction="sum")
+        flash = GradSampleModuleFlashClipping(make(), unit=Documents("user"), loss_reduction="sum")
         by_place = () if arguments else (index,)
         flash(x, *by_place, **arguments).square().sum().backward()
         norms.append(flash.get_norm_sample())
@@ -258,7 +255,7 @@ def test_ways_to_clip(clipping: str) -> None:
     bounds: Any = [0.1 * (i + 1) for i in range(6)] if clipping == "per_layer" else 0.5
     truth = truth_by_unit(copy.deepcopy(model), (x,), torch.tensor(MIXED), squared_loss, 3)
     flash = GradSampleModuleFlashClipping(
-        model, max_grad_norm=bounds, clipping=clipping, sample_of="user"
+        model, max_grad_norm=bounds, clipping=clipping, unit=Documents("user")
     )
     squared_loss(lambda x: flash(x, user=torch.tensor(MIXED)), (x,)).mean().backward()  # type: ignore[arg-type]
     for place, (name, grads) in enumerate(truth.grads.items()):
@@ -281,7 +278,7 @@ def test_on_a_gpu(name: str, of_map: str) -> None:
     index = index_for(len(batch[0]))
     count = int(index.max()) + 1
     truth = truth_by_unit(copy.deepcopy(model), batch, index, case.loss, count)
-    flash = GradSampleModuleFlashClipping(model.cuda(), max_grad_norm=1.0, sample_of="user")
+    flash = GradSampleModuleFlashClipping(model.cuda(), max_grad_norm=1.0, unit=Documents("user"))
 
     def with_units(*args: Tensor) -> Any:
         return flash(*args, user=index.to(of_map))
@@ -303,7 +300,7 @@ def test_the_mean_is_over_rows() -> None:
     model, x = network(), torch.randn(6, 5, 4, dtype=torch.float64)
     norms = []
     for index in ([0, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5], [0, -1, -1, -1, -1, -1]):
-        flash = GradSampleModuleFlashClipping(model, sample_of="user")
+        flash = GradSampleModuleFlashClipping(model, unit=Documents("user"))
         flash(x, user=torch.tensor(index)).square().flatten(1).sum(1).mean().backward()
         norms.append(flash.get_norm_sample()[0].item())
         flash.remove_hooks()
@@ -321,7 +318,9 @@ def test_a_unit_with_an_infinite_row(name: str, mode: str) -> None:
     index = torch.tensor([0, 1, 0, 2, 1][:rows])
     count = int(index.max()) + 1
     truth = truth_by_unit(model, batch, index, case.loss, count)
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, sample_of="user", mode=mode)
+    flash = GradSampleModuleFlashClipping(
+        model, max_grad_norm=1.0, unit=Documents("user"), mode=mode
+    )
 
     def with_units(*args: Tensor) -> Any:
         return flash(*args, user=index)
@@ -347,7 +346,7 @@ def test_removing_a_unit(name: str) -> None:
     C = 0.1
 
     def released(keep: Tensor) -> Tensor:
-        flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, sample_of="user")
+        flash = GradSampleModuleFlashClipping(model, max_grad_norm=C, unit=Documents("user"))
         numbers = index[keep].unique(return_inverse=True)[1]
         numbers = numbers.masked_fill(index[keep] < 0, -1) - int((index[keep] < 0).any())
         numbers = numbers.clamp(min=-1)
@@ -384,7 +383,7 @@ def test_rows_that_cancel_are_clipped_by_a_bound(layer: nn.Module) -> None:
     if isinstance(layer, nn.Linear):
         x = x[:, :1]  # with more positions gradients would be stored, which need no bound
     flash = GradSampleModuleFlashClipping(
-        nn.Sequential(layer), sample_of="user", loss_reduction="sum"
+        nn.Sequential(layer), unit=Documents("user"), loss_reduction="sum"
     )
     rows = flash(x.repeat(3, *[1] * (x.dim() - 1)), user=torch.tensor([0, 0, 1]))
     sign = torch.tensor([1.0, -1.0, 1.0]).view(3, *[1] * (rows.dim() - 1))
@@ -398,7 +397,7 @@ def test_rows_that_cancel_are_clipped_by_a_bound(layer: nn.Module) -> None:
 
 
 def test_the_map_may_be_changed_afterwards() -> None:
-    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    flash = GradSampleModuleFlashClipping(network(), unit=Documents("user"))
     norms, x = [], torch.randn(7, 5, 4, dtype=torch.float64)
     for change in (False, True):
         index = torch.tensor(MIXED)

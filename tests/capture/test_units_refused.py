@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import (
-    GradSampleModuleFlashClipping,
-    GraphedStep,
-    Offsets,
-)
+from flash_clipping import Documents, GradSampleModuleFlashClipping, GraphedStep, Offsets
 from tests.support.errors import raises
 from tests.support.graphs import PlayedByHand
 from tests.support.oracle import assert_close
@@ -24,14 +20,14 @@ from tests.support.wrapping import WRAPPERS
 
 
 def called_with(index: Any, **options: Any) -> None:
-    flash = GradSampleModuleFlashClipping(network(), sample_of="user", **options)
+    flash = GradSampleModuleFlashClipping(network(), unit=Documents("user"), **options)
     flash(torch.randn(7, 5, 4, dtype=torch.float64), user=index).square().mean().backward()
 
 
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        (torch.zeros(6, dtype=torch.long), r"sample_of='user'.*shape \(6,\).*7 rows"),
+        (torch.zeros(6, dtype=torch.long), r"unit=Documents\('user'\).*shape \(6,\).*7 rows"),
         (torch.zeros(7, 4, dtype=torch.long), r"shape \(7, 4\).*7 rows"),
         (torch.zeros(7, 1, 1, dtype=torch.long), r"shape \(7, 1, 1\)"),
         (torch.zeros(7), r"found torch.float32; expected an integer tensor"),
@@ -48,7 +44,7 @@ def test_wrong_maps(index: Any, words: str) -> None:
 
 
 def test_more_units_than_were_told() -> None:
-    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    flash = GradSampleModuleFlashClipping(network(), unit=Documents("user"))
     flash.expect_samples(2)
     with raises("FC272", match="1, as expect_samples"):
         flash(torch.randn(7, 5, 4, dtype=torch.float64), user=torch.tensor(MIXED))
@@ -56,12 +52,12 @@ def test_more_units_than_were_told() -> None:
 
 def test_the_name_is_a_name() -> None:
     with raises("FC280", TypeError, match="int"):
-        GradSampleModuleFlashClipping(network(), sample_of=3)  # type: ignore[arg-type]
+        GradSampleModuleFlashClipping(network(), unit=Documents(3))  # type: ignore[arg-type]
     assert Offsets("starts").name == "starts"
 
 
 def test_calls_of_two_maps() -> None:
-    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    flash = GradSampleModuleFlashClipping(network(), unit=Documents("user"))
     x = torch.randn(7, 5, 4, dtype=torch.float64)
     first = flash(x, user=torch.tensor(MIXED))
     second = flash(x, user=torch.tensor(MIXED).roll(1))
@@ -72,7 +68,7 @@ def test_calls_of_two_maps() -> None:
 
 def test_a_step_that_is_captured() -> None:
     """Without a graph (on a CPU) it runs as it is."""
-    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    flash = GradSampleModuleFlashClipping(network(), unit=Documents("user"))
 
     def step(x: Tensor, user: Tensor) -> None:
         flash(x, user=user).square().mean().backward()
@@ -100,7 +96,7 @@ def test_parts_of_rows_are_found() -> None:
     """In a first batch, and at later steps with other rows and units."""
     model = Flat().double()
     flash = GradSampleModuleFlashClipping(
-        copy.deepcopy(model), sample_of="user", loss_reduction="sum"
+        copy.deepcopy(model), unit=Documents("user"), loss_reduction="sum"
     )
 
     def losses(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
@@ -117,7 +113,7 @@ def test_parts_of_rows_are_found() -> None:
 
 
 def test_without_gradients_no_map_is_needed() -> None:
-    flash = GradSampleModuleFlashClipping(network(), sample_of="user")
+    flash = GradSampleModuleFlashClipping(network(), unit=Documents("user"))
     x = torch.randn(7, 5, 4, dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(flash(x), flash(x, user=torch.tensor(MIXED)))
@@ -130,7 +126,7 @@ def test_without_gradients_no_map_is_needed() -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_no_rows_at_all(wrapper: str) -> None:
     model = network()
-    flash = WRAPPERS[wrapper](model, sample_of="user")
+    flash = WRAPPERS[wrapper](model, unit=Documents("user"))
     called = flash if wrapper == "wrapped" else model
     x = torch.randn(7, 5, 4, dtype=torch.float64)
     for told in (None, 0):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping, Kernels
 from flash_clipping.engine.criterion import FlashLoss
 from flash_clipping.factors import convolution
 from flash_clipping.ops.error_bounds import ETA
@@ -161,7 +161,7 @@ class Release:
             self.model,
             max_grad_norm=bound,
             loss_reduction=self.reduction,
-            backend=setting.backend,
+            kernels=Kernels(setting.backend),
             mode=setting.mode,
             clipping=setting.clipping,
             strict=False,

@@ -320,15 +320,7 @@ def mean(delta: float) -> dict[str, Any]:
     return statistics_report("mean", sensitivity=1.0, standard_deviation=9.0, delta=delta)
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_reports_compose_to_a_table(
-    tmp_path: Path,
-    rich: bool,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
+def test_reports_compose_to_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mean.json"
     file.write_text(json.dumps(mean(1e-5)))
     assert main(["compose", str(file), str(file), "--json"]) == 0

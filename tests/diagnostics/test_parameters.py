@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flash_clipping import Kernels
 from flash_clipping.diagnostics import check
 from flash_clipping.ops.runtime import backend as backends
 from tests.support.diagnosed import of, statuses
@@ -37,7 +38,7 @@ def test_rules_of_parameters() -> None:
 @pytest.mark.skipif(not backends.is_interpreting(), reason="needs Triton's interpreter")
 def test_a_backend_that_is_asked_for() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
-    report = check(model, torch.randn(2, 16, 16), backend="triton", removals=0)
+    report = check(model, torch.randn(2, 16, 16), kernels=Kernels("triton"), removals=0)
     assert report.passed, str(report)
     assert of(report, "0.weight").rule == "LinearRule"
 

@@ -33,7 +33,7 @@ from tests.distributed.processes import (
     message,
     sharded,
 )
-from tests.distributed.steps import BOUNDS, Rows, sgd
+from tests.distributed.steps import ADAPTIVE, Rows, sgd
 
 #: Of operations of several processes, in seconds. Stages wait for each other as long as their group
 #: was told when it was made, when processes start a little apart.
@@ -96,9 +96,9 @@ def adaptive(rank: int, where: str) -> tuple[Callable[[], Any], Callable[[], Any
         data_loader=DataLoader(Rows(), batch_size=4),
         criterion=nn.CrossEntropyLoss(),
         max_grad_norm=C,
-        clipping="adaptive",
+        clipping=ADAPTIVE,
         poisson_sampling=False,
-        **{"noise_multiplier": 0.1} | BOUNDS,
+        noise_multiplier=0.1,
     )
     ids, y = local(rank, (0, 5, 8))
 

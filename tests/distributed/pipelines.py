@@ -18,6 +18,7 @@ from flash_clipping import (
     FlashDPOptimizer,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
+    Pipeline,
     PoissonSampling,
     PrivateSchedule,
 )
@@ -37,7 +38,7 @@ from tests.distributed.processes import (
     make,
     truth_of,
 )
-from tests.distributed.steps import BOUNDS, Rows
+from tests.distributed.steps import ADAPTIVE, Rows
 from tests.support.draws import drawn as drawn_by
 from tests.support.oracle import Truth
 
@@ -275,7 +276,7 @@ def engine_run(rank: int, limit: int | None = None, **options: Any) -> dict[str,
         data_loader=DataLoader(Rows(copies=3), batch_size=2),
         noise_multiplier=noise,
         max_grad_norm=C,
-        pipeline=True,
+        distributed=Pipeline(),
         **options,
     )
     schedule = PrivateSchedule(schedule_of(flash), microbatch_size=1)
@@ -305,7 +306,7 @@ def correlated(rank: int) -> dict[str, Any]:
         Part(make(), rank),
         NOISE,
         lambda flash, ids, y: schedule(flash).step(ids, target=y),
-        pipeline=True,
+        distributed=Pipeline(),
     )
 
 
@@ -363,7 +364,7 @@ def refusals(rank: int) -> Parts:
             data_loader=DataLoader(Rows(), batch_size=2),
             noise_multiplier=1.0,
             max_grad_norm=C,
-            pipeline=True,
+            distributed=Pipeline(),
             **options,
         )
 
@@ -376,7 +377,7 @@ def refusals(rank: int) -> Parts:
             data_loader=DataLoader(Rows(), batch_size=2),
             noise_multiplier=1.0,
             max_grad_norm=C,
-            pipeline=True,
+            distributed=Pipeline(),
             mechanism=FixedOrder(NOISE),
         )
         batches = iter(loader)
@@ -441,7 +442,7 @@ def main(rank: int) -> Parts:
 
     if dist.get_world_size() == 4:
         return {f"pipeline, {name}": step(name, micro=4) for name in BY_FOUR}
-    adaptive = {"clipping": "adaptive", "noise_multiplier": 0.1, **BOUNDS}
+    adaptive = {"clipping": ADAPTIVE, "noise_multiplier": 0.1}
     return {
         **{f"pipeline, {name}": step(name) for name in STEPS},
         "pipeline cancelling": lambda: cancelling(rank),

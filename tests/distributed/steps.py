@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import (
+    AdaptiveBound,
     Documents,
     FixedOrder,
     FlashDPOptimizer,
@@ -59,7 +60,7 @@ from tests.support.draws import drawn as drawn_by
 from tests.support.oracle import Truth
 from tests.support.sums import note_sums
 
-BOUNDS = {"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0}
+ADAPTIVE = AdaptiveBound(min_clipbound=1e-3, max_clipbound=10.0)
 
 
 def everyone() -> tuple[int, ...]:
@@ -400,7 +401,7 @@ def documents_in_rows(
     truth = packed.truth_of(freeze(reader().cpu(), frozen), [[*enumerate(every)]])
     model = prepare(freeze(reader(), frozen))
     flash = GradSampleModuleFlashClipping(
-        model, max_grad_norm=C, loss_reduction="sum", sample_of="document", **options
+        model, max_grad_norm=C, loss_reduction="sum", unit=Documents("document"), **options
     )
     errors = []
     for cuts in OF_DOCUMENTS[parts]:

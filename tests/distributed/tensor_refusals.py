@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed as dist, nn
 from torch._dynamo import graph_break
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import Documents, GradSampleModuleFlashClipping
 from tests.distributed import decoders
 from tests.distributed.decoders import WIDTH, batch, cut, loss_of
 from tests.distributed.processes import C, Parts, device, freeze, join_anew, message
@@ -187,14 +187,14 @@ def refusals(rank: int, mesh: Any) -> Parts:
 
     def other_units() -> None:
         """Rows of one unit in this process, and of two in the other."""
-        flash = wrap(cut(decoders.make(), mesh), sample_of="unit")
+        flash = wrap(cut(decoders.make(), mesh), unit=Documents("unit"))
         unit = torch.tensor([0, 1, rank, 1])
         loss_of(flash(ids, unit=unit), y).backward()
 
     def documents(frozen: tuple[str, ...] = ()) -> None:
         """Norm layers see parts of them."""
         model = freeze(cut(decoders.make(), mesh, "sequence"), frozen)
-        flash = wrap(model, sample_of="document", loss_reduction="sum")
+        flash = wrap(model, unit=Documents("document"), loss_reduction="sum")
         flash(ids, document=torch.zeros_like(ids, device="cpu"))
 
     return {

@@ -11,7 +11,7 @@ from torch import Tensor, distributed as dist, nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import Documents, FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.tensor_parallel import TensorParallelBackwardPass
 from flash_clipping.engine.grad_ledger import sensitivity_of
@@ -110,7 +110,7 @@ def clipped_step(
     if options.get("clipping") == "per_layer":
         trained = [p for p in model.parameters() if p.requires_grad]
         options["max_grad_norm"] = [C / 4 + C / 40 * i for i in range(len(trained))]
-    options |= {"sample_of": "unit"} if of_row else {}
+    options |= {"unit": Documents("unit")} if of_row else {}
     if compiled:
         torch.compiler.reset()
         counters.clear()
@@ -260,7 +260,7 @@ def lost_document(tensor: Any) -> dict[str, Any]:
     truth = packed.truth_of(models[0].cpu(), [[*enumerate(every[:3])]])
     model = cut_reader(tensor, None, models[1])
     flash = GradSampleModuleFlashClipping(
-        model, max_grad_norm=C, loss_reduction="sum", sample_of="document"
+        model, max_grad_norm=C, loss_reduction="sum", unit=Documents("document")
     )
     row = [part.to(device()) for part in packed.packed([[*enumerate(every)]])]
     flash.expect_samples(4)

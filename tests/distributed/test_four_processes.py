@@ -57,9 +57,7 @@ def main(rank: int) -> Parts:
         "trained": lambda: steps.trained(rank, shards),
         "noise": lambda: steps.noisy(rank, shards),
         "units": lambda: steps.engine_run(shards, **EPOCH, unit=Users(steps.UNITS)),
-        "engine": lambda: steps.engine_run(
-            shards, clipping="adaptive", noise_multiplier=0.1, **steps.BOUNDS
-        ),
+        "engine": lambda: steps.engine_run(shards, clipping=steps.ADAPTIVE, noise_multiplier=0.1),
         "truncated": lambda: steps.engine_run(shards, part=1, mechanism=PoissonSampling(8)),
         "correlated": lambda: steps.correlated(sharded(make(), mesh=mesh), BandedNoise(3)),
         **experts.by_four(rank),

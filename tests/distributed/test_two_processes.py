@@ -38,7 +38,7 @@ OF_UNITS: dict[str, dict[str, Any]] = {
 }
 
 
-ADAPTIVE: dict[str, Any] = {"clipping": "adaptive", "noise_multiplier": 0.1, **steps.BOUNDS}
+ADAPTIVE: dict[str, Any] = {"clipping": steps.ADAPTIVE, "noise_multiplier": 0.1}
 
 
 CORRELATED = {

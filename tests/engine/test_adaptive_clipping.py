@@ -10,17 +10,13 @@ import torch
 from opacus.schedulers import LambdaNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import AdaptiveBound, FlashPrivacyEngine
 from flash_clipping.randomness import Draw, Purpose
 from tests.support.errors import raises
 from tests.support.private import SLACK, Private, Released, data
 
 ADAPTIVE: dict[str, Any] = {
-    "clipping": "adaptive",
-    "target_unclipped_quantile": 0.5,
-    "min_clipbound": 1e-3,
-    "max_clipbound": 1e3,
-    "clipbound_learning_rate": 2.0,
+    "clipping": AdaptiveBound(0.5, 1e-3, 1e3, clipbound_learning_rate=2.0),
     "max_grad_norm": 1.0,
     "batch_size": 64,
     "noise_multiplier": 0.5,
@@ -100,7 +96,8 @@ def test_sum_and_count_cost_what_is_accounted(
 
 def test_a_noise_scheduler_is_followed(released: Released) -> None:
     """1.01 was drawn while 8 was accounted."""
-    private = Private(**{**ADAPTIVE, "noise_multiplier": 1.0, "max_clipbound": 1.0})
+    moving = AdaptiveBound(min_clipbound=1e-3, max_clipbound=1.0)
+    private = Private(**ADAPTIVE | {"clipping": moving, "noise_multiplier": 1.0})
     scheduler = LambdaNoise(private.optimizer, noise_lambda=lambda epoch: [1, 2, 5][epoch])
     for _ in range(3):
         bound = private.optimizer.max_grad_norm
@@ -135,4 +132,4 @@ def test_any_loss_moves_the_bound() -> None:
 
 def test_error_settings() -> None:
     with raises("FC321", ValueError, match="expected min_clipbound <= max_clipbound"):
-        Private(**ADAPTIVE | {"min_clipbound": 2.0, "max_clipbound": 1.0})
+        AdaptiveBound(min_clipbound=2.0, max_clipbound=1.0)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flash_clipping.engine.optimizer
 from flash_clipping import (
+    AdaptiveBound,
     FlashDPOptimizer,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
@@ -153,7 +154,11 @@ def test_adaptive_clipping_equals_opacus_two_pass_criterion(
         "max_clipbound": 1e3,
         "clipbound_learning_rate": 0.5,
     }
-    flash = private(FlashPrivacyEngine(), network(), clipping="adaptive", **options)
+    adaptive = {
+        "noise_multiplier": options.pop("noise_multiplier"),
+        "clipping": AdaptiveBound(**options),
+    }
+    flash = private(FlashPrivacyEngine(), network(), **adaptive)
     ghost = private(PrivacyEngineAdaptiveClipping(), network(), grad_sample_mode="ghost", **options)
     monkeypatch.setattr(torch, "normal", of_count)
     monkeypatch.setattr(flash_clipping.engine.optimizer, "noisy_means", of_our_count)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from flash_clipping import (
+    AdaptiveBound,
     FixedOrder,
     FlashClippingError,
     FlashPrivacyEngine,
@@ -60,12 +61,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 RANDOM: dict[str, dict[str, Any]] = {
     "noise": {"noise_multiplier": 1.0},
     "adaptive": {
-        "clipping": "adaptive",
+        "clipping": AdaptiveBound(0.5, 1e-3, 10.0, clipbound_learning_rate=0.3),
         "noise_multiplier": 0.5,
-        "target_unclipped_quantile": 0.5,
-        "min_clipbound": 1e-3,
-        "max_clipbound": 10.0,
-        "clipbound_learning_rate": 0.3,
     },
     "poisson": {"poisson_sampling": True, "noise_multiplier": 1.0, "batch": 4, "steps": 20},
     "truncated": {

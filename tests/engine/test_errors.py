@@ -20,6 +20,7 @@ from flash_clipping import (
     FlashLoss,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
+    Kernels,
     codes,
 )
 from flash_clipping.errors import InvalidType, InvalidValue, NotServed
@@ -242,16 +243,19 @@ def test_error_reductions_do_not_match() -> None:
         FlashLoss(module, optimizer, nn.CrossEntropyLoss(), "sum")
 
 
+def test_backends_are_checked_by_name() -> None:
+    with raises("FC301", ValueError, match="'cutlass' is unknown; expected.* auto, triton, torch"):
+        Kernels("cutlass")  # type: ignore[arg-type]
+    with raises("FC319", TypeError, match=r"found str; use:\n    kernels=Kernels\(\)"):
+        GradSampleModuleFlashClipping(nn.Linear(2, 2), kernels="triton")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("option", "text"),
     [
         (
             {"mode": "three_pass"},
             "mode='three_pass' is unknown; expected one of one_pass, two_pass",
-        ),
-        (
-            {"backend": "cutlass"},
-            "backend='cutlass' is unknown; expected one of auto, triton, torch",
         ),
         (
             {"clipping": "adaptive!"},

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import Documents, FlashPrivacyEngine, PoissonSampling, Users
+from flash_clipping import AdaptiveBound, Documents, FlashPrivacyEngine, PoissonSampling, Users
 from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.noise.samplers import FixedShapeSampler
 from flash_clipping.randomness import Draw, Purpose, SecretStream
@@ -362,7 +362,7 @@ def test_two_batches_in_one_backward_are_refused() -> None:
     ("options", "message"),
     [
         ({"engine": "prv"}, "accountant='prv'"),
-        ({"clipping": "adaptive"}, "adaptive"),
+        ({"clipping": AdaptiveBound()}, "AdaptiveBound"),
         ({"unit": Users(torch.arange(SIZE) // 2)}, "with unit=Users"),
         ({"unit": Documents("index")}, "with unit=Documents"),
         ({"poisson_sampling": False}, "poisson_sampling=False"),

@@ -19,7 +19,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, MicroBatches, Users
+from flash_clipping import AdaptiveBound, FlashPrivacyEngine, MicroBatches, Users
 from tests.support.errors import raises
 from tests.support.faults import Fault, spread
 from tests.support.private import TwoLayers, data
@@ -143,13 +143,12 @@ def test_parts_of_a_size_that_is_given(size: int) -> None:
     assert max(training.plain.sizes) <= max(size, 2)  # the proof runs two samples
 
 
-@pytest.mark.parametrize(("mode", "clipping"), [("one_pass", "adaptive"), ("two_pass", "flat")])
-def test_out_of_memory_at_operators_of_a_step(mode: str, clipping: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "clipping"), [("one_pass", AdaptiveBound(0.5, 0.01, 1.0)), ("two_pass", "flat")]
+)
+def test_out_of_memory_at_operators_of_a_step(mode: str, clipping: Any) -> None:
     """Wherever forward and backward run out, what they have left is not in the sum."""
-    options: dict[str, Any] = {"mode": mode}
-    if clipping == "adaptive":
-        options |= {"clipping": "adaptive", "target_unclipped_quantile": 0.5}
-        options |= {"min_clipbound": 0.01, "max_clipbound": 1.0, "clipbound_learning_rate": 0.2}
+    options: dict[str, Any] = {"mode": mode, "clipping": clipping}
 
     def step(training: Training, batch: tuple[Tensor, Tensor], fault: Fault) -> Any:
         def run(x: Tensor, y: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from opacus import PrivacyEngine
 from torch import Tensor, nn
 
-from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine, PoissonSampling
+from flash_clipping import AdaptiveBound, FlashDPOptimizer, FlashPrivacyEngine, PoissonSampling
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
 from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
@@ -72,10 +72,7 @@ def test_every_step_has_a_draw_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         return noisy_means(*args, draw=draw, **kwargs)
 
     monkeypatch.setattr(module, "noisy_means", noted)
-    private = Private(
-        clipping="adaptive", min_clipbound=1e-3, max_clipbound=10.0, clipbound_learning_rate=0.1,
-        target_unclipped_quantile=0.5, batch_size=64,
-    )  # fmt: skip
+    private = Private(clipping=AdaptiveBound(0.5, 1e-3, 10.0, 0.1), batch_size=64)
     for _ in range(3):
         private.step(samples=64)
     assert [draw.purpose for draw in draws] == [Purpose.NOISE, Purpose.COUNT] * 3

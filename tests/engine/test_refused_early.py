@@ -131,9 +131,9 @@ def test_engines_of_opacus_say_where_flash_is(engine: Any, wrap_model: bool) -> 
         engine().make_private(**arguments(grad_sample_mode="flush"))
 
 
-@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
+@pytest.mark.parametrize("clipping", ["flat", AdaptiveBound()])
 @pytest.mark.parametrize("with_epsilon", [False, True])
-def test_a_criterion_is_returned_where_one_is_given(clipping: str, with_epsilon: bool) -> None:
+def test_a_criterion_is_returned_where_one_is_given(clipping: Any, with_epsilon: bool) -> None:
     """As in Opacus: three values without a criterion, four with it."""
     for criterion in ({}, {"criterion": None}, {"criterion": nn.CrossEntropyLoss(reduction="sum")}):
         given = arguments(loss_reduction="sum", clipping=clipping, noise_multiplier=0.5)
@@ -146,7 +146,7 @@ def test_a_criterion_is_returned_where_one_is_given(clipping: str, with_epsilon:
         module, optimizer, *loss, loader = make(**given, **criterion)
         assert isinstance(module, GradSampleModuleFlashClipping)
         assert isinstance(optimizer, FlashDPOptimizer) and isinstance(loader, DataLoader)
-        assert (optimizer.adaptive is not None) == (clipping == "adaptive")
+        assert (optimizer.adaptive is not None) == (clipping != "flat")
         assert [one.criterion for one in loss] == [*filter(None, criterion.values())]
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from flash_clipping import FlashLoss, GradSampleModuleFlashClipping
+from flash_clipping import Documents, FlashLoss, GradSampleModuleFlashClipping
 from flash_clipping.diagnostics import check
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from tests.support.errors import raises
@@ -69,11 +69,11 @@ def one_pair_at_a_time(
 
 @pytest.mark.parametrize("criterion", [False, True])
 def test_preference_pairs_are_units(criterion: bool) -> None:
-    """DPO through ``sample_of``: a pair is clipped once, by the norm over both of its rows."""
+    """DPO through ``Documents``: a pair is clipped once, by the norm over both of its rows."""
     model, ids, labels, frozen_R = pairs()
     norms, sums = one_pair_at_a_time(model, ids, labels, frozen_R)
     wrapped = GradSampleModuleFlashClipping(
-        model, sample_of="pair", loss_reduction="sum", max_grad_norm=norms.median().item()
+        model, unit=Documents("pair"), loss_reduction="sum", max_grad_norm=norms.median().item()
     )
     number = torch.arange(PAIRS).repeat(2)
     logits = wrapped(ids, pair=number).logits
@@ -103,7 +103,7 @@ def test_preference_pairs_are_units(criterion: bool) -> None:
 def test_removing_a_pair_moves_the_sum_by_the_bound() -> None:
     model, ids, labels, frozen_R = pairs()
     wrapped = GradSampleModuleFlashClipping(
-        model, sample_of="pair", loss_reduction="sum", max_grad_norm=0.5
+        model, unit=Documents("pair"), loss_reduction="sum", max_grad_norm=0.5
     )
 
     def clipped_sum(kept: list[int]) -> Tensor:

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from flash_clipping import (
+    Documents,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
     per_sample_loss,
@@ -237,7 +238,9 @@ def test_a_balance_of_the_batch_is_refused() -> None:
 
 
 def test_documents_in_one_row_have_no_mean() -> None:
-    wrapped = GradSampleModuleFlashClipping(gpt2(), sample_of="document", loss_reduction="sum")
+    wrapped = GradSampleModuleFlashClipping(
+        gpt2(), unit=Documents("document"), loss_reduction="sum"
+    )
     tokens = torch.randint(17, (1, 8))
     number = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     place = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])

@@ -12,7 +12,7 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, Users
+from flash_clipping import AdaptiveBound, FlashPrivacyEngine, Users
 from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.randomness import SecretStream
@@ -244,26 +244,20 @@ def test_a_user_moves_the_sum_by_the_bound(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(std == pytest.approx(0.1) for _, std in released.releases)
 
 
-@pytest.mark.parametrize("clipping", ["per_layer", "automatic", "adaptive"])
-def test_ways_to_clip(clipping: str) -> None:
+@pytest.mark.parametrize("clipping", ["per_layer", "automatic", AdaptiveBound(0.5, 0.01, 10.0)])
+def test_ways_to_clip(clipping: Any) -> None:
     options: dict[str, Any] = {"clipping": clipping}
     if clipping == "per_layer":
         options["max_grad_norm"] = [0.5] * 4
-    if clipping == "adaptive":
-        options |= {
-            "target_unclipped_quantile": 0.5,
-            "clipbound_learning_rate": 0.2,
-            "max_clipbound": 10.0,
-            "min_clipbound": 0.01,
-            "noise_multiplier": 0.1,
-        }
+    if isinstance(clipping, AdaptiveBound):
+        options["noise_multiplier"] = 0.1
     module, optimizer, criterion, loader = private(**options)
     for x, rows in loader:
         optimizer.zero_grad()
         criterion(module(x), rows % 3).backward()
         units = drawn(module)
         assert module.get_clipping_coef().shape[-1] == units
-        if clipping == "adaptive":
+        if isinstance(clipping, AdaptiveBound):
             step_record = module.running_step.record
             within = (module.get_norm_sample() <= module.max_grad_norm).sum()
             assert step_record.unclipped == within - units / 2  # about its middle

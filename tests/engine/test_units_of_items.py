@@ -1,4 +1,4 @@
-"""Items that are units, and what is refused with ``units`` and ``sample_of``."""
+"""Items that are units, and what is refused with ``unit``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.packed import Reader
 from tests.support.private import TwoLayers
 from tests.support.users import BATCH, IDS, ROWS, data, private, step
 
-# -- items that are units: sample_of without units -------------------------------------------------
+# -- items that are units: Documents -------------------------------------------------
 
 
 def packed(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +137,7 @@ def test_refused_arguments(options: dict[str, Any], words: str) -> None:
         (lambda: Users(IDS.float()), r"Users: found torch.float32; expected an integer"),
         (lambda: Users(IDS > 50), r"Users: found torch.bool"),
         (lambda: Users(IDS, max_rows=0), r"max_rows: found 0; .* in \[1, inf\)"),
-        (lambda: private(unit=Documents(IDS)), r"sample_of: found Tensor"),
+        (lambda: private(unit=Documents(IDS)), r"Documents: found Tensor"),
         (lambda: private(unit=IDS), r"unit: found .*Tensor.*; .*\n    unit=Users\(ids\)"),
     ],
 )
@@ -147,8 +147,8 @@ def test_refused_units(make: Any, words: str) -> None:
 
 
 def test_a_model_that_takes_a_map_already() -> None:
-    wrapped = GradSampleModuleFlashClipping(TwoLayers(), sample_of="user")
-    with raises("FC173", ValueError, match="'sample_of': 'user'"):
+    wrapped = GradSampleModuleFlashClipping(TwoLayers(), unit=Documents("user"))
+    with raises("FC173", ValueError, match=r"'unit': Documents\(argument='user'\)"):
         private(model=wrapped)
 
 

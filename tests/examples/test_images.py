@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import Documents, GradSampleModuleFlashClipping
 from tests.support.errors import raises
 from tests.support.oracle import assert_close
 
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_one_image_at_a_time(
 
     model = small(example, dtype)
     private = GradSampleModuleFlashClipping(
-        model, sample_of="item", max_grad_norm=bound, mode=mode, loss_reduction="sum"
+        model, unit=Documents("item"), max_grad_norm=bound, mode=mode, loss_reduction="sum"
     )
     losses_R = F.cross_entropy(
         private(x_R, item=example.item_of_row(B, K, x_R.device)),
@@ -212,7 +212,7 @@ def test_views_without_their_image_are_refused(
     """Views that were clipped one by one would move the sum by K times the bound."""
     monkeypatch.setattr("opacus.privacy_engine.get_noise_multiplier", lambda **settings: 1.0)
     monkeypatch.setattr(six_images, "item_of_row", lambda items, k, device: torch.arange(items * k))
-    with raises("FC272", match="sample_of='item'"):
+    with raises("FC272", match=r"unit=Documents\('item'\)"):
         six_images.main(SHORT)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping, Kernels
 from flash_clipping.factors import ConvolutionGrad
 from flash_clipping.factors.units import UnitMap
 from flash_clipping.ops.convolution import reference
@@ -142,7 +142,9 @@ def test_a_model_on_kernels(mode: str) -> None:
     model, batch = make_case(case, torch.float32)
     truth = per_sample_truth(model, batch, case.loss)
     bound = bound_between(truth)
-    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, mode=mode, backend="triton")
+    module = GradSampleModuleFlashClipping(
+        model, max_grad_norm=bound, mode=mode, kernels=Kernels("triton")
+    )
     step_case(module, case, batch, "mean")
     check_case(module, truth, bound, 1e-5)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping, Kernels
 from flash_clipping.factors import SumGrad
 from flash_clipping.finish import backward_pass
 from flash_clipping.finish.backward_pass import BackwardPass
@@ -97,7 +97,7 @@ def check_step(wrapped: GradSampleModuleFlashClipping, batch: tuple[Tensor, Tens
 @pytest.fixture
 def wrapped(request: pytest.FixtureRequest) -> Iterator[GradSampleModuleFlashClipping]:
     torch.manual_seed(0)
-    yield GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5, backend=request.param)
+    yield GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5, kernels=Kernels(request.param))
 
 
 @pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_clipping import FlashPrivacyEngine, PoissonSampling
+from flash_clipping import AdaptiveBound, FlashPrivacyEngine, PoissonSampling
 from flash_clipping.engine import wings
 from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
 from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
@@ -187,14 +187,8 @@ def test_exact_noise_is_refused_where_it_is_not_accounted_for() -> None:
     for options, message in (
         ({"poisson_sampling": False}, "poisson_sampling=False"),
         ({"mechanism": PoissonSampling(max_batch_size=20)}, "accountant='pld'"),
-        (
-            {
-                "clipping": "adaptive", "min_clipbound": 1e-3, "max_clipbound": 10.0,
-                "clipbound_learning_rate": 0.1, "target_unclipped_quantile": 0.5,
-            },
-            "continuous",
-        ),
-    ):  # fmt: skip
+        ({"clipping": AdaptiveBound(0.5, 1e-3, 10.0, 0.1)}, "continuous"),
+    ):
         with raises("FC316", ValueError, match=message):
             private(**options)
     for cls in (ShardedFlashDPOptimizer, DistributedFlashDPOptimizer):

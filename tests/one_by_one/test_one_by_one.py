@@ -20,7 +20,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import FlashClippingError
+from flash_clipping import Documents, FlashClippingError
 from flash_clipping.one_by_one.mode import OneByOne
 from tests.support.errors import raises, warns
 from tests.support.one_sample import Loop, assert_clipped, one_at_a_time, seeded, wrap
@@ -890,7 +890,7 @@ def test_a_padded_row_counts_for_nothing_and_rows_of_a_unit_run_together() -> No
 
     fresh = seeded(Named)
     loop = lambda model, rows: model(X[[*rows]]).square().sum()  # noqa: E731
-    wrapped = wrap(fresh(), sample_of="who")
+    wrapped = wrap(fresh(), unit=Documents("who"))
     for groups, who in (
         ([[1], [0, 3], [4]], [1, 0, -1, 1, 2]),
         ([[1], [0, 3], [2, 4]], [1, 0, 2, 1, 2]),

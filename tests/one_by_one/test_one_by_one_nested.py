@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from flash_clipping import Documents
 from tests.support.errors import raises
 from tests.support.one_sample import Loop, assert_clipped, one_at_a_time, seeded, wrap
 
@@ -362,7 +363,7 @@ def test_samples_are_clipped_by_their_own_gradients(name: str) -> None:
 def test_rows_of_a_unit_and_padding() -> None:
     fresh = seeded(Reversible)
     norms, sums = one_at_a_time(fresh, squares, [[1], [0, 3], [4]])
-    wrapped = wrap(fresh(), sample_of="who")
+    wrapped = wrap(fresh(), unit=Documents("who"))
     wrapped(X, who=torch.tensor([1, 0, -1, 1, 2])).square().sum().backward()
     assert_clipped(wrapped, norms, sums, 1e-9)
 

@@ -12,7 +12,13 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping, Kernels, Users
+from flash_clipping import (
+    AdaptiveBound,
+    FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
+    Kernels,
+    Users,
+)
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.hugging_face import gpt2
@@ -45,13 +51,7 @@ def trained(mode: str, steps: int = 6, **options: Any) -> tuple[list[Tensor], An
     return [p.detach() for p in model.parameters()], engine.accountant.history
 
 
-ADAPTIVE = {
-    "clipping": "adaptive",
-    "target_unclipped_quantile": 0.5,
-    "min_clipbound": 0.1,
-    "max_clipbound": 9.0,
-    "clipbound_learning_rate": 0.2,
-}
+ADAPTIVE = {"clipping": AdaptiveBound(min_clipbound=0.1, max_clipbound=9.0)}
 
 
 @pytest.mark.parametrize(

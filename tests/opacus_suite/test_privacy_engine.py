@@ -242,5 +242,5 @@ class TestGradClipScheduler(clip_scheduler_tests.GradClipSchedulerTest): ...
 class TestAdaptiveClippingAccounting(accounting_tests.AdaClipNoiseMultiplierTest):
     test_privacy_accounting_with_adaclip_e2e = not_applicable(
         "asserts that the optimizer is AdaClipDPOptimizer, which reads p.grad_sample; "
-        "tests/engine/test_clipping.py tests clipping='adaptive' as ghost clipping does it"
+        "tests/engine/test_clipping.py tests clipping=AdaptiveBound() as ghost clipping does it"
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping import GradSampleModuleFlashClipping, Kernels
 from flash_clipping.factors import DenseGrad
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.ops.runtime.backend import is_interpreting
@@ -359,7 +359,7 @@ def test_norms_that_come_in_parts(backend: str) -> None:
     ids[1, 60:] = 7
     truth = per_sample_truth(model, (ids,), lambda model, batch: model(*batch))
     bound = bound_between(truth)
-    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, backend=backend)
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=bound, kernels=Kernels(backend))
     module(ids).mean().backward()
     check_case(module, truth, bound, 1e-5)
 

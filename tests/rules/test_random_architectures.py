@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from flash_clipping import (
+    Documents,
     FlashClippingError,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
@@ -94,7 +95,7 @@ def check_plan(plan: Plan, units: bool = False) -> None:
         loss_reduction=plan.reduction,
         mode=plan.mode,
         batch_first=not plan.time_first,
-        sample_of="user" if units else None,
+        unit=Documents("user") if units else None,
     )
     called = flash if plan.wrap else model
     if units:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_clipping import Documents
 from tests.support.models import Wrapped
 from tests.support.oracle import Truth, assert_close
 from tests.support.sums import norm_of
@@ -79,7 +80,7 @@ def check_units(
     truth = truth_by_unit(plain or copy.deepcopy(model), batch, index, loss, count)
     bound = truth.norms.median().item()
     flash = WRAPPERS[wrapper](
-        model, max_grad_norm=bound, loss_reduction=reduction, sample_of="user", **options
+        model, max_grad_norm=bound, loss_reduction=reduction, unit=Documents("user"), **options
     )
     prepare(flash)
     called = flash if wrapper == "wrapped" else model

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import (
+    Documents,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
     NotPoissonWarning,
@@ -259,7 +260,7 @@ def test_units_are_refused(tmp_path: Path) -> None:
     with raises("FC801", ValueError, match="expected.*Documents.*a loop of your own"):
         fit(Classifier(), tmp_path, of_privacy={"unit": Users([0] * 20)})
     module = Classifier()
-    module.model = GradSampleModuleFlashClipping(module.model, sample_of="user")
+    module.model = GradSampleModuleFlashClipping(module.model, unit=Documents("user"))
     with raises("FC172", ValueError):
         fit(module, tmp_path)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
-from flash_clipping import GradSampleModuleFlashClipping, Shuffled, Users
+from flash_clipping import Documents, GradSampleModuleFlashClipping, Shuffled, Users
 from flash_clipping.trainers import refused
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.private_run import PrivateRun
@@ -239,4 +239,4 @@ def test_a_model_whose_trained_layers_are_offloaded(tmp_path: Path) -> None:
 def test_a_model_wrapped_for_units(tmp_path: Path) -> None:
     """Its units would not be those that ε is about: the trainer draws and accounts rows."""
     with raises("FC802", ValueError, match="take the hooks off first"):
-        trainer(tmp_path, model=GradSampleModuleFlashClipping(bert(), sample_of="user"))
+        trainer(tmp_path, model=GradSampleModuleFlashClipping(bert(), unit=Documents("user")))

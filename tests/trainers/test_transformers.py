@@ -20,6 +20,7 @@ from transformers import (
     default_data_collator,
 )
 
+from flash_clipping import AdaptiveBound
 from flash_clipping.engine.micro_batches import StepInParts
 from flash_clipping.trainers.private_run import CollateParts, LogicalBatch
 from flash_clipping.trainers.transformers import PrivateTrainer
@@ -482,7 +483,7 @@ def test_own_losses(tmp_path: Path) -> None:
 
 def test_options_of_the_engine(tmp_path: Path) -> None:
     """Adaptive clipping: its bound goes on from a checkpoint."""
-    options = {"clipping": "adaptive", "min_clipbound": 1e-3, "clipbound_learning_rate": 1.0}
+    options = {"clipping": AdaptiveBound(min_clipbound=1e-3, clipbound_learning_rate=1.0)}
     of_privacy = {"noise_multiplier": 0.3, "accountant": "rdp", "engine_options": options}
     private = trainer(
         tmp_path, of_privacy=of_privacy, max_steps=2, save_strategy="steps", save_steps=1

@@ -1,4 +1,4 @@
-"""``sample_of`` in ``PrivateTrainer``: packed documents, and preference pairs."""
+"""``Documents`` in ``PrivateTrainer``: packed documents, and preference pairs."""
 
 from __future__ import annotations
 

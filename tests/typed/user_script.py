@@ -111,7 +111,7 @@ def mistakes() -> None:
         max_grad_norm=1.0,
         epochs="1",
     )
-    GradSampleModuleFlashClipping(model, backend="cutlass")  # type: ignore[arg-type]
+    GradSampleModuleFlashClipping(model, kernels="cutlass")  # type: ignore[arg-type]
     GradSampleModuleFlashClipping(model, strickt=True)  # type: ignore[call-arg]
     wrong: int = engine.get_epsilon(1e-5)  # type: ignore[assignment]
     assert wrong is flash_clipping.FlashPrivacyEngin  # type: ignore[attr-defined]

@@ -117,7 +117,7 @@ class Region:
             return self.inner(*args, **kwargs)
         if session.rows.positions is not None:
             raise FlashClippingError(
-                f"FC285 {self.path}: it is compiled, and units are parts of rows (sample_of with a "
+                f"FC285 {self.path}: it is compiled, and units are parts of rows (Documents with a "
                 "map of positions), which compiled layers do not know. Leave the model uncompiled; "
                 "or give every document a row of its own, with a map of rows."
             )

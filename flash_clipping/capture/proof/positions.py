@@ -167,7 +167,7 @@ def _refuse_constants(whole: Reads, others: list[Reads]) -> None:
     }
     if paths:
         raise FlashClippingError(
-            f"FC278 {', '.join(paths)}: units are parts of rows (sample_of with a map of "
+            f"FC278 {', '.join(paths)}: units are parts of rows (Documents with a map of "
             "positions), and what it reads does not derive from the model's inputs: positions that "
             "the model makes itself, say. Pass them to the model:\n"
             "    position_ids  # which begin at 0 in every document"
@@ -192,7 +192,7 @@ def _compare(whole: Reads, other: Reads, kept_N: Tensor, moved_N: Tensor) -> Non
             changed = True
     if reached:
         raise FlashClippingError(
-            f"FC277 {', '.join(reached)}: units are parts of rows (sample_of with a map of "
+            f"FC277 {', '.join(reached)}: units are parts of rows (Documents with a map of "
             "positions), and what is read at the positions of a document changes with the tokens "
             "of others. Give the model a block-diagonal mask; or position_ids that begin at 0 in "
             "every document, without an attention_mask and with use_cache=False; or cu_seqlens "

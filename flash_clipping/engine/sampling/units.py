@@ -75,9 +75,9 @@ class Documents:
     rows, views of an item. They must be the single items that the loader drew.
 
     Args:
-        argument: its name, as ``sample_of`` of
-            :class:`~flash_clipping.GradSampleHooksFlashClipping`; or
-            :class:`~flash_clipping.Offsets`.
+        argument: its name; or :class:`~flash_clipping.Offsets`. It is an integer tensor with the
+            user, patient or document of every row ``[R]`` or position ``[R, T]``, 0 to ``U - 1``,
+            or -1 for none.
     """
 
     argument: str | Offsets
