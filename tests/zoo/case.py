@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flash_clipping import FlashClippingError
+from flash_clipping import Documents, FlashClippingError
 from tests.support.autograd import TOLERANCE, check_truth, truth_of_one_forward
 from tests.support.errors import Kinds, raises
 from tests.support.models import squared_loss
@@ -216,7 +216,7 @@ def units(case: ModelCase) -> None:
     norms = {n: g.reshape(len(g), -1).norm(dim=1) for n, g in of_units.items()}
     truth = Truth(torch.stack([*norms.values()]).norm(dim=0), norms, of_units)
     bound = truth.norms.median().item()
-    flash = case.wrap(model, max_grad_norm=bound, sample_of="unit")
+    flash = case.wrap(model, max_grad_norm=bound, unit=Documents("unit"))
     case.losses(lambda *args: flash(*args, unit=index), batch).mean().backward()
     check_truth(flash, model, truth, bound, case.tolerance)
 
