@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from flash_clipping.capture.draws import ONE_DRAW
 from flash_clipping.capture.forward_call import ForwardCall
@@ -15,12 +17,12 @@ def check_against_loader(
 ) -> None:
     """Refuse a batch that is not what the loader drew; ``advice`` ends the message."""
     drawn = session.rows.drawn
+    drawn = drawn if drawn != 0 else 1  # one row, which counts nothing
     if drawn is None and forward.draw is not None and not session.rows.draws.strict:
         drawn = forward.draw.rows
     if (
         drawn is None
         or not forward.recorded
-        or (forward.of_nobody and not drawn and 1 in forward.batch_sizes)
         or drawn in forward.batch_sizes
         or forward.units is not None  # these were drawn, and the map was compared with their number
     ):
@@ -41,7 +43,7 @@ def check_against_loader(
 def check_losses(session: ClippingSession, losses: Tensor) -> None:
     """Refuse per-sample losses that are not as many as the samples of the last forward."""
     call = session.current_forward
-    samples = None if call is None or call.of_nobody else call.batch_size
+    samples = None if call is None else call.batch_size
     if not session.mode.enabled or samples is None or not losses.dim():
         return
     counts = losses.shape[:1] if session.options.batch_first else losses.shape[:2]
@@ -63,4 +65,21 @@ def check_losses(session: ClippingSession, losses: Tensor) -> None:
             f"FC241 the criterion: found {counts[0]} losses, but the model was called with a batch "
             f"of {samples} samples (the size of axis {axis} of its input). Give both one row per "
             f"sample; axis {axis} is the batch (batch_first={is_first})."
+        )
+
+
+def refuse_no_rows(root: nn.Module, session: ClippingSession, tensors: Sequence[Tensor]) -> None:
+    """Raise ``FlashClippingError`` for a call of the root with these, of which the first has no
+    element, if that is one without rows. Bags make samples of what they read."""
+    sizes = [
+        x.shape[session.options.batch_axis] for x in tensors if x.dim() > session.options.batch_axis
+    ]
+    has_bags = any(isinstance(module, nn.EmbeddingBag) for module in root.modules())
+    is_empty = sizes[:1] == [0] or session.rows.units_of_calls.sample_of is not None
+    if is_empty and not (has_bags and any(sizes)):
+        raise FlashClippingError(
+            "FC250 the model: called with a batch without rows. Leave out the call for an empty "
+            "batch, or part of one, that was made by hand:\n"
+            "    if len(x):\n"
+            "        criterion(model(x), y).backward()"
         )

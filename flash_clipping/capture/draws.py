@@ -82,9 +82,9 @@ class DrawnBatch:
         self._versions = [x._version for x in self.tensors]
 
     def with_a_row(self) -> DrawnBatch:
-        """The same of a batch without samples, as a loader gives it: with one row, nobody's."""
-        nobody = None if self.unit_R is None else torch.tensor([-1])
-        return replace(self, rows=1, unit_R=nobody)
+        """The same of a batch without samples, as a loader gives it: with one row, that counts
+        nothing."""
+        return replace(self, rows=1, unit_R=None if self.unit_R is None else torch.tensor([0]))
 
     def in_order(self, of_rows_R: Tensor) -> Tensor:
         """What holds for rows of the batch, for those of the model's input."""
@@ -224,17 +224,12 @@ class Draws:
                 "Epsilon holds only if leaving a batch out does not depend on its samples. Call "
                 "optimizer.step() for every batch:\n"
                 "    - a loss that is not finite: backward() and step() as always\n"
-                "    - a batch with no sample: step() alone; it adds noise and is accounted\n"
+                "    - a batch with no sample: backward() and step() as always, on its row\n"
                 "    - a batch that does not fit: flash_clipping.MicroBatches(optimizer)\n"
                 "This warns once.",
                 NoStepWarning,
                 stacklevel=4,
             )
-
-    def without_samples(self) -> DrawnBatch | None:
-        """The batch of a step that nothing ran for, if it has no samples."""
-        draw = next(iter(self._in_turn()), None)
-        return None if draw is None or draw.samples or draw.taken else self._use(draw)
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -506,3 +501,7 @@ class Padding:
 
 #: Of batches as they were drawn.
 EVERY_ROW = CountedRows()
+
+#: Of a draw without samples, for which the loader gives one row of the data. The row runs like any
+#: other; its coefficient is 0, and it has no norm.
+NO_ROW = CountedRows()

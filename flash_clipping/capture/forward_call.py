@@ -50,8 +50,6 @@ class ForwardCall:
     forgotten: bool = False
     #: ``mode="two_pass"``: types of what it returned beside tensors, for messages.
     returned: str = ""
-    #: Whether its rows are no sample's: the loader has drawn none.
-    of_nobody: bool = False
     #: Which privacy unit each row belongs to; ``None``: rows are samples.
     units: Units | None = None
     #: Which of its rows count, and which are padding (:mod:`flash_clipping.capture.draws`).

@@ -450,17 +450,6 @@ class ClippingSession:
             forward.forgotten = True
             self.calls.some_are_forgotten |= not forward.spent
 
-    def are_of_nobody(self) -> bool:
-        """Whether all calls whose norms have not been taken are of nobody's rows, or none: others
-        are refused."""
-        found = {forward.of_nobody for forward in self._unspent()}
-        if len(found) > 1:
-            raise FlashClippingError(
-                "FC412 backward() goes through calls of the model with samples and without. Call "
-                "backward() for each of them separately."
-            )
-        return found == {True}
-
     def samples(self) -> int | None:
         """Samples in the batch that the root module was called with."""
         sizes = {forward.batch_size for forward in self._unspent()}
@@ -486,9 +475,9 @@ class ClippingSession:
                 draws.append(forward.draw)
         if len(rows) > 1:
             raise FlashClippingError(
-                "FC275 the model: it was called with several padded batches before backward, of "
-                "which other rows are padding. Call backward() for each batch before the next is "
-                "taken."
+                "FC275 the model: it was called with several batches before backward, of which "
+                "other rows count (padding, or a draw without samples). Call backward() for each "
+                "batch before the next is taken."
             )
         counted = rows.popitem()[1] if rows else EVERY_ROW
         return counted, of_one_draw(draws) if draws else None

@@ -28,10 +28,10 @@ from flash_clipping._compat import (
     will_run,
 )
 from flash_clipping.capture.inputs import map_tensors, tensors_in
-from flash_clipping.capture.no_samples import RootForward
 from flash_clipping.capture.no_trace import generators_put_back
 from flash_clipping.capture.proxies import ParameterProxy, repeated
 from flash_clipping.capture.refused_forwards import refuse_compiled_autograd
+from flash_clipping.capture.root_forward import RootForward
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad, merge
@@ -174,7 +174,7 @@ class TwoWalks(BackwardPass):
         super().__init__(session, **options)
         self._session = session
         self.walked: list[_Call] = []
-        self._walks = self._has_walked = False
+        self._walks = False
         #: How often each parameter was used in forward, by its ``id``.
         self.uses: Counter[int] = Counter()
         #: Squared norms of factors that were dropped, and what rounding may hide of them.
@@ -195,8 +195,6 @@ class TwoWalks(BackwardPass):
         """Walk the calls of the root that have not been walked in the midst of outer backward."""
         if self.walked:
             self.walk()
-        elif not self._has_walked:  # rows of nobody that no model ran on
-            super().finish()
 
     def walk(self) -> None:
         """Norms over all calls of the root, then clipped gradients."""
@@ -205,7 +203,7 @@ class TwoWalks(BackwardPass):
         devices = [*{param.device for param in self.session.options.trainable() if param.is_cuda}]
         if devices and is_current_stream_capturing():
             devices = []  # whose generators nobody may read then
-        done, self._walks, self._has_walked = False, True, True
+        done, self._walks = False, True
         try:
             with torch.no_grad():
                 # What is drawn in backward (recomputation) is to be drawn again.

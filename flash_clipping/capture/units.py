@@ -192,7 +192,7 @@ class UnitsOfCalls:
         if self.from_loader:
             assert draw is not None and draw.unit_R is not None
             index_R = draw.in_order(draw.unit_R)
-            return Units(index_R, draw.samples, index_R)
+            return Units(index_R, max(1, draw.samples), index_R)
         where = f"the model: unit=Documents({self.name!r})"
         if not isinstance(given, Tensor) or given.dtype not in _INTEGERS:
             found = given.dtype if isinstance(given, Tensor) else type(given).__name__

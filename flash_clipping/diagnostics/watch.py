@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_clipping.capture.no_samples import RootForward
+from flash_clipping.capture.root_forward import RootForward
 from flash_clipping.diagnostics.oracle import FLOOR, TOLERANCE, Samples, Task, cast
 from flash_clipping.diagnostics.report import listed
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,23 +40,6 @@ class ShardedBackwardPass(BackwardPass):
                 "own parameters under activation checkpointing, in a sharded model. Checkpoint the "
                 "layers inside of it, or use these parameters outside of the checkpoint."
             )
-
-    @cached_property
-    def _is_of_nobody(self) -> bool:
-        """Whether this process has drawn no sample: its row runs as the others' do."""
-        return self.session.are_of_nobody()
-
-    def record(
-        self,
-        path: str,
-        params: Sequence[nn.Parameter],
-        factors: Sequence[PerSampleGrad],
-        readers: Readers | None = None,
-    ) -> None:
-        if self._is_of_nobody:
-            self.without_samples = [*self.without_samples, *params]
-        else:
-            super().record(path, params, factors, readers)
 
     def _reducing(self) -> Reduction:
         if self._reduction is None:

@@ -167,8 +167,6 @@ class ShardedModel:
         self.processes = ProcessGroups([*root.parameters()], isinstance(root, FSDPModule))
         self.reducer = Reducer(self.slots, bool(self.processes.data))
         self.together = SynchronizedProbe(root, session, self.slots, self.processes)
-        #: Whether the call of the model that runs is of nobody's row.
-        self.is_empty = False
         session.options.trainable = self.slots.recorded
         session.options.state = lambda: chain(self.slots.tensors(), root.buffers())
         session.options.clip = partial(self._clip, session.options.clip)

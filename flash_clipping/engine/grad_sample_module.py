@@ -22,12 +22,11 @@ from opacus.grad_sample import (
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from flash_clipping.capture.batch_size_checks import check_losses
+from flash_clipping.capture.batch_size_checks import check_losses, refuse_no_rows
 from flash_clipping.capture.compiled.regions import compiler_of
-from flash_clipping.capture.draws import EVERY_ROW
+from flash_clipping.capture.draws import EVERY_ROW, NO_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import batched_inputs, refuse_layout, tensors_in
-from flash_clipping.capture.no_samples import refuse_no_rows
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoWalks
 from flash_clipping.distributed import sharded_model
@@ -399,6 +398,9 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             wings.refuse_mean(self._rounds_by_scale)
         step.awaits_backward = False
         counted, draw = session.rows_and_draw()
+        rows = norms_PB.shape[1]
+        if counted is NO_ROW:
+            norms_PB, doubts = norms_PB[:, :0], Doubts((), doubts.scale)
         is_padded = counted.rows is not None
         if is_padded:
             norms_PB = counted.norms(norms_PB)
@@ -424,7 +426,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         else:  # every replay publishes its own
             session.calls.captured.norms.append(step.norms)
             session.calls.captured.coefs.append(positive)
-        return coef
+        return coef.new_zeros(*coef.shape[:-1], rows) if counted is NO_ROW else coef
 
     def _coefficients(self, upper: Tensor) -> Tensor:
         """``[B]`` from bounds of samples, ``[P, B]`` from bounds of their parameters' gradients."""

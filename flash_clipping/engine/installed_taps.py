@@ -10,7 +10,7 @@ from torch import nn
 from flash_clipping.capture.around import FINDERS
 from flash_clipping.capture.compiled.regions import Regions
 from flash_clipping.capture.factor_source import PARAMETER_CONTAINERS, owned_parameters
-from flash_clipping.capture.no_samples import WatchedForward
+from flash_clipping.capture.root_forward import WatchedForward
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
 from flash_clipping.capture.two_pass import TwoPassForward

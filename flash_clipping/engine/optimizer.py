@@ -19,7 +19,6 @@ from opacus.optimizers import (
 from torch import Tensor, nn
 
 from flash_clipping._compat import check_optimizer
-from flash_clipping.capture.no_samples import step_without_samples
 from flash_clipping.engine import wings
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
 from flash_clipping.engine.grad_ledger import (
@@ -324,8 +323,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             elif self._ahead is None:
                 self._ahead = len(self._step_skip_queue) - 1
         params = self.params
-        if self._module is not None and not self._module.backward_count:
-            step_without_samples(self._module)
         record = self._checked(params)
         sums = self._ledger.sums
         for p in params:

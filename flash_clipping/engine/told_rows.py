@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.batch_size_checks import check_against_loader
-from flash_clipping.capture.draws import DrawnBatch
+from flash_clipping.capture.draws import NO_ROW, DrawnBatch
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.proof.positions import are_apart
 from flash_clipping.capture.session import ClippingSession
@@ -22,7 +22,7 @@ class Told(NamedTuple):
 
     #: The loader's batch that it is of, if that is known.
     draw: DrawnBatch | None = None
-    #: Whether its rows are no sample's: the loader has drawn none.
+    #: Whether the loader has drawn no sample, so that its row counts nothing.
     nobody: bool = False
     #: Which unit each row belongs to; ``None``: rows are samples.
     units: Units | None = None
@@ -82,10 +82,10 @@ class ToldRows:
                 units = self._units_of(given, tensors, draw, nobody)
         if (watch := self.watch) is None:
             return Told(draw, nobody, units)
-        if self.sharded is not None:
-            self.sharded.is_empty = nobody
         if units is None or not units.by_position:
-            return Told(draw, nobody, units, is_known=nobody and self.sharded is None)
+            # A row that counts nothing is checked only where it comes first.
+            looked = self.sharded is None and bool(session.proof.proven_with)
+            return Told(draw, nobody, units, is_known=nobody and looked)
         if session.may_prove():
             unknown = not are_apart(session, units, watch.guards.count, args, kwargs)
             watch.prove_if(unknown, watch.subject(module, args, kwargs), positions=units)
@@ -96,11 +96,8 @@ class ToldRows:
     ) -> Units | None:
         """The units of a call, where these are no rows, by this map if it got one, which must
         fit."""
-        if nobody:
-            none = torch.empty(0, dtype=torch.int64)
-            return Units(none, 0, none)
         rows = self.session.rows
-        drawn = rows.drawn
+        drawn = 1 if nobody else rows.drawn
         if drawn is None and draw is not None and not rows.draws.ahead:
             drawn = draw.samples
         return rows.units_of_calls.of_call(given, tensors, drawn, draw)
@@ -108,7 +105,7 @@ class ToldRows:
     def note(self, told: Told, forward: ForwardCall) -> None:
         """The call is recorded as this one. Raises an error for another size than was told."""
         session = self.session
-        forward.draw, forward.of_nobody = told.draw, told.nobody
-        captured = session.calls.captured is not None
-        forward.counted_rows = session.rows.padding.of_call(told.draw, captured)
+        forward.draw, captured = told.draw, session.calls.captured is not None
+        padding = session.rows.padding
+        forward.counted_rows = NO_ROW if told.nobody else padding.of_call(told.draw, captured)
         check_against_loader(session, forward, ONE_BY_ONE if self.watch is not None else "")

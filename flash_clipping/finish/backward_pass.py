@@ -102,8 +102,6 @@ class BackwardPass:
         self.call_paths: list[str] = []
         self.used: list[Sequence[nn.Parameter]] = []
         self.factors: list[PerSampleGrad] = []
-        #: Parameters that a batch without samples would have used.
-        self.without_samples: Sequence[nn.Parameter] = ()
         #: Of the layers that recorded parameters; complete where a new plan is made.
         self.paths: dict[int, str] = {}
         #: Once norms are asked for: the trainable parameters, and the factors by how they are
@@ -204,8 +202,7 @@ class BackwardPass:
                 self._stand_ins.close()
                 if self._is_for_parameters():
                     norms_taken = True
-                    first = self.used[0] if self.used else self.without_samples
-                    with full_precision(first[0].device, ends_step=True):
+                    with full_precision(self.recorded()[0].device, ends_step=True):
                         self.take_norms()
                         self.add_clipped_sums()
                 done = True
@@ -213,6 +210,10 @@ class BackwardPass:
                 if not done:  # its frames may be kept
                     self.forget()
                 self.session.end_backward(norms_taken)
+
+    def recorded(self) -> list[nn.Parameter]:
+        """The parameters of which something was recorded, once for each use."""
+        return [*chain(*self.used)]
 
     def _is_for_parameters(self) -> bool:
         """Whether the gradient of any parameter that was recorded was asked for.
@@ -223,8 +224,8 @@ class BackwardPass:
             FlashClippingError: it was asked for by ``torch.autograd.grad``.
         """
         if self.is_checkpointed or will_run(get_gradient_edge(self.session.options.anchor).node):
-            return bool(self.used or self.without_samples)
-        recorded = [*chain(*self.used, self.without_samples)]
+            return bool(self.recorded())
+        recorded = self.recorded()
         self.asked = {id(param) for param in recorded if self._will_get(param)}
         self.is_for_all = len(self.asked) == len(set(map(id, recorded)))
         return bool(self.asked)

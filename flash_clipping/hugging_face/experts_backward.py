@@ -37,6 +37,8 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         self._held: dict[int, list[PerSampleGrad]] = {}
         self._of_all: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._coefs: dict[int, Tensor] = {}
+        #: Parameters of experts of which something was recorded.
+        self._of_experts: list[nn.Parameter] = []
         #: Of experts: squared norms ``[B]`` by parameter, as they were measured.
         self._sq_B: dict[int, Tensor] = {}
 
@@ -52,7 +54,7 @@ class ExpertsBackwardPass(ShardedBackwardPass):
             super().record(path, params, factors, readers)
             return
         self._note_samples(path, factors[0].samples)
-        self.without_samples = [*self.without_samples, *params]
+        self._of_experts += params
         whole: Sequence[PerSampleGrad] = [factor.whole for factor in factors]
         if readers is not None:
             call, place = readers
@@ -60,6 +62,9 @@ class ExpertsBackwardPass(ShardedBackwardPass):
             whole = stored_where_cheaper(whole, count, self.backend)
         for param, factor in zip(params, whole, strict=True):
             self._hold(param, factor)
+
+    def recorded(self) -> list[nn.Parameter]:
+        return [*super().recorded(), *self._of_experts]
 
     def _hold(self, param: nn.Parameter, factor: PerSampleGrad) -> None:
         self._held.setdefault(id(param), []).append(factor)
@@ -72,7 +77,7 @@ class ExpertsBackwardPass(ShardedBackwardPass):
                 "Call backward() for each batch separately."
             )
         self._samples = samples
-        if not self._is_of_nobody and samples.own != self.batch_size:
+        if samples.own != self.batch_size:
             self._check_batch_size(path, samples.own)
 
     def _measure_of_all(self, key: int, factor: PerSampleGrad) -> None:

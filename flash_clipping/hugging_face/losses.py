@@ -154,8 +154,8 @@ class ModelLosses:
         # sees what is compiled as well.
         if torch.compiler.is_compiling() or not session.recording or session.mode.comparing:
             return
-        call, loss = session.current_forward, loss_of(output)
-        if loss is None or not loss.requires_grad or (call is not None and call.of_nobody):
+        loss = loss_of(output)
+        if loss is None or not loss.requires_grad:
             return
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if reason := self._shared(path, module, given, output):

@@ -38,9 +38,10 @@ from flash_clipping._compat import (
     roots_of_backward,
     will_run,
 )
+from flash_clipping.capture.batch_size_checks import refuse_no_rows
+from flash_clipping.capture.draws import NO_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import map_tensors, refuse_layout, tensors_in
-from flash_clipping.capture.no_samples import of_nobody, refuse_no_rows
 from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.loss_graph import walk
@@ -184,8 +185,6 @@ class OneByOne:
             args, kwargs, session.options.batch_axis, session.rows.drawn, self._are_samples
         )
         forward = self._begin(batch, given)
-        if forward.of_nobody:
-            return of_nobody(self.root, session, call, args, kwargs)
         groups = self._groups(batch, forward)
         samples = Samples(forward, session, len(groups))
         self._calls.add(samples)
@@ -324,7 +323,7 @@ class OneByOne:
         return forward
 
     def _groups(self, batch: Batch, forward: ForwardCall) -> list[list[int]]:
-        """The rows of each sample, or unit; rows of nobody come last."""
+        """The rows of each sample, or unit; rows of no unit come last."""
         if (units := forward.units) is None:
             return [[b] for b in range(batch.count)]
         if units.by_position:
@@ -467,7 +466,7 @@ class Samples:
     Args:
         forward: the call.
         session: of the wrapped model.
-        count: how many there are, and one for rows of nobody.
+        count: how many there are, and one for rows of no unit.
     """
 
     def __init__(self, forward: ForwardCall, session: Any, count: int):
@@ -651,8 +650,8 @@ class SamplesPass(BackwardPass):
         per_layer = model.clipping == "per_layer"
         coef = model._coefficients(norms_P1 if per_layer else total_norm(norms_P1)).squeeze(-1)
         counted, _ = model._session.rows_and_draw()
-        if self.units is not None and number == self.units.count:
-            coef = coef * 0  # rows of nobody
+        if counted is NO_ROW or (self.units is not None and number == self.units.count):
+            coef = coef * 0  # of no sample
         elif counted.rows is not None:
             coef = coef.masked_fill(counted.mask(coef.device)[number], 0)
         return coef * self.scale
@@ -672,16 +671,14 @@ class SamplesPass(BackwardPass):
 
     def _leave(self) -> None:
         reached = [samples for samples, _ in self.arrived.values()]
-        params = reached[0].params if reached else [*self.without_samples]
-        norms_PB = torch.zeros((len(params), 0), device=params[0].device)
+        params = reached[0].params
         for number, grads in self.held.items():  # of backwards inside of this one alone
             self._add_sample(params, number, grads)
         for samples in reached:
             samples.are_over = True
-        if reached:
-            none_P = torch.zeros_like(next(iter(self.norms_P.values())))
-            count = reached[0].count if self.units is None else self.units.count
-            norms_PB = torch.stack([self.norms_P.get(b, none_P) for b in range(count)], 1)
+        none_P = torch.zeros_like(next(iter(self.norms_P.values())))
+        count = reached[0].count if self.units is None else self.units.count
+        norms_PB = torch.stack([self.norms_P.get(b, none_P) for b in range(count)], 1)
         one_device = len({param.device for param in params}) == 1
         self.session.options.clip(params, norms_PB, Doubts((), self.scale), one_device)
         for param in params:

@@ -227,6 +227,6 @@ def test_no_documents() -> None:
     with raises("FC250"):
         flash(empty, empty, empty)
     flash.expect_samples(0)
-    losses(flash(*one_row())).sum().backward()
+    losses(flash(*one_row((4,)))).sum().backward()
     assert flash.get_norm_sample().shape == (0,)
     assert all(not p.grad.any() for p in flash.parameters())

@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from flash_clipping.capture.draws import NO_ROW
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.distributed.processes import BACKEND, C, Parts, all_of, as_torchrun, message
 from tests.support.trainers import Texts, arguments, bert, privacy
@@ -254,7 +255,7 @@ class Sharded(test_lightning.Classifier):
         loss = super().training_step(batch, index)
         callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
         (run,) = [callback.run for callback in callbacks if hasattr(callback, "run")]
-        if run.hooks._session.current_forward.of_nobody:
+        if run.hooks._session.current_forward.counted_rows is NO_ROW:
             self.drawn[-1] = (batch[0][:0], batch[1][:0])
         return loss
 

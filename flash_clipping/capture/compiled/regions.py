@@ -40,7 +40,7 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 
 if TYPE_CHECKING:
-    from flash_clipping.capture.no_samples import WatchedForward
+    from flash_clipping.capture.root_forward import WatchedForward
     from flash_clipping.capture.tap import Tap
 
 
