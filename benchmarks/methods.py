@@ -10,6 +10,7 @@ The peers are not dependencies. Install them, or put their sources on ``PYTHONPA
 
 * FastDP, ``import fastDP``: https://github.com/awslabs/fast-differential-privacy
 * FlashDP, ``import flashdp``: https://github.com/liangyuwang/FlashDP4Review
+* FlashNorm, ``import flashnorm``: https://github.com/JackyXiao98/opacus
 """
 
 from __future__ import annotations
@@ -319,6 +320,48 @@ class FlashTwoPass(Flash):
     mode = "two_pass"
 
 
+class FlashParts(Flash):
+    """Flash clipping of parts of a batch, whose sums are added up, as ``BatchMemoryManager`` does.
+    What is kept for norms is then that of one part."""
+
+    samples = 1
+
+    def zero_grad(self) -> None:
+        self.optimizer.discard_step()
+        super().zero_grad()
+        self._told: list[tuple[Tensor, Tensor]] = []
+
+    def _backward(self, inputs: Tensor, targets: Tensor) -> None:
+        parts = zip(inputs.split(self.samples), targets.split(self.samples), strict=True)
+        for number, part in enumerate(parts):
+            if number:
+                self.optimizer.signal_skip_step(True)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            super()._backward(*part)
+            self._told.append((super().norms(), super().coefficients()))
+
+    def update(self) -> None:
+        self.optimizer.signal_skip_step(False)
+        super().update()
+
+    def norms(self) -> Tensor:
+        return torch.cat([norms for norms, _ in self._told])
+
+    def coefficients(self) -> Tensor:
+        return torch.cat([coefficients for _, coefficients in self._told])
+
+    def gradients(self) -> Iterator[Tensor]:
+        sums = self.optimizer._ledger.sums
+        return (p.grad + sums.get(id(p), 0) for p in self._trainable())
+
+
+class FlashPartsOfTwo(FlashParts):
+    """Two samples each."""
+
+    samples = 2
+
+
 class FlashGraph(Flash):
     """Flash clipping, replayed."""
 
@@ -395,6 +438,30 @@ class FlashDP(Method):
         self.optimizer = self._new_optimizer(self.module)
 
 
+class FlashNorm(OpacusGhost):
+    """FlashNorm's fork of Opacus, by its book-keeping in one backward pass."""
+
+    package = "flashnorm"
+    grad_sample_mode = "flash_bk"
+
+    def _engine(self) -> Any:
+        from flashnorm.privacy_engine import FlashNormPrivacyEngine
+
+        return FlashNormPrivacyEngine()
+
+
+class FlashNormFused(FlashNorm):
+    """Norms fused into the weight gradients of linear layers, which it puts in the place of
+    PyTorch's."""
+
+    grad_sample_mode = "flash_fuse_bk"
+
+    def _set_up(self, model: nn.Module) -> None:
+        from flashnorm.grad_sample.fused_flash_linear import replace_linear_with_fused
+
+        super()._set_up(replace_linear_with_fused(model))
+
+
 METHODS: dict[str, type[Method]] = {
     "nonprivate": NonPrivate,
     "nonprivate-graph": NonPrivateGraph,
@@ -402,11 +469,15 @@ METHODS: dict[str, type[Method]] = {
     "flash-graph": FlashGraph,
     "flash-auto-graphs": FlashAuto,
     "flash-two-pass": FlashTwoPass,
+    "flash-parts": FlashParts,
+    "flash-parts-of-2": FlashPartsOfTwo,
     "opacus-ghost": OpacusGhost,
     "opacus-randomized": OpacusRandomized,
     "opacus-hooks": OpacusHooks,
     "fastdp": FastDP,
     "flashdp": FlashDP,
+    "flashnorm": FlashNorm,
+    "flashnorm-fused": FlashNormFused,
 }
 
 

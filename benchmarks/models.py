@@ -180,6 +180,20 @@ def decoder(
     return Workload(name, build, draw, batch=batch, positions=seq, lora=lora)
 
 
+def linears(name: str, *, layers: int, width: int, batch: int, seq: int) -> Workload:
+    """Linear layers of one width with a ReLU after each."""
+
+    def build() -> nn.Module:
+        pairs = [[nn.Linear(width, width), nn.ReLU()] for _ in range(layers)]
+        return nn.Sequential(*[module for pair in pairs for module in pair])
+
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(batch, seq, width, generator=generator)
+        return inputs, torch.randint(width, (batch, seq), generator=generator)
+
+    return Workload(name, build, draw, batch=batch, positions=seq)
+
+
 # --------------------------------------------------------------------------------------------------
 # A convolutional network
 # --------------------------------------------------------------------------------------------------
@@ -243,7 +257,7 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 _MAKERS: dict[str, Callable[..., Workload]] = {
     maker.__name__: maker
     for maker in (
-        *(decoder, cnn, convolutional.wide_resnet, convolutional.unet),
+        *(decoder, linears, cnn, convolutional.wide_resnet, convolutional.unet),
         *(huggingface.transformer, huggingface.image_classifier, experts.layer),
     )
 }

@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_setting_options(parser)
     parser.add_argument("--batch", type=int, help="override the model's batch size")
-    parser.add_argument("--seq", type=int, help="override the model's sequence length")
+    parser.add_argument("--seq", type=int, nargs="+", help="override the model's sequence length")
     parser.add_argument("--rounds", type=int, default=15, help="samples per method")
     parser.add_argument(
         "--steps",
@@ -57,7 +57,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace, console: Console) -> int:
     """Exit status: 0, or 1 if methods disagree or flash clipping failed."""
     methods, settings, record = begin(
-        "step", options, console, [{"batch": options.batch, "seq": options.seq}]
+        "step",
+        options,
+        console,
+        [{"batch": options.batch, "seq": seq} for seq in options.seq or [None]],
     )
     if options.steps is None:
         options.steps = STEPS[settings[0].device.type]

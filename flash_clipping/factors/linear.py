@@ -85,8 +85,12 @@ class LinearGrad(Factored):
 
     def stored(self, backend: str) -> DenseGrad:
         """Form the per-sample gradients once, and let go of ``A`` and ``G``."""
-        if self.G_BTp.is_cuda and self.A_BTd.shape[2] * self.G_BTp.shape[2] <= DenseGrad.SMALL:
-            # Their norms are taken with those of all other small ones.
+        B, T, d = self.A_BTd.shape
+        elements = d * self.G_BTp.shape[2]
+        # Norms of small ones are taken together. A kernel that squares as well goes along all
+        # positions in one block: few of these leave the device idle, and a library cuts T.
+        is_idle = T >= 8192 and B * elements < 1 << 22 and self.G_BTp.element_size() <= 2
+        if self.G_BTp.is_cuda and (elements <= DenseGrad.SMALL or is_idle):
             return DenseGrad(outer_grads(self.A_BTd, self.G_BTp))
         parts_Bn, grads_Bpd = outer_sqnorms(
             self.A_BTd, self.G_BTp, store=True, in_parts=True, backend=backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_clipping.factors import DenseGrad
+from flash_clipping.factors import DenseGrad, LinearGrad
 from flash_clipping.ops.error_bounds import ROW
 from flash_clipping.ops.outer import outer_sqnorms
 
@@ -40,3 +40,20 @@ def test_sums_over_samples_are_formed_in_two_levels() -> None:
         total = DenseGrad(grads).clipped_sum(coef, "torch").double()
         exact = (grads.double() * coef.double()[:, None]).sum(0)
         assert ((total - exact).abs() <= 300 * 2.0**-24).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1000, 8192, 20000])
+@pytest.mark.parametrize("B", [1, 2, 5])
+def test_few_long_products_are_measured_as_they_are_released(B: int, T: int) -> None:
+    random = torch.Generator().manual_seed(T + B)
+    A, G = (torch.randn(B, T, n, generator=random).cuda().bfloat16() for n in (1024, 768))
+    factor = LinearGrad(A, G)
+    stored = factor.stored("auto")
+    exact = torch.stack([g.double().mT @ a.double() for g, a in zip(G, A, strict=True)])
+    torch.testing.assert_close(stored.grads.double(), exact, rtol=8e-3, atol=0.5)
+    own = stored.grads.double().flatten(1).norm(dim=1)
+    torch.testing.assert_close(stored.sqnorms("auto").sqrt().double(), own, rtol=1e-5, atol=0)
+    total = stored.clipped_sum(1 / own.float(), "auto").double()
+    expected = (stored.grads.double() / own[:, None, None]).sum(0)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-6)
