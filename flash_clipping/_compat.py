@@ -452,7 +452,7 @@ memory_format_of: Callable[..., Any] = _needed("_prims_common.suggest_memory_for
 rms_norm: Callable[..., tuple[Tensor, Tensor]] = _needed("ops.aten._fused_rms_norm.default")
 
 
-_bags_backward = _needed("ops.aten._embedding_bag_dense_backward.default")
+_bags_backward: Callable[..., Tensor] = _needed("ops.aten._embedding_bag_dense_backward.default")
 
 
 def sums_of_bags(
@@ -462,11 +462,10 @@ def sums_of_bags(
     forming ``N`` rows. Weights and rows are of one dtype, fp32 or float64. Without: an error."""
     ids_N, bags_N = ids_N.long().contiguous(), bags_N.long().contiguous()
     unused = ids_N.new_empty(0)  # sizes and maxima of bags, which are for other modes
-    sums: Tensor = _bags_backward(
+    return _bags_backward(
         G_Bd.contiguous(), ids_N, bags_N, unused, unused,
         table, False, 0, weights_N.contiguous(), -1,
     )  # fmt: skip
-    return sums
 
 
 def gate_of_experts(layer: Any) -> Any:
@@ -551,7 +550,7 @@ def layout_of_dtensor(tensor: Any) -> Any:
     return _attribute(tensor, "_spec")
 
 
-def dtensor_of(shard: Tensor, layout: Any) -> Any:
+def dtensor_of(shard: Tensor, layout: Any) -> Tensor:
     """A ``DTensor`` of this process's shard that is laid out as another one of its dtype: what
     ``DTensor.from_local`` makes, in a tenth of the time. Without: likewise."""
     from torch.distributed.tensor import DTensor

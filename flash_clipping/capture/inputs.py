@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from flash_clipping.errors import FlashClippingError
 
 #: How many objects inside each other are opened.
 DEPTH = 4
+
+_T = TypeVar("_T")
 
 
 def batched_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -65,8 +67,8 @@ def tensors_of(value: Any, packed: bool = False) -> list[Tensor]:
 
 
 def map_tensors(
-    change: Callable[[Tensor], Tensor], arguments: Any, depth: int = DEPTH, *, packed: bool = False
-) -> Any:
+    change: Callable[[Tensor], Tensor], arguments: _T, depth: int = DEPTH, *, packed: bool = False
+) -> _T:
     """``arguments`` with every tensor changed; if ``packed``, the data of packed sequences too.
 
     Objects that hold a changed tensor are shallow copies of themselves.
@@ -90,7 +92,8 @@ def map_tensors(
                 changed[key] = new
         return rebuilt(leaf, changed) if changed else leaf
 
-    return pytree.tree_map(of_leaf, arguments, is_leaf=_is_packed)
+    found: _T = pytree.tree_map(of_leaf, arguments, is_leaf=_is_packed)
+    return found
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -209,8 +209,9 @@ def _finite_positions(
     """``x``, with zeros at positions where its values, or its gradient, are not finite."""
     if not (x.is_floating_point() if values else x.requires_grad):
         return x
+    found: Tensor
     if not hasattr(x, "placements"):
-        found: Tensor = _FinitePositions.apply(x, session, values, gradients)
+        found = _FinitePositions.apply(x, session, values, gradients)
         return found
     from torch.distributed.tensor import Replicate
 
@@ -224,9 +225,10 @@ def _finite_positions(
         )
     whole = [placement if placement.is_shard() else Replicate() for placement in lies]
     own = _FinitePositions.apply(cut.to_local(grad_placements=whole), session, values, gradients)
-    return type(cut).from_local(
+    found = type(cut).from_local(
         own, cut.device_mesh, lies, run_check=False, shape=x.shape, stride=x.stride()
     )
+    return found
 
 
 class _FinitePositions(torch.autograd.Function):

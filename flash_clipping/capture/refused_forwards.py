@@ -49,11 +49,11 @@ class NoRenormalisation(TorchFunctionMode):
 
     def __enter__(self) -> NoRenormalisation:
         self._grad_mode = torch.is_grad_enabled()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
-        super().__exit__(kind, *exception)
+        super().__exit__(kind, *exception)  # type: ignore[no-untyped-call]
         if kind is not None:
             # ``torch.no_grad`` ends through this mode: an interrupt here must not leave it on.
             torch.set_grad_enabled(self._grad_mode)
@@ -94,7 +94,7 @@ def collectives_refused() -> AbstractContextManager[Any]:
     return _Refuses() if several else nullcontext()
 
 
-class _Refuses(DispatchMode):
+class _Refuses(DispatchMode):  # type: ignore[misc]  # a private class
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -45,7 +45,7 @@ class Layout:
 
     def front(self, x: Tensor, B: int) -> Tensor:
         """A view as ``[B, ...]``, each of them as it would be in a batch of one sample."""
-        return x.unflatten(self.axis, (B, -1)).movedim(self.axis, 0)
+        return torch.unflatten(x, self.axis, (B, -1)).movedim(self.axis, 0)
 
     def back(self, x: Tensor) -> Tensor:
         """What :meth:`front` returned, or as many rows with other features, as it was."""

@@ -109,8 +109,8 @@ class Flash:
 
     def norms_of(self, name: str) -> Tensor:
         """Norms ``[B]`` of one parameter in the last step."""
-        (norms_B,) = self.module.running_step.norms_of([self.params[name]]).norms_PB
-        return norms_B.detach().double().cpu()
+        norms_PB = self.module.running_step.norms_of([self.params[name]]).norms_PB
+        return norms_PB.squeeze(0).detach().double().cpu()
 
     def rules(self) -> dict[str, str]:
         """The rules of the layers that use each parameter, by its name, or what takes it without:

@@ -134,9 +134,7 @@ class SynchronizedProbe:
     def _is_unsettled(self) -> bool:
         """Whether this process might want to rehearse again."""
         shown = self.session.known
-        if (
-            self.session.rows.units_of_calls.apart
-        ):  # every position is a row, in all that layers read
+        if self.session.rows.units_of_calls.apart:  # every position is a row that layers read
             return False
         return any(tap.path not in shown.reads for tap in self.taps if tap.trainable()[1])
 

@@ -17,12 +17,11 @@ from flash_clipping.capture.proxies import ParameterProxy
 from flash_clipping.errors import FlashClippingError
 
 
-def local_of(x: Any) -> Any:
+def local_of(x: Tensor) -> Tensor:
     """This process's part of a ``DTensor``, of the same memory and outside of autograd; any other
     tensor as it is."""
-    if not isinstance(x, DTensor):
-        return x
-    return arrived(local_tensor(x))
+    own: Tensor = arrived(local_tensor(x)) if isinstance(x, DTensor) else x
+    return own
 
 
 def in_parallel(root: nn.Module) -> dict[str, nn.Module]:
@@ -126,7 +125,7 @@ class ParameterSlots:
     def is_sharded(self, module: nn.Module) -> bool:
         """Whether this module's parameters are shards now, which it would have to gather."""
         return isinstance(module, FSDPModule) and any(
-            isinstance(slot.tensor, DTensor) and slot.tensor is slot.held.destination
+            slot.tensor is slot.held.destination and isinstance(slot.tensor, DTensor)
             for slot in self._of_module[module]
         )
 

@@ -294,11 +294,7 @@ def _own_words(weight: Any) -> tuple[int, int]:
 class TensorParallelLayers:
     """What a model with layers that are cut over processes has besides an ordinary one's."""
 
-    def __init__(
-        self,
-        session: ClippingSession,
-        processes: ProcessGroups,
-    ):
+    def __init__(self, session: ClippingSession, processes: ProcessGroups):
         self.session, self.mesh, self.between_steps = session, processes.tensor, processes.mesh
         session.options.layers_are_cut = True
         #: Of parameters, by their ``id``, as layers have found them in forward.

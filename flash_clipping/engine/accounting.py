@@ -12,7 +12,7 @@ import math
 import secrets
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -235,12 +235,12 @@ def _epsilon_by_prv(
 
 def with_right_length(accountant: Any) -> Any:
     """This new accountant of Opacus', as one that counts its steps."""
-    ours = {
+    ours: dict[Any, Callable[[], Any]] = {
         PRVAccountant: FeasiblePrvAccountant,
         RDPAccountant: StepsOfRdpAccountant,
         GaussianAccountant: StepsOfGdpAccountant,
-    }.get(type(accountant))
-    return accountant if ours is None else ours()
+    }
+    return ours.get(type(accountant), lambda: accountant)()
 
 
 def process_of(accountant: Any) -> Mechanism:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ from flash_clipping.errors import (
     InvalidValue,
     NoAttribute,
 )
+
+if TYPE_CHECKING:
+    from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -48,6 +51,8 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]
 class FlashTensor(DPTensorFastGradientClipping):
     """A loss per sample that reduces itself and runs one ordinary backward; or the user's scalar,
     whose backward is its own."""
+
+    module: GradSampleHooksFlashClipping
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Leave norms, coefficients and clipped sums, as ``loss.backward()`` on a scalar does.
@@ -145,13 +150,7 @@ class FlashLoss(DPLossFastGradientClipping):
             one that broadcasts targets over samples.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        optimizer: Any,
-        criterion: Any,
-        loss_reduction: str = "mean",
-    ):
+    def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
         while isinstance(criterion, DPLossFastGradientClipping):  # of an earlier make_private
             criterion = criterion.criterion
         self._is_attribute = isinstance(getattr(criterion, "reduction", None), str)

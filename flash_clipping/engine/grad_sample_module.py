@@ -65,18 +65,17 @@ _NO_SHARDS = (
 )
 
 
-def _plain_copy(owner: Any, memo: dict[int, Any]) -> nn.Module:
+def _plain_copy(owner: GradSampleHooksFlashClipping, memo: dict[int, Any]) -> nn.Module:
     """``copy.deepcopy`` of a wrapped model's root: a plain model (averages of weights, say), unless
     it is copied with its ``owner``."""
     if id(owner) not in memo:
         twin = copy.deepcopy(owner, memo)
         twin.remove_hooks()
-        plain: nn.Module = twin._module
-        return plain
+        return twin._module
     root = owner._module
     own = vars(root).pop("__deepcopy__")  # or the root's own way of copying would not be found
     try:
-        copied: nn.Module = copy.deepcopy(root, memo)
+        copied = copy.deepcopy(root, memo)
     finally:
         vars(root)["__deepcopy__"] = own
     vars(copied)["__deepcopy__"] = copy.deepcopy(own, memo)
@@ -205,7 +204,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         force_functorch: bool = False,
     ) -> None:
         """Tap every layer that owns parameters, and watch the root module's inputs and outputs."""
-        root = self._module
+        root: Any = self._module
         if hasattr(root, "autograd_grad_sample_hooks"):
             raise InvalidValue(
                 "FC172 Trying to add hooks twice to the same model. One model has one optimizer, "
@@ -214,7 +213,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             )
         # Opacus' users and tests find the handles under this name.
         handles: list[Any] = []
-        root.autograd_grad_sample_hooks = self.autograd_grad_sample_hooks = handles
+        self.autograd_grad_sample_hooks = handles  # type: ignore[assignment]  # as any attribute
+        root.autograd_grad_sample_hooks = handles
         root.__deepcopy__ = partial(_plain_copy, self)
         wrapper = self if isinstance(self, nn.Module) else root
         if self.mode == "one_by_one":
@@ -473,7 +473,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         """
         return self._coefficients(self.running_step.norms_of(self.trainable_parameters).upper)
 
-    @property
+    @property  # type: ignore[override]  # Opacus assigns None
     def _per_sample_gradient_norms(self) -> Tensor | None:
         found = self.running_step.norms
         return None if found is None else found.total_B

@@ -58,7 +58,7 @@ class ModuleProxy(nn.Module):
         super().__setattr__(name, value)
 
     def __dir__(self) -> Iterable[str]:
-        return sorted({*super().__dir__(), *dir(self._module)})
+        return sorted({*super().__dir__(), *dir(self._module)})  # type: ignore[no-untyped-call]
 
     def _has_itself(self, name: str) -> bool:
         own = self.__dict__

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from opacus.accountants import IAccountant
-from opacus.optimizers import (
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import (
     DistributedDPOptimizerFastGradientClipping,
-    DPOptimizerFastGradientClipping,
 )
 from torch import Tensor, nn
 
@@ -122,10 +122,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             )
         self.noise_grid = noise_grid
         kwargs |= {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm}
-        super().__init__(optimizer, expected_batch_size=expected_batch_size, **kwargs)
+        super().__init__(optimizer, expected_batch_size=expected_batch_size, **kwargs)  # type: ignore[arg-type]  # "int" there
         check_optimizer(self)
         for p in self.params:
-            del p.summed_grad  # Opacus leaves it; sums of skipped steps are in the ledger
+            del vars(p)["summed_grad"]  # Opacus leaves it; sums of skipped steps are in the ledger
         #: Where the sums that were taken are.
         self._ledger = GradLedger(nn.Module())
         if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
@@ -203,8 +203,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         return [*bound] if isinstance(bound, list) else None
 
     def _bound_now(self) -> Bound:
-        bound: Bound = self._bound if self._module is None else self._module.max_grad_norm
-        return bound
+        return self._bound if self._module is None else self._module.max_grad_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in PyTorch, for parameters of the model that was wrapped.
@@ -236,8 +235,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 "scaler.step(optimizer), on a private optimizer: it would divide the clipped sums. "
                 "Use bfloat16, or call loss.backward() and optimizer.step() without the scaler."
             )
-        groups: list[dict[str, Any]] = self.original_optimizer.param_groups
-        return groups
+        return self.original_optimizer.param_groups
 
     @param_groups.setter
     def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
@@ -262,7 +260,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             if do_skip:
                 refuse_split_units(self._module, by_hand=True)
             self._loop = None
-            super().signal_skip_step(do_skip)
+            super().signal_skip_step(do_skip)  # type: ignore[no-untyped-call]
             return
         sampler = getattr(caller.f_locals.get("self"), "sampler", None)
         if (is_last := getattr(sampler, "is_last_part", None)) is None:
@@ -277,7 +275,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             while len(self._step_skip_queue) > self._ahead:  # the oldest was never stepped on
                 if not self._step_skip_queue.pop(0):
                     self._discard("its last part was loaded, but optimizer.step() was not called")
-        super().signal_skip_step(do_skip)
+        super().signal_skip_step(do_skip)  # type: ignore[no-untyped-call]
 
     def _refuse_parts_of(self, sampler: Any) -> None:
         """Raise ``FlashClippingError`` if batches of this sampler may not be split by others."""
@@ -327,7 +325,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         sums = self._ledger.sums
         for p in params:
             before = sums.get(id(p))
-            sums[id(p)] = p.grad if before is None else before.add_(p.grad)
+            sums[id(p)] = p.grad if before is None else before.add_(p.grad)  # type: ignore[assignment, arg-type]  # not None: checked
             p.grad = None
         if record is not None:
             self._module.running_step.forget()
@@ -383,7 +381,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         if self.adaptive is not None:
             return self.adaptive.noise_multiplier(self.noise_multiplier, self._expected_samples())
         # Opacus' own adaptive criterion leaves it here.
-        multiplier = getattr(self, "_adjusted_noise_multiplier", None)
+        multiplier: float | None = getattr(self, "_adjusted_noise_multiplier", None)
         return self.noise_multiplier if multiplier is None else multiplier
 
     def _noise_std(self) -> float:
@@ -502,7 +500,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 )
         self.step_hooks.append(fn)
 
-    @property
+    @property  # type: ignore[override]  # Opacus assigns None
     def step_hook(self) -> Callable[[Any], None] | None:
         """The hook that runs when noise was added: all :attr:`step_hooks`. Setting adds one."""
         return self._call_step_hooks if self.step_hooks else None
@@ -645,9 +643,9 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
         return self._ledger.sums[id(p)].dtype
 
     def reduce_gradients(self) -> None:
-        super().reduce_gradients()
+        super().reduce_gradients()  # type: ignore[no-untyped-call]
         for p in self.params:
-            if p.grad.dtype != p.dtype:
+            if p.grad is not None and p.grad.dtype != p.dtype:
                 p.grad = p.grad.to(p.dtype)
 
     def _expected_samples(self) -> float:

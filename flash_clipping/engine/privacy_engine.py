@@ -163,7 +163,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             )
         super().__setattr__(name, value)
 
-    @overload
+    @overload  # type: ignore[override]  # returns and takes other values than Opacus'
     def make_private(
         self, *, criterion: None = None, wrap_model: Yes = True, **options: Unpack[NoiseOptions]
     ) -> Private: ...
@@ -351,7 +351,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         wings.begin_process(process, self.accountant, private, sampler)
         return (wrapper, private, *loss, set_up(loader))
 
-    @overload
+    @overload  # type: ignore[override]  # returns and takes other values than Opacus'
     def make_private_with_epsilon(
         self, *, criterion: None = None, wrap_model: Yes = True, **options: Unpack[EpsilonOptions]
     ) -> Private: ...
@@ -405,7 +405,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         refuse_no_batch(data_loader)
         options["data_loader"] = data_loader
         check_target(target_epsilon, target_delta, epochs, options)
-        target = {"target_epsilon": target_epsilon, "target_delta": target_delta, "epochs": epochs}
+        target: Any = dict(target_epsilon=target_epsilon, target_delta=target_delta, epochs=epochs)
         if grad_sample_mode == "flash":
             noise = planned_noise(self.accountant, options, **target)
             planned = len(self.accountant) + steps_of(epochs, len(data_loader))
@@ -497,7 +497,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         kwargs = {name: given[name] for name in names.split()}
         kwargs |= {"stream": self.stream, "secure_mode": self.secure_mode}
         kwargs["noise_grid"] = given["process"].noise_grid
-        cls: Any = FlashDPOptimizer
+        cls: Callable[..., FlashDPOptimizer] = FlashDPOptimizer
         if has_shards(module):
             from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
 
@@ -506,8 +506,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             cls, kwargs["group"] = wings.stage_optimizer, group
         elif isinstance(module, _DataParallel):
             cls, expected = DistributedFlashDPOptimizer, expected / dist.get_world_size()
-        private: FlashDPOptimizer = cls(optimizer, expected_batch_size=expected, **kwargs)
-        return private
+        return cls(optimizer, expected_batch_size=expected, **kwargs)
 
     def get_epsilon(self, delta: float) -> float:
         """The privacy spent so far: ``epsilon`` for this ``delta``, as the accountant has it; 0
@@ -543,7 +542,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         if not history or any(multiplier == 0 for multiplier, _, _ in history):
             return math.inf if history else 0.0
         with without_hints():
-            return max(0.0, float(super().get_epsilon(delta)))
+            return max(0.0, float(super().get_epsilon(delta)))  # type: ignore[no-untyped-call]
 
     def check_delta(self, delta: float | None, stacklevel: int = 1) -> None:
         """Warn once, with a ``LargeDeltaWarning``, of a δ that promises nothing for so many

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_clipping.distributed.parameter_slots import local_of
+from flash_clipping.distributed.parameter_slots import ParameterSlots, local_of
 from flash_clipping.distributed.process_groups import device_of, shard_of
 from flash_clipping.engine.grad_ledger import StepRecord
 from flash_clipping.engine.optimizer import FlashDPOptimizer
@@ -68,11 +68,11 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         return record
 
     def _own(self, tensor: Any) -> Tensor:
-        found: Tensor = local_of(tensor)
-        return found
+        return local_of(tensor)
 
     def _placed(self, param: Any, own: Tensor) -> Tensor:
-        return self._module._sharded.slots.as_sharded(param, own.view(local_of(param).shape))
+        slots: ParameterSlots = self._module._sharded.slots
+        return slots.as_sharded(param, own.view(local_of(param).shape))
 
     def _shards(self) -> list[int]:
         return [shard_of(p) for p in self.params]

@@ -1,14 +1,19 @@
 """What a per-sample gradient is made of; a file for each family of layers."""
 
-# ruff: noqa: F401
 from flash_clipping.factors.base import (
-    DenseGrad,
-    PerSampleGrad,
-    UnitGrad,
-    accumulation_dtype,
-    merge,
+    DenseGrad as DenseGrad,
+    PerSampleGrad as PerSampleGrad,
+    accumulation_dtype as accumulation_dtype,
+    merge as merge,
 )
 from flash_clipping.factors.convolution import ConvolutionGrad as ConvolutionGrad
-from flash_clipping.factors.embedding import EmbeddingBagGrad, EmbeddingGrad, TiedEmbeddingGrad
-from flash_clipping.factors.linear import LinearGrad, StackedGrad, SumGrad
-from flash_clipping.factors.units import UnitMap
+from flash_clipping.factors.embedding import (
+    EmbeddingBagGrad as EmbeddingBagGrad,
+    EmbeddingGrad as EmbeddingGrad,
+)
+from flash_clipping.factors.linear import (
+    LinearGrad as LinearGrad,
+    StackedGrad as StackedGrad,
+    SumGrad as SumGrad,
+)
+from flash_clipping.factors.units import UnitMap as UnitMap

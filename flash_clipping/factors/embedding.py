@@ -141,7 +141,7 @@ class EmbeddingGrad(TableGrad):
     def spread(self) -> Tensor:
         """``Σ_t ‖G_t‖``, ``[B]``, over ids that receive a gradient."""
         dtype = accumulation_dtype(self.G_BTd.dtype)
-        norms_BT = torch.linalg.vector_norm(self.G_BTd, dim=2, dtype=dtype)
+        norms_BT: Tensor = torch.linalg.vector_norm(self.G_BTd, dim=2, dtype=dtype)
         if self.padding_idx is not None:
             norms_BT = norms_BT.masked_fill(self.ids_BT == self.padding_idx, 0)
         return norms_BT.sum(1)
@@ -149,9 +149,10 @@ class EmbeddingGrad(TableGrad):
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
         if coef_B is None:
             padding_idx = -1 if self.padding_idx is None else self.padding_idx
-            return torch.ops.aten.embedding_dense_backward(
+            table: Tensor = torch.ops.aten.embedding_dense_backward(
                 self.G_BTd, self.ids_BT, self.num_embeddings, padding_idx, False
             )
+            return table
         return embedding_clipped_sum(
             self.ids_BT,
             self.G_BTd,

@@ -35,7 +35,7 @@ class _Timed:
         self.ended = True
 
     def milliseconds(self) -> float:
-        return self.start.elapsed_time(self.stop)
+        return float(self.start.elapsed_time(self.stop))
 
 
 class Choice:

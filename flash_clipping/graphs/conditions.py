@@ -55,11 +55,7 @@ def key_of(
     for wrapped in models:
         bound, session = wrapped.max_grad_norm, wrapped._session
         bounds += [tuple(bound) if isinstance(bound, Sequence) else bound, wrapped.clipping]
-        bounds += [
-            wrapped.loss_reduction,
-            session.mode.enabled,
-            session.options.backend,
-        ]
+        bounds += [wrapped.loss_reduction, session.mode.enabled, session.options.backend]
     settings = (
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),

@@ -71,9 +71,11 @@ class GraphedModel(GraphedStep):
     they are, or a graph takes more memory than a step.
     """
 
-    def __init__(self, model: Any, forward: Callable[..., Any]):
+    model: GradSampleHooksFlashClipping
+
+    def __init__(self, model: GradSampleHooksFlashClipping, forward: Callable[..., Any]):
         super().__init__(forward, model, graphs=GRAPHS)
-        self.model: Any = model
+        self.model = model
         self.off: str | None = None
         self.choice = Choice()
         self._hooks = hooks_of(list(self._module().modules()))

@@ -300,7 +300,7 @@ class Llama4ExpertsRule(ExpertsRule):
 
 def _swapped(rows_Nd: Tensor, outer: int, inner: int) -> Tensor:
     """Rows that lie as ``[outer, inner]``, laid as ``[inner, outer]``."""
-    return rows_Nd.unflatten(0, (outer, inner)).transpose(0, 1).flatten(0, 1)
+    return torch.unflatten(rows_Nd, 0, (outer, inner)).transpose(0, 1).flatten(0, 1)
 
 
 #: What JetMoE's last router returned: which of the rows of tokens, in the order of their experts,
@@ -343,8 +343,7 @@ class JetMoeExpertsRule(Rule):
     def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         rows_BNd, chosen_BN = inputs
         segments = routing(chosen_BN, layer.num_experts)
-        operands: Any = autocast_operands(rows_BNd.flatten(0, 1), layer.weight)
-        rows, weight = operands
+        rows, weight = autocast_operands(rows_BNd.flatten(0, 1), layer.weight)
         sorted_Np = Projection(weight, "weight").forward(segments.rows(rows).sorted(), segments)
         output = segments.unsorted(sorted_Np).unflatten(0, chosen_BN.shape)
         return output, (rows, weight, segments, rows_BNd.dtype)

@@ -22,15 +22,11 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from flash_clipping.capture.around import FINDERS
-from flash_clipping.capture.declared_rows import (
-    DeclaredRows,
-    check_on_device,
-    declared,
-    register_parts,
-)
+from flash_clipping.capture.declared_rows import DeclaredRows, declared, register_parts
 from flash_clipping.capture.factor_source import owned_parameters
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tap import Tap
+from flash_clipping.ops.runtime.checks import check_on_device
 
 #: Arguments with patches ``[N, d]`` and with grids ``[I, 3]``, and the token's configuration.
 _INPUTS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,8 @@ class SampleMeans:
 
     def __init__(self, module: Any, path: str, session: ClippingSession):
         self.module, self.path, self.session = module, path, session
-        self.original, before = module.loss_function, {*vars(module)}
+        self.original: Callable[..., Tensor] = module.loss_function
+        before = {*vars(module)}
         module.loss_function = self  # its public setter
         self._added = [name for name in vars(module) if name not in before]
         self.shift = _SHIFTS[self.original.__name__]

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from flash_clipping._compat import is_autocasting
 from flash_clipping.errors import FlashClippingError, NotServed, module_at
 from flash_clipping.factors import DenseGrad, SumGrad
-from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.rules.linear import LinearRule, has_quantized_weight
 from flash_clipping.rules.registry import (
     GradRequest,
@@ -41,7 +41,7 @@ class Float8LinearRule(LinearRule):
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if is_autocasting():
-            (x,) = autocast_operands(x)  # type: ignore[assignment]
+            (x,) = autocast_operands(x)
         return type(layer).forward(layer, x), (x, layer.weight)
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:

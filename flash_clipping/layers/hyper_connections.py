@@ -14,13 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from flash_clipping._compat import transforms_are_active
 from flash_clipping.errors import InvalidValue
-from flash_clipping.factors import (
-    DenseGrad,
-    LinearGrad,
-    PerSampleGrad,
-    SumGrad,
-    accumulation_dtype,
-)
+from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad, SumGrad, accumulation_dtype
 from flash_clipping.layers.by_rule import by_rule
 from flash_clipping.layers.ops import hyper_connections as ops, stream_mix as mixing
 from flash_clipping.layers.ops.hyper_connections import reference as ops_reference

@@ -65,7 +65,7 @@ class LowRank:
     def _shares(self, x_Nd: Tensor, segments: Segments) -> tuple[Tensor, ...]:
         """``s A_e x_n``, cut for Bs."""
         read_NR = grouped_linear(x_Nd, self.A_ERd, segments) * self.scale
-        return read_NR.split([B.shape[2] for B in self.Bs_Epr], dim=1)
+        return torch.split(read_NR, [B.shape[2] for B in self.Bs_Epr], dim=1)
 
     def forward(self, x_Nd: Tensor, segments: Segments) -> Tensor:
         shares = zip(self._shares(x_Nd, segments), self.Bs_Epr, strict=True)
@@ -256,8 +256,7 @@ def compute(
     if are_parts(parts):
         exchange = Exchange(expert_ids, experts, parts[0].device_mesh)
         parts = [part.to_local() for part in parts]
-    operands: Any = autocast_operands(x, *parts)
-    tokens, *params = operands
+    tokens, *params = autocast_operands(x, *parts)
     # LoRA is often kept wider than what it is added to: it is read in the dtype of tokens.
     params = [param.to(tokens.dtype) for param in params]
     x_Md, weight_Mk = tokens.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1])

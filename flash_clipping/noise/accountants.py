@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from opacus.accountants import IAccountant, register_accountant
 
@@ -45,7 +45,7 @@ class DiscreteGaussianAccountant(StepsOfRdpAccountant):
     kind is known. For Gaussian noise it holds as well, as ``"rdp"`` at whole orders.
     """
 
-    DEFAULT_ALPHAS: ClassVar[list[int]] = [*range(2, 65), *range(72, 257, 8), 320, 512]
+    DEFAULT_ALPHAS: list[float] = [*range(2, 65), *range(72, 257, 8), 320, 512]
 
     def get_privacy_spent(
         self, *, delta: float, alphas: list[float | int] | None = None

@@ -186,4 +186,5 @@ def _one_in(words: Keystream, k: int, count: int) -> np.ndarray:
     found = words.take(count) >> np.uint64(64 - bits)
     while len(beyond := (found >= k).nonzero()[0]):
         found[beyond] = words.take(len(beyond)) >> np.uint64(64 - bits)
-    return found == 0
+    is_first: np.ndarray = found == 0
+    return is_first

@@ -244,8 +244,7 @@ class BandedInverseNoise(NoiseMechanism):
         if self.shares is not None:
             return np.array(self.shares)
         j = np.arange(1, self.count)
-        found: np.ndarray = _square_root(self.count)[1:] / (2 * j - 1)
-        return found
+        return _square_root(self.count)[1:] / (2 * j - 1)
 
     @property
     def series(self) -> tuple[np.ndarray, np.ndarray]:
@@ -324,7 +323,7 @@ class BufferedNoise(NoiseMechanism):
 
     def column(self, steps: int) -> np.ndarray:
         # Term by term: products of many factors near 1 - x lose digits.
-        found = np.eye(1, max(steps, 0))[0]
+        found: np.ndarray = np.eye(1, max(steps, 0))[0]
         powers = np.arange(steps - 1, dtype=np.float64)
         for weight, decay in zip(self.weights, self.decays, strict=True):
             found[1:] += weight * decay**powers

@@ -45,7 +45,7 @@ class PoissonSampling(Mechanism):
 
     def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
         if self.max_batch_size is None:
-            return super().sampler(**options)
+            return PoissonSampler(**options)
         return FixedShapeSampler(max_batch_size=self.max_batch_size, fills_up=fills_up, **options)
 
     def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
@@ -142,7 +142,7 @@ class FixedOrder(Mechanism):
 
     noise: NoiseMechanism = field(default_factory=IndependentNoise)
 
-    kind = FixedOrderSampler
+    kind: ClassVar[type[PoissonSampler]] = FixedOrderSampler
     is_in_order = True
     takes_part = "Every sample takes part once in an epoch, in the same step of each."
     relation = ZERO_OUT

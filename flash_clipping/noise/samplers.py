@@ -150,7 +150,7 @@ class AllocationSampler(RoundSampler):
         steps_NK = allocations(draw, self.num_samples, self.round_steps, self.participations)
         by_step = steps_NK.flatten().argsort(stable=True) // self.participations
         sizes = steps_NK.flatten().bincount(minlength=self.round_steps)
-        return by_step.split(sizes.tolist())
+        return torch.split(by_step, sizes.tolist())
 
 
 class RowsOfUnitsSampler(PoissonSampler):

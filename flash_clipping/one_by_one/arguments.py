@@ -87,8 +87,7 @@ class Batch:
 
     def with_other_values(self, rows: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same with values that these rows do not have."""
-        found: Any = map_tensors(other_values, self.of(rows))
-        return found
+        return map_tensors(other_values, self.of(rows))
 
     def _counted(self, leaves: Sequence[tuple[str, Any]], drawn: int | None) -> int:
         """How many samples there are: the first argument that tells says it."""

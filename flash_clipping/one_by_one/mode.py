@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from flash_clipping.capture.draws import NO_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import map_tensors, refuse_layout, tensors_in
 from flash_clipping.capture.no_trace import random_state, untouched
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.loss_graph import walk
 from flash_clipping.engine.model_watch import ParameterGuards, Structure
@@ -62,6 +63,9 @@ from flash_clipping.one_by_one.arguments import (
     fill,
     way_of,
 )
+
+if TYPE_CHECKING:
+    from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 
 _PAST_THE_SAMPLES = (
     "added without being clipped. In mode='one_by_one' a sample's gradient is what its own run of "
@@ -116,7 +120,7 @@ class OneByOne:
         handles: where hooks are added.
     """
 
-    def __init__(self, model: Any, wrapper: nn.Module, handles: list[Any]):
+    def __init__(self, model: GradSampleHooksFlashClipping, wrapper: nn.Module, handles: list[Any]):
         self.model, self.root, self.session = model, model._module, model._session
         self.session.calls.backward_pass_class = self.new_pass
         self.guards = ParameterGuards(
@@ -140,7 +144,7 @@ class OneByOne:
             stacklevel=6,
         )
 
-    def new_pass(self, session: Any) -> SamplesPass:
+    def new_pass(self, session: ClippingSession) -> SamplesPass:
         """A backward pass that begins."""
         return SamplesPass(self.model, self._calls, session)
 
@@ -422,7 +426,7 @@ class _Run:
 
         def enter(grad: Tensor) -> None:
             if session.mode.enabled:
-                session.begin_backward(forward).enter(of_run())
+                cast(SamplesPass, session.begin_backward(forward)).enter(of_run())
 
         for x in results:
             x.register_hook(enter)
@@ -469,7 +473,7 @@ class Samples:
         count: how many there are, and one for rows of no unit.
     """
 
-    def __init__(self, forward: ForwardCall, session: Any, count: int):
+    def __init__(self, forward: ForwardCall, session: ClippingSession, count: int):
         self.forward, self.session, self.count = forward, session, count
         self.params: list[nn.Parameter] = session.options.trainable()
         #: Autograd's node of each sample.
@@ -531,7 +535,12 @@ class _Fork(torch.autograd.Function):
 class SamplesPass(BackwardPass):
     """One backward pass, in which samples' gradients arrive one after the other."""
 
-    def __init__(self, model: Any, calls: weakref.WeakSet[Samples], session: Any):
+    def __init__(
+        self,
+        model: GradSampleHooksFlashClipping,
+        calls: weakref.WeakSet[Samples],
+        session: ClippingSession,
+    ):
         super().__init__(session)
         self.model = model
         self.others = [samples for samples in calls if not samples.are_over]

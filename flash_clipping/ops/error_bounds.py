@@ -71,7 +71,7 @@ def spread(A_BTd: Tensor, G_BTp: Tensor) -> Tensor:
 
 def squared_rows(X_BTf: Tensor, dtype: torch.dtype) -> Tensor:
     """Squared norms of rows ``[B, T]``, enlarged by :data:`FLOOR` for each feature."""
-    squares_BT = torch.linalg.vector_norm(X_BTf, dim=-1, dtype=dtype).square_()
+    squares_BT: Tensor = torch.linalg.vector_norm(X_BTf, dim=-1, dtype=dtype).square_()
     return squares_BT.add_(FLOOR * X_BTf.shape[-1])
 
 
@@ -87,16 +87,15 @@ def squared_norms(grads: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     rows are added up in parts, to within 8e-6.
     """
     flat = grads.reshape(len(grads), grads.shape[1:].numel())
-    if not flat.is_cpu:
-        return torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square_()
-    if flat.stride(1) != 1:
+    if flat.is_cpu and flat.stride(1) != 1:
         flat = flat.contiguous()
-    if flat.shape[1] <= ROW:
-        return torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square_()
+    if not flat.is_cpu or flat.shape[1] <= ROW:
+        norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=dtype)
+        return norms.square_()
     whole = flat.shape[1] // ROW * ROW
     parts = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, ROW)), dim=2, dtype=dtype)
-    rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, dtype=dtype)
-    return parts.square_().sum(1).add_(rest.square_())
+    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1, dtype=dtype)
+    return rest.square_().add_(parts.square_().sum(1))
 
 
 LOST_OF_HALVES = 1.5 * 2.0**-25

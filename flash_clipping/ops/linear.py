@@ -110,7 +110,7 @@ def rank_one_sqnorms(A_B1d: Tensor, G_B1p: Tensor) -> Tensor:
     A_norm = torch.linalg.vector_norm(A_B1d, dim=(1, 2), dtype=torch.float64)
     G_norm = torch.linalg.vector_norm(G_B1p, dim=(1, 2), dtype=torch.float64)
     dtype = torch.promote_types(torch.promote_types(A_B1d.dtype, G_B1p.dtype), torch.float32)
-    sq_B = (A_norm * G_norm).square_()
+    sq_B: Tensor = (A_norm * G_norm).square_()
     if dtype != torch.float64:
         sq_B.div_(A_norm.add_(G_norm) <= HUGE)
     return sq_B.to(dtype)

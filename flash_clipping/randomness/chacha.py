@@ -76,8 +76,7 @@ class Keystream:
         found = torch.empty(-(-count // 8), BLOCK_WORDS, dtype=torch.int32)
         if count:
             self.fill(found)
-        numbers: np.ndarray = found.numpy().reshape(-1).view(np.uint64)[:count]
-        return numbers
+        return found.numpy().reshape(-1).view(np.uint64)[:count]
 
 
 def _blocks(start_16N: np.ndarray, rounds: int) -> np.ndarray:
@@ -95,9 +94,9 @@ def _blocks(start_16N: np.ndarray, rounds: int) -> np.ndarray:
                 c += d
                 b = _rotated(b ^ c, right)
             b, c, d = (np.roll(row, turn, 0) for row, turn in zip((b, c, d), turns, strict=True))
-    return np.concatenate([a, b, c, d]) + start_16N
+    mixed_16N: np.ndarray = np.concatenate([a, b, c, d]) + start_16N
+    return mixed_16N
 
 
 def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
-    found: np.ndarray = (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
-    return found
+    return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))

@@ -115,7 +115,6 @@ class MultiheadAttentionRule(Rule):
         biases = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
         outputs = []
         for x, weight, bias in zip(inputs, weights, biases, strict=True):
-            assert x is not None and weight is not None
             outputs.append(F.linear(x, weight, None if bias is None else bias.to(x.dtype)))
         for position, extra in ((1, layer.bias_k), (2, layer.bias_v)):
             if extra is not None:

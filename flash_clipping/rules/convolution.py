@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping._compat import padding_of
+from flash_clipping._compat import is_autocasting, padding_of
 from flash_clipping.factors import ConvolutionGrad, DenseGrad, PerSampleGrad, SumGrad
-from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.rules.registry import (
     GradRequest,
     Grads,
@@ -60,7 +59,6 @@ class ConvolutionRule(Rule):
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = weight_and_bias(layer)
-        assert weight is not None
         if x.ndim != weight.ndim:
             raise UnsupportedLayer(
                 f"FC203 a {type(layer).__name__} without a batch axis has no samples: expected an "
@@ -69,8 +67,7 @@ class ConvolutionRule(Rule):
                 "x = x.unsqueeze(0)",
             )
         if is_autocasting():
-            x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
-            assert weight is not None
+            x, weight, bias = autocast_operands(x, weight, bias)
         read, kernel = padded(layer, x)
         return convolution(read, weight, bias, kernel), (x, weight)
 

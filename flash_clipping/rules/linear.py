@@ -7,8 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_clipping._compat import is_autocasting
 from flash_clipping.factors import DenseGrad, LinearGrad, SumGrad
-from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.ops.runtime.tables import on_16_bytes
 from flash_clipping.rules.registry import (
     GradRequest,
@@ -78,8 +78,8 @@ class LinearRule(Rule):
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = weight_and_bias(layer)
         if is_autocasting():
-            x, weight, bias = autocast_operands(x, weight, bias)  # type: ignore[assignment]
-        return F.linear(x, weight, bias), (x, weight)  # type: ignore[arg-type]
+            x, weight, bias = autocast_operands(x, weight, bias)
+        return F.linear(x, weight, bias), (x, weight)
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, weight = saved
@@ -91,8 +91,8 @@ class TransposedLinearRule(LinearRule):
     """GPT-2's ``Conv1D``, whose weight is ``d x p``."""
 
     def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x, weight, bias = autocast_operands(x, *weight_and_bias(layer))  # type: ignore[assignment]
-        return F.linear(x, weight.mT, bias), (x, weight)  # type: ignore[union-attr]
+        x, weight, bias = autocast_operands(x, *weight_and_bias(layer))
+        return F.linear(x, weight.mT, bias), (x, weight)
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x, weight = saved

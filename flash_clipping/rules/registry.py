@@ -241,7 +241,7 @@ def kinds_of(*things: Any) -> set[str]:
     return {full_name(kind) for thing in things for kind in type(thing).__mro__}
 
 
-def weight_and_bias(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+def weight_and_bias(layer: nn.Module) -> tuple[Any, Tensor | None]:
     """``layer.weight`` and ``layer.bias``, past ``nn.Module.__getattr__``: it is a tenth of what a
     tapped layer costs the host."""
     params = layer._parameters

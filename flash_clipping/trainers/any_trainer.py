@@ -38,11 +38,13 @@ def _own_forms(trainer: type[hf.Trainer]) -> Mapping[type[hf.Trainer], type[hf.P
     """Trainers that have a private form here, those of TRL where this is one of them."""
     own = {hf.Seq2SeqTrainer: hf.PrivateSeq2SeqTrainer, hf.Trainer: hf.PrivateTrainer}
     if any(cls.__module__.partition(".")[0] == "trl" for cls in trainer.__mro__):
+        from trl import DPOTrainer, RewardTrainer, SFTTrainer
+
         from flash_clipping.trainers import trl
 
         return {
-            trl.SFTTrainer: trl.PrivateSFTTrainer,
-            trl.DPOTrainer: trl.PrivateDPOTrainer,
-            trl.RewardTrainer: trl.PrivateRewardTrainer,
+            SFTTrainer: trl.PrivateSFTTrainer,
+            DPOTrainer: trl.PrivateDPOTrainer,
+            RewardTrainer: trl.PrivateRewardTrainer,
         } | own
     return own

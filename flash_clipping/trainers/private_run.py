@@ -329,6 +329,7 @@ class LogicalLoader(PoissonLoader):
     than that where these are no more parts than that."""
 
     announces = False
+    collate_fn: CollateParts
 
     def __init__(
         self,

@@ -28,8 +28,8 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
     from tqdm.auto import tqdm
     from transformers import (
-        Seq2SeqTrainer,
-        Trainer,
+        Seq2SeqTrainer as Seq2SeqTrainer,
+        Trainer as Trainer,
         TrainerCallback,
         TrainerState,
         TrainingArguments,
@@ -59,12 +59,7 @@ from flash_clipping.trainers.refused import (
     refuse_loader,
     refuse_trainer,
 )
-from flash_clipping.trainers.sample_losses import (
-    asking,
-    compare,
-    sample_losses,
-    shifts_labels,
-)
+from flash_clipping.trainers.sample_losses import asking, compare, sample_losses, shifts_labels
 
 __all__ = ["PrivacyArguments", "PrivateSeq2SeqTrainer", "PrivateTrainer"]
 
@@ -124,7 +119,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         refuse_arguments(given)
         self.privacy, self.run = privacy, PrivateRun(privacy)
         self._max_grad_norm = _clipping_bound(given.max_grad_norm, privacy.max_grad_norm)
-        self._logical_batch_size = (
+        self._logical_batch_size: int = (
             given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size
         ) // layers_cut_by_transformers(bound.arguments.get("model"))
         self._usual_parts = given.gradient_accumulation_steps
@@ -249,7 +244,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             if has_shards(model):  # each process has a part of the layers, and all samples
                 return model
             if self._data_parallel is None:
-                self._data_parallel = DifferentiallyPrivateDistributedDataParallel(self.model)
+                self._data_parallel = DifferentiallyPrivateDistributedDataParallel(self.model)  # type: ignore[arg-type]  # "| None" there
             return self._data_parallel
         return super()._wrap_model(model, training, *args, **kwargs)
 
@@ -379,7 +374,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         for part in inputs.parts:
-            super()._track_num_input_tokens(part)
+            super()._track_num_input_tokens(part)  # type: ignore[no-untyped-call]
 
     # -- logs -----------------------------------------------------------------------------------
 

@@ -412,8 +412,7 @@ def compiler_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compiles functions as ``torch.compile`` does with these arguments."""
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(function, *args, **kwargs)
-        return compiled
+        return torch.compile(function, *args, **kwargs)
 
     # Where nn.Module.compile has it: torch.compile(model, fullgraph=False, ...)
     compiler.fullgraph = kwargs.get("fullgraph", False)  # type: ignore[attr-defined]

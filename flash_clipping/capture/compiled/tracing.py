@@ -224,7 +224,7 @@ def _inside_of_boundary(
     layer, fits = tap.layer, []
     whole = dict(layer._parameters)
 
-    def tapped(x: Tensor) -> Tensor:
+    def tapped(x: Tensor) -> Any:
         local = tap.boundary.local_parameters(layer)
         try:
             for name in whole:

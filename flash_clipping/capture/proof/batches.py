@@ -289,9 +289,10 @@ class Samples:
         args, kwargs = map_tensors(of, (args, kwargs))
         if self._window is not None:
             args, kwargs = map_tensors(self._cut, (args, kwargs))
-        return pytree.tree_map(
+        args, kwargs = pytree.tree_map(
             of_leaf, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PackedSequence)
         )
+        return args, kwargs
 
     def _cut(self, x: Tensor) -> Tensor:
         assert self._window is not None

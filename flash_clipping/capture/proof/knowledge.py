@@ -6,8 +6,8 @@ import copy
 from collections.abc import Collection, Iterable, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from flash_clipping.capture.forward_call import Read
 from flash_clipping.capture.proof.coverage import Coverage
+from flash_clipping.capture.proof.reads import Read
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 

@@ -639,8 +639,8 @@ class _Oracle:
     def _gap(self, a: Tensor, b: Tensor, norms: Tensor) -> Tensor:
         """``[P]``: differences of the rows of ``a`` and ``b``, as parts of these norms."""
         floor = max(FLOOR * float(norms.norm()), NOTHING * self.size, LEAST)
-        scale = norms.clamp(min=floor)
-        return (a - b).norm(dim=1) / scale
+        gaps: Tensor = (a - b).norm(dim=1)
+        return gaps / norms.clamp(min=floor)
 
     def _complain(self, part: str, gap: Tensor, most: float | None = None) -> Complaint | None:
         """The finding that these differences ``[P]`` are, if some are larger than rounding."""

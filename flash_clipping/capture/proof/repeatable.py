@@ -57,7 +57,7 @@ def _place_of_dropout(func: Any) -> int | None:
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
-class Repeatable(DispatchMode):
+class Repeatable(DispatchMode):  # type: ignore[misc]  # a private class
     """Takes chance out of random operators, and raises what would end the process on a GPU.
 
     ``randperm`` moves every sample: a permutation that leaves a sample in its place shows nothing.

@@ -16,11 +16,10 @@ been transposed, cast, or the like (``AffineView``).
 Only such operations are checked again in backward, never the module's forward.
 """
 
-# ruff: noqa: F401
-from flash_clipping.capture.proxies.functions import repeated, to_samples
+from flash_clipping.capture.proxies.functions import repeated as repeated, to_samples as to_samples
 from flash_clipping.capture.proxies.parameter_proxy import (
-    ParameterProxy,
-    UnsupportedUse,
-    parameter_proxies,
-    refuse_bypassed,
+    ParameterProxy as ParameterProxy,
+    UnsupportedUse as UnsupportedUse,
+    parameter_proxies as parameter_proxies,
+    refuse_bypassed as refuse_bypassed,
 )

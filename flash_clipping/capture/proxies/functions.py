@@ -195,7 +195,7 @@ def _stand_ins(
         lookup = _table_rows(func, name, leaves, spec, bare, result)
         if (known := bare.kept_origin) is not None and not in_place:
             source = origin_of(name, leaves, named, bare.value, known, result)
-        is_other = lookup is source is rows is None and not in_place
+        is_other = lookup is None and source is None and rows is None and not in_place
         if is_other and bare.kept_lookup and result.shape == bare.shape:
             parent = bare
             if not named:
@@ -264,7 +264,7 @@ def _kept_of(name: str, leaves: list[Any]) -> Tensor | None:
     ``None`` of functions that do more than choose."""
     if name not in _BY_ELEMENT or len(leaves) != 3:
         return None
-    chosen = leaves[0] if name == "where" else leaves[1]
+    chosen: Tensor = leaves[0] if name == "where" else leaves[1]
     if not (is_plain(chosen) and chosen.dtype == torch.bool):
         return None
     return chosen if name == "where" and isinstance(leaves[1], ParameterProxy) else ~chosen

@@ -57,7 +57,7 @@ _SAME_ALONE = ADDITION | MULTIPLICATION | READS_ROWS | {"einsum", "bmm", "baddbm
 class ProxyOp:
     """One operation between bare parameters and tensors that carry samples."""
 
-    func: Callable[..., Any]
+    func: Callable[..., Tensor]
     name: str
     leaves: list[Any]
     spec: Any
@@ -101,8 +101,7 @@ class ProxyOp:
         if not enabled and not torch.is_autocast_enabled(device_type):
             return self.func(*args, **kwargs)
         with torch.autocast(device_type, dtype=dtype, enabled=enabled):
-            result: Tensor = self.func(*args, **kwargs)
-        return result
+            return self.func(*args, **kwargs)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -242,7 +241,8 @@ def in_samples(grads_N: Tensor, parts: int) -> Tensor:
     through functions of parameters is then no more than samples, however many windows or heads."""
     if parts == 1:
         return grads_N
-    return grads_N.unflatten(0, (-1, parts)).sum(1, dtype=accumulation_dtype(grads_N.dtype))
+    grads_Bp = torch.unflatten(grads_N, 0, (-1, parts))
+    return grads_Bp.sum(1, dtype=accumulation_dtype(grads_N.dtype))
 
 
 def through(

@@ -302,7 +302,7 @@ class ParameterProxy(torch.Tensor):
         kept: Tensor | None = None,
     ) -> ParameterProxy:
         # It requires grad so that a gradient which got past these functions is noticed.
-        bare = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
+        bare: ParameterProxy = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.tap = value, leaves, tap
         bare.rows, bare.rows_version = row, value._version
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
@@ -382,7 +382,9 @@ class ParameterProxy(torch.Tensor):
             return cls.run(func, args, dict(kwargs or {}))
 
 
-def _gates(x: Tensor, h: Tensor, w_x: Any, w_h: Any, b_x: Any = None, b_h: Any = None) -> Any:
+def _gates(
+    x: Tensor, h: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None
+) -> tuple[Tensor, Tensor]:
     return F.linear(x, w_x, b_x), F.linear(h, w_h, b_h)
 
 
@@ -466,12 +468,13 @@ def parameter_proxies(tap: FactorSource, owners: list[nn.Module]) -> Iterator[No
     outside, tap.entered = tap.entered, circumstances()
     try:
         for module in owners:
-            for name, param in module._parameters.items():
+            slots: dict[str, Any] = module._parameters
+            for name, param in slots.items():
                 if isinstance(param, ParameterProxy):
                     continue  # a recomputation: stood in for during the whole backward
                 if param is not None and param.requires_grad:
                     stood_in.append((module, name, param))
-                    module._parameters[name] = ParameterProxy.stand_in(param, tap)  # type: ignore[assignment]
+                    slots[name] = ParameterProxy.stand_in(param, tap)
         yield
     finally:
         tap.entered = outside
@@ -487,16 +490,17 @@ def recomputable(tap: FactorSource) -> Iterator[None]:
 
     A failed backward lets go of this whenever it is collected: it puts back only what it put in.
     """
-    mine: list[tuple[nn.Module, str, nn.Parameter, ParameterProxy]] = []
+    mine: list[tuple[dict[str, Any], str, nn.Parameter, ParameterProxy]] = []
     try:
         for module in tap.owners:
-            for name, param in module._parameters.items():
+            slots: dict[str, Any] = module._parameters
+            for name, param in slots.items():
                 if param is not None and param.requires_grad:
                     bare = ParameterProxy.stand_in(param, tap)
-                    mine.append((module, name, param, bare))
-                    module._parameters[name] = bare  # type: ignore[assignment]
+                    mine.append((slots, name, param, bare))
+                    slots[name] = bare
         yield
     finally:
-        for module, name, param, bare in mine:
-            if module._parameters.get(name) is bare:
-                module._parameters[name] = param
+        for slots, name, param, bare in mine:
+            if slots.get(name) is bare:
+                slots[name] = param

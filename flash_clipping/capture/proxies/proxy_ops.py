@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_clipping._compat import apply_of, memory_id, transforms_are_active
+from flash_clipping._compat import apply_of, is_autocasting, memory_id, transforms_are_active
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.proxies.operation import (
@@ -38,7 +38,6 @@ from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import DenseGrad, PerSampleGrad, merge
 from flash_clipping.finish.backward_pass import Readers
-from flash_clipping.ops.runtime.backend import is_autocasting
 from flash_clipping.rules.linear import linear_backward
 from flash_clipping.rules.registry import GradRequest, own
 
@@ -96,8 +95,7 @@ def mixed(
         if name in READS_ROWS:
             operation.readers = call, call.note_reader(plain[0])
     # The parameters are inputs, so that the output requires grad.
-    output: Tensor = _apply(operation, len(plain), *plain, *params)
-    return output
+    return _apply(operation, len(plain), *plain, *params)
 
 
 def note_recomputation(tap: FactorSource, recomputed: bool) -> None:
@@ -350,8 +348,7 @@ def _short_linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
         return None
     (weight,) = bare.leaves.values()
     call.used.append([weight])
-    output: Tensor = _apply_linear(bare.tap, call, x, weight)
-    return output
+    return _apply_linear(bare.tap, call, x, weight)
 
 
 def _short_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -370,8 +367,7 @@ def _short_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
     if _known(F.scaled_dot_product_attention, mask, query, reads=3) is None:
         return None
     whole = of_samples(mask, len(query), rank)
-    output: Tensor = F.scaled_dot_product_attention(*args, **{**kwargs, "attn_mask": whole})
-    return output
+    return F.scaled_dot_product_attention(*args, **{**kwargs, "attn_mask": whole})
 
 
 #: By the function: its result, or ``None`` where it has to take the general way.
@@ -405,6 +401,6 @@ class _LinearFunction(torch.autograd.Function):
 
 
 # Transforms of torch.func were refused before.
-_apply = apply_of(_MixedFunction)
+_apply: Callable[..., Tensor] = apply_of(_MixedFunction)
 _apply_expansion = apply_of(_Expansion)
-_apply_linear = apply_of(_LinearFunction)
+_apply_linear: Callable[..., Tensor] = apply_of(_LinearFunction)

@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -121,6 +121,7 @@ class PoissonLoader(DPDataLoader):
 
     #: Whether the model is told of batches; if not, of parts by whoever runs it on them.
     announces = True
+    batch_sampler: PoissonSampler
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class PoissonLoader(DPDataLoader):
     def share(self, processes: ProcessGroups) -> None:
         """Draw with the other processes of a model that was sharded since this loader was made; all
         of them call it, and those that share their samples draw the same."""
-        sampler = self.batch_sampler
+        sampler = cast(ShardedPoissonSampler, self.batch_sampler)
         stream = processes.shared_stream(sampler.stream)
         sampler.share(processes.data_rank, processes.data_size, stream)
 

@@ -53,12 +53,13 @@ class Users:
     @cached_property
     def by_row(self) -> Tensor:
         """``[R]``: the owner of each row, from 0."""
-        return torch.as_tensor(self.ids).unique(return_inverse=True)[1]
+        owner_R: Tensor = torch.as_tensor(self.ids).unique(return_inverse=True)[1]
+        return owner_R
 
     @cached_property
     def rows(self) -> Sequence[Tensor]:
         """The rows of each owner."""
-        return self.by_row.argsort(stable=True).split(self.by_row.bincount().tolist())
+        return torch.split(self.by_row.argsort(stable=True), self.by_row.bincount().tolist())
 
     def rows_of(self, user: int, draw: Draw) -> list[int]:
         """Rows of an owner; of one with too many, some that are drawn again each time."""

@@ -80,7 +80,7 @@ def spread(x: Tensor, G: Tensor, geometry: Geometry) -> Tensor:
     ones = x_sq.new_ones((geometry.groups, 1, *geometry.kernel))
     patch_sq: Tensor = torch.ops.aten.convolution(x_sq, ones, None, *geometry.settings())
     G = G.unflatten(1, (geometry.groups, -1))
-    norms = torch.linalg.vector_norm(G, dim=2, dtype=dtype)
+    norms: Tensor = torch.linalg.vector_norm(G, dim=2, dtype=dtype)
     per_group = x.shape[1] // geometry.groups
     patch_sq += error_bounds.FLOOR * (per_group * geometry.offsets)
     norms_sq = norms.square_().add_(error_bounds.FLOOR * G.shape[2])

@@ -111,7 +111,8 @@ def outer_sqnorms(A_BTd: Tensor, G_BTp: Tensor, store: bool) -> tuple[Tensor, Te
     if store and fills_ring(A_BTd, G_BTp):
         from flash_clipping.ops.outer import hopper  # not every Triton can
 
-        per_sample = tiles.cdiv(p, hopper.BLOCK.value) * tiles.cdiv(d, hopper.WIDE.value)
+        rows, columns = tiles.LONG_TILE
+        per_sample = tiles.cdiv(p, rows) * tiles.cdiv(d, columns)
         partial = A_BTd.new_empty((B, per_sample * hopper.PARTS.value), dtype=torch.float32)
         launch(
             hopper._outer_ring_kernel, min(B * per_sample, tiles.sm_count(A_BTd.device)),

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from flash_clipping.errors import Coded, InvalidValue
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Operands = TypeVarTuple("Operands")
 
 BACKENDS = ("auto", "triton", "torch")
 ENVIRONMENT_VARIABLE = "FLASH_CLIPPING_BACKEND"
@@ -339,15 +340,16 @@ def matmul_settings() -> tuple[Any, Any]:
     return _SETTINGS[0], _SETTINGS[1]
 
 
-def autocast_operands(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+def autocast_operands(x: Tensor, *others: *Operands) -> tuple[Tensor, *Operands]:
     """Cast as autocast would cast the operands of a matmul or convolution, for whoever multiplies
     and saves them: the norm is then that of what the backward pass really computes."""
+    operands: tuple[Any, ...] = (x, *others)
     if not is_autocasting() or not torch.is_autocast_enabled(x.device.type):
-        return (x, *others)
+        return operands
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(
         tensor
         if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
         else tensor.to(dtype)
-        for tensor in (x, *others)
+        for tensor in operands
     )

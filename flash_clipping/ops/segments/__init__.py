@@ -112,7 +112,7 @@ class Segments:
 
     def by_sample(self, of_segments_S: Tensor) -> Tensor:
         """Values of segments ``[S, ...]``, added up for every sample: ``[B, ...]``."""
-        return of_segments_S.unflatten(0, (self.groups, self.samples)).sum(0)
+        return torch.unflatten(of_segments_S, 0, (self.groups, self.samples)).sum(0)
 
     @classmethod
     def end_to_end(cls, parts: Sequence[Segments]) -> Segments:

@@ -107,7 +107,7 @@ def grouped_sums(A: Rows, G: Rows, lists: Lists, coef_B: Tensor | None) -> Tenso
 def segment_grads(A: Rows, G: Rows, lists: Lists, samples: int) -> Tensor:
     """See :func:`flash_clipping.ops.segments.segment_grads`."""
     grads = products(A, G, lists)
-    return grads.unflatten(0, (-1, samples)).transpose(0, 1).contiguous()
+    return torch.unflatten(grads, 0, (-1, samples)).transpose(0, 1).contiguous()
 
 
 def products(A: Rows, G: Rows, lists: Lists) -> Tensor:

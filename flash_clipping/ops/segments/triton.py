@@ -488,7 +488,7 @@ def segment_grads(A: Rows, G: Rows, lists: Lists, samples: int) -> Tensor:
     writes each gradient where it belongs."""
     if min(A.features, G.features) > NARROW:
         grads = products(A, G, lists)
-        return grads.unflatten(0, (-1, samples)).transpose(0, 1).contiguous()
+        return torch.unflatten(grads, 0, (-1, samples)).transpose(0, 1).contiguous()
     A, G = operands_of(A, G)
     out = A.X.new_empty((samples, len(lists) // samples, G.features, A.features))
     ones = torch.ones(1, device=A.X.device)
