@@ -31,9 +31,11 @@ from flash_clipping.engine.grad_ledger import (
 )
 from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed, checked_number
+from flash_clipping.factors import accumulation_dtype
 from flash_clipping.ops.noise import NoiseGrid, gated, noisy_means
+from flash_clipping.ops.runtime.backend import compile_ahead
 from flash_clipping.ops.runtime.checks import device_checks
-from flash_clipping.randomness import ALL_ROUNDS, FEWER_ROUNDS, Purpose, SecretStream
+from flash_clipping.randomness import ALL_ROUNDS, FEWER_ROUNDS, Draw, Purpose, SecretStream
 
 
 class FlashDPOptimizer(DPOptimizerFastGradientClipping):
@@ -164,6 +166,20 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         module.max_grad_norm = self._bound_now()
         module.running_step.follower = self
         self._module, self._ledger = module, module.running_step
+        self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        """Let a thread compile the kernel that draws noise: it takes seconds, and the first step
+        would wait for it at its end."""
+        plain = [p for p in self.params if type(p.data) is Tensor and p.is_cuda]
+        if not plain or self.correlated is not None or self.noise_grid == "exact":
+            return
+        sums = [p.new_zeros(1, dtype=accumulation_dtype(p.dtype)) for p in map(self._own, plain)]
+        draw = Draw(bytes(32), Purpose.NOISE, 0, self._rounds(sums))  # of no stream: never launched
+        options: dict[str, Any] = {"dtypes": [self._noisy_dtype(p) for p in plain]}
+        compile_ahead(
+            lambda: noisy_means(sums, 1.0, 1.0, draw=draw, grid=self.noise_grid, **options)
+        )
 
     @staticmethod
     def check_alone(module: Any, optimizer: Any) -> None:

@@ -13,8 +13,9 @@ logger = logging.getLogger("flash_clipping")
 #: So many replays are timed before replays are compared with calls that run as they are.
 TIMED = 6
 
-#: Replays are kept unless they take more than so many times as long.
-SLOWER = 1.02
+#: Replays are kept unless they take more than so many times as long as the fastest call as it is:
+#: most calls take longer than that, as they wait for the host.
+SLOWER = 1.1
 
 #: A first graph may take so many times the memory of before, and an allocator's blocks besides.
 LARGER, BLOCKS = 1.1, 2**27

@@ -153,12 +153,12 @@ class Samples:
     @property
     def are_alike(self) -> bool:
         """Whether there are several samples, of which the first input says nothing that tells them
-        apart."""
-        first = next((x for x in self.leaves if self.holds(x)), None)
-        if self.count < 2 or first is None:
-            return False
-        rows = first.detach().movedim(self._axis_of(first) or 0, 0)
-        return bool((rows == rows[:1]).all())
+        apart, and no other with several numbers for each: a mask may come first."""
+        held = [x for x in self.leaves if self.holds(x) and id(x) not in self._labels]
+        several = [x for n, x in enumerate(held) if not n or x.dim() > 1]
+        axes = [self._axis_of(x) or 0 for x in several]
+        rows = [x.detach().movedim(axis, 0) for x, axis in zip(several, axes, strict=True)]
+        return self.count > 1 and bool(rows) and all(bool((x == x[:1]).all()) for x in rows)
 
     def holds(self, x: Tensor) -> bool:
         """Whether this tensor of the arguments has a row for each sample."""

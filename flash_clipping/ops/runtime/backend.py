@@ -235,11 +235,30 @@ def only_compiles() -> bool:
     return _backward.only_compiles
 
 
+def compile_ahead(work: Callable[[], object]) -> None:
+    """Let a thread compile each kernel that this would launch, and launch none. A kernel that does
+    not compile is met again where it is launched."""
+    if not compiles_kernels():
+        return
+    before, _backward.only_compiles = _backward.only_compiles, True
+    try:
+        work()
+    finally:
+        _backward.only_compiles = before
+
+
 def hand_over(compile: Callable[[], object]) -> None:
-    """Let threads compile the kernel that this asks Triton for; only where there is a
-    :data:`compilation`."""
+    """Let threads compile the kernel that this asks Triton for."""
     way = compilation_by_executor()
-    assert way is not None
+    if way is None or compilation is None:
+        device = torch.cuda.current_device()
+
+        def beside() -> None:
+            with contextlib.suppress(Exception), torch.cuda.device(device):
+                compile()
+
+        threading.Thread(target=beside, daemon=True).start()
+        return
     before = way[1].set(compilation)  # of this thread: autograd has its own
     try:
         compile()

@@ -114,6 +114,23 @@ def test_samples_that_are_always_alike_are_not_looked_at_for_ever() -> None:
     assert counts[5:] == [1, 1, 1]
 
 
+def test_samples_behind_masks_that_are_alike_are_not_looked_at_again() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(K, 3)
+
+        def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+            return self.layer(x * mask)
+
+    gate, runs = GradSampleModuleFlashClipping(Masked()), []
+    gate._module.layer.register_forward_hook(lambda *_: runs.append(1))
+    for _ in range(2):
+        runs.clear()
+        gate(torch.ones(B, K), torch.rand(B, K)).square().sum().backward()
+    assert runs == [1]
+
+
 MET: list[Tensor] = []
 
 

@@ -1,0 +1,56 @@
+"""Kernels that are compiled before they are met."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flash_clipping import FlashPrivacyEngine
+from flash_clipping.ops.runtime import backend
+from flash_clipping.ops.runtime.launches import launch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_that_draws_noise_is_that_which_was_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    from flash_clipping.ops.noise import triton as noise
+
+    seen: list[tuple[bool, Any]] = []
+
+    def told(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+        seen.append((backend.only_compiles(), constants))
+        launch(kernel, programs, *args, **constants)
+
+    monkeypatch.setattr(noise, "launch", told)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)).to("cuda", dtype)
+    data = TensorDataset(torch.randn(16, 8).to(dtype), torch.randint(2, (16,)))
+    engine = FlashPrivacyEngine()
+    model, optimizer, criterion, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=4),
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    before = [p.clone() for p in model.parameters()]
+    assert [ahead for ahead, _ in seen] == [True]
+    x, y = next(iter(loader))
+    criterion(model(x.cuda()), y.cuda()).backward()
+    optimizer.step()
+    assert [ahead for ahead, _ in seen] == [True, False] and seen[0][1] == seen[1][1]
+    assert all((p != q).any() for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_nothing_is_done_ahead_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[bool] = []
+    for compiles in (False, True):
+        monkeypatch.setattr(backend, "compiles_kernels", lambda: compiles)  # noqa: B023
+        backend.compile_ahead(lambda: done.append(backend.only_compiles()))
+    assert done == [True] and not backend.only_compiles()
