@@ -1,9 +1,8 @@
-"""Parameters of different dtypes, and uses with different batch sizes."""
+"""Parameters of different dtypes."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import id_batch, squares, truth_by_autograd
-from tests.support.errors import raises, warns
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
@@ -76,84 +74,3 @@ def test_a_normalization_of_ones_own_in_16_bits(own: torch.dtype) -> None:
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
     squares(flash, batch).backward()
     assert_close(flash.get_norm_sample(), truth.norms, torch.finfo(torch.bfloat16).eps, "norms")
-
-
-class Uneven(nn.Module):
-    """One layer reads the samples, and reads more rows than there are samples."""
-
-    def __init__(self, kind: str, views: str) -> None:
-        super().__init__()
-        self.shared = nn.Linear(3, 3) if kind == "linear" else nn.Conv1d(3, 3, 1)
-        self.views = views
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Backward comes to the other use, which is as it should be, first.
-        if self.views == "apart":
-            uneven = self.shared(torch.cat([x, x]))[: len(x)]
-        else:
-            uneven = self.shared(torch.stack([x, x], 1).flatten(0, 1))[::2]
-        return self.shared(x) + uneven
-
-
-SHAPES = {"linear": (4, 3), "convolution": (4, 3, 5)}
-APART = (
-    r"shared \(\w+\): what it reads has 8 rows for a batch of 4, and 6 for a batch of 3\n"
-    r".*a sample's rows lie apart.*torch\.stack\(\[a, b\], 1\)\.flatten\(0, 1\) in place of "
-    r'torch\.cat\(\[a, b\]\)(?s:.*)mode="one_by_one"'
-)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", SHAPES)
-def test_two_views_of_a_sample_that_lie_together_are_exact(kind: str, mode: str) -> None:
-    norms_are_exact(Uneven(kind, "together"), torch.randn(SHAPES[kind]), mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", SHAPES)
-def test_two_views_of_a_batch_one_behind_the_other_are_refused(kind: str, mode: str) -> None:
-    wrapped = GradSampleModuleFlashClipping(Uneven(kind, "apart"), max_grad_norm=1.0, mode=mode)
-    with raises("FC201", match=APART):
-        wrapped(torch.randn(SHAPES[kind])).square().sum().backward()
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_two_views_of_a_batch_run_one_by_one(kind: str) -> None:
-    with warns("FC180"):
-        norms_are_exact(Uneven(kind, "apart"), torch.randn(SHAPES[kind]), "one_by_one")
-
-
-def norms_are_exact(model: Uneven, x: Tensor, mode: str) -> None:
-    truth = truth_of_twice(copy.deepcopy(model), x)
-    wrapped = GradSampleModuleFlashClipping(
-        model, max_grad_norm=1.0, mode=mode, loss_reduction="sum"
-    )
-    wrapped(x).square().sum().backward()
-    assert_close(wrapped.get_norm_sample(), truth, 1e-5, "norms")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_tied_table_that_reads_some_samples_is_refused(mode: str) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = nn.Embedding(7, 3)
-            self.head = nn.Linear(3, 7, bias=False)
-            self.head.weight = self.shared.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.shared(x[:2]).repeat(2, 1, 1))
-
-    wrapped = GradSampleModuleFlashClipping(Tied(), max_grad_norm=1.0, mode=mode)
-    with raises("FC201", match=r"shared \(Embedding\): what it reads has 2 rows"):
-        wrapped(torch.randint(7, (4, 5))).square().sum().backward()
-
-
-def truth_of_twice(model: Any, x: Tensor) -> Tensor:
-    """Norms of single samples that go through the shared layer twice."""
-    norms = []
-    for x_1 in x.split(1):
-        loss = (2 * model.shared(x_1)).square().sum()
-        grads = torch.autograd.grad(loss, list(model.parameters()))
-        norms.append(torch.cat([g.flatten() for g in grads]).norm())
-    return torch.stack(norms)

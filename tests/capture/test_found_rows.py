@@ -6,7 +6,6 @@ Shape suffixes: B samples, T positions, d features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -48,68 +47,6 @@ class Flat(nn.Module):
         return self.head(h + self.ffn(self.norm(h.reshape(B * T, 4))).view_as(h))
 
 
-class Windows(nn.Module):
-    """Windows folded into the batch, with a table of biases by relative position, as Swin's."""
-
-    def __init__(self, size: int = 4, heads: int = 2) -> None:
-        super().__init__()
-        self.embed, self.qkv, self.head = nn.Linear(3, 4), nn.Linear(4, 12), nn.Linear(4, 2)
-        self.table = nn.Parameter(torch.randn(2 * size - 1, heads))
-        self.scale = nn.Parameter(torch.ones(heads, 1, 1))
-        self.size, self.heads = size, heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        h = h + self.attend(h.unflatten(1, (-1, self.size)).flatten(0, 1)).view_as(h)
-        return self.head(h)
-
-    def attend(self, rows: Tensor) -> Tensor:
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(rows).chunk(3, -1)
-        )
-        places = torch.arange(self.size)
-        bias = self.table[places[:, None] - places + self.size - 1].permute(2, 0, 1)
-        weights = (self.scale * (q @ k.mT) + bias).softmax(-1)
-        return (weights @ v).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize(("samples", "mode"), [(1, "one_pass"), (2, "one_pass"), (3, "two_pass")])
-def test_positions_of_all_samples_in_one_axis(samples: int, mode: str) -> None:
-    torch.manual_seed(samples)
-    check_by_autograd(Flat().double(), float64s(samples, 4, 3), squares, mode=mode)
-
-
-def test_windows_with_a_table_of_biases() -> None:
-    torch.manual_seed(0)
-    check_by_autograd(Windows().double(), float64s(3, 12, 3), squares)
-
-
-class FlatPlaces(nn.Module):
-    """Tables of places meet rows that are parts of samples: added to them (the choices of a
-    question), and multiplied with them, positions first (relative places)."""
-
-    def __init__(self, relative: bool) -> None:
-        super().__init__()
-        self.embed, self.head, self.relative = nn.Linear(3, 4), nn.Linear(4, 2), relative
-        self.places, self.mlp = nn.Embedding(9, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, N, T = x.shape[:3]
-        h = self.embed(x.flatten(0, 1))
-        if self.relative:
-            places = self.places(torch.arange(T)[:, None] - torch.arange(T) + T)
-            h = h + (h.transpose(0, 1) @ places.mT).transpose(0, 1) @ h
-        else:
-            h = h + self.mlp(self.places(torch.arange(T)[None]).relu())
-        return self.head(torch.tanh(h)).view(B, N, T, 2)
-
-
-@pytest.mark.parametrize("relative", [False, True])
-def test_tables_of_places_beside_parts_of_samples(relative: bool) -> None:
-    torch.manual_seed(0)
-    check_by_autograd(FlatPlaces(relative).double(), float64s(3, 2, 4, 3), squares)
-
-
 class Deep(nn.Module):
     """Windows that are left out for a part of the samples, as stochastic depth does."""
 
@@ -148,21 +85,6 @@ def test_samples_that_stochastic_depth_leaves_out(rate: float, seed: int) -> Non
         grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
         expected = sum(g.square().sum() for g in grads if g is not None) ** 0.5
         assert abs(norm - expected) <= 1e-9 * expected
-
-
-def test_other_batches_after_the_first() -> None:
-    torch.manual_seed(0)
-    model = Flat().double()
-    flash = GradSampleModuleFlashClipping(model)
-    for samples, positions in ((3, 4), (1, 6), (5, 2), (2, 1)):
-        model.zero_grad(set_to_none=True)
-        (x,) = float64s(samples, positions, 3)
-        squares(flash, (x,)).backward()
-        found = flash.get_norm_sample()
-        for b in range(samples):
-            model.zero_grad(set_to_none=True)
-            squares(flash, (x[b : b + 1],)).backward()
-            torch.testing.assert_close(flash.get_norm_sample()[0], found[b])
 
 
 def refused(model: nn.Module, batch: tuple[Tensor, ...], words: str) -> None:
@@ -243,18 +165,6 @@ def test_values_that_python_reads(how: str) -> None:
     found_by_check(Sometimes(CONDITIONS[how]), *float64s(3, 2, 3))
 
 
-def test_integers_that_python_reads_are_no_values() -> None:
-    """Models ask whether a mask has any 0."""
-
-    class Masked(Flat):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x if mask.all() else x * mask[..., None])
-
-    torch.manual_seed(0)
-    x, mask = *float64s(3, 2, 3), torch.tensor([[1, 0], [1, 1], [1, 1]])
-    check_by_autograd(Masked().double(), (x, mask), squares)
-
-
 class OneCondition(Flat):
     """One condition decides the order of all rows, without Python."""
 
@@ -271,13 +181,6 @@ class OneCondition(Flat):
 def test_one_condition_for_all_rows() -> None:
     torch.manual_seed(0)
     found_by_check(OneCondition(), *float64s(3, 2, 3))
-
-
-@pytest.mark.parametrize("order", ["positions first", "halves"])
-@pytest.mark.parametrize("samples", [1, 3])
-def test_rows_of_a_sample_that_lie_apart(order: str, samples: int) -> None:
-    torch.manual_seed(0)
-    refused(Flat(order), float64s(samples, 4, 3), r"(?s)ffn.*a sample's rows lie apart")
 
 
 class Pairs(Flat):
@@ -307,12 +210,6 @@ def test_without_the_oracle_values_tell_of_parts_that_lie_together(
         refused(Flat(order), float64s(4, 3, 3), r"ffn .* 12 rows for a batch of 4")
 
 
-def test_rows_of_neighbours_are_refused() -> None:
-    """In reverse order without the last of three samples, neighbours are neighbours still."""
-    torch.manual_seed(0)
-    refused(Pairs(), float64s(3, 2, 3), r"ffn .* 6 rows for a batch of 3")
-
-
 class Gated(Flat):
     """What is behind a gate that is still 0 shows no order, here the wrong one."""
 
@@ -320,36 +217,6 @@ class Gated(Flat):
         super().__init__(order)
         self.embed.weight.data.zero_()
         self.embed.bias.data.zero_()
-
-
-def test_rows_that_are_all_alike_and_lie_apart_are_refused() -> None:
-    torch.manual_seed(0)
-    refused(Gated("positions first"), float64s(3, 4, 3), r"(?s)ffn.*a sample's rows lie apart")
-
-
-class Types(nn.Module):
-    """Ids that are all alike, one for every position of every sample."""
-
-    def __init__(self, order: str) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.types, self.order = nn.Embedding(2, 4), order
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = x[..., 0].long() * 0
-        if self.order == "positions first":
-            found = self.types(ids.T.flatten()).unflatten(0, (x.shape[1], x.shape[0]))
-            found = found.transpose(0, 1)
-        else:
-            found = self.types(ids.flatten()).unflatten(0, x.shape[:2])
-        return self.head(torch.tanh(self.embed(x) + found))
-
-
-def test_ids_that_are_all_alike() -> None:
-    """Gradients show whose they are."""
-    torch.manual_seed(0)
-    check_by_autograd(Types("together").double(), float64s(3, 4, 3), squares)
-    refused(Types("positions first"), float64s(3, 4, 3), r"(?s)types.*a sample's rows lie apart")
 
 
 class Chosen(nn.Module):
@@ -396,14 +263,6 @@ class TokenOfFrames(nn.Module):
         return self.head(token.square() + h[:, 1:].unflatten(0, x.shape[:2]).mean((1, 2))[:, None])
 
 
-def test_gradients_that_reach_rows_of_other_samples() -> None:
-    torch.manual_seed(0)
-    refused(TokenOfFrames(), float64s(3, 2, 4, 3), r"token: .* rows that are booked to others")
-    model = TokenOfFrames()
-    model.token.requires_grad_(False)
-    check_by_autograd(model.double(), float64s(3, 2, 4, 3), squares)
-
-
 class ManyOutputs(TokenOfFrames):
     """Only the last of them reaches rows of others."""
 
@@ -421,23 +280,6 @@ def test_all_outputs_are_looked_at() -> None:
     *_, unfit = flash(*float64s(3, 2, 2, 3))
     with raises("FC210", match="token:"):
         unfit.square().sum().backward()
-
-
-class Compares(Flat):
-    """Returns what compares samples as well, which no loss reads."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        rows = super().forward(x)
-        return rows, rows.mean(1) @ rows.mean(1).T
-
-
-def test_outputs_that_compare_samples_show_nothing() -> None:
-    torch.manual_seed(0)
-
-    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        return mean_squares(model(*batch)[0])
-
-    check_by_autograd(Compares().double(), float64s(3, 2, 3), loss)
 
 
 class DeclaredToken(nn.Module):

@@ -1,4 +1,4 @@
-"""Rows that are as many as samples and are none: exact or refused, and nothing else changes."""
+"""What the look at rows leaves as it was, and when it is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
 from flash_clipping import GradSampleModuleFlashClipping
@@ -27,117 +26,8 @@ from tests.support.autograd import (
     truth_by_autograd,
 )
 from tests.support.errors import raises
-from tests.support.models import Gain
 from tests.support.oracle import assert_close
-from tests.support.wrapping import MODES, WRAPPERS
-
-CHECKPOINTS = ["none", "reentrant", "non-reentrant"]
-
-
-INNER = {
-    "linear": lambda: nn.Linear(4, 4),
-    "layer_norm": lambda: nn.LayerNorm(4),
-    "bare": lambda: Gain(4),
-    "attention": lambda: SelfAttention(batch_first=True),
-}
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, batch_first: bool):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return output
-
-
-class Inside(nn.Module):
-    """A layer around which, and around whose checkpoint, the batch may lie on another axis."""
-
-    def __init__(self, inner: nn.Module, checkpointing: str, transposed: bool = True):
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 4), inner, nn.Linear(4, 3)
-        self.checkpointing, self.transposed = checkpointing, transposed
-        self.calls = 0
-
-    def work(self, x: Tensor) -> Tensor:
-        if self.transposed:
-            return torch.tanh(self.inner(x.transpose(0, 1))).transpose(0, 1)
-        return torch.tanh(self.inner(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        x = torch.tanh(self.first(x))
-        if self.checkpointing == "none":
-            x = self.work(x)
-        else:
-            x = checkpoint(self.work, x, use_reentrant=self.checkpointing == "reentrant")
-        return self.last(x)
-
-
-@pytest.mark.every_pair
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("checkpointing", CHECKPOINTS)
-@pytest.mark.parametrize("kind", INNER)
-def test_batch_on_another_axis(kind: str, checkpointing: str, wrapper: str, mode: str) -> None:
-    """``T = B``: all shapes are right. Exact where positions are rows, or refused by name."""
-    torch.manual_seed(0)
-    model = Inside(INNER[kind](), checkpointing).double()
-    if kind in ("linear", "layer_norm", "bare"):
-        check_by_autograd(model, float64s(5, 5, 4), squares, wrapper=wrapper, mode=mode)
-        return
-    with raises("FC201", match=r"inner.* what it reads has 5 rows"):
-        check_by_autograd(model, float64s(5, 5, 4), squares, wrapper=wrapper, mode=mode)
-
-
-@pytest.mark.every_pair
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("checkpointing", CHECKPOINTS)
-@pytest.mark.parametrize("kind", INNER)
-@pytest.mark.parametrize("batch_size", [4, 5])
-def test_batch_in_front_is_exact(batch_size: int, kind: str, checkpointing: str, mode: str) -> None:
-    """The same models with the batch in its place, where other axes have its size."""
-    torch.manual_seed(0)
-    model = Inside(INNER[kind](), checkpointing, transposed=False).double()
-    check_by_autograd(model, float64s(batch_size, 5, 4), squares, mode=mode)
-
-
-@pytest.mark.every_pair
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("checkpointing", CHECKPOINTS)
-@pytest.mark.parametrize("batch_size", [3, 5])
-def test_attention_that_expects_time_first(batch_size: int, checkpointing: str, mode: str) -> None:
-    """``nn.MultiheadAttention(batch_first=False)`` says itself where its samples are."""
-    torch.manual_seed(0)
-    model = Inside(SelfAttention(batch_first=False), checkpointing).double()
-    check_by_autograd(model, float64s(batch_size, 5, 4), squares, mode=mode)
-
-
-def test_batch_of_two() -> None:
-    """One sample fewer is one, whose rows are looked at all the same."""
-    torch.manual_seed(0)
-    check_by_autograd(Inside(nn.Linear(4, 4), "none").double(), float64s(2, 2, 4), squares)
-
-
-class WindowsInFront(nn.Module):
-    """``[windows, batch * positions, features]``, with as many windows as samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.mix, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x_BWPd = self.first(x).unflatten(1, (3, -1))
-        rows = x_BWPd.transpose(0, 1).flatten(1, 2)
-        rows = torch.tanh(self.mix(rows))
-        return self.last(rows.unflatten(1, (len(x), -1)).transpose(0, 1).flatten(1, 2))
-
-
-def test_windows_in_front_of_the_batch() -> None:
-    torch.manual_seed(0)
-    check_by_autograd(WindowsInFront().double(), float64s(3, 6, 4), squares)
+from tests.support.wrapping import MODES
 
 
 @dataclass(frozen=True)
@@ -184,7 +74,9 @@ class Packed(nn.Module):
     ],
     ids=["dict", "UserDict", "BatchEncoding", "dataclass", "attributes"],
 )
-def test_batch_inside_an_object(pack: Callable[[Tensor], Any], transposed: bool, mode: str) -> None:
+def test_batch_inside_an_object_is_exact(
+    pack: Callable[[Tensor], Any], transposed: bool, mode: str
+) -> None:
     """The size of the batch is known however its tensors are packed."""
     torch.manual_seed(0)
     model = Packed(transposed).double()
@@ -196,7 +88,7 @@ def test_batch_inside_an_object(pack: Callable[[Tensor], Any], transposed: bool,
     check_by_autograd(model, batch, loss, mode=mode)
 
 
-def test_arguments_are_as_they_were() -> None:
+def test_arguments_after_a_rehearsal_are_as_they_were() -> None:
     """The run on fewer samples gets copies of the objects that hold the batch."""
     ids = torch.randint(0, 9, (5, 5))
     batch = Attributes(ids)
@@ -206,9 +98,6 @@ def test_arguments_are_as_they_were() -> None:
     GradSampleModuleFlashClipping(model)(batch)
     assert seen == [4, 3, 4, 4, 4, 5]
     assert batch.ids is ids and batch.inner["fields"][0].length == 5
-
-
-# -- the run on one sample fewer leaves no trace --------------------------------------------------
 
 
 class Remembers(nn.Module):
@@ -232,7 +121,7 @@ class Remembers(nn.Module):
         return self.mix(self.mix(x))
 
 
-def test_state_is_that_of_one_forward() -> None:
+def test_state_after_a_rehearsal_is_that_of_one_forward() -> None:
     torch.manual_seed(0)
     plain = Remembers().double()
     probed = copy.deepcopy(plain)
@@ -262,7 +151,7 @@ def test_state_is_that_of_one_forward() -> None:
     assert probed.state_dict().keys() == plain.state_dict().keys()
 
 
-def test_activations_are_not_kept_twice() -> None:
+def test_activations_of_a_rehearsal_are_dropped_as_it_goes() -> None:
     """What the second run would save for backward is dropped as it goes."""
     alive: list[int] = []
 
@@ -281,11 +170,11 @@ def test_activations_are_not_kept_twice() -> None:
     assert max(alive) <= 6 + 2
 
 
-def test_once_per_model() -> None:
+def test_model_is_rehearsed_once() -> None:
     torch.manual_seed(0)
-    model = Inside(nn.Linear(4, 4), "none", transposed=False).double()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     runs = []
-    model.inner.register_forward_hook(lambda *_: runs.append(1))
+    model[2].register_forward_hook(lambda *_: runs.append(1))
     flash = GradSampleModuleFlashClipping(model)
     counts = []
     for batch_size in (7, 7, 6, 3):
@@ -295,18 +184,18 @@ def test_once_per_model() -> None:
     assert counts == [6, 1, 1, 1]
 
 
-def test_a_batch_with_a_coincidence_is_not_looked_at_again() -> None:
+def test_batch_with_a_coincidence_is_not_rehearsed_again() -> None:
     """As many positions, or features, as samples: a few samples were looked at."""
-    model = Inside(nn.Linear(4, 4), "none", transposed=False).double()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     runs = []
-    model.inner.register_forward_hook(lambda *_: runs.append(1))
+    model[2].register_forward_hook(lambda *_: runs.append(1))
     flash = GradSampleModuleFlashClipping(model)
     for batch_size in (7, 5, 4):
         squares(flash, float64s(batch_size, 5, 4)).backward()
     assert len(runs) == 6 + 2
 
 
-def test_a_model_of_one_batch_size_is_run_on_other_samples() -> None:
+def test_model_of_one_batch_size_is_run_on_other_samples() -> None:
     class OneSize(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -336,7 +225,7 @@ class SometimesSkipped(nn.Module):
         return x if next(self.skip) else self.maybe(x)
 
 
-def test_a_layer_that_is_skipped_at_random_is_not_refused() -> None:
+def test_layer_that_is_skipped_at_random_is_exact() -> None:
     """Stochastic depth: the run on one sample fewer may leave out what the first one used."""
     torch.manual_seed(0)
     model = SometimesSkipped().double()
@@ -346,3 +235,42 @@ def test_a_layer_that_is_skipped_at_random_is_not_refused() -> None:
     flash = GradSampleModuleFlashClipping(model)
     mean_squares(flash(x)).backward()
     assert_close(flash.get_norm_sample(), truth.norms, 1e-9, "norms")
+
+
+class Contrasts(nn.Module):
+    """Returns embeddings, and the similarities of all pairs: CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 4)
+        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(1))
+        self.gain = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.embed(x) * self.gain
+        return h, h @ h.T * self.scale.exp() + self.shift
+
+
+def of_embeddings(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    return mean_squares(model(*batch)[0])
+
+
+class Later(Contrasts):
+    """Compares samples only after the first call, by the same parameter and in another place."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h, pairs = super().forward(x)
+        if self.training:
+            return h, pairs
+        return (h @ h.T).sum(1, keepdim=True) * self.scale, pairs
+
+
+def test_second_use_of_a_parameter_that_compares_samples_is_refused() -> None:
+    """Once it was seen to compare samples, it is not trusted anywhere."""
+    torch.manual_seed(0)
+    flash = GradSampleModuleFlashClipping(Later().double())
+    batch = float64s(4, 3)
+    of_embeddings(flash, batch).backward()
+    flash.eval()
+    with raises("FC202", match="output 0: the outputs of a sample change"):
+        of_embeddings(flash, batch).backward()

@@ -133,7 +133,7 @@ for _name in ("test_attention_model_precision", "test_complex_model_precision"):
         _name,
         not_applicable(
             "Opacus' model attends over the samples of the batch, so no clipping can bound one; it "
-            "is refused (tests/capture/test_other_rows.py::test_other_rows_are_refused)"
+            "is refused (tests/zoo/test_zoo.py::test_model_that_is_not_supported_is_refused)"
         ),
     )
 

@@ -47,9 +47,12 @@ class ModelCase:
         refused: the code, or codes ("FC201|FC202"), of the error in place of a step.
         warned: the code of a warning in the first step.
         match: what the error says, as a regular expression.
+        gate: the comparison before a first step refuses it; others are refused without that.
+        alone: what is refused is exact where samples run one at a time.
         kind: the class of the error.
         without: ways that do not apply.
         runs_again: its forward runs once more for each sample.
+        lengths: to which the second axis of a batch may be cut.
         draws: it draws dropout: the truth is of one forward with the same draws.
         options: of the wrapper.
     """
@@ -61,9 +64,12 @@ class ModelCase:
     refused: str = ""
     match: str = ""
     warned: str = ""
+    gate: bool = False
+    alone: bool = False
     kind: Kinds = FlashClippingError
     without: tuple[str, ...] = ()
     draws: bool = False
+    lengths: tuple[int, ...] = ()
     runs_again: bool = False
     tolerance: float = TOLERANCE
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -122,6 +128,15 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, *args, use_reentrant=False)
 
 
+def bound_of(truth: Truth) -> float:
+    """It clips some samples, and not others."""
+    return truth.norms[truth.norms > 0].median().item()
+
+
+def _attributes(model: nn.Module) -> dict[str, set[str]]:
+    return {name: {*vars(m)} - {"_compiled_call_impl"} for name, m in model.named_modules()}
+
+
 def _step(case: ModelCase, called: Any, batch: Batch, weights: Tensor | None = None) -> None:
     torch.manual_seed(7)
     losses = case.losses(called, batch)
@@ -142,8 +157,9 @@ def _check(
 ) -> None:
     model, given = case.make()
     batch = given if batch is None else batch
-    truth = case.truth(copy.deepcopy(model), batch, weights)
-    bound = truth.norms.median().item()
+    plain = copy.deepcopy(model)
+    truth = case.truth(plain, batch, weights)
+    bound = bound_of(truth)
     wrapped = outer(model)
     flash = case.wrap(wrapped, wrapper, max_grad_norm=bound, mode=mode, **options)
     prepare(flash)
@@ -155,7 +171,9 @@ def _check(
             assert getattr(model, "calls", 1) - calls == 1, "its forward runs once in a step"
         if not case.draws or step:
             check_truth(flash, model, truth, bound, case.tolerance)
+    flash.remove_hooks()
     assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert _attributes(model) == _attributes(plain)
 
 
 def one_pass(case: ModelCase) -> None:
@@ -192,6 +210,22 @@ def repeated(case: ModelCase) -> None:
     _check(case, batch=case.pick(batch, [0, *places[:-1]]), steps=1)
 
 
+def resized(case: ModelCase) -> None:
+    """Batches of other sizes, after the first has shown how the model runs."""
+    model, batch = case.make()
+    places = [*range(len(batch[0]))]
+    plain, flash = copy.deepcopy(model), case.wrap(model, max_grad_norm=1.0)
+    sizes = (places, [0], places[1:] or [0], [*places, 0], places[:2], places)
+    for chosen, length in zip(sizes, (None, *case.lengths, *[None] * len(sizes)), strict=False):
+        part = case.pick(batch, chosen)
+        if length is not None:
+            part = tuple(x[:, :length] for x in part)
+        truth = case.truth(plain, part)
+        model.zero_grad(set_to_none=True)
+        _step(case, flash, part)
+        check_truth(flash, model, truth, 1.0, case.tolerance)
+
+
 def padded(case: ModelCase) -> None:
     """Rows that are nobody's on either side, of which no loss is taken."""
     batch = case.make()[1]
@@ -215,19 +249,19 @@ def units(case: ModelCase) -> None:
     }
     norms = {n: g.reshape(len(g), -1).norm(dim=1) for n, g in of_units.items()}
     truth = Truth(torch.stack([*norms.values()]).norm(dim=0), norms, of_units)
-    bound = truth.norms.median().item()
+    bound = bound_of(truth)
     flash = case.wrap(model, max_grad_norm=bound, unit=Documents("unit"))
     case.losses(lambda *args: flash(*args, unit=index), batch).mean().backward()
     check_truth(flash, model, truth, bound, case.tolerance)
 
 
 def empty(case: ModelCase) -> None:
-    """A draw without samples, whose row is not finite; then a step as ever."""
+    """A draw without samples between two steps, whose row is not finite."""
     model, batch = case.make()
     truth = case.truth(copy.deepcopy(model), batch)
-    bound = truth.norms.median().item()
+    bound = bound_of(truth)
     flash = case.wrap(model, max_grad_norm=bound)
-    for samples in (0, None, 0):
+    for samples in (None, 0, None):
         model.zero_grad(set_to_none=True)
         flash.expect_samples(samples)
         if samples is None:
@@ -264,6 +298,7 @@ WAYS: dict[str, Callable[[ModelCase], None]] = {
         functorch,
         compiled,
         repeated,
+        resized,
         padded,
         units,
         empty,
@@ -280,8 +315,10 @@ def check_refused(case: ModelCase, mode: str) -> None:
     """No step is made: parameters have no gradients, and are as they were."""
     model, batch = case.make()
     before = [param.detach().clone() for param in model.parameters()]
-    with raises(case.refused, case.kind, match=case.match or None):
-        flash = case.wrap(model, mode=mode)
-        case.losses(flash, batch).mean().backward()
+    flash = None
+    for _ in range(2):
+        with raises(case.refused, case.kind, match=case.match or None):
+            flash = flash or case.wrap(model, mode=mode)
+            case.losses(flash, batch).mean().backward()
     assert all(param.grad is None for param in model.parameters())
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

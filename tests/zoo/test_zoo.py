@@ -8,12 +8,12 @@ import zlib
 import pytest
 
 from tests.support.errors import warns
-from tests.zoo import layers, uses
-from tests.zoo.case import ALWAYS, WAYS, ModelCase, check_refused
+from tests.zoo import layers, rows, shared, uses
+from tests.zoo.case import ALWAYS, WAYS, ModelCase, check_refused, one_by_one
 
 CASES: dict[str, ModelCase] = {
     f"{module.__name__.rpartition('.')[2]}: {name}": case
-    for module in (uses, layers)
+    for module in (uses, layers, shared, rows)
     for name, case in module.CASES.items()
 }
 EXACT = {name: case for name, case in CASES.items() if not case.refused}
@@ -55,8 +55,18 @@ def test_model_that_runs_by_sample_warns_once(name: str) -> None:
         case.losses(flash, batch).mean().backward()
 
 
-@pytest.mark.without_gate
+def refusals() -> list[object]:
+    marks = {True: [], False: [pytest.mark.without_gate]}
+    return [pytest.param(name, marks=marks[case.gate], id=name) for name, case in REFUSED.items()]
+
+
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", refusals())
 def test_model_that_is_not_supported_is_refused(name: str, mode: str) -> None:
     check_refused(REFUSED[name], mode)
+
+
+@pytest.mark.parametrize("name", [name for name, case in REFUSED.items() if case.alone])
+def test_model_that_is_refused_for_its_rows_is_exact_one_by_one(name: str) -> None:
+    with warns("FC180"):
+        one_by_one(REFUSED[name])
