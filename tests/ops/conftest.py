@@ -63,3 +63,15 @@ def functions_are_just_called() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(function, "__call__", called)
         yield
+
+
+@pytest.fixture
+def ranks_in_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter pays for operators and little for their size: ids are ranked in wide tiles.
+
+    The order is the same, bit for bit; of the tiles that a GPU gets, it is tested in
+    ``test_embedding.py::test_ranks_are_a_stable_sort``.
+    """
+    if backend.is_interpreting():
+        kernels = importlib.import_module("flash_clipping.ops.embedding.triton")
+        monkeypatch.setattr(kernels, "RANKED", (32, 256, 1))

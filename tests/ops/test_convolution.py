@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flash_clipping.ops.convolution import (
@@ -21,10 +21,9 @@ from flash_clipping.ops.convolution.reference import cut
 from tests.ops.cases import (
     Case,
     every_case,
-    every_case_interpreted_once,
     relative_error,
-    worst_relative_error,
 )
+from tests.ops.opcases import convolution, of_convolution
 from tests.support.errors import raises
 
 # What it is, input channels and sides, output channels, and how channels lie in x and in G.
@@ -84,41 +83,14 @@ def operands(name: str, case: Case, B: int = 3) -> tuple[Tensor, Tensor, Geometr
     return lying(x, x_last), lying(G, G_last), of
 
 
-def truth(x: Tensor, G: Tensor, of: Geometry) -> Tensor:
-    """The gradients of one sample after the other, by autograd, in float64."""
-    convolve: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(of.kernel)]
-    weight = torch.zeros(of.weight_shape(x, G), dtype=torch.float64, requires_grad=True)
-    grads = [
-        torch.autograd.grad(
-            convolve(x_1[None], weight, None, of.stride, of.padding, of.dilation, of.groups),
-            weight,
-            G_1[None],
-        )[0]
-        for x_1, G_1 in zip(x.cpu().double(), G.cpu().double(), strict=True)
-    ]
-    return torch.stack(grads)
-
-
-def check(x: Tensor, G: Tensor, of: Geometry, case: Case, keep: list[int] | None = None) -> None:
-    """All three against the truth; samples that are not in ``keep`` have coefficient 0."""
-    expected = truth(x, G, of)
-    keep = keep if keep is not None else list(range(len(x)))
-    parts, error_bound = convolution_sqnorms(x, G, of, backend=case.backend)
-    squares = expected.flatten(1).square().sum(1)
-    assert worst_relative_error(parts.sum(1)[keep], squares[keep]) <= case.tolerance
-    assert (error_bound is None) == (case.backend == "triton")
-    grads, grad_parts = convolution_grads(x, G, of, backend=case.backend)
-    assert relative_error(grads[keep], expected[keep]) <= case.rounding
-    if grad_parts is not None:  # what is measured is what is kept: the norm of rounded values
-        kept = grads.double().flatten(1).square().sum(1)
-        assert worst_relative_error(grad_parts.sum(1)[keep], kept[keep]) <= case.tolerance
-    coef = torch.zeros(len(x), device=x.device)
-    coef[keep] = torch.linspace(0.1, 2, len(keep)).to(x.device)
-    total = convolution_sum(x, G, coef, of, backend=case.backend)
-    wanted = torch.einsum("b...,b->...", expected[keep], coef[keep].cpu().double())
-    assert relative_error(total, wanted) <= case.tolerance
-    for result in (parts, total):
-        assert result.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+def check(
+    x: Tensor, G: Tensor, of: Geometry, case: Case, given: Sequence[Tensor] = (), **options: Any
+) -> None:
+    """All three operations against the truth, of operands that are what was ``given``."""
+    coef_B = torch.linspace(0.1, 2, len(x)).to(x.device)
+    for op in convolution("", of, **options).values():
+        found = op.call(case.backend, *(given or (x, G)), coef_B)
+        op.check(case, found, op.expected([x, G], coef_B))
 
 
 @every_case
@@ -129,19 +101,9 @@ def test_operands_in_tf32(case: Case, name: str) -> None:
     if case.dtype != torch.float32 or (case.backend == "triton" and case.device == "cpu"):
         pytest.skip("nothing is cut: of fp32 alone, and not in the interpreter")
     x, G, of = operands(name, case)
-    expected = truth(cut(x), cut(G), of)
-    whole = truth(x, G, of)
+    expected, whole = (of_convolution(a, b, of) for a, b in ((cut(x), cut(G)), (x, G)))
     assert relative_error(expected, whole) > 1e-4, "TF32 would not be noticed"
-    options: dict[str, Any] = dict(tf32=True, backend=case.backend)
-    parts, _ = convolution_sqnorms(x, G, of, **options)
-    squares = expected.flatten(1).square().sum(1)
-    assert worst_relative_error(parts.sum(1), squares) <= case.tolerance
-    grads, _ = convolution_grads(x, G, of, **options)
-    assert relative_error(grads, expected) <= case.tolerance
-    coef = torch.tensor([0.0, 0.5, 2.0], device=x.device)
-    total = convolution_sum(x, G, coef, of, **options)
-    wanted = torch.einsum("b...,b->...", expected, coef.cpu().double())
-    assert relative_error(total, wanted) <= case.tolerance
+    check(cut(x), cut(G), of, case, given=(x, G), tf32=True)
 
 
 def test_what_is_cut() -> None:
@@ -166,17 +128,6 @@ def test_all_of_it_is_that_of_one_sample_after_the_other(case: Case, name: str) 
     check(*operands(name, case), case)
 
 
-@every_case_interpreted_once
-@pytest.mark.parametrize("name", ["small", "depthwise"])
-def test_a_sample_that_is_not_finite_leaves_the_others_alone(case: Case, name: str) -> None:
-    x, G, of = operands(name, case, B=4)
-    x[1, 2, 3, 3] = float("nan")
-    G[2, 1, 2, 2] = float("inf")
-    parts, _ = convolution_sqnorms(x, G, of, backend=case.backend)
-    assert not parts[1].sum().isfinite() and not parts[2].sum().isfinite()
-    check(x, G, of, case, keep=[0, 3])
-
-
 @every_case
 def test_operands_that_lie_anyhow(case: Case) -> None:
     """Part of a larger image, on no 16 bytes; an output gradient that is the same everywhere."""
@@ -197,18 +148,6 @@ def test_laid_out_anew_they_are_the_same_numbers(case: Case, name: str) -> None:
     assert (x_laid.stride(1) == 1, x_laid is x) == (moved, not moved)
 
 
-@every_case
-@pytest.mark.parametrize("B", [0, 1])
-def test_batches_of_none_and_one(case: Case, B: int) -> None:
-    x, G, of = operands("strided", case, B)
-    if B:
-        return check(x, G, of, case)
-    parts, _ = convolution_sqnorms(x, G, of, backend=case.backend)
-    assert parts.sum(1).shape == (0,)
-    total = convolution_sum(x, G, x.new_zeros(0).float(), of, backend=case.backend)
-    assert total.shape == of.weight_shape(x, G) and not total.any()
-
-
 @kernels
 def test_programs_of_several_samples_and_of_one(case: Case) -> None:
     """Norms bitwise: how samples are shared out changes only the order in which they are added.
@@ -217,7 +156,7 @@ def test_programs_of_several_samples_and_of_one(case: Case) -> None:
 
     x, G, of = operands("groups", case, B=6)
     x, G = x[:5], G[:5]  # behind them lies what a program that goes too far would add
-    expected = truth(x, G, of)
+    expected = of_convolution(x, G, of)
     coef = torch.tensor([0.5, 1.0, 0.0, 2.0, 0.25, 7.0], device=case.device)[:5]
     wanted = torch.einsum("b...,b->...", expected, coef.cpu().double())
     norms = []
@@ -273,7 +212,7 @@ def test_what_is_released_is_what_was_measured(case: Case) -> None:
     half, G_half = case.randn(2, 4, 10, 5), case.randn(2, 4, 10, 5, seed=1)
     half[..., [0, 4]], G_half[..., [0, 4]] = 0, 0  # so that windows of one half see none of another
     x, G = torch.cat([half, half], 3), torch.cat([G_half, -G_half], 3)
-    assert truth(x, G, of).abs().max() <= 1e-12
+    assert of_convolution(x, G, of).abs().max() <= 1e-12
     parts, error_bound = convolution_sqnorms(x, G, of, backend="triton")
     assert error_bound is None
     for sample in range(2):
@@ -284,35 +223,6 @@ def test_what_is_released_is_what_was_measured(case: Case) -> None:
         # Products of 16-bit numbers are exact, and cancel to nothing where order allows it.
         assert released > 0 or case.dtype != torch.float32
         assert abs(measured - released) <= 1e-6 * released
-
-
-@of_kernels(every_case_interpreted_once)
-@pytest.mark.parametrize("name", ["small", "depthwise"])
-def test_bitwise_equal_from_run_to_run(case: Case, name: str) -> None:
-    x, G, of = operands(name, case)
-    coef = torch.rand(3, device=case.device)
-
-    def all_of_it() -> tuple[Any, ...]:
-        options: Any = {"backend": "triton"}
-        norms, grads = (
-            convolution_sqnorms(x, G, of, **options),
-            convolution_grads(x, G, of, **options),
-        )
-        return norms[0], grads[0], convolution_sum(x, G, coef, of, **options)
-
-    assert all(torch.equal(a, b) for a, b in zip(all_of_it(), all_of_it(), strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_sums_are_not_truncated(dtype: torch.dtype) -> None:
-    """Tensor cores truncate their accumulator."""
-    of = Geometry((1,), (1,), (0,), (1,), 1)
-    x = torch.randn(1, 64, 65536, device="cuda", dtype=dtype) + 1
-    G = torch.randn(1, 64, 65536, device="cuda", dtype=dtype) / 10 + 1
-    parts, _ = convolution_sqnorms(x, G, of, backend="triton")
-    expected = (G[0].double() @ x[0].double().mT).square().sum()
-    assert abs(parts.double().sum() / expected - 1) <= 1e-5
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:
@@ -332,4 +242,4 @@ def test_operands_of_two_dtypes_meet_in_the_wider() -> None:
     x, G, of = operands("same", Case("torch", "cpu", torch.float32))
     grads, _ = convolution_grads(x.bfloat16(), G, of)
     assert grads.dtype == torch.float32
-    assert relative_error(grads, truth(x.bfloat16(), G, of)) <= 1e-5
+    assert relative_error(grads, of_convolution(x.bfloat16(), G, of)) <= 1e-5

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from flash_clipping.ops.embedding import embedding_clipped_sum, embedding_sqnorms, tied_cross_term
-from flash_clipping.ops.runtime.backend import is_interpreting, is_triton_available
+from flash_clipping.ops.embedding import embedding_sqnorms, tied_cross_term
+from flash_clipping.ops.runtime.backend import is_triton_available
 from tests.ops.cases import (
     Case,
     every_case,
     every_case_interpreted_once,
-    relative_error,
     worst_relative_error,
 )
 from tests.support.errors import raises
@@ -26,17 +28,6 @@ def kernels() -> ModuleType:
     return importlib.import_module("flash_clipping.ops.embedding.triton")
 
 
-@pytest.fixture
-def ranks_in_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter pays for operators and little for their size: ids are ranked in wide tiles.
-
-    The order is the same, bit for bit; of the tiles that a GPU gets, it is tested in
-    ``test_ranks_are_a_stable_sort``.
-    """
-    if is_interpreting():
-        monkeypatch.setattr(kernels(), "RANKED", (32, 256, 1))
-
-
 def per_sample_tables(ids: torch.Tensor, G: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
     """The oracle: ``[B, V, d]`` in float64 on the CPU."""
     onehot = torch.nn.functional.one_hot(ids.cpu(), V).double()
@@ -45,23 +36,111 @@ def per_sample_tables(ids: torch.Tensor, G: torch.Tensor, padding_idx: int | Non
     return torch.einsum("btv,btd->bvd", onehot, G.cpu().double())
 
 
-def random_ids(case: Case, *shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(V, shape, generator=generator).to(case.device)
+def random_ids(device: str, *shape: int) -> Tensor:
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-@every_case
+@dataclass(frozen=True)
+class Ids:
+    """Positions of a batch, and how kernels find equal ones among them.
+
+    Attributes:
+        d: features of each.
+        rows: of the table, if it is told.
+        orders: whether ids are ranked, or sorted as those of samples with more positions are.
+        slow: other orders, of which every element is compared in ``test_ranks_are_a_stable_sort``.
+        slack: of the tolerance.
+    """
+
+    ids: Tensor
+    d: int = 8
+    padding: tuple[int | None, ...] = (None,)
+    rows: int | None = None
+    orders: tuple[str, ...] = ("ranked",)
+    slow: tuple[str, ...] = ()
+    slack: int = 1
+
+
+def runs_of(lengths: tuple[int, ...]) -> Tensor:
+    """Ids of 200 positions, of which so many are equal, in any order."""
+    runs = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return runs[torch.randperm(200, generator=torch.Generator().manual_seed(0))].view(1, -1)
+
+
+LARGEST = torch.tensor([0, 1, 2**16, 2**20, 2**24, 2**31 - 2])[random_ids("cpu", 2, 139) % 6]
+BOTH: dict[str, Any] = {"orders": ("ranked", "sorted")}
+LATER: dict[str, Any] = {"orders": ("sorted",), "slow": ("ranked",)}
+IDS = {
+    **{f"{T} alike": Ids(torch.full((2, T), 4), 12, slack=2) for T in (5, 70, 128, 150)},
+    "alike, int32": Ids(torch.full((2, 70), 4, dtype=torch.int32), 12, slack=2),
+    **{
+        f"{T} distinct": Ids(torch.arange(2 * T).view(2, T).flip(1) * 1000, 12, slack=2)
+        for T in (5, 150)
+    },
+    "runs in one chunk and more": Ids(
+        runs_of((10, 22, 33, 31, 96, 8)), padding=(None, 1), slack=2, **BOTH
+    ),
+    # They begin or end on the boundary of a chunk, or go through several.
+    **{
+        f"runs of {lengths}": Ids(runs_of(lengths), padding=(None, 1), slack=2, **LATER)
+        for lengths in ((200,), (31, 1, 168), (32, 32, 136), (1, 198, 1), (130, 35, 35))
+    },
+    # As where texts are filled up with an id that is not the table's ``padding_idx``.
+    "half alike": Ids(
+        torch.cat([random_ids("cpu", 2, 75), torch.full((2, 75), 7)], 1), 20, slack=2
+    ),
+    "the largest": Ids(LARGEST, **BOTH),
+    "the largest, int32": Ids(LARGEST.int(), **BOTH),
+    # More than one program covers.
+    **{f"{d} features": Ids(random_ids("cpu", 2, 140), d, padding=(2,)) for d in (8, 300, 1030)},
+    # Token types: runs are so long that programs which follow them would be alone.
+    **{
+        f"{rows} rows": Ids(random_ids("cpu", 2, 200) % rows, 48, padding=(None, 1), rows=rows)
+        for rows in (1, 2, 3)
+    },
+    # Positions that all samples share, and ids of a transposed batch.
+    **{
+        f"{T} {name}": Ids(ids, **how)
+        for T, how in ((20, {}), (150, {"slow": ("sorted",)}), (160, LATER))
+        for name, ids in (
+            ("shared", random_ids("cpu", 1, T).expand(2, -1)),
+            ("transposed", random_ids("cpu", T, 2).T),
+        )
+    },
+}
+
+
+@every_case_interpreted_once
 @pytest.mark.parametrize(
-    "shape", [(3, 37, 24), (1, 1, 8), (2, 130, 5), (0, 4, 8), (2, 0, 8)], ids=str
+    ("name", "order"),
+    [
+        *((name, order) for name, of in IDS.items() for order in of.orders),
+        *(
+            pytest.param(name, order, marks=pytest.mark.slow)
+            for name, of in IDS.items()
+            for order in of.slow
+        ),
+    ],
 )
-@pytest.mark.parametrize("padding_idx", [None, 3])
-def test_norms_match_the_oracle(case: Case, shape: tuple, padding_idx: int | None) -> None:
-    B, T, d = shape
-    ids, G = random_ids(case, B, T), case.randn(B, T, d)
-    sq = embedding_sqnorms(ids, G, padding_idx=padding_idx, backend=case.backend)
-    oracle = per_sample_tables(ids, G, padding_idx).square().sum((1, 2))
-    assert sq.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
-    assert worst_relative_error(sq, oracle) <= case.tolerance
+def test_norms_of_any_ids_match_the_oracle_and_repeat(
+    case: Case, name: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.backend == "triton" and order == "sorted":
+        monkeypatch.setattr(kernels(), "MAX_RANKED", 0)
+    of = IDS[name]
+    ids = of.ids.to(case.device)  # with its strides
+    if not of.ids.stride(0):
+        ids = ids[:1].expand_as(ids)
+    G = case.randn(*ids.shape, of.d)
+    values, places = of.ids.unique(return_inverse=True)
+    onehot_BTv = torch.nn.functional.one_hot(places).double()
+    for padding_idx in of.padding:
+        given: Any = {"padding_idx": padding_idx, "num_embeddings": of.rows}
+        sq, again = (embedding_sqnorms(ids, G, **given, backend=case.backend) for _ in range(2))
+        kept_BTv = onehot_BTv * (values != (-1 if padding_idx is None else padding_idx))
+        tables = torch.einsum("btv,btd->bvd", kept_BTv, G.cpu().double())
+        assert worst_relative_error(sq, tables.square().sum((1, 2))) <= of.slack * case.tolerance
+        assert torch.equal(sq, again)
 
 
 def test_bitwise_equal_from_run_to_run_with_two_threads() -> None:
@@ -72,106 +151,6 @@ def test_bitwise_equal_from_run_to_run_with_two_threads() -> None:
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(run, runs[0]) for run in runs)
-
-
-@every_case_interpreted_once
-@pytest.mark.parametrize(
-    ("ids_of", "positions"),
-    [
-        *(("same", positions) for positions in (5, 70, 128, 150)),
-        *(("distinct", positions) for positions in (5, 150)),
-        ("int32", 70),
-    ],
-)
-def test_runs_of_any_length(case: Case, ids_of: str, positions: int) -> None:
-    B, T, d = 2, positions, 12
-    G = case.randn(B, T, d)
-    ids = torch.full((B, T), 4, device=case.device)
-    if ids_of == "distinct":
-        ids = torch.arange(B * T, device=case.device).view(B, T).flip(1) * 1000
-    sq = embedding_sqnorms(ids.int() if ids_of == "int32" else ids, G, backend=case.backend)
-    rows = G.cpu().double()
-    oracle = rows.square().sum((1, 2)) if ids_of == "distinct" else rows.sum(1).square().sum(1)
-    assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
-
-
-#: Lengths of runs that begin or end on the boundary of a chunk, or go through several.
-LENGTHS = [
-    (200,),
-    (31, 1, 168),
-    (32, 32, 136),
-    (10, 22, 33, 31, 96, 8),
-    (1, 198, 1),
-    (130, 35, 35),
-]
-
-
-@every_case_interpreted_once
-@pytest.mark.parametrize(
-    ("lengths", "ranked"),
-    [
-        *((lengths, False) for lengths in LENGTHS),
-        (LENGTHS[3], True),
-        # Ranks give the same order, of which every element is compared below.
-        *(
-            pytest.param(lengths, True, marks=pytest.mark.slow)
-            for lengths in LENGTHS
-            if lengths != LENGTHS[3]
-        ),
-    ],
-    ids=str,
-)
-def test_runs_that_cross_many_chunks(
-    case: Case, lengths: tuple[int, ...], ranked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if case.backend == "triton" and not ranked:  # as samples with more positions are
-        monkeypatch.setattr(kernels(), "MAX_RANKED", 0)
-    runs = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    shuffled = torch.randperm(200, generator=torch.Generator().manual_seed(0))
-    ids = runs[shuffled].expand(1, -1).to(case.device)
-    G = case.randn(1, 200, 8)
-    for padding_idx in (None, 1):
-        sq = embedding_sqnorms(ids, G, padding_idx=padding_idx, backend=case.backend)
-        oracle = per_sample_tables(ids, G, padding_idx).square().sum((1, 2))
-        assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
-
-
-@every_case_interpreted_once
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("ranked", [True, False])
-def test_the_largest_ids(
-    case: Case, ranked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if case.backend == "triton" and not ranked:
-        monkeypatch.setattr(kernels(), "MAX_RANKED", 0)
-    small, G = random_ids(case, 2, 139), case.randn(2, 139, 8)
-    largest = torch.tensor([0, 1, 2**16, 2**20, 2**24, 2**31 - 2], device=case.device)
-    ids = largest[small % 6].to(dtype)
-    sq = embedding_sqnorms(ids, G, backend=case.backend)
-    oracle = per_sample_tables(small % 6, G, None).square().sum((1, 2))
-    assert worst_relative_error(sq, oracle) <= case.tolerance
-
-
-@every_case_interpreted_once
-@pytest.mark.parametrize("width", [8, 300, 1030])
-def test_features_that_one_program_does_not_cover(case: Case, width: int) -> None:
-    ids, G = random_ids(case, 2, 140), case.randn(2, 140, width)
-    sq = embedding_sqnorms(ids, G, padding_idx=2, backend=case.backend)
-    oracle = per_sample_tables(ids, G, 2).square().sum((1, 2))
-    assert worst_relative_error(sq, oracle) <= case.tolerance
-
-
-@every_case_interpreted_once
-@pytest.mark.parametrize("num_embeddings", [1, 2, 3])
-@pytest.mark.parametrize("padding_idx", [None, 1])
-def test_tables_of_a_few_rows(case: Case, num_embeddings: int, padding_idx: int | None) -> None:
-    """Token types: runs are so long that programs which follow them would be alone."""
-    ids, G = random_ids(case, 2, 200) % num_embeddings, case.randn(2, 200, 48)
-    sq = embedding_sqnorms(
-        ids, G, padding_idx=padding_idx, num_embeddings=num_embeddings, backend=case.backend
-    )
-    oracle = per_sample_tables(ids, G, padding_idx).square().sum((1, 2))
-    assert worst_relative_error(sq, oracle) <= case.tolerance
 
 
 def test_which_tables_are_taken_as_linear_maps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +191,7 @@ def test_which_tables_are_taken_as_linear_maps(monkeypatch: pytest.MonkeyPatch) 
 @every_case_interpreted_once
 @pytest.mark.parametrize("positions", [20, 150])
 def test_norms_in_parts(case: Case, positions: int) -> None:
-    ids, G = random_ids(case, 3, positions), case.randn(3, positions, 40)
+    ids, G = random_ids(case.device, 3, positions), case.randn(3, positions, 40)
     parts = embedding_sqnorms(ids, G, in_parts=True, backend=case.backend)
     assert parts.dim() == 2 and len(parts) == 3 and (parts >= 0).all()
     whole = embedding_sqnorms(ids, G, backend=case.backend)
@@ -225,7 +204,7 @@ def test_rows_that_are_not_finite_stay_with_their_sample_and_run(
     case: Case, positions: int
 ) -> None:
     """They make the norm of their sample so, and where they are padding they are not there."""
-    ids, G = random_ids(case, 3, positions), case.randn(3, positions, 8)
+    ids, G = random_ids(case.device, 3, positions), case.randn(3, positions, 8)
     ids[1], ids[1, 0] = 4, 3
     G[1, 0] = float("inf")
     sq = embedding_sqnorms(ids, G, backend=case.backend)
@@ -247,17 +226,6 @@ def test_a_long_run_is_added_up_in_parts(case: Case) -> None:
     ids = torch.full((1, 1100), 4, device=case.device)
     sq = embedding_sqnorms(ids, G.to(case.device, case.dtype), backend=case.backend)
     assert worst_relative_error(sq, G.sum(1).square().sum(1)) <= 1e-5
-
-
-@every_case
-def test_half_of_the_positions_hold_one_id(case: Case) -> None:
-    """As where texts are filled up with an id that is not the table's ``padding_idx``."""
-    ids, G = random_ids(case, 2, 150), case.randn(2, 150, 20)
-    ids[:, 75:] = 7
-    sq = embedding_sqnorms(ids, G, backend=case.backend)
-    oracle = per_sample_tables(ids, G, None).square().sum((1, 2))
-    assert worst_relative_error(sq, oracle) <= 2 * case.tolerance
-    assert torch.equal(sq, embedding_sqnorms(ids, G, backend=case.backend))
 
 
 @pytest.mark.parametrize(
@@ -288,65 +256,13 @@ def test_ranks_are_a_stable_sort(
 
 
 @every_case
-def test_one_index_for_each_sample_and_strided_gradients(case: Case) -> None:
-    ids, G = random_ids(case, 4), case.randn(4, 32)[:, ::2]
-    sq = embedding_sqnorms(ids, G, backend=case.backend)
-    assert worst_relative_error(sq, G.double().square().sum(1)) <= case.tolerance
-    G = case.randn(9, 4, 16).transpose(0, 1)
-    ids = random_ids(case, 9, 4).mT
-    sq = embedding_sqnorms(ids, G, backend=case.backend)
-    oracle = per_sample_tables(ids, G, None).square().sum((1, 2))
-    assert worst_relative_error(sq, oracle) <= case.tolerance
-
-
-@every_case_interpreted_once
-@pytest.mark.parametrize(
-    ("positions", "ranked"),
-    [
-        (20, True),
-        (150, True),
-        (160, False),
-        pytest.param(160, True, marks=pytest.mark.slow),
-        pytest.param(150, False, marks=pytest.mark.slow),
-    ],
-)
-def test_ids_that_lie_apart(
-    case: Case, positions: int, ranked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Positions that all samples share, and ids of a transposed batch."""
-    if case.backend == "triton" and not ranked:  # as samples with more positions are
-        monkeypatch.setattr(kernels(), "MAX_RANKED", 0)
-    G = case.randn(2, positions, 8)
-    shared = random_ids(case, 1, positions).expand(2, -1)
-    transposed = random_ids(case, positions, 2).T
-    for ids in (shared, transposed):
-        sq = embedding_sqnorms(ids, G, backend=case.backend)
-        oracle = per_sample_tables(ids, G, None).square().sum((1, 2))
-        assert worst_relative_error(sq, oracle) <= case.tolerance
-
-
-@every_case
-@pytest.mark.parametrize("padding_idx", [None, 3])
-@pytest.mark.parametrize("T", [20, 200, 4000])
-def test_clipped_sum(case: Case, T: int, padding_idx: int | None) -> None:
-    ids, G = random_ids(case, 3, T), case.randn(3, T, 8)
-    G[1] = float("inf")
-    coef = torch.tensor([0.5, 0.0, 1.0], device=case.device)
-    total = embedding_clipped_sum(ids, G, coef, V, padding_idx=padding_idx, backend=case.backend)
-    tables = per_sample_tables(ids, G, padding_idx)
-    oracle = 0.5 * tables[0] + tables[2]
-    # PyTorch's own kernel adds in the table's dtype on a CPU.
-    assert relative_error(total, oracle) <= max(4 * case.rounding, 1e-6)
-
-
-@every_case
 @pytest.mark.parametrize(
     "shape", [(2, 19, 23, 24), (1, 1, 1, 8), (2, 70, 33, 5), (0, 3, 3, 8)], ids=str
 )
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_tied_cross_term(case: Case, shape: tuple, padding_idx: int | None) -> None:
     B, T, S, d = shape
-    ids, Gemb = random_ids(case, B, T), case.randn(B, T, d)
+    ids, Gemb = random_ids(case.device, B, T), case.randn(B, T, d)
     Ahead, Ghead = case.randn(B, S, d, seed=1), case.randn(B, S, V, seed=2)
     cross, off = tied_cross_term(
         ids, Gemb, Ahead, Ghead, padding_idx=padding_idx, backend=case.backend

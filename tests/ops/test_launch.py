@@ -94,31 +94,20 @@ def test_a_kernel_is_looked_for_once() -> None:
     assert kernel.launches[0][:2] == (3, first) and kernel.launches[1][:2] == (5, second.data_ptr())
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        dict(x=torch.zeros(8, dtype=torch.float64)),
-        dict(x=torch.zeros(9)[1:]),
-        dict(x=torch.zeros(8).as_subclass(OnAnotherDevice)),
-        dict(y=torch.zeros(8)),
-        dict(y=torch.zeros(8).as_subclass(OnAnotherDevice)),
-        dict(n=9),
-        dict(EACH=2),
-        dict(WIDE=False),
-        dict(num_warps=8),
-    ],
-    ids=[
-        "dtype",
-        "address",
-        "device",
-        "tensor",
-        "its device",
-        "number",
-        "constant",
-        "flag",
-        "warps",
-    ],
-)
+OTHERS: dict[str, dict[str, Any]] = {
+    "dtype": {"x": torch.zeros(8, dtype=torch.float64)},
+    "address": {"x": torch.zeros(9)[1:]},
+    "device": {"x": torch.zeros(8).as_subclass(OnAnotherDevice)},
+    "tensor": {"y": torch.zeros(8)},
+    "its device": {"y": torch.zeros(8).as_subclass(OnAnotherDevice)},
+    "number": {"n": 9},
+    "constant": {"EACH": 2},
+    "flag": {"WIDE": False},
+    "warps": {"num_warps": 8},
+}
+
+
+@pytest.mark.parametrize("changed", OTHERS.values(), ids=OTHERS)
 def test_what_another_kernel_serves(changed: dict[str, Any]) -> None:
     kernel = Kernel()
     for _ in range(2):

@@ -13,6 +13,7 @@ from tests.ops.cases import (
     per_sample_gradients,
     worst_relative_error,
 )
+from tests.ops.opcases import squares_of_products
 
 
 @every_case
@@ -32,20 +33,7 @@ def test_groups_of_every_kind(case: Case) -> None:
     assert len(results) == len(groups)
     for (sq_LB, doubt_LB), (A, Gs) in zip(results, groups, strict=True):
         assert doubt_LB.shape == sq_LB.shape
-        A, Gs = (
-            A.reshape(
-                len(A),
-                max(1, A[..., 0].numel() // max(1, len(A))) if A.dim() != 3 else A.shape[1],
-                A.shape[-1],
-            ),
-            list(Gs),
-        )
-        oracle = torch.stack(
-            [
-                per_sample_gradients(A, G.reshape(*A.shape[:2], G.shape[-1])).square().sum((1, 2))
-                for G in Gs
-            ]
-        )
+        oracle = torch.stack([*squares_of_products(A.cpu(), *(G.cpu() for G in Gs))])
         assert worst_relative_error(sq_LB, oracle) <= case.tolerance
 
 

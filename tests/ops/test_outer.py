@@ -15,7 +15,6 @@ from flash_clipping.ops.outer import (
     outer_grads,
     outer_sqnorms,
     reference as outer_torch,
-    weighted_sum,
 )
 from flash_clipping.ops.runtime import cost
 from tests.ops.cases import (
@@ -31,30 +30,6 @@ from tests.ops.cases import (
     sizes_of_products,
     worst_relative_error,
 )
-
-# The last is stored tile by tile through descriptors; its second tile of d reaches past the end.
-SHAPES = [(3, 17, 24, 40), (1, 1, 8, 8), (2, 70, 130, 35), (2, 1, 5, 3), (0, 4, 8, 8), (2, 0, 8, 6)]
-SHAPES += [(2, 33, 200, 128)]
-
-
-@every_case
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("store", [False, True])
-def test_norms_and_gradients_match_the_oracle(case: Case, shape: tuple, store: bool) -> None:
-    B, T, d, p = shape
-    A, G = case.randn(B, T, d), case.randn(B, T, p, seed=1)
-    sq, grads = outer_sqnorms(A, G, store=store, backend=case.backend)
-    oracle = per_sample_gradients(A, G)
-    assert sq.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
-    if not store:
-        assert grads is None
-        assert worst_relative_error(sq, oracle.square().sum((1, 2))) <= case.tolerance
-        return
-    assert grads is not None
-    assert grads.dtype == G.dtype
-    assert relative_error(grads, oracle) <= case.rounding
-    # What is measured is what is kept: the norm of the rounded values.
-    assert worst_relative_error(sq, grads.double().square().sum((1, 2))) <= case.tolerance
 
 
 @every_half_case
@@ -116,15 +91,6 @@ def test_the_ring_serves_what_its_tiles_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert not fits(256, 130)  # nor those of G
 
 
-@every_case
-def test_strided_inputs(case: Case) -> None:
-    A = case.randn(20, 2, 16).transpose(0, 1)
-    G = case.randn(2, 20, 64)[..., ::2]
-    sq, _ = outer_sqnorms(A, G, backend=case.backend)
-    oracle = per_sample_gradients(A, G).square().sum((1, 2))
-    assert worst_relative_error(sq, oracle) <= case.tolerance
-
-
 @every_case_interpreted_once
 @pytest.mark.parametrize("widths", [(24, 257), (133, 128), (3, 5)], ids=str)
 @pytest.mark.parametrize("store", [False, True])
@@ -136,35 +102,6 @@ def test_rows_on_16_bytes_of_any_width(case: Case, widths: tuple, store: bool) -
         assert relative_error(grads, oracle) <= case.rounding
         oracle = grads.double()
     assert worst_relative_error(sq, oracle.square().sum((1, 2))) <= case.tolerance
-
-
-@every_case
-def test_a_sample_that_is_not_finite_leaves_the_others_alone(case: Case) -> None:
-    A, G = case.randn(3, 20, 16), case.randn(3, 20, 24)
-    G[1, 7, 3] = float("nan")
-    sq, _ = outer_sqnorms(A, G, backend=case.backend)
-    oracle = per_sample_gradients(A, G).square().sum((1, 2))
-    assert not torch.isfinite(sq[1])
-    assert worst_relative_error(sq[[0, 2]], oracle[[0, 2]]) <= case.tolerance
-
-
-@every_case
-def test_bitwise_equal_from_run_to_run(case: Case) -> None:
-    A, G = case.randn(2, 70, 150), case.randn(2, 70, 72)
-    first = outer_sqnorms(A, G, store=True, backend=case.backend)
-    again = outer_sqnorms(A, G, store=True, backend=case.backend)
-    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_sums_are_not_truncated(dtype: torch.dtype) -> None:
-    """Tensor cores truncate their accumulator: without care the norm here is 4e-4 too small."""
-    A = torch.randn(1, 65536, 64, device="cuda", dtype=dtype) + 1
-    G = torch.randn(1, 65536, 64, device="cuda", dtype=dtype) / 10 + 1
-    sq, _ = outer_sqnorms(A, G, backend="triton")
-    oracle = torch.einsum("btp,btd->bpd", G.double(), A.double()).square().sum((1, 2))
-    assert worst_relative_error(sq, oracle) <= 1e-5
 
 
 def test_gradients_that_are_not_kept_are_formed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,28 +119,6 @@ def test_operands_of_two_dtypes_meet_in_the_wider() -> None:
     sq, grads = outer_sqnorms(A, G, store=True)
     assert grads is not None and grads.dtype == torch.float32
     assert worst_relative_error(sq, per_sample_gradients(A, G).square().sum((1, 2))) <= 1e-5
-
-
-@every_case
-@pytest.mark.parametrize("shape", [(3, 40, 24), (1, 7), (5, 3, 5, 67), (0, 4, 4)], ids=str)
-def test_weighted_sum(case: Case, shape: tuple) -> None:
-    grads = case.randn(*shape)
-    coef = torch.rand(shape[0], device=case.device)
-    total = weighted_sum(grads, coef, backend=case.backend)
-    oracle = torch.einsum("b...,b->...", grads.cpu().double(), coef.cpu().double())
-    assert total.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
-    assert relative_error(total, oracle) <= 1e-6
-
-
-@every_case
-def test_weighted_sum_leaves_out_what_has_coefficient_zero(case: Case) -> None:
-    grads = case.randn(3, 6, 5)
-    grads[1] = float("nan")
-    grads[1, 0] = float("inf")
-    coef = torch.tensor([0.5, 0.0, 1.0], device=case.device)
-    total = weighted_sum(grads, coef, backend=case.backend)
-    oracle = 0.5 * grads[0].double() + grads[2].double()
-    assert relative_error(total, oracle) <= case.tolerance
 
 
 @every_case

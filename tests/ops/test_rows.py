@@ -1,3 +1,5 @@
+"""Operations on rows of tensors of any shape: sums, products, and rows that are not finite."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -6,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_clipping.ops.rows import row_sums
+from flash_clipping.ops.rows import finite_rows, row_scale, row_sums
 from flash_clipping.ops.runtime.shapes import Normalized
 from tests.ops.cases import Case, every_case, in_rows_on_16_bytes, relative_error
 from tests.support.errors import raises
@@ -38,28 +40,6 @@ def oracle_of(rows: Tensor, x_hat: Normalized | None) -> Tensor:
         x, mean, rstd = (each.cpu().double() for each in x_hat)
         wide = wide * (x - mean[..., None]) * rstd[..., None]
     return wide.sum(1)
-
-
-@every_case
-@pytest.mark.parametrize(
-    ("batch", "positions", "widths"),
-    [
-        (3, 17, [24]),
-        (3, 17, [24, 24, 24]),
-        (2, 1, [130, 5, 260, 1]),
-        (1, 70, [5, 5]),
-        (2, 3, [5, 0, 300]),
-        (4, 33, [257, 128, 129]),
-        (0, 4, [4, 8]),
-        (2, 0, [3, 200]),
-    ],
-    ids=str,
-)
-def test_sums_over_positions(case: Case, batch: int, positions: int, widths: list[int]) -> None:
-    rows = [case.randn(batch, positions, n, seed=i) for i, n in enumerate(widths)]
-    found = row_sums(rows, backend=case.backend)
-    assert found[0].dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
-    assert_sums(found, [oracle_of(x, None) for x in rows])
 
 
 @every_case
@@ -117,16 +97,6 @@ def test_strided_and_shifted_tensors(case: Case) -> None:
         assert_sums(found, [oracle_of(x, None) for x in rows])
 
 
-@every_case
-def test_a_poisoned_sample_stays_alone(case: Case) -> None:
-    x = case.randn(3, 5, 8)
-    x[1, 2] = float("nan")
-    sums_BN, sq_PB = row_sums([x, case.randn(3, 5, 8)], backend=case.backend)
-    assert sums_BN[1, :8].isnan().all() and sq_PB[0, 1].isnan()
-    assert sums_BN[[0, 2]].isfinite().all() and sums_BN[1, 8:].isfinite().all()
-    assert sq_PB[0, [0, 2]].isfinite().all() and sq_PB[1].isfinite().all()
-
-
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     x = torch.randn(2, 3, 3)
     with raises("FC303", ValueError, match=r"one B, T and dtype; found torch.float32 \(2, 4, 3\)"):
@@ -145,3 +115,72 @@ def test_what_is_normalized_must_fit_its_rows() -> None:
         row_sums([rows], [Normalized(x, mean[:, :3], mean)])
     with raises("FC303", ValueError, match="one dtype; found torch.float16, torch.float32"):
         row_sums([rows, rows], [Normalized(x, mean, mean), Normalized(x.half(), mean, mean)])
+
+
+def test_one_coefficient_for_each_sample() -> None:
+    with raises("FC303", ValueError, match=r"expected \(3,\)"):
+        row_scale(torch.randn(3, 4), torch.ones(2))
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@every_case
+@pytest.mark.parametrize("in_place", [False, True], ids=["copy", "in place"])
+@pytest.mark.parametrize("shape", [(70, 5), (3, 4097), (5,), (4, 3, 2), (2, 9000)], ids=str)
+def test_rows_that_are_not_finite(case: Case, shape: tuple[int, ...], in_place: bool) -> None:
+    """Whichever element it is, in the first part of a row or the last."""
+    clean = case.randn(*shape)
+    for row, place, value in ((1, -1, INF), (0, 0, NAN), (len(clean) - 1, 0, -INF)):
+        x = clean.clone()
+        x.view(len(x), -1)[row, place] = value
+        given = x.clone()
+        lost_N = torch.zeros(len(x), dtype=torch.uint8, device=case.device)
+        found = finite_rows(x, lost_N, in_place=in_place, backend=case.backend)
+        expected = clean.clone()
+        expected[row] = 0
+        assert torch.equal(found, expected)
+        assert lost_N.tolist() == [int(n == row) for n in range(len(x))]
+        assert (found is x) is in_place
+        if not in_place:
+            assert torch.equal(x.isfinite(), given.isfinite())
+
+
+@every_case
+def test_all_rows_are_finite(case: Case) -> None:
+    """The largest numbers too; and what was noted before stays."""
+    x = case.randn(6, 40)
+    x[2] = torch.finfo(case.dtype).max
+    lost_N = torch.tensor([0, 1, 0, 0, 0, 0], dtype=torch.uint8, device=case.device)
+    assert torch.equal(finite_rows(x, lost_N, backend=case.backend), x)
+    assert lost_N.tolist() == [0, 1, 0, 0, 0, 0]
+
+
+@every_case
+def test_strides(case: Case) -> None:
+    x = case.randn(8, 6).T
+    x[3, 2] = NAN
+    lost_N = torch.zeros(6, dtype=torch.uint8, device=case.device)
+    found = finite_rows(x, lost_N, backend=case.backend)
+    assert lost_N.tolist() == [0, 0, 0, 1, 0, 0] and torch.isnan(x[3, 2])
+    assert not found[3].any() and torch.equal(found[:3], x[:3])
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_without_elements(shape: tuple[int, ...]) -> None:
+    lost_N = torch.zeros(shape[0], dtype=torch.uint8)
+    assert finite_rows(torch.empty(shape), lost_N).shape == shape
+    assert not lost_N.any()
+
+
+@pytest.mark.parametrize(
+    ("lost_N", "x", "message"),
+    [
+        (torch.zeros(2, dtype=torch.uint8), torch.ones(3, 2), "one entry of uint8 for each"),
+        (torch.zeros(3), torch.ones(3, 2), "found lost_N .* of torch.float32"),
+        (torch.zeros(3, dtype=torch.uint8), torch.ones(2, 3).T, "changed in place"),
+    ],
+)
+def test_refused(lost_N: Tensor, x: Tensor, message: str) -> None:
+    with raises("FC303", ValueError, match=message):
+        finite_rows(x, lost_N, in_place=True)
