@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import CyclicPoisson, FixedOrder, FlashPrivacyEngine
+from flash_clipping import CyclicPoisson, FixedOrder, FlashPrivacyEngine, RandomAllocation
 from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import (
@@ -29,10 +28,10 @@ from flash_clipping.noise.samplers import (
     ShuffledSampler,
 )
 from flash_clipping.randomness import Purpose, SecretStream
+from tests.noise.training import BATCHES, SIZE, in_parts, private, step
 from tests.support.errors import raises
 
 pytest.importorskip("dp_accounting")
-SIZE, BATCHES = 30, 5
 ALL = [BandedNoise(2), BandedNoise(4), BandedInverseNoise(2, (0.6,))]
 ALL += [BandedNoise(3, "drawn_again"), BandedNoise.optimised(3, 10), BandedInverseNoise(4)]
 ALL += [BufferedNoise((0.3, 0.2), (0.5, 0.95))]
@@ -120,36 +119,10 @@ def test_noise_that_is_drawn_again_is_the_same_and_is_not_kept(count: int) -> No
 # -- with an engine --------------------------------------------------------------------------------
 
 
-def private(
-    noise: NoiseMechanism, kind: type[FixedOrder] = FixedOrder, workers: int = 0, **options: Any
-) -> Any:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    engine = FlashPrivacyEngine(accountant="pld")
-    x, rows = torch.randn(SIZE, 4), torch.arange(SIZE)
-    loader = DataLoader(TensorDataset(x, rows), batch_size=SIZE // BATCHES, num_workers=workers)
-    module, optimizer, _, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        criterion=nn.CrossEntropyLoss(reduction="sum"),
-        data_loader=loader,
-        **{"noise_multiplier": 1.0, "max_grad_norm": 0.5, "loss_reduction": "sum"}
-        | {"mechanism": kind(noise)}
-        | options,
-    )
-    return engine, module, optimizer, loader
-
-
-def step(module: Any, optimizer: Any, x: Tensor) -> None:
-    optimizer.zero_grad()
-    module(x).square().sum().backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("noise", [IndependentNoise(), *ALL], ids=str)
 def test_training(noise: NoiseMechanism) -> None:
     """The sums with the noise that was accounted for, and batches of every epoch alike."""
-    engine, module, optimizer, loader = private(noise)
+    engine, module, optimizer, loader = private(FixedOrder(noise))
     epochs = []
     for _ in range(2):
         epochs.append([])
@@ -170,7 +143,7 @@ def test_training(noise: NoiseMechanism) -> None:
 
 
 def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
-    _, module, optimizer, loader = private(BandedInverseNoise(2), noise_multiplier=4.0)
+    _, module, optimizer, loader = private(FixedOrder(BandedInverseNoise(2)), noise_multiplier=4.0)
     drawn: list[Tensor] = []
     real = optimizer.correlated.next
     optimizer.correlated.next = lambda *given: drawn.append(real(*given)) or drawn[-1]
@@ -183,7 +156,7 @@ def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
 
 
 def test_groups_take_turns() -> None:
-    _, module, optimizer, loader = private(BandedNoise(2), CyclicPoisson)
+    _, module, optimizer, loader = private(CyclicPoisson(BandedNoise(2)))
     number, sizes = 0, []
     for _ in range(30):
         for x, rows in loader:
@@ -196,7 +169,7 @@ def test_groups_take_turns() -> None:
 
 
 def test_a_left_epoch_goes_on_where_steps_are() -> None:
-    _, module, optimizer, loader = private(BandedInverseNoise(2))
+    _, module, optimizer, loader = private(FixedOrder(BandedInverseNoise(2)))
     seen = []
     for stop in (2, 5, 4):
         for number, (x, rows) in enumerate(loader):
@@ -207,15 +180,19 @@ def test_a_left_epoch_goes_on_where_steps_are() -> None:
     assert seen[:5] == seen[5:10] and seen[10] == seen[0]
 
 
-def test_steps_on_other_batches_are_refused() -> None:
-    engine, module, optimizer, loader = private(BandedNoise(2))
+@pytest.mark.parametrize(
+    ("mechanism", "draws"), [(FixedOrder(BandedNoise(2)), 0), (RandomAllocation(), 1)]
+)
+def test_steps_on_other_batches_are_refused(mechanism: Any, draws: int) -> None:
+    """Correlated noise is not drawn; of independent noise one draw is never used."""
+    engine, module, optimizer, loader = private(mechanism)
     batches = iter(loader)
     next(batches)
     x, _ = next(batches)
     with raises("FC512", match="0 .* with batch 1"):
         step(module, optimizer, x)
     assert not engine.accountant.history
-    assert optimizer.stream.state_dict()["draws"] == 0  # before noise
+    assert optimizer.stream.state_dict()["draws"] == draws
     for x, _ in loader:
         step(module, optimizer, x)
         with raises("FC512", match="1"):
@@ -228,7 +205,7 @@ def test_steps_on_other_batches_are_refused() -> None:
     [("noise_multiplier", "FC522"), ("max_grad_norm", "FC522"), ("parameters", "FC523")],
 )
 def test_what_must_stay(change: str, code: str) -> None:
-    _, module, optimizer, loader = private(BandedInverseNoise(2))
+    _, module, optimizer, loader = private(FixedOrder(BandedInverseNoise(2)))
     batches = iter(loader)
     step(module, optimizer, next(batches)[0])
     if change == "noise_multiplier":
@@ -245,7 +222,7 @@ def test_what_must_stay(change: str, code: str) -> None:
 def test_iterators_give_batches_by_their_numbers(workers: int) -> None:
     """However many were begun, and whatever their workers had drawn ahead: a batch that is not this
     step's is refused, and what is stepped on is the batch of that number."""
-    engine, module, optimizer, loader = private(BandedNoise(2), workers=workers)
+    engine, module, optimizer, loader = private(FixedOrder(BandedNoise(2)), workers=workers)
     numbers = {}
     for number, (x, rows) in enumerate(loader):
         numbers[frozenset(rows.tolist())] = number
@@ -269,31 +246,25 @@ def test_iterators_give_batches_by_their_numbers(workers: int) -> None:
 
 
 def test_a_step_on_two_batches_is_refused() -> None:
-    _, module, optimizer, loader = private(BandedNoise(2))
+    _, module, optimizer, loader = private(FixedOrder(BandedNoise(2)))
     with raises("FC283"):
         optimizer.signal_skip_step()
 
 
 def test_copies_are_refused() -> None:
-    _, module, optimizer, loader = private(BandedNoise(2))
+    _, module, optimizer, loader = private(FixedOrder(BandedNoise(2)))
     with raises("FC537"):
         copy.deepcopy(optimizer.correlated)
-
-
-def in_parts(loader: Any, optimizer: Any) -> Any:
-    return BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
-    ).__enter__()
 
 
 def test_parts_of_a_batch_are_one_step() -> None:
     """Of ``BatchMemoryManager``: batches, noise and accounting are those of whole batches. A loop
     that was left in the midst of a batch begins it anew."""
-    engine, module, optimizer, loader = private(BandedInverseNoise(2))
+    engine, module, optimizer, loader = private(FixedOrder(BandedInverseNoise(2)))
     batches: list[list[int]] = [[]]
     for stop in (3, 100):  # each batch has two parts
         batches[-1] = []
-        for number, (x, rows) in enumerate(in_parts(loader, optimizer)):
+        for number, (x, rows) in enumerate(in_parts(loader, optimizer, 4)):
             if number == stop:
                 break
             assert len(rows) == 3
@@ -308,8 +279,8 @@ def test_parts_of_a_batch_are_one_step() -> None:
 
 
 def test_a_part_is_not_stepped_on_twice() -> None:
-    _, module, optimizer, loader = private(BandedInverseNoise(2))
-    for x, _ in in_parts(loader, optimizer):
+    _, module, optimizer, loader = private(FixedOrder(BandedInverseNoise(2)))
+    for x, _ in in_parts(loader, optimizer, 4):
         module(x).square().sum().backward()
         with raises("FC510", ValueError):
             module(x).square().sum().backward()
@@ -318,8 +289,8 @@ def test_a_part_is_not_stepped_on_twice() -> None:
 
 def test_workers_of_parts_are_refused() -> None:
     """Nobody would say in this process which step a part belongs to."""
-    _, module, optimizer, loader = private(BandedInverseNoise(2), workers=1)
-    for x, _ in in_parts(loader, optimizer):
+    _, module, optimizer, loader = private(FixedOrder(BandedInverseNoise(2)), workers=1)
+    for x, _ in in_parts(loader, optimizer, 4):
         with raises("FC244"):
             step(module, optimizer, x)
         break
@@ -348,7 +319,7 @@ def test_processes_have_parts_of_the_batch_of_one(kind: Any, more: dict[str, int
 
 def test_more_diagonals_than_batches() -> None:
     with raises("FC316", ValueError, match=r"BandedNoise\(6\) with 5 batches"):
-        private(BandedNoise(6), CyclicPoisson)
+        private(CyclicPoisson(BandedNoise(6)))
 
 
 def test_a_target_finds_its_noise() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -83,26 +84,9 @@ def test_a_share_of_the_last_step_is_the_inverse_of_its_matrix() -> None:
     assert np.allclose(matrix(BandedInverseNoise(2, (0.4,)), 7) @ inverse, np.eye(7), atol=1e-12)
 
 
-@pytest.mark.parametrize("make", [lambda: BandedNoise(1), lambda: BandedNoise(True)])
-def test_too_few_diagonals(make: object) -> None:
-    with raises("FC318", ValueError, match="2 or more"):
-        make()  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("share", [0.0, 1.1, -0.1, float("nan")])
-def test_shares_outside(share: float) -> None:
-    with raises("FC318", ValueError, match="none negative and not all 0"):
-        BandedInverseNoise(2, (share,))
-
-
 @pytest.mark.parametrize("noise", [BandedNoise, BandedInverseNoise])
 def test_counts_of_numpy_are_numbers(noise: Callable[[int], NoiseMechanism]) -> None:
     assert noise(np.int64(4)).settings == noise(4).settings  # type: ignore[arg-type]
-
-
-def test_separations_outside() -> None:
-    with raises("FC318", ValueError, match="separation"):
-        BandedInverseNoise(2).sensitivity(4, 0)
 
 
 def error_by_matrices(noise: NoiseMechanism, steps: int, separation: int | None = None) -> float:
@@ -206,44 +190,49 @@ def test_optimised_buffers(steps: int, separation: int | None) -> None:
         assert more < 1.02 * error_by_matrices(BandedNoise(steps), steps)
 
 
-@pytest.mark.parametrize(
-    ("count", "shares"),
-    [(1, None), (True, None), (2, (0.5, 0.1)), (3, (0.5, -0.1)), (2, (1.1,)), (2, (0.0,))]
-    + [(3, (0.1, 0.9)), (2, (float("nan"),)), (2, (float("inf"),))],
-)
-def test_inverses_without_a_known_sensitivity(count: int, shares: tuple[float, ...] | None) -> None:
-    with raises("FC318", ValueError, match="2 or more|sensitivities are not known"):
-        BandedInverseNoise(count, shares)
+NAN, INF = float("nan"), float("inf")
+UNKNOWN = "sensitivities are not known"
+REFUSED: list[tuple[str, str, Callable[..., object], tuple[object, ...]]] = [
+    *(("FC318", "2 or more", BandedNoise, (count,)) for count in (1, True)),
+    *(("FC318", "2 or more", BandedInverseNoise, (count,)) for count in (1, True)),
+    *(
+        ("FC318", "none negative and not all 0", BandedInverseNoise, (2, (share,)))
+        for share in (0.0, 1.1, -0.1, NAN)
+    ),
+    *(
+        ("FC318", UNKNOWN, BandedInverseNoise, given)
+        for given in (
+            (2, (0.5, 0.1)), (3, (0.5, -0.1)), (2, (1.1,)), (2, (0.0,)), (3, (0.1, 0.9)),
+            (2, (NAN,)), (2, (INF,)),
+        )
+    ),
+    *(
+        ("FC318", UNKNOWN, BufferedNoise, given)
+        for given in (
+            ((), ()), ((0.5,), (1.0,)), ((0.5,), (-0.1,)), ((0.0,), (0.5,)),
+            ((0.6, 0.5), (0.1, 0.2)), ((0.5,), (0.5, 0.5)), ((NAN,), (0.5,)), ((0.5,), (NAN,)),
+        )
+    ),
+    *(
+        ("FC318", UNKNOWN, partial(BandedNoise, 2), ("stored", weights))
+        for weights in ((1.0,), (0.9, 0.5), (1.0, -0.1), (1.0, 1.1), (1.0, NAN))
+    ),
+    *(
+        ("FC318", "as many steps", kind.optimised, (4, 3))
+        for kind in (BandedNoise, BandedInverseNoise, BufferedNoise)
+    ),
+    ("FC318", "1 or more", BufferedNoise.optimised, (0, 3)),
+    ("FC318", "separation", BandedInverseNoise(2).sensitivity, (4, 0)),
+    ("FC301", "drawn_again", BandedNoise, (2, "kept")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("weights", "decays"),
-    [((), ()), ((0.5,), (1.0,)), ((0.5,), (-0.1,)), ((0.0,), (0.5,)), ((0.6, 0.5), (0.1, 0.2))]
-    + [((0.5,), (0.5, 0.5)), ((float("nan"),), (0.5,)), ((0.5,), (float("nan"),))],
-)
-def test_buffers_without_a_known_sensitivity(
-    weights: tuple[float, ...], decays: tuple[float, ...]
+@pytest.mark.parametrize(("code", "words", "make", "given"), REFUSED)
+def test_noise_without_a_known_sensitivity_is_refused(
+    code: str, words: str, make: Callable[..., object], given: tuple[object, ...]
 ) -> None:
-    with raises("FC318", ValueError, match="sensitivities are not known"):
-        BufferedNoise(weights, decays)
-
-
-@pytest.mark.parametrize(
-    "weights", [(1.0,), (0.9, 0.5), (1.0, -0.1), (1.0, 1.1), (1.0, float("nan"))]
-)
-def test_weights_without_a_known_sensitivity(weights: tuple[float, ...]) -> None:
-    with raises("FC318", ValueError, match="sensitivities are not known"):
-        BandedNoise(2, weights=weights)
-
-
-def test_fewer_steps_than_diagonals_and_other_memories() -> None:
-    for cls in (BandedNoise, BandedInverseNoise, BufferedNoise):
-        with raises("FC318", ValueError, match="as many steps"):
-            cls.optimised(4, 3)
-    with raises("FC318", ValueError, match="1 or more"):
-        BufferedNoise.optimised(0, 3)
-    with raises("FC301", ValueError, match="drawn_again"):
-        BandedNoise(2, "kept")  # type: ignore[arg-type]
+    with raises(code, ValueError, match=words):
+        make(*given)
 
 
 def test_many_diagonals_for_many_steps() -> None:

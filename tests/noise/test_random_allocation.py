@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, RandomAllocation, Shuffled
+from flash_clipping import RandomAllocation, Shuffled
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, Mechanism, least_noise
 from flash_clipping.noise import releases
 from flash_clipping.noise.accountants import PldAccountant, releases_of
@@ -29,6 +26,7 @@ from flash_clipping.noise.samplers import AllocationSampler, ShuffledSampler
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.chacha import Keystream
 from flash_clipping.randomness.choices import _below, allocations
+from tests.noise.training import in_parts, private, step
 from tests.support.errors import raises
 
 pytest.importorskip("dp_accounting")
@@ -255,39 +253,16 @@ def test_a_round_that_has_begun_stays_as_it_is() -> None:
 # -- with an engine --------------------------------------------------------------------------------
 
 
-def private(mechanism: Mechanism | None = None, **options: Any) -> Any:
-    torch.manual_seed(0)
-    engine = FlashPrivacyEngine(accountant="pld")
-    model = nn.Linear(4, 3)
-    loader = DataLoader(TensorDataset(torch.randn(30, 4), torch.arange(30)), batch_size=6)
-    module, optimizer, _, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=loader,
-        loss_reduction="sum",
-        criterion=nn.CrossEntropyLoss(reduction="sum"),
-        mechanism=mechanism or RandomAllocation(),
-        **{"noise_multiplier": 1.0, "max_grad_norm": 0.5} | options,
-    )
-    return engine, module, optimizer, loader
-
-
-def step(module: Any, optimizer: Any, x: Tensor) -> None:
-    optimizer.zero_grad()
-    module(x).square().sum().backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize(
-    ("options", "release"),
+    ("mechanism", "release"),
     [
-        ({}, Release(1.0, 2, "one_of", size=5)),
-        ({"mechanism": RandomAllocation(participations=2)}, Release(1.0, 2, "one_of", size=5)),
-        ({"mechanism": Shuffled()}, Release(1.0 / 2**0.5)),
+        (RandomAllocation(), Release(1.0, 2, "one_of", size=5)),
+        (RandomAllocation(participations=2), Release(1.0, 2, "one_of", size=5)),
+        (Shuffled(), Release(1.0 / 2**0.5)),
     ],
 )
-def test_training(options: dict[str, Any], release: Release) -> None:
-    engine, module, optimizer, loader = private(**options)
+def test_training(mechanism: Mechanism, release: Release) -> None:
+    engine, module, optimizer, loader = private(mechanism)
     epochs = []
     for _ in range(2):
         epochs.append([])
@@ -304,17 +279,8 @@ def test_training(options: dict[str, Any], release: Release) -> None:
     assert engine.get_epsilon(1e-3) == pytest.approx(epsilon_by_pld([release], 1e-3))
 
 
-def test_a_step_on_another_batch_is_refused() -> None:
-    engine, module, optimizer, loader = private()
-    batches = iter(loader)
-    next(batches)
-    with raises("FC512", match="0 .* with batch 1"):
-        step(module, optimizer, next(batches)[0])
-    assert not engine.accountant.history
-
-
 def test_a_checkpoint_of_the_middle_of_a_round_begins_another() -> None:
-    engine, module, optimizer, loader = private()
+    engine, module, optimizer, loader = private(RandomAllocation())
     batches = iter(loader)
     for _ in range(3):
         step(module, optimizer, next(batches)[0])
@@ -332,7 +298,7 @@ def test_a_checkpoint_of_the_middle_of_a_round_begins_another() -> None:
 
 def test_a_step_that_is_refused_is_none() -> None:
     """In the middle of a round, with other noise; with the noise of the round it goes on."""
-    engine, module, optimizer, loader = private()
+    engine, module, optimizer, loader = private(RandomAllocation())
     batches = iter(loader)
     step(module, optimizer, next(batches)[0])
     x = next(batches)[0]
@@ -355,28 +321,17 @@ def test_a_target_finds_its_noise() -> None:
 
 
 def test_opacus_accountants_do_not_know_it() -> None:
-    model = nn.Linear(4, 3)
     with raises("FC316", ValueError, match="RandomAllocation.*accountant='prv'"):
-        FlashPrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-            data_loader=DataLoader(TensorDataset(torch.randn(30, 4)), batch_size=6),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            mechanism=RandomAllocation(),
-        )
+        private(RandomAllocation(), accountant="prv")
 
 
 @pytest.mark.parametrize("mechanism", [RandomAllocation(), Shuffled()], ids=str)
 def test_batches_are_cut_to_what_fits(mechanism: Mechanism) -> None:
     engine, module, optimizer, loader = private(mechanism)
     seen: Counter[int] = Counter()
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
-    ) as small:
-        for x, rows in small:
-            assert len(x) <= 2
-            step(module, optimizer, x)
-            seen.update(rows.tolist())
+    for x, rows in in_parts(loader, optimizer, 2):
+        assert len(x) <= 2
+        step(module, optimizer, x)
+        seen.update(rows.tolist())
     assert seen == dict.fromkeys(range(30), 1)
     assert engine.accountant.history == [(1.0, 0.2, 5)]
