@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from tests.support.errors import warns
 from tests.support.oracle import assert_close
-from tests.support.poison import BAD, BATCH, OTHERS, RUNS, TOLERANCE, bound_of, check_without, take
+from tests.support.poison import BAD, BATCH, OTHERS, RUNS, TOLERANCE, check_poisoned
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16", "fp16"])
 
@@ -38,12 +36,7 @@ def test_layer_that_overflows_for_one_sample(dtype: torch.dtype, mode: str, redu
     x = torch.randn(BATCH, 3, 4).to(dtype)
     x[BAD] *= 2000 if dtype == torch.float16 else 1e25
     assert torch.isfinite(x).all() and not torch.isfinite(model(x)[BAD]).all()
-    clean, rest = copy.deepcopy(model), (x[OTHERS],)
-    bound = bound_of(clean, rest, reduction)
-    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
-    with warns("FC555"):
-        found = take(model, (x,), reduction, mode=mode, max_grad_norm=bound)
-    check_without(found, model, expected, clean, TOLERANCE[dtype])
+    check_poisoned(model, (x,), reduction, mode, TOLERANCE[dtype])
 
 
 @RUNS
@@ -53,13 +46,8 @@ def test_overflow_under_autocast(mode: str, reduction: str) -> None:
     model = Overflowing()
     x = torch.randn(BATCH, 3, 4)
     x[BAD] *= 1e25
-    clean, rest = copy.deepcopy(model), (x[OTHERS],)
     with torch.autocast("cpu", torch.bfloat16):
-        bound = bound_of(clean, rest, reduction)
-        expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
-        with warns("FC555"):
-            found = take(model, (x,), reduction, mode=mode, max_grad_norm=bound)
-    check_without(found, model, expected, clean, TOLERANCE[torch.bfloat16])
+        check_poisoned(model, (x,), reduction, mode, TOLERANCE[torch.bfloat16])
 
 
 @RUNS
@@ -104,10 +92,5 @@ def test_norm_that_overflows_fp32(mode: str, reduction: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     x = torch.randn(BATCH, 4)
-    clean, rest = copy.deepcopy(model), (x[OTHERS],)
     x[BAD] *= 1e18  # squares once in the loss, once more in the norm
-    bound = bound_of(clean, rest, reduction)
-    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
-    with warns("FC555"):
-        found = take(model, (x,), reduction, mode=mode, max_grad_norm=bound)
-    check_without(found, model, expected, clean, 1e-5)
+    check_poisoned(model, (x,), reduction, mode)

@@ -28,8 +28,7 @@ from tests.support.poison import (
     RUNS,
     TOLERANCE,
     Stage,
-    bound_of,
-    check_without,
+    check_poisoned,
     losses,
     take,
 )
@@ -164,14 +163,6 @@ def setting(name: str, dtype: torch.dtype) -> tuple[Staged, tuple[Tensor, ...]]:
     return model, tuple(x.to(dtype) if x.is_floating_point() else x for x in batch)
 
 
-def drop_sample(model: Staged, batch: tuple[Tensor, ...]) -> tuple[Staged, tuple[Tensor, ...]]:
-    """The same model and batch, clean, without the poisoned sample."""
-    clean = copy.deepcopy(model)
-    for stage in (clean.middle, clean.end):
-        stage.activation = stage.gradient = None
-    return clean, tuple(x[OTHERS] for x in batch)
-
-
 WAYS = [("one_pass", "mean"), ("two_pass", "sum")]
 #: Every two of place and value, dtype, way to run and case meet; all of a case are slow.
 GRID = [
@@ -198,12 +189,10 @@ def test_poisoned_sample_contributes_nothing(
     """The result equals that of the batch without the sample."""
     model, batch = setting(name, dtype)
     poison(model, batch, where, value)
-    clean, rest = drop_sample(model, batch)
-    bound = bound_of(clean, rest, reduction)
-    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
-    with warns("FC555"):
-        found = take(model, batch, reduction, mode=mode, max_grad_norm=bound)
-    check_without(found, model, expected, clean, TOLERANCE[dtype])
+    clean = copy.deepcopy(model)
+    for stage in (clean.middle, clean.end):
+        stage.activation = stage.gradient = None
+    check_poisoned(model, batch, reduction, mode, TOLERANCE[dtype], clean)
 
 
 class Branch(nn.Module):
@@ -226,13 +215,8 @@ def test_one_layer_is_not_finite(value: float, mode: str, reduction: str) -> Non
     batch = (torch.randn(BATCH, 3, 4),)
     clean = copy.deepcopy(model)
     model.stage.gradient = (BAD, value)
-    rest = (batch[0][OTHERS],)
-    bound = bound_of(clean, rest, reduction)
-    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
-    with warns("FC555"):
-        found = take(model, batch, reduction, mode=mode, max_grad_norm=bound)
+    found = check_poisoned(model, batch, reduction, mode, clean=clean)
     assert torch.isfinite(norm_of(found, model.left.weight)).all()
-    check_without(found, model, expected, clean, 1e-5)
 
 
 class TiedHead(nn.Module):
@@ -259,12 +243,7 @@ def test_shared_parameters(where: str, value: float, mode: str, reduction: str) 
     batch = (torch.randint(0, 9, (BATCH, 5)),)
     clean = copy.deepcopy(model)
     setattr(model.stage, where, (BAD, value))
-    rest = (batch[0][OTHERS],)
-    bound = bound_of(clean, rest, reduction)
-    expected = take(clean, rest, reduction, mode=mode, max_grad_norm=bound)
-    with warns("FC555"):
-        found = take(model, batch, reduction, mode=mode, max_grad_norm=bound)
-    check_without(found, model, expected, clean, 1e-5)
+    check_poisoned(model, batch, reduction, mode, clean=clean)
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
@@ -274,12 +253,7 @@ def test_checkpointed(checkpointing: str, mode: str) -> None:
     model = Mixed(checkpointing=checkpointing)
     tokens, image = torch.randint(0, 11, (BATCH, 4)), torch.randn(BATCH, 3, 4, 4)
     image[BAD, 0, 0, 0] = math.nan
-    clean, rest = copy.deepcopy(model), (tokens[OTHERS], image[OTHERS])
-    bound = bound_of(clean, rest, "mean")
-    expected = take(clean, rest, "mean", mode=mode, max_grad_norm=bound)
-    with warns("FC555"):
-        found = take(model, (tokens, image), "mean", mode=mode, max_grad_norm=bound)
-    check_without(found, model, expected, clean, 1e-5)
+    check_poisoned(model, (tokens, image), "mean", mode)
 
 
 @RUNS

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
+from tests.support.errors import warns
 from tests.support.oracle import assert_close
 
 BATCH, BAD = 5, 2
@@ -108,3 +109,26 @@ def bound_of(model: nn.Module, batch: tuple[Tensor, ...], reduction: str) -> flo
     """A bound that clips some samples and not others."""
     flash = take(copy.deepcopy(model), batch, reduction)
     return flash.get_norm_sample().median().item()
+
+
+def check_poisoned(
+    model: nn.Module,
+    batch: tuple[Tensor, ...],
+    reduction: str,
+    mode: str,
+    tolerance: float = 1e-5,
+    clean: nn.Module | None = None,
+) -> GradSampleModuleFlashClipping:
+    """A step on this batch is that of the batch without sample :data:`BAD`, and warns of it.
+
+    Args:
+        clean: the model without its poison, if it is the model that is poisoned.
+    """
+    clean = copy.deepcopy(model if clean is None else clean)
+    rest = tuple(x[OTHERS] for x in batch)
+    options: dict[str, Any] = {"mode": mode, "max_grad_norm": bound_of(clean, rest, reduction)}
+    expected = take(clean, rest, reduction, **options)
+    with warns("FC555"):
+        found = take(model, batch, reduction, **options)
+    check_without(found, model, expected, clean, tolerance)
+    return found
