@@ -10,11 +10,22 @@ from contextlib import suppress
 from typing import Any, SupportsFloat
 
 _CODE = re.compile(r"\bFC\d{3} ")
+_BETWEEN_SENTENCES = re.compile(r"(?<=[.?]) (?=[A-Z`])")
 
 
 class Coded(Exception):
-    """An error or warning whose message begins with the code of its cause, ``FC101``, that
-    ``flash-clipping errors FC101`` explains."""
+    """An error or warning whose message begins with the code of its cause, ``FC101``.
+
+    Messages are written as sentences: the problem, its cause, what to do, then an indented line of
+    code. Each sentence becomes a line. A code within the message, before which a layer's name was
+    put, goes to its start.
+    """
+
+    def __init__(self, *args: object) -> None:
+        found = _CODE.search(str(args[0])) if args else None
+        if found:
+            args = (found[0] + _BETWEEN_SENTENCES.sub("\n", without_code(found.string)),)
+        super().__init__(*args)
 
     @property
     def code(self) -> str:
@@ -29,15 +40,11 @@ def without_code(text: str) -> str:
 
 
 class NamesItsPage(Coded):
-    """An error with a note, which tracebacks show below the message: the command that explains it.
-
-    A code within the message goes to its start: a layer's name was put before it.
-    """
+    """An error with a note below its message in tracebacks: the command that explains it."""
 
     def __init__(self, *args: object) -> None:
-        found = _CODE.search(str(args[0])) if args else None
-        super().__init__(*([found[0] + without_code(found.string)] if found else args))
-        if found:
+        super().__init__(*args)
+        if self.code:
             self.add_note(f"More on this error:  flash-clipping errors {self.code}")
 
     def __reduce__(self) -> Any:

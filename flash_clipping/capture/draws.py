@@ -225,8 +225,7 @@ class Draws:
                 "optimizer.step() for every batch:\n"
                 "    - a loss that is not finite: backward() and step() as always\n"
                 "    - a batch with no sample: backward() and step() as always, on its row\n"
-                "    - a batch that does not fit: flash_clipping.MicroBatches(optimizer)\n"
-                "This warns once.",
+                "    - a batch that does not fit: flash_clipping.MicroBatches(optimizer)",
                 NoStepWarning,
                 stacklevel=4,
             )

@@ -47,6 +47,6 @@ class NonFiniteWarning:
         self.warned = True
         warnings.warn(
             "FC555 The gradient of at least one sample was not finite (inf or NaN). Such samples "
-            "get clipping coefficient 0 and add nothing to the sum. This warns once.",
+            "get clipping coefficient 0 and add nothing to the sum. Look for the input that is.",
             stacklevel=2,
         )

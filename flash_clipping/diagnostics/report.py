@@ -149,9 +149,9 @@ def _summary(report: CheckReport) -> list[str]:
 
 def _wrapped(text: str) -> str:
     """Lines of at most 100 characters; lines of code stay as they are."""
-    lines = text.splitlines()
+    lines = text.replace("\n", "\n  ").splitlines()
     return "\n".join(
-        line if line.startswith("    ") else textwrap.fill(line, 100, subsequent_indent="  ")
+        line if line.startswith("      ") else textwrap.fill(line, 100, subsequent_indent="  ")
         for line in lines
     )
 

@@ -41,7 +41,6 @@ from flash_clipping.engine.options import (
     Mode,
     Reduction,
     WrapperOptions,
-    check_bounds,
     check_options,
 )
 from flash_clipping.engine.sampling.units import Documents
@@ -54,7 +53,13 @@ from flash_clipping.engine.unsupported import (
     refuse_unsupported,
 )
 from flash_clipping.errors import HALVE_PARTS, InvalidValue, NoAttribute
-from flash_clipping.finish.clipping import ClipOptions, Doubts, clipping_coefficients, total_norm
+from flash_clipping.finish.clipping import (
+    ClipOptions,
+    Doubts,
+    check_bounds,
+    clipping_coefficients,
+    total_norm,
+)
 from flash_clipping.ops.runtime.checks import device_checks
 
 _NOTHING = Told()

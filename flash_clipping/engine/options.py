@@ -148,24 +148,6 @@ def check_groups(given: dict[str, Any]) -> None:
         raise InvalidValue("FC281 unit: found Users with poisson_sampling=False, which draws rows.")
 
 
-def check_bounds(clipping: str, bound: Any, count: int) -> None:
-    """Raise ``ValueError`` unless per-layer clipping has one bound for each of ``count`` trainable
-    parameters, and any other clipping has one."""
-    found = len(bound) if isinstance(bound, Sequence) else 0
-    if clipping != "per_layer" and found:
-        raise InvalidValue(
-            f"FC320 max_grad_norm: found {found} bounds with clipping={clipping!r}; expected one "
-            "number, for the norm over all parameters. With one bound for each parameter:\n"
-            '    clipping="per_layer"'
-        )
-    if clipping == "per_layer" and found != count:
-        raise InvalidValue(
-            f"FC320 max_grad_norm: found {f'{found} bounds' if found else bound} with "
-            f"clipping='per_layer'; expected {count}, one for each trainable parameter. Of norm C "
-            f"in all:\n    max_grad_norm=[C / {count}**0.5] * {count}"
-        )
-
-
 #: Arguments of Opacus that there are not; what to write instead.
 _INSTEAD = {
     "noise_generator": "noise has a key of its own; for tests: FlashPrivacyEngine(seed=...)",

@@ -44,7 +44,6 @@ from flash_clipping.engine.options import (
     NoiseOptions,
     Pipeline,
     Reduction,
-    check_bounds,
     check_groups,
     check_keywords,
     check_target,
@@ -63,7 +62,7 @@ from flash_clipping.engine.sampling.mixing import warn_of_mixing
 from flash_clipping.engine.sampling.units import Documents, Users
 from flash_clipping.engine.unsupported import refuse_alone, refuse_frozen, refuse_lacking, validate
 from flash_clipping.errors import InvalidValue, checked_number
-from flash_clipping.finish.clipping import Clipping
+from flash_clipping.finish.clipping import Clipping, check_bounds
 from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.randomness.stream import SecretStream, seed_notice
 

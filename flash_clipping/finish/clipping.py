@@ -83,6 +83,23 @@ class Doubts:
 ClipFunction: TypeAlias = Callable[[list[nn.Parameter], Tensor, Doubts, bool], Tensor]
 
 
+def check_bounds(clipping: str, bound: Any, count: int) -> None:
+    """Raise ``ValueError`` unless per-layer clipping has one bound for each of ``count`` trainable
+    parameters, and any other clipping has one."""
+    found = len(bound) if isinstance(bound, Sequence) else 0
+    if clipping != "per_layer" and found:
+        raise InvalidValue(
+            f"FC320 max_grad_norm: found {found} bounds with clipping={clipping!r}; expected one. "
+            'With a bound for each parameter:\n    clipping="per_layer"'
+        )
+    if clipping == "per_layer" and found != count:
+        raise InvalidValue(
+            f"FC320 max_grad_norm: found {f'{found} bounds' if found else bound} with "
+            f"clipping='per_layer'; expected {count}, one for each trainable parameter. Of norm C "
+            f"in all:\n    max_grad_norm=[C / {count}**0.5] * {count}"
+        )
+
+
 def clipping_coefficients(
     norms_PB: Tensor,
     max_grad_norm: float | Tensor | Sequence[float],
@@ -107,24 +124,14 @@ def clipping_coefficients(
         ValueError: ``max_grad_norm`` has not one entry per parameter in per-layer clipping, or is
             a list in any other.
     """
+    if clipping == "per_layer" or isinstance(max_grad_norm, Sequence):
+        check_bounds(clipping, max_grad_norm, len(norms_PB))
+    bound: Any = max_grad_norm
     if clipping == "per_layer":
-        if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != len(norms_PB):
-            raise InvalidValue(
-                "FC320 clipping='per_layer' needs max_grad_norm to be a list with one bound per "
-                f"trainable parameter ({len(norms_PB)}); found {max_grad_norm!r}."
-            )
         norms = norms_PB
-        bound: float | Tensor = to_device(max_grad_norm, norms_PB.device, norms_PB.dtype).unsqueeze(
-            1
-        )
+        bound = to_device(bound, norms_PB.device, norms_PB.dtype).unsqueeze(1)
     else:
-        if isinstance(max_grad_norm, Sequence):
-            raise InvalidValue(
-                f"FC320 clipping={clipping!r} takes one max_grad_norm; found a list of "
-                f"{len(max_grad_norm)}. Pass a number, or clipping='per_layer'."
-            )
         norms = total_norm(norms_PB) if total_B is None else total_B
-        bound = max_grad_norm
     if clipping == "automatic":
         coef = bound / (norms + AUTOMATIC_GAMMA)
     else:

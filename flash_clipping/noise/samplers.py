@@ -90,8 +90,8 @@ class OrderedSampler(WholeBatchSampler):
             found = "an unknown batch" if draw is None else f"batch {draw.number}"
             raise FlashClippingError(
                 f"FC512 optimizer.step(): found step {self.taken} (from 0) with {found} of the "
-                "loader. Epsilon is for one step on every batch, in order. Call optimizer.step() "
-                "once for each. Nothing was released."
+                "loader. Epsilon is for one step on every batch, in order. Nothing was released. "
+                "Call optimizer.step() once for each."
             )
 
 

@@ -19,6 +19,7 @@ from tests.distributed import (
     test_tensor_parallel_shards,
     test_two_processes,
 )
+from tests.support.errors import on_one_line
 
 
 @dataclass(frozen=True)
@@ -129,4 +130,4 @@ def test_what_is_not_served_is_refused_by_name(
 ) -> None:
     for of_rank in request.getfixturevalue(case.group):
         with pytest.raises(AssertionError, match=case.said):
-            raise AssertionError(of_rank[case.part])
+            raise AssertionError(on_one_line(of_rank[case.part]))

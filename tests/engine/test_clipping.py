@@ -188,9 +188,9 @@ def test_coefficients_of_bad_norms() -> None:
         assert torch.isfinite(coef).all()
         assert coef[2] == 0 and coef[3] == 0
     assert (clipping_coefficients(norms, 1.0) <= 1).all()
-    with raises("FC320", ValueError, match="one bound per trainable parameter"):
+    with raises("FC320", ValueError, match="one for each trainable parameter"):
         clipping_coefficients(norms, [1.0, 2.0], "per_layer")
-    with raises("FC320", ValueError, match="takes one max_grad_norm"):
+    with raises("FC320", ValueError, match="found 1 bounds with clipping='flat'; expected one"):
         clipping_coefficients(norms, [1.0], "flat")
 
 

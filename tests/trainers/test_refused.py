@@ -43,7 +43,7 @@ class Stream(IterableDataset):
     ("settings", "found"),
     [
         ({"torch_compile": True}, "torch_compile=True"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0.*longest"),
+        ({"neftune_noise_alpha": 5.0}, "(?s)neftune_noise_alpha=5.0.*longest"),
         ({"train_sampling_strategy": "group_by_length"}, "by length"),
         ({"train_sampling_strategy": "sequential"}, "in order"),
         ({"max_grad_norm": 0.0}, "max_grad_norm: found 0.0 in TrainingArguments"),

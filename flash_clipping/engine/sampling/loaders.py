@@ -443,8 +443,8 @@ def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
     if by_hand:
         raise FlashClippingError(
             "FC283 optimizer.signal_skip_step(): found a loader whose batches must come whole "
-            "(units, max_batch_size or batches in an order). Call optimizer.step() after every "
-            "batch; for larger steps use a larger batch_size. Nothing was released."
+            "(units, max_batch_size or batches in an order). Nothing was released. Call "
+            "optimizer.step() after every batch; for larger steps use a larger batch_size."
         )
     raise FlashClippingError(
         "FC283 BatchMemoryManager: found with a loader whose batches must come whole (units): "
@@ -499,7 +499,7 @@ def _warn(engine: Any, found: str) -> None:
             f"FC335 Batches are not drawn by Poisson sampling: found {found}. The epsilon that is "
             "reported may be too small for them. Take batches from the loader that make_private "
             "returns, with poisson_sampling=True; for an epsilon that holds in any order, "
-            "make_private(mechanism=Shuffled()) with accountant='pld'. This warns once.",
+            "make_private(mechanism=Shuffled()) with accountant='pld'.",
             NotPoissonWarning,
             stacklevel=5,
         )
