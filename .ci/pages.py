@@ -40,8 +40,11 @@ _GROUPED = re.compile(
 _LITERAL = re.compile(r"^ *(\w*)::$", flags=re.MULTILINE)
 
 #: What the reference has a heading for.
-_API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-_NAMED = frozenset(re.findall(r"^::: ([\w.]+)$", _API, flags=re.MULTILINE))
+_NAMED = frozenset(
+    name
+    for page in (ROOT / "docs" / "api").glob("*.md")
+    for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+)
 
 
 def on_config(config: Any) -> Any:

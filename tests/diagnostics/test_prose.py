@@ -88,8 +88,8 @@ def faults(page: str) -> list[str]:
     return found
 
 
-API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-NAMES = re.findall(r"^::: ([\w.]+)$", API, flags=re.MULTILINE)
+API = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "api").glob("*.md"))]
+NAMES = re.findall(r"^::: ([\w.]+)$", "\n".join(API), flags=re.MULTILINE)
 
 
 def prose_of_docstring(text: str) -> str:
