@@ -320,48 +320,6 @@ class FlashTwoPass(Flash):
     mode = "two_pass"
 
 
-class FlashParts(Flash):
-    """Flash clipping of parts of a batch, whose sums are added up, as ``BatchMemoryManager`` does.
-    What is kept for norms is then that of one part."""
-
-    samples = 1
-
-    def zero_grad(self) -> None:
-        self.optimizer.discard_step()
-        super().zero_grad()
-        self._told: list[tuple[Tensor, Tensor]] = []
-
-    def _backward(self, inputs: Tensor, targets: Tensor) -> None:
-        parts = zip(inputs.split(self.samples), targets.split(self.samples), strict=True)
-        for number, part in enumerate(parts):
-            if number:
-                self.optimizer.signal_skip_step(True)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            super()._backward(*part)
-            self._told.append((super().norms(), super().coefficients()))
-
-    def update(self) -> None:
-        self.optimizer.signal_skip_step(False)
-        super().update()
-
-    def norms(self) -> Tensor:
-        return torch.cat([norms for norms, _ in self._told])
-
-    def coefficients(self) -> Tensor:
-        return torch.cat([coefficients for _, coefficients in self._told])
-
-    def gradients(self) -> Iterator[Tensor]:
-        sums = self.optimizer._ledger.sums
-        return (p.grad + sums.get(id(p), 0) for p in self._trainable())
-
-
-class FlashPartsOfTwo(FlashParts):
-    """Two samples each."""
-
-    samples = 2
-
-
 class FlashGraph(Flash):
     """Flash clipping, replayed."""
 
@@ -469,8 +427,6 @@ METHODS: dict[str, type[Method]] = {
     "flash-graph": FlashGraph,
     "flash-auto-graphs": FlashAuto,
     "flash-two-pass": FlashTwoPass,
-    "flash-parts": FlashParts,
-    "flash-parts-of-2": FlashPartsOfTwo,
     "opacus-ghost": OpacusGhost,
     "opacus-randomized": OpacusRandomized,
     "opacus-hooks": OpacusHooks,

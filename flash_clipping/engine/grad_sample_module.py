@@ -295,7 +295,8 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if device_checks.sent:
             device_checks.raise_found()
         session.enter_forward()
-        self._watch.before_forward(module)
+        if self._watch.before_forward(module) and (follower := self.running_step.follower):
+            follower.compile_ahead()  # now that loaders have started their workers
         tensors = batched_inputs(args, kwargs)
         for x in tensors:
             if x.layout is not torch.strided or x.is_nested:

@@ -244,9 +244,10 @@ class ModelWatch:
         self.in_private_schedule = False
         guards.watch_new()
 
-    def before_forward(self, module: nn.Module) -> None:
+    def before_forward(self, module: nn.Module) -> bool:
         """Watch new parameters, take over what was compiled, and refuse what cannot be clipped.
-        ``module`` is the model, or the replica of it whose forward begins."""
+        ``module`` is the model, or the replica of it whose forward begins. Returns whether that was
+        the first forward, or parameters were new."""
         refuse_around(module, module is not self.root)
         if PIPELINES in sys.modules and not self.in_private_schedule:
             refuse_in_pipeline(module)
@@ -259,12 +260,13 @@ class ModelWatch:
         if self.guards.watch_new():
             self._looked_around = False
         if self._looked_around:
-            return
+            return False
         self.session.recover()  # no stand-in of a failed step may be in the way
         refuse_since(self.wrapper, () if self.sharded is None else self.sharded.slots.gathering)
         if not is_dynamo_compiling():
             self.taps.regions.find(self.taps.of_root)
         self._looked_around = True
+        return True
 
     def look_at(
         self,

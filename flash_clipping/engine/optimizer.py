@@ -166,9 +166,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         module.max_grad_norm = self._bound_now()
         module.running_step.follower = self
         self._module, self._ledger = module, module.running_step
-        self._compile_ahead()
 
-    def _compile_ahead(self) -> None:
+    def compile_ahead(self) -> None:
         """Let a thread compile the kernel that draws noise: it takes seconds, and the first step
         would wait for it at its end."""
         plain = [p for p in self.params if type(p.data) is Tensor and p.is_cuda]
@@ -176,10 +175,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             return
         sums = [p.new_zeros(1, dtype=accumulation_dtype(p.dtype)) for p in map(self._own, plain)]
         draw = Draw(bytes(32), Purpose.NOISE, 0, self._rounds(sums))  # of no stream: never launched
-        options: dict[str, Any] = {"dtypes": [self._noisy_dtype(p) for p in plain]}
-        compile_ahead(
-            lambda: noisy_means(sums, 1.0, 1.0, draw=draw, grid=self.noise_grid, **options)
-        )
+        dtypes, grid = [self._noisy_dtype(p) for p in plain], bool(self.noise_grid)
+        compile_ahead(lambda: noisy_means(sums, 1.0, 1.0, draw=draw, dtypes=dtypes, grid=grid))
 
     @staticmethod
     def check_alone(module: Any, optimizer: Any) -> None:

@@ -202,7 +202,7 @@ class BackwardPass:
                 self._stand_ins.close()
                 if self._is_for_parameters():
                     norms_taken = True
-                    with full_precision(self.recorded()[0].device, ends_step=True):
+                    with full_precision(self.used[0][0].device, ends_step=True):
                         self.take_norms()
                         self.add_clipped_sums()
                 done = True
@@ -210,10 +210,6 @@ class BackwardPass:
                 if not done:  # its frames may be kept
                     self.forget()
                 self.session.end_backward(norms_taken)
-
-    def recorded(self) -> list[nn.Parameter]:
-        """The parameters of which something was recorded, once for each use."""
-        return [*chain(*self.used)]
 
     def _is_for_parameters(self) -> bool:
         """Whether the gradient of any parameter that was recorded was asked for.
@@ -224,8 +220,8 @@ class BackwardPass:
             FlashClippingError: it was asked for by ``torch.autograd.grad``.
         """
         if self.is_checkpointed or will_run(get_gradient_edge(self.session.options.anchor).node):
-            return bool(self.recorded())
-        recorded = self.recorded()
+            return bool(self.used)
+        recorded = [*chain(*self.used)]
         self.asked = {id(param) for param in recorded if self._will_get(param)}
         self.is_for_all = len(self.asked) == len(set(map(id, recorded)))
         return bool(self.asked)

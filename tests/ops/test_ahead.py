@@ -40,9 +40,9 @@ def test_the_kernel_that_draws_noise_is_that_which_was_compiled_ahead(
         max_grad_norm=1.0,
     )
     before = [p.clone() for p in model.parameters()]
-    assert [ahead for ahead, _ in seen] == [True]
     x, y = next(iter(loader))
     criterion(model(x.cuda()), y.cuda()).backward()
+    assert [ahead for ahead, _ in seen] == [True]
     optimizer.step()
     assert [ahead for ahead, _ in seen] == [True, False] and seen[0][1] == seen[1][1]
     assert all((p != q).any() for p, q in zip(model.parameters(), before, strict=True))
