@@ -48,8 +48,6 @@ class ForwardCall:
     spent: bool = False
     #: Whether gradients were cleared since: it counts only where a backward reaches it.
     forgotten: bool = False
-    #: ``mode="two_pass"``: types of what it returned beside tensors, for messages.
-    returned: str = ""
     #: Which privacy unit each row belongs to; ``None``: rows are samples.
     units: Units | None = None
     #: Which of its rows count, and which are padding (:mod:`flash_clipping.capture.draws`).

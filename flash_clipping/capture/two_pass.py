@@ -1,9 +1,9 @@
 """``mode="two_pass"``: norms in one backward pass, clipped gradients in a second.
 
-The root module runs inside one autograd function that keeps the model's own graph to itself. When
-the gradient of the root's outputs arrives, that graph is walked twice: the first time every
-factor is reduced to norms and dropped, the second time to clipped sums. Nothing is kept between
-layers, and the loss may be anything, as both walks start from the same output gradients.
+What the root module returns is cut off from the model's own graph. When the gradient of the root's
+outputs arrives, that graph is walked twice: the first time every factor is reduced to norms and
+dropped, the second time to clipped sums. Nothing is kept between layers, and the loss may be
+anything, as both walks start from the same output gradients.
 
 Shape suffixes: ``B`` samples, ``P`` parameters.
 """
@@ -20,17 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.cuda import is_current_stream_capturing
 
-from flash_clipping._compat import (
-    backward_runs_again,
-    graph_task,
-    is_autograd_compiled,
-    pytree,
-    will_run,
-)
+from flash_clipping._compat import backward_runs_again
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import generators_put_back
-from flash_clipping.capture.proxies import ParameterProxy, repeated
-from flash_clipping.capture.refused_forwards import refuse_compiled_autograd
+from flash_clipping.capture.proxies import ParameterProxy
 from flash_clipping.capture.root_forward import RootForward
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
@@ -53,107 +46,70 @@ _ANOTHER_WALK = (
 
 
 class TwoPassForward(RootForward):
-    """The root module's ``forward``, with the model's graph kept to itself."""
+    """The root module's ``forward``, with the model's graph kept to itself.
 
-    #: The last backward in whose midst a call was walked.
-    walked_in: int | None = None
+    Raises:
+        FlashClippingError: an input requires grad; the model returns a parameter, or no tensor that
+            requires grad.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.session.recording:
             return self.original(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        call = _Call(self, leaves, spec)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        # An input that requires grad, so that the outputs do, whatever the inputs are. On the
-        # model's device: autograd's engine runs its callbacks on the caller's streams only if a
-        # leaf of the graph is there.
+        if any(x.requires_grad for x in tensors_in((args, kwargs))):
+            raise FlashClippingError(
+                f"FC416 {self.path}: mode='two_pass' gives the model's inputs no gradient, and one "
+                "of them requires it. Detach it; let activation checkpoints be made with "
+                "use_reentrant=False; or use mode='one_pass'."
+            )
+        with backward_runs_again():
+            output = self.original(*args, **kwargs)
+        if any(isinstance(x, ParameterProxy) for x in tensors_in(output)):
+            raise FlashClippingError(
+                f"FC418 {self.path}: the model returns a parameter, or what it computed from "
+                "parameters alone, whose gradient mode='two_pass' cannot follow. Let it follow:\n"
+                '    mode="one_pass"'
+            )
+        # By id: what is returned twice is one tensor outside as well.
+        own = {id(x): x for x in tensors_in(output) if x.requires_grad}
+        if not own:
+            raise FlashClippingError(
+                f"FC415 {self.path}: mode='two_pass' found no tensor that requires grad among the "
+                f"model's outputs ({type(output).__name__}). Return tensors, or tuples, lists, "
+                "dicts or dataclasses of tensors, or use mode='one_pass'."
+            )
+        # On the model's device: autograd's engine runs its callbacks on the caller's streams only
+        # if a leaf of the graph is there.
         device = next((param.device for param in self.layer.parameters()), None)
         anchor = torch.empty(0, device=device, requires_grad=True)
-        outputs = _TwoPass.apply(call, anchor, *tensors)
-        return call.rebuild(outputs)
+        values = [x.detach() for x in own.values()]
+        outputs = _CutOff.apply(_Call(self, [*own.values()]), anchor, *values)
+        outer = dict(zip(own, outputs, strict=True))
+        return map_tensors(lambda x: outer.get(id(x), x), output, packed=True)
 
 
 class _Call:
-    """One call of the root: its arguments, its inner graph, and how to put outputs together."""
+    """One call of the root, whose graph leads to these outputs."""
 
-    def __init__(self, root: TwoPassForward, leaves: list[Any], spec: Any):
+    def __init__(self, root: TwoPassForward, outputs: Sequence[Tensor]):
         self.root = root
-        self.leaves = leaves
-        self.spec = spec
-        self.inner_inputs: list[Tensor] = []
-        #: What the model returned, and the tensors in it that require grad, until it is rebuilt.
-        self.output: Any = None
-        self.inner_outputs: list[Tensor] = []
         #: What a recomputation in backward asks for the batch; tapped layers need not hold it.
         self.forward = root.session.current_forward
         #: Gradients of the outputs, until the last walk takes them.
         self.grads: list[Tensor | None] = []
         self.is_last = False
-        #: The inner graph's root; ``None`` once it was walked for good.
-        self.seed: Tensor | None = None
-
-    def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the model on detached inputs; return its outputs, cut off from the inner graph."""
-        self.inner_inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-        inner = iter(self.inner_inputs)
-        leaves = [next(inner) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        self.leaves = []
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        with torch.enable_grad(), backward_runs_again():
-            output = self.root.original(*args, **kwargs)
-            if any(isinstance(x, ParameterProxy) for x in tensors_in(output)):
-                output = map_tensors(self._by_sample, output, packed=True)
-            self.output = output
-            if any(isinstance(x, ParameterProxy) for x in tensors_in(output)):
-                raise FlashClippingError(
-                    f"FC418 {self.root.path}: the model returns a parameter, or what it computed "
-                    "from parameters alone, whose gradient mode='two_pass' cannot follow. Use "
-                    "mode='one_pass', or return a row of it for each sample:\n"
-                    "    parameter.expand(len(x), *parameter.shape)"
-                )
-            # By id: what is returned twice is one tensor outside as well.
-            outputs = list({id(x): x for x in tensors_in(output) if x.requires_grad}.values())
-            if not outputs:
-                raise FlashClippingError(
-                    f"FC415 {self.root.path}: mode='two_pass' found no tensor that requires grad "
-                    f"among the model's outputs ({type(output).__name__}). Return tensors, or "
-                    "tuples, lists, dicts or dataclasses of tensors, or use mode='one_pass'."
-                )
-            self.inner_outputs = outputs
-            # Where tensors may be hidden, for messages.
-            hidden = [x for x in pytree.tree_leaves(output) if not isinstance(x, str | int | float)]
-            types = dict.fromkeys(type(x).__name__ for x in hidden if not tensors_in(x))
-            if self.forward is not None:
-                self.forward.returned = ", ".join(types) or "nothing that could hold it"
-            self.seed = _Seed.apply(self, *outputs)
-        return tuple(tensor.detach() for tensor in outputs)
-
-    def _by_sample(self, x: Tensor) -> Tensor:
-        """An output; if it is a parameter that was expanded over the samples, a row for each."""
-        count = self.forward.batch_size if self.forward is not None else None
-        if isinstance(x, ParameterProxy) and x.shape[:1] == (count,) and x.is_repeated(0):
-            return repeated(x, 0, 1)
-        return x
-
-    def rebuild(self, outputs: tuple[Tensor, ...]) -> Any:
-        """What the model returned, with these in the place of its own tensors; objects that held
-        some are copies."""
-        inner, output = self.inner_outputs, self.output
-        self.inner_outputs, self.output = [], None
-        outer = {id(own): other for own, other in zip(inner, outputs, strict=True)}
-        return map_tensors(lambda x: outer.get(id(x), x), output, packed=True)
+        #: The graph's root; ``None`` once it was walked for good.
+        self.seed: Tensor | None = _Seed.apply(self, *outputs)
 
     def walk(self, *, last: bool) -> None:
-        """Run the inner graph's backward; the last time, free it on the way."""
+        """Run the graph's backward; the last time, free it on the way."""
         assert self.seed is not None
         self.is_last = last
-        for tensor in self.inner_inputs:
-            tensor.grad = None
         with backward_runs_again():
             torch.autograd.backward(self.seed, retain_graph=not last)
 
     def forget(self) -> None:
-        """Let go of the inner graph."""
+        """Let go of the graph."""
         self.seed, self.grads = None, []
 
 
@@ -192,9 +148,11 @@ class TwoWalks(BackwardPass):
     # -- the walks ----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Walk the calls of the root that have not been walked in the midst of outer backward."""
+        """Walk the calls of the root that the outer backward has reached."""
         if self.walked:
             self.walk()
+        else:
+            super().finish()
 
     def walk(self) -> None:
         """Norms over all calls of the root, then clipped gradients."""
@@ -213,7 +171,8 @@ class TwoWalks(BackwardPass):
                 self.put_back()
                 self.take_norms()
                 assert self.coef is not None
-                left = [self.coef[key].square() * sq_B for key, sq_B in self._measured()]
+                found = chain.from_iterable(zip(*block, strict=True) for block in self._blocks)
+                left = [self.coef[key].square() * sq_B for key, sq_B in found]
                 if left:  # what cancels may come out below zero
                     left = [x.nan_to_num(0, 0).clamp(min=0).to(left[0]) for x in left]
                     self.measured_B = torch.stack(left).sum(0)
@@ -261,14 +220,12 @@ class TwoWalks(BackwardPass):
         """Refuse gradients that came past the model's outputs."""
         if self._walks:
             return
-        call = self._session.current_forward
-        found = "no output" if call is None else call.returned
         self.session.end_backward(norms_taken=False)  # somebody may keep these frames
         raise FlashClippingError(
             f"FC414 {path}: mode='two_pass' got a gradient past the model's outputs: the loss uses "
-            "a tensor that the model kept on a module or returned inside a closed object (found: "
-            f"{found}), or this layer was called alone. Return the tensor, in a tuple, list, dict "
-            "or dataclass; or use mode='one_pass'."
+            "a tensor that the model kept on a module or returned inside a function or a set, or "
+            "this layer was called alone. Return the tensor, in a tuple, list, dict or dataclass; "
+            "or use mode='one_pass'."
         )
 
     def _measure(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
@@ -309,14 +266,11 @@ class TwoWalks(BackwardPass):
             del self._awaiting[key]
             whole = merge(uses)
             sq_B = coef_B.square() * whole.sqnorms(self.backend).to(coef_B)
-            self._note_release(key, torch.where(coef_B == 0, 0, sq_B).clamp(min=0))
+            sq_B = torch.where(coef_B == 0, 0, sq_B).clamp(min=0)
+            if self.released_B is not None:
+                sq_B = self.released_B.to(sq_B.device) + sq_B
+            self.released_B = sq_B
             self._put(param, whole.clipped_sum(coef_B, self.backend))
-
-    def _note_release(self, key: int, sq_B: Tensor) -> None:
-        """Count what the clipped gradients of a parameter have of each sample, squared."""
-        if self.released_B is not None:
-            sq_B = self.released_B.to(sq_B.device) + sq_B
-        self.released_B = sq_B
 
     def check_release(self) -> None:
         """Refuse a second walk whose gradients are larger than the first's.
@@ -350,10 +304,6 @@ class TwoWalks(BackwardPass):
         self._blocks += blocks
         return self._blocks, self._doubts + doubts
 
-    def _measured(self) -> list[tuple[int, Tensor]]:
-        """Squared norms ``[B]`` by parameter, of what this process has of gradients."""
-        return [*chain.from_iterable(zip(*block, strict=True) for block in self._blocks)]
-
 
 class _Seed(torch.autograd.Function):
     """The inner graph's root: a scalar whose backward hands the outputs their gradients.
@@ -377,18 +327,19 @@ class _Seed(torch.autograd.Function):
         return None, *grads
 
 
-class _TwoPass(torch.autograd.Function):
+class _CutOff(torch.autograd.Function):
+    """The outputs of a call, without its graph."""
+
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return call.run(tensors)
+        return tuple(x.detach() for x in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Any:
-        if is_autograd_compiled():
-            refuse_compiled_autograd()
         call: _Call = ctx.call
+        session = call.root.session
         if call.seed is None:
             raise FlashClippingError(
                 f"FC413 {call.root.path}: mode='two_pass' has freed this forward's graph; it "
@@ -396,34 +347,13 @@ class _TwoPass(torch.autograd.Function):
                 "retain_graph=True."
             )
         call.grads = list(grad_outputs)
-        session, forward = call.root.session, call.forward
-        if not session.mode.enabled:  # ordinary gradients
+        if session.mode.enabled:
+            # Walked after the outer backward: all calls are known, and neither the loss nor its
+            # caller hold memory any more.
+            backward_pass = session.begin_backward(call.forward)
+            assert isinstance(backward_pass, TwoWalks)
+            backward_pass.walked.append(call)
+        else:  # ordinary gradients
             call.walk(last=True)
             call.forget()
-            return None, None, *(tensor.grad for tensor in call.inner_inputs)
-        if not will_run(ctx.next_functions[0][0]):
-            raise FlashClippingError(
-                f"FC416 {call.root.path}: mode='two_pass' was asked for the gradient of the "
-                "model's input alone (torch.autograd.grad, backward(inputs=...)), and would leave "
-                "clipped sums in p.grad on the way. Use mode='one_pass', or call the model and "
-                "backward between module.disable_hooks() and module.enable_hooks()."
-            )
-        # Somebody may wait for the gradient of the model's input, so that it cannot be put off.
-        in_the_midst = any(tensor.requires_grad for tensor in call.inner_inputs)
-        is_first = session.calls.running_pass() is None and call.root.walked_in != graph_task()
-        backward_pass = session.begin_backward(forward)
-        if in_the_midst and (not is_first or session.live_calls() > 1):
-            session.end_backward(norms_taken=False)
-            raise FlashClippingError(
-                f"FC416 {call.root.path}: mode='two_pass' cannot serve several calls of the model "
-                "in one backward whose inputs require grad. Detach the inputs, or use "
-                "mode='one_pass'."
-            )
-        assert isinstance(backward_pass, TwoWalks)
-        backward_pass.walked.append(call)
-        if in_the_midst:
-            call.root.walked_in = graph_task()
-            backward_pass.walk()
-        # Otherwise after the outer backward: all calls are known, and neither the loss nor its
-        # caller hold memory any more.
-        return None, None, *(tensor.grad for tensor in call.inner_inputs)
+        return (None,) * len(ctx.needs_input_grad)

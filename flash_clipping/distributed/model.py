@@ -22,7 +22,7 @@ from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.process_groups import ProcessGroups, device_of
 from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.distributed.tensor_parallel import TensorParallelLayers
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, NotServed
 from flash_clipping.finish.clipping import Doubts
 
 #: What a process says before a run, from the least to the most urgent.
@@ -174,6 +174,11 @@ class ShardedModel:
         if self.processes.tensor is not None:
             self.layers = TensorParallelLayers(session, self.processes)
             passes, options["layers"] = tensor_parallel.BACKWARD_PASSES, self.layers
+        if mode not in passes:
+            raise NotServed(
+                f"FC634 {type(root).__name__}: found mode={mode!r} and experts in parallel; "
+                'expected one backward pass, with fewer samples a process:\n    mode="one_pass"'
+            )
         session.calls.backward_pass_class = partial(passes[mode], **options)
 
     def add_first_hooks(self, handles: list[Any], lay_out: Callable[..., None]) -> None:

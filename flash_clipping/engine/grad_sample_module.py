@@ -339,7 +339,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             self._watch.prove_if(bool(call.guesses), subject, call)
         if not (is_dynamo_compiling() or self._loss_look.ended):
             self._loss_look.follow(tensors_in(output), call.batch_size, call.thread)
-        in_two_passes = self.mode == "two_pass"  # which looks at outputs itself
 
         def start_backward(grad: Tensor, call: ForwardCall = call) -> None:
             if session.mode.enabled:
@@ -349,7 +348,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         if len(leaves) + len(call.input_storages) > 2:  # plain calls cost no more
             self.running_step.note_results(call, leaves)
         for leaf in leaves:
-            if leaf.requires_grad and not in_two_passes:
+            if leaf.requires_grad:
                 leaf.register_hook(start_backward)
 
     def expect_samples(self, n: int | None) -> None:

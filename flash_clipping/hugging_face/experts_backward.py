@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.distributed.backward_pass import ShardedBackwardPass, ShardedTwoWalks
+from flash_clipping.distributed.backward_pass import ShardedBackwardPass
 from flash_clipping.distributed.parameter_slots import ParameterSlots
 from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.errors import FlashClippingError
@@ -39,8 +39,6 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         self._coefs: dict[int, Tensor] = {}
         #: Parameters of experts of which something was recorded.
         self._of_experts: list[nn.Parameter] = []
-        #: Of experts: squared norms ``[B]`` by parameter, as they were measured.
-        self._sq_B: dict[int, Tensor] = {}
 
     def record(
         self,
@@ -61,13 +59,10 @@ class ExpertsBackwardPass(ShardedBackwardPass):
             count = partial(call.count_readers, place, params)
             whole = stored_where_cheaper(whole, count, self.backend)
         for param, factor in zip(params, whole, strict=True):
-            self._hold(param, factor)
+            self._held.setdefault(id(param), []).append(factor)
 
     def recorded(self) -> list[nn.Parameter]:
         return [*super().recorded(), *self._of_experts]
-
-    def _hold(self, param: nn.Parameter, factor: PerSampleGrad) -> None:
-        self._held.setdefault(id(param), []).append(factor)
 
     def _note_samples(self, path: str, samples: Samples) -> None:
         if self._samples is not None and self._samples.counts != samples.counts:
@@ -80,9 +75,6 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         if samples.own != self.batch_size:
             self._check_batch_size(path, samples.own)
 
-    def _measure_of_all(self, key: int, factor: PerSampleGrad) -> None:
-        self._of_all[key] = factor.sqnorms(self.backend), factor.error_bound(self.backend)
-
     def _of_whole_gradients(
         self, params: Sequence[nn.Parameter], norms_PB: Tensor, doubts: Doubts
     ) -> tuple[Tensor, Doubts]:
@@ -93,7 +85,7 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         for key in self._held:
             factor = merge(self._held[key])
             self._held[key] = [factor]
-            self._measure_of_all(key, factor)
+            self._of_all[key] = factor.sqnorms(self.backend), factor.error_bound(self.backend)
         sq_M, _ = next(iter(self._of_all.values()))
         nothing_M = sq_M.new_zeros(sum(samples.counts), dtype=torch.float64)
         experts = [id(param) for param in params if id(param) in self.slots.experts]
@@ -105,7 +97,6 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         dtype = torch.promote_types(norms_PB.dtype, sq_M.dtype)
         # A sum that cancels may come out below zero. An overflow is no such sum, and must not be 0.
         sq_EB = sq_EB.nan_to_num(nan=math.nan, posinf=math.inf, neginf=math.nan).clamp(min=0)
-        self._sq_B = dict(zip(experts, sq_EB, strict=True))
         norms_EB = (sq_EB.sqrt() * doubts.scale).to(dtype)
         norms = dict(zip(map(id, params), norms_PB.to(dtype), strict=True))
         norms.update(zip(experts, norms_EB, strict=True))
@@ -135,54 +126,3 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         super().forget()
         self._held.clear()
         self._of_all.clear()
-
-
-class ExpertsTwoWalks(ExpertsBackwardPass, ShardedTwoWalks):
-    """Experts in parallel with two walks: of rows of a sample in all processes, in each."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        #: Squared norms ``[M]`` of what came of experts in the second walk, added up.
-        self._released_M: Tensor | float = 0.0
-
-    def record(
-        self,
-        path: str,
-        params: Sequence[nn.Parameter],
-        factors: Sequence[Any],
-        readers: Readers | None = None,
-    ) -> None:
-        is_of_experts = id(params[0]) in self.slots.experts
-        if is_of_experts:
-            self._check_walks(path)
-        super().record(path, params, factors)
-        if is_of_experts:
-            self._send_complete(params)
-
-    def _hold(self, param: nn.Parameter, factor: PerSampleGrad) -> None:
-        key = id(param)
-        if self.coef is not None:
-            self._release(param, factor, self._coefs[key])
-        elif self.uses[key] == 1:
-            self._measure_of_all(key, factor)
-        else:
-            self.together[key] += 1
-            super()._hold(param, factor)
-
-    def _measured(self) -> list[tuple[int, Tensor]]:
-        return [*super()._measured(), *self._sq_B.items()]
-
-    def _note_release(self, key: int, sq_B: Tensor) -> None:
-        if key in self.slots.experts:
-            self._released_M = self._released_M + sq_B.double()
-        else:
-            super()._note_release(key, sq_B)
-
-    def check_release(self) -> None:
-        """And add up what the processes of the mesh have of this one's samples."""
-        if self._samples is not None and self.measured_B is not None:
-            nothing_M = self.measured_B.new_zeros(sum(self._samples.counts)).double()
-            of_own = self._samples.added_up(nothing_M + self._released_M)
-            of_others = 0 if self.released_B is None else self.released_B
-            self.released_B = of_own[: len(self.measured_B)] + of_others
-        super().check_release()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from flash_clipping.capture.layer_inputs import positional
 from flash_clipping.errors import InvalidValue, NotServed
 from flash_clipping.hugging_face.experts import DbrxExpertsRule, ExpertsRule, Llama4ExpertsRule
-from flash_clipping.hugging_face.experts_backward import ExpertsBackwardPass, ExpertsTwoWalks
+from flash_clipping.hugging_face.experts_backward import ExpertsBackwardPass
 from flash_clipping.layers.by_rule import by_rule
 from flash_clipping.layers.mixture_of_experts import MixtureOfExpertsRule
 from flash_clipping.layers.routed_rows import SideBySide
@@ -135,7 +135,7 @@ class ForwardByRule:
         backward_passes: the classes of backward passes that a wrapped model needs, by mode.
     """
 
-    backward_passes = {"one_pass": ExpertsBackwardPass, "two_pass": ExpertsTwoWalks}
+    backward_passes = {"one_pass": ExpertsBackwardPass}
 
     def __init__(self, layer: nn.Module, rule: Rule):
         self.layer, self.computes_rule = layer, rule

@@ -110,8 +110,6 @@ BY_TWO: dict[str, dict[str, Any]] = {
     "per layer": {"cuts": cases.EMPTY, "net": LORA, "clipping": "per_layer"},
     "checkpointed": {"cuts": cases.EMPTY, "net": NET | {"checkpointed": True}},
     "re-entrant": {"cuts": cases.UNEVEN, "net": LORA | {"checkpointed": "re-entrant"}},
-    "two_pass": {"cuts": cases.EMPTY, "net": LORA, "mode": "two_pass"},
-    "two_pass, twice": {"cuts": cases.UNEVEN, "net": {"kind": Twice}, "mode": "two_pass"},
 }
 
 #: 5 samples of 5 positions in the second process, and none in the third.
@@ -119,7 +117,7 @@ FOUR = (0, 2, 7, 7, 8)
 #: (data, expert) = (2, 2), or four processes with an expert each.
 BY_FOUR: dict[str, dict[str, Any]] = {
     "(2, 2)": {"cuts": FOUR, "net": NET},
-    "(2, 2), LoRA": {"cuts": FOUR, "net": LORA, "mode": "two_pass"},
+    "(2, 2), LoRA": {"cuts": FOUR, "net": LORA},
     "(2, 2), top-1": {"cuts": (0, 2, 4, 6, 8), "net": TOP_1},
     "(4,)": {"cuts": FOUR, "net": LORA},
 }
@@ -209,6 +207,12 @@ def refused(mesh: Any) -> Parts:
         distribute_experts(model, mesh)
         GradSampleModuleFlashClipping(model)
 
+    def two_passes() -> None:
+        model = make(**NET)
+        experts = distribute_experts(model, mesh)
+        fully_shard(model, mesh=mesh, ignored_params=experts)
+        GradSampleModuleFlashClipping(model, mode="two_pass")
+
     def odd() -> None:
         distribute_experts(MixtureOfExperts(8, 6, 3), mesh)
 
@@ -234,6 +238,7 @@ def refused(mesh: Any) -> Parts:
 
     return {
         "without fully_shard": without_fully_shard,
+        "two passes": two_passes,
         "adapters": lambda: adapted(late=False),
         "late adapters": lambda: adapted(late=True),
         "not finite": not_finite,

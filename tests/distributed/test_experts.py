@@ -40,6 +40,7 @@ def test_noise_is_drawn_once_for_every_element(by_four: list[Found]) -> None:
 
 REFUSED = {
     "without fully_shard": r"mixture.experts: found experts in parallel.*\n    fully_shard\(",
+    "two passes": r"Net: found mode='two_pass' and experts in parallel.*\n    mode=\"one_pass\"",
     "adapters": "mlp.experts.*found adapters around experts",
     "late adapters": "mlp.experts.*some lie in parts over a mesh",
     "not finite": "mlp.experts: found experts that give what is not finite",

@@ -100,7 +100,7 @@ SETTLED = [
     *cases_of("by_two", "clipped ", ["even", "uneven", "bare", "tied", "two_pass"]),
     *cases_of("by_two", "clipped ", [name for name in cases.CASES if "one each" in name]),
     *cases_of("by_two", "documents ", ["one_pass", "two_pass"]),
-    *cases_of("by_two", "experts ", ["even", "LoRA", "two_pass, twice"]),
+    *cases_of("by_two", "experts ", ["even", "LoRA", "twice"]),
     *cases_of("tensor_by_two", "clipped ", ["sequence"]),
 ]
 
