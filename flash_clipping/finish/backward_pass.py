@@ -102,6 +102,8 @@ class BackwardPass:
         self.call_paths: list[str] = []
         self.used: list[Sequence[nn.Parameter]] = []
         self.factors: list[PerSampleGrad] = []
+        #: Parameters whose factors are held elsewhere.
+        self.elsewhere: list[nn.Parameter] = []
         #: Of the layers that recorded parameters; complete where a new plan is made.
         self.paths: dict[int, str] = {}
         #: Once norms are asked for: the trainable parameters, and the factors by how they are
@@ -202,7 +204,8 @@ class BackwardPass:
                 self._stand_ins.close()
                 if self._is_for_parameters():
                     norms_taken = True
-                    with full_precision(self.used[0][0].device, ends_step=True):
+                    first = self.used[0] if self.used else self.elsewhere
+                    with full_precision(first[0].device, ends_step=True):
                         self.take_norms()
                         self.add_clipped_sums()
                 done = True
@@ -220,8 +223,8 @@ class BackwardPass:
             FlashClippingError: it was asked for by ``torch.autograd.grad``.
         """
         if self.is_checkpointed or will_run(get_gradient_edge(self.session.options.anchor).node):
-            return bool(self.used)
-        recorded = [*chain(*self.used)]
+            return bool(self.used or self.elsewhere)
+        recorded = [*chain(*self.used, self.elsewhere)]
         self.asked = {id(param) for param in recorded if self._will_get(param)}
         self.is_for_all = len(self.asked) == len(set(map(id, recorded)))
         return bool(self.asked)

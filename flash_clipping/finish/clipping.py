@@ -137,7 +137,8 @@ def clipping_coefficients(
     else:
         coef = (bound / (norms + NORM_EPSILON)).clamp_(max=1.0)
     # bound / inf is 0 already; what is NaN comes from a norm that is.
-    return coef.nan_to_num_(nan=0.0, posinf=math.inf)
+    capped: Tensor = coef.nan_to_num_(nan=0.0, posinf=math.inf)
+    return capped
 
 
 @dataclass

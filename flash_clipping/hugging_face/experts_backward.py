@@ -37,8 +37,6 @@ class ExpertsBackwardPass(ShardedBackwardPass):
         self._held: dict[int, list[PerSampleGrad]] = {}
         self._of_all: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._coefs: dict[int, Tensor] = {}
-        #: Parameters of experts of which something was recorded.
-        self._of_experts: list[nn.Parameter] = []
 
     def record(
         self,
@@ -52,7 +50,7 @@ class ExpertsBackwardPass(ShardedBackwardPass):
             super().record(path, params, factors, readers)
             return
         self._note_samples(path, factors[0].samples)
-        self._of_experts += params
+        self.elsewhere += params
         whole: Sequence[PerSampleGrad] = [factor.whole for factor in factors]
         if readers is not None:
             call, place = readers
@@ -60,9 +58,6 @@ class ExpertsBackwardPass(ShardedBackwardPass):
             whole = stored_where_cheaper(whole, count, self.backend)
         for param, factor in zip(params, whole, strict=True):
             self._held.setdefault(id(param), []).append(factor)
-
-    def recorded(self) -> list[nn.Parameter]:
-        return [*super().recorded(), *self._of_experts]
 
     def _note_samples(self, path: str, samples: Samples) -> None:
         if self._samples is not None and self._samples.counts != samples.counts:
