@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
-from flash_clipping.errors import InvalidValue, NamesItsPage
+from flash_clipping.errors import NamesItsPage
 
 # -- how an interface is looked for, and what is said where it is missing --------------------------
 
@@ -572,26 +572,6 @@ def compute_once(rdp: Any) -> None:
     noise and a rate. Without: for each ε."""
     if (function := getattr(rdp, "_compute_rdp", None)) is not None:
         rdp._compute_rdp = lru_cache(maxsize=1 << 18)(function)
-
-
-def explain_flash_mode() -> None:
-    """Have Opacus' own engines say where ``grad_sample_mode="flash"`` is. Without: they say which
-    modes they know."""
-    from opacus.grad_sample import utils
-
-    def explain(known: Any, grad_sample_mode: str) -> Any:
-        if grad_sample_mode == "flash":
-            raise InvalidValue(
-                'FC314 grad_sample_mode="flash": found with an engine of '
-                "Opacus'. Use the engine of flash_clipping "
-                "(clipping=AdaptiveBound() in the place of PrivacyEngineAdaptiveClipping):\n"
-                "    flash_clipping.FlashPrivacyEngine().make_private(...)"
-            )
-        return known(grad_sample_mode)
-
-    for name in ("get_gsm_class", "get_hooks_class"):
-        if (known := getattr(utils, name, None)) is not None:
-            setattr(utils, name, partial(explain, known))
 
 
 # -- Triton, which is imported by those who ask ----------------------------------------------------

@@ -26,10 +26,9 @@ from flash_clipping.engine.accounting import (
     without_hints,
 )
 from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
-from flash_clipping.engine.micro_batches import free_memory
 from flash_clipping.errors import InvalidValue, checked_number
 
-__all__ = ["Plan", "first_bound", "largest_physical_batch", "plan"]
+__all__ = ["Plan", "first_bound", "plan"]
 
 #: Batches larger than the expected one by so many standard deviations come once in 30,000 steps.
 _DEVIATIONS = 4
@@ -244,55 +243,6 @@ def first_bound(
     if not len(norms):
         raise InvalidValue("FC931 first_bound: found no batch with a finite norm; expected one.")
     return float(norms.quantile(quantile))
-
-
-def largest_physical_batch(
-    model: nn.Module,
-    batch_of: Callable[[int], Any],
-    losses: Callable[[nn.Module, Any], Tensor],
-    *,
-    at_most: int,
-) -> int:
-    """The most samples whose private forward and backward fit in memory: for ``BatchMemoryManager``
-    or a trainer's ``per_device_train_batch_size``. Decides nothing but memory and time.
-
-    Sizes are doubled until one does not fit, and halved in between: a step of each is run on
-    made-up samples, and nothing is accounted. Load what else takes memory before: optimizers hold
-    up to two more copies of the parameters after their first step.
-
-    Args:
-        model: not wrapped, on its device; it is left as it was.
-        batch_of: ``batch_of(n)`` makes a batch of ``n`` samples, as long as they come, on the
-            device.
-        losses: ``losses(model, batch)`` gives one loss for each sample, ``[B]``.
-        at_most: where to stop.
-
-    Raises:
-        torch.OutOfMemoryError: not even one sample fits.
-        ValueError: ``at_most`` is no number of samples.
-    """
-    checked_number("at_most", at_most, "[1, inf)", example=4096, whole=True)
-
-    def fits(size: int) -> bool:
-        try:
-            with _wrapped(model) as wrapped:
-                for _ in range(2):  # the first proves who is a sample
-                    losses(wrapped, batch_of(size)).sum().backward()
-                    wrapped.zero_grad(set_to_none=True)
-        except torch.OutOfMemoryError:
-            if size == 1:
-                raise
-            return False
-        finally:
-            free_memory()
-        return True
-
-    low, high = 1, at_most + 1  # what fits, and what does not
-    fits(1)
-    while high - low > 1:
-        size = min(2 * low, at_most) if high > at_most else (low + high) // 2
-        low, high = (size, high) if fits(size) else (low, size)
-    return low
 
 
 @contextmanager

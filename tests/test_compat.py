@@ -104,7 +104,6 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "dtensor_of": (["_spec"], "same"),
     "check_optimizer": (["_step_skip_queue"], r"DPOptimizer\._step_skip_queue"),
     "compute_once": (["_compute_rdp"], "same"),
-    "explain_flash_mode": (["get_gsm_class", "get_hooks_class"], "same"),
     "compiled_kernel": (["triton.compiler"], "same"),
     "compilation_by_executor": (["AsyncCompileMode"], "same"),
     "early_start": (["gdc_wait"], "same"),

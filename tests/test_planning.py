@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine
 from flash_clipping.__main__ import main
-from flash_clipping.planning import first_bound, largest_physical_batch, plan
+from flash_clipping.planning import first_bound, plan
 from tests.support.autograd import truth_by_autograd
 from tests.support.errors import raises
 
@@ -107,25 +107,6 @@ class Small(nn.Module):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         out: Tensor = self.out(x)
         return out
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 11, 40])
-def test_the_largest_batch_is_found_by_trying(most: int) -> None:
-    model = Small(most)
-    kept = model.out.weight.grad = torch.ones(1, 3)
-    found = largest_physical_batch(
-        model, lambda n: torch.randn(n, 3), lambda m, x: m(x).square().sum(1), at_most=37
-    )
-    assert found == min(most, 37) and model.tried <= 2 * found
-    assert model.out.weight.grad is kept and bool((kept == 1).all())
-    assert not model._forward_hooks
-
-
-def test_where_no_sample_fits() -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        largest_physical_batch(
-            Small(0), lambda n: torch.randn(n, 3), lambda m, x: m(x).sum(1), at_most=8
-        )
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def methods_of(shards: str, bucket_mb: int, compiled: bool) -> dict[str, type[Me
             self.module = GradSampleModuleFlashClipping(
                 self.module, max_grad_norm=self.setting.max_grad_norm, mode=self.mode
             )
-            self.module.bucket_mb = bucket_mb
+            self.module._sharded.reducer.bucket_bytes = bucket_mb << 20
 
         def norms(self) -> Tensor:
             return self.module.get_norm_sample()

@@ -7,9 +7,7 @@ What these do not know, other ways to draw batches and to make noise, is in
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-import secrets
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant
 from opacus.accountants.analysis import rdp as analysis
-from torch import distributed as dist
 
 from flash_clipping._compat import compute_once
 from flash_clipping.engine import wings
@@ -125,71 +122,26 @@ class Mechanism(ABC):
 
 
 class CountsSteps:
-    """An accountant whose ``len`` is the number of steps; Opacus' is that of changes of noise.
-
-    A state that is loaded takes no step away. Each accountant's own steps have its name in states,
-    so that those which a state lacks are known.
-    """
+    """An accountant whose ``len`` is the number of steps; Opacus' is that of changes of noise."""
 
     history: _Steps
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._name = secrets.token_hex(8)
-        #: Loaded steps, the first of the history, by the name of the accountant that counted them.
-        self._loaded: dict[str, _Steps] = {}
-        self._warned_of_kept = False
 
     def __len__(self) -> int:
         return _count(self.history)
 
-    def _parts(self) -> dict[str, _Steps]:
-        """All steps, by who counted them."""
-        before, own = sum(map(_count, self._loaded.values())), []
-        for noise, rate, steps in self.history:
-            of_others = min(before, steps)
-            before -= of_others
-            if steps > of_others:
-                own.append((noise, rate, steps - of_others))
-        return self._loaded | ({self._name: own} if own else {})
-
-    def state_dict(self, destination: Any = None) -> Any:
-        destination = super().state_dict(destination)  # type: ignore[misc]
-        destination["parts"] = copy.deepcopy(self._parts())
-        return destination
-
     def load_state_dict(self, state_dict: Any) -> None:
-        """As in Opacus; steps of this accountant that the state lacks stay, with a warning."""
-        mine = self._parts()
+        """As in Opacus, before the first step; ``ValueError`` if own steps would be forgotten."""
+        before, steps = self.history, len(self)
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        parts = {**(state_dict.get("parts") or {"": self.history})}
-        before = sum(map(_count, parts.values()))
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # What another process of this run saved has steps that this one counted as well.
-            own = _count(mine.get(self._name, []))
-            parts = {who: part for who, part in parts.items() if who in mine or _count(part) > own}
-        for who, part in mine.items():
-            if _count(part) > _count(parts.get(who, [])):
-                parts[who] = part
-        parts = {who: [(*entry,) for entry in part] for who, part in parts.items()}
-        kept = sum(map(_count, parts.values())) - before
-        own_steps = parts.pop(self._name, [])
-        self._loaded = parts
-        if own_steps or kept:
-            self.history = [entry for part in parts.values() for entry in part] + own_steps
-            if not process_of(self).is_in_order:  # whose runs are apart
-                self.history = [
-                    (*kind, _count([*entries]))
-                    for kind, entries in itertools.groupby(self.history, lambda entry: entry[:2])
-                ]
-        if kept > 0 and not self._warned_of_kept:
-            self._warned_of_kept = True
-            warnings.warn(
-                f"FC585 load_checkpoint: found {kept} steps of this engine that the checkpoint "
-                "lacks. They stay in the accountant's history: what they released is not undone by "
-                "going back. If nobody saw any result of them, load the checkpoint into a new "
-                "FlashPrivacyEngine().",
-                stacklevel=4,
+        self.history = [(*entry,) for entry in self.history]
+        if before and before != self.history:
+            self.history = before
+            raise InvalidValue(
+                f"FC581 load: found an accountant that has accounted for {steps} steps already. It "
+                "would forget them, and what they released is not undone by going back. Load into "
+                "a new engine, or a new trainer, before its first step; this model may hold the "
+                "checkpoint's weights by now:\n"
+                "    engine = flash_clipping.FlashPrivacyEngine()"
             )
 
 

@@ -52,7 +52,7 @@ from flash_clipping.engine.unsupported import (
     refuse_replay,
     refuse_unsupported,
 )
-from flash_clipping.errors import HALVE_PARTS, InvalidValue, NoAttribute
+from flash_clipping.errors import HALVE_PARTS, InvalidValue
 from flash_clipping.finish.clipping import (
     ClipOptions,
     Doubts,
@@ -63,11 +63,6 @@ from flash_clipping.finish.clipping import (
 from flash_clipping.ops.runtime.checks import device_checks
 
 _NOTHING = Told()
-
-_NO_SHARDS = (
-    "FC603 bucket_mb: found a model without shards, whose sums nothing adds up over processes. Set "
-    "it after fully_shard(model) and make_private, or leave it out."
-)
 
 
 def _plain_copy(owner: GradSampleHooksFlashClipping, memo: dict[int, Any]) -> nn.Module:
@@ -503,31 +498,6 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
     @max_grad_norm.setter
     def max_grad_norm(self, value: Any) -> None:
         self.running_step.bound = checked_bound(value)
-
-    @property
-    def bucket_mb(self) -> int:
-        """For a model in shards: how many MB (2^20 bytes) of clipped sums, before they are cut, one
-        operation adds up over processes; 256, or what it is set to, alike in all processes. Larger
-        buckets are fewer operations, and up to three of them are held at a time.
-
-        Raises:
-            AttributeError: of a model without shards.
-            ValueError: it is set for such a model, or to no integer from 64 to 1024.
-        """
-        if self._sharded is None:  # no error of another class: hasattr and inspect read it
-            raise NoAttribute(_NO_SHARDS)
-        return self._sharded.reducer.bucket_bytes >> 20
-
-    @bucket_mb.setter
-    def bucket_mb(self, value: int) -> None:
-        if self._sharded is None:
-            raise InvalidValue(_NO_SHARDS)
-        if not isinstance(value, int) or not 64 <= value <= 1024:
-            raise InvalidValue(
-                f"FC603 bucket_mb: found {value!r}; expected an integer from 64 to 1024.\n"
-                "    model.bucket_mb = 256"
-            )
-        self._sharded.reducer.bucket_bytes = value << 20
 
     @property
     def backward_count(self) -> int:

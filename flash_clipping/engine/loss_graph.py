@@ -6,7 +6,6 @@ that meets a target ``[B]`` makes ``[B, B]`` differences, each of two samples.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -115,10 +114,10 @@ class LossLook:
         ]
         if found:
             warnings.warn(
-                f"FC451 {_named(found[0])} is reached by the loss, and not the private model's "
-                f"({len(found)} parameters): gradients of such parameters are neither clipped nor "
-                "get noise. Make it a part of the model, before make_private, or freeze what reads "
-                "public data alone:\n"
+                f"FC451 the loss: found {len(found)} parameters, the first of shape "
+                f"{[*found[0].shape]}, that it reaches and that are not the private model's: "
+                "their gradients are neither clipped nor get noise. Make what has them a part of "
+                "the model, before make_private, or freeze what reads public data alone:\n"
                 "    model.head = head  # called in the model's forward",
                 stacklevel=2,
             )
@@ -160,13 +159,3 @@ def _crossed(nodes: list[Any], mark: object, samples: int) -> tuple[list[int], l
             if is_wider and after.count(samples) == 2:
                 return before, after
     return None
-
-
-def _named(param: nn.Parameter) -> str:
-    """A parameter by its module, wherever that is."""
-    for module in gc.get_objects():
-        if issubclass(type(module), nn.Module):  # isinstance fails for proxies of what is gone
-            for name, own in vars(module).get("_parameters", {}).items():
-                if own is param:
-                    return f"{type(module).__name__}.{name} {[*param.shape]}"
-    return f"A parameter of shape {[*param.shape]}"

@@ -211,8 +211,8 @@ class MicroBatches:
         if found:
             raise FlashClippingError(
                 f"FC546 MicroBatches: found {found}; expected rows that are samples, in one "
-                "process or with data parallelism. Find a size that fits, for BatchMemoryManager:\n"
-                "    flash_clipping.planning.largest_physical_batch(...)"
+                "process or with data parallelism. Give the loader a smaller batch_size; or, where "
+                "batches may be cut, BatchMemoryManager a size that fits."
             )
         self._module = module
         self._step = StepInParts(optimizer, most=None if most == "auto" else int(most))

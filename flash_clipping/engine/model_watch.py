@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, repeat
@@ -197,22 +196,6 @@ class Structure:
         self._look()
 
 
-@contextmanager
-def told_to_who_waits(seconds: float = 2.0) -> Iterator[None]:
-    """A line on a terminal, if what is done within takes longer than so many seconds."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    said = "flash_clipping: checking which rows are samples, before the first step ..."
-    timer = threading.Timer(seconds, lambda: print(said, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 class ModelWatch:
     """Looks at a wrapped model when its forward begins, when it is proven, when it has ended.
 
@@ -367,7 +350,6 @@ class ModelWatch:
                 self._audit(subject, audit)
             return wanted
 
-    @told_to_who_waits()
     def _prove(self, subject: Subject, call: ForwardCall | None, positions: Units | None) -> None:
         session = self.session
         session.begin_epoch()

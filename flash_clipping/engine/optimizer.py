@@ -7,11 +7,10 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
-from opacus.accountants import IAccountant
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import (
     DistributedDPOptimizerFastGradientClipping,
@@ -500,17 +499,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         ``p.grad`` is the noisy mean then. Anything public may change it: a mask, a proximal term,
         a control variate. If ``fn`` raises, the noisy gradients are let go of.
 
-        Raises:
-            ValueError: ``fn`` is of an accountant that counts each step already.
+        The engine's accountant is attached by ``make_private``: twice, it would count every step
+        twice.
         """
-        accountants = _accountants_in(fn)
-        for known in self.step_hooks:
-            if any(one is other for one in accountants for other in _accountants_in(known)):
-                raise InvalidValue(
-                    "FC538 attach_step_hook: found the hook of an accountant that counts each step "
-                    "of this optimizer already (make_private attaches it). Each step would count "
-                    "twice, and epsilon would be too large. Leave this line out."
-                )
         self.step_hooks.append(fn)
 
     @property  # type: ignore[override]  # Opacus assigns None
@@ -583,13 +574,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         draw = self.stream.draw(Purpose.COUNT)
         (noisy,) = noisy_means([count.double()], std, 1.0, draw=draw)
         return noisy
-
-
-def _accountants_in(hook: Any) -> list[IAccountant]:
-    """The accountants that a hook, or a function that it calls, was made with."""
-    held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-    inner = [_accountants_in(x) for x in held if isinstance(x, FunctionType)]
-    return [x for x in held if isinstance(x, IAccountant)] + [x for each in inner for x in each]
 
 
 def _refuse_divided_losses() -> None:

@@ -14,7 +14,6 @@ from opacus.optimizers import DPOptimizer
 from torch import distributed as dist, nn
 from torch.utils.data import DataLoader
 
-from flash_clipping._compat import explain_flash_mode
 from flash_clipping.distributed import has_shards, is_sharded, processes_of
 from flash_clipping.distributed.process_groups import shared_stream
 from flash_clipping.engine import wings
@@ -75,8 +74,6 @@ _OF_MODEL = (*ModelOptions.__annotations__, "max_grad_norm", "clipping", "unit",
 
 #: The noise's stream in a checkpoint.
 _IN_CHECKPOINTS = "noise_stream_state_dict"
-
-explain_flash_mode()
 
 _Loader: TypeAlias = DataLoader[Any]
 #: What ``make_private`` returns: without a criterion, and with one.
@@ -601,9 +598,12 @@ class FlashPrivacyEngine(PrivacyEngine):
         super().save_checkpoint(optimizer=optimizer, checkpoint_dict=checkpoint_dict, **kwargs)
 
     def load_checkpoint(self, *, optimizer: Any = None, **kwargs: Any) -> Any:
-        """As in Opacus. Noise goes on from this process's own key, or, with the seed of the
-        checkpoint, behind what it had drawn: nothing is drawn again. Steps of this engine that the
-        checkpoint lacks stay accounted for, with a warning: ε does not fall."""
+        """As in Opacus, before this engine's first step. Noise goes on from this process's own key,
+        or, with the seed of the checkpoint, behind what it had drawn: nothing is drawn again.
+
+        Raises:
+            ValueError: this engine has accounted for steps, which would be forgotten.
+        """
         checkpoint = super().load_checkpoint(optimizer=optimizer, **kwargs)
         if _IN_CHECKPOINTS in checkpoint:
             getattr(optimizer, "stream", self.stream).load_state_dict(checkpoint[_IN_CHECKPOINTS])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flash_clipping.errors import FlashClippingError, InvalidValue
+from flash_clipping.errors import FlashClippingError
 
 
 class PrivateState:
@@ -60,22 +60,13 @@ class PrivateState:
         """Called by ``torch.distributed.checkpoint``, in all processes."""
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        accountant = self.engine.accountant
-        if len(accountant):
-            raise InvalidValue(
-                "FC581 PrivateState: found an accountant that has accounted for steps already. It "
-                "would forget them. Load into a new engine, before the first step; this model "
-                "holds the checkpoint's weights by now."
-            )
+        private = json.loads(state["private"])
+        self.engine.accountant.load_state_dict(private["accountant"])
         set_state_dict(
             self.model,
             self.optimizer.original_optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        private = json.loads(state["private"])
-        saved = private["accountant"]
-        saved["history"] = [tuple(entry) for entry in saved["history"]]
-        accountant.load_state_dict(saved)
         self.optimizer.max_grad_norm = private["bound"]
         self.extra = private["extra"]

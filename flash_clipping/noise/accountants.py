@@ -83,7 +83,7 @@ class PldAccountant(CountsSteps, IAccountant):
 
     def __init__(self) -> None:
         dp_accounting()  # said now, not when training has ended
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.process: Mechanism = PoissonSampling()
         #: Whether the next step begins with noise that knows nothing of the steps before.
         self._begins = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,6 @@ from torch import Tensor
 
 from flash_clipping.errors import checked_number
 from flash_clipping.randomness.stream import seed_notice
-
-#: Backward passes without a clipped sample that are worth a line.
-_MANY = 100
 
 
 @dataclass(frozen=True)
@@ -59,8 +55,6 @@ class ClippingStatistics:
         #: By backward passes: norms, whether samples were clipped, and whether they are padding.
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
         self._began = time.perf_counter()
-        #: Backward passes in a row that clipped nobody; -1 once that was said.
-        self._unclipped = 0
 
     def note_backward(self) -> None:
         """Take the samples of the last backward pass; before the optimizer's step."""
@@ -86,21 +80,8 @@ class ClippingStatistics:
         if samples:
             shares = clipped.to(norms.dtype).mean()
             share, median = torch.stack([shares, norms.median()]).tolist()
-            if self._unclipped >= 0:
-                self._note_unclipped(len(self._passes) if share == 0 else -self._unclipped)
         self._passes = []
         return Reading(samples, share, median, seconds)
-
-    def _note_unclipped(self, more: int) -> None:
-        self._unclipped += more
-        if self._unclipped >= _MANY:
-            warnings.warn(
-                f"FC550 clipped_share: found 0 in {self._unclipped} backward passes. Every "
-                "gradient is shorter than max_grad_norm, which noise is made for. Take a smaller "
-                "max_grad_norm in the next run, or clipping=AdaptiveBound().",
-                stacklevel=4,
-            )
-            self._unclipped = -1
 
 
 class PrivacyDashboard:

@@ -256,11 +256,6 @@ class PrivateRun:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the accounting of a checkpoint, of this run, in which no step was done yet;
         noise is drawn afresh, unless from a seed."""
-        if self.steps:
-            raise InvalidValue(
-                f"FC581 resume: found a run that has done {self.steps} private steps. Make a new "
-                "trainer to resume with."
-            )
         now, then = self._settings(), state["settings"]
         changed = [name for name in then if now[name] != then[name]]
         if changed:

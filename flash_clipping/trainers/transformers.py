@@ -157,11 +157,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             ValueError: ``target_epsilon`` would be exceeded; a resumed trainer has trained before;
                 sample losses that are not the model's own loss.
         """
-        if resume_from_checkpoint and self.run.steps:
-            raise InvalidValue(
-                f"FC581 resume_from_checkpoint: found a trainer that has done {self.run.steps} "
-                "private steps. Make a new PrivateTrainer to resume with."
-            )
         self.run.steps_before = self.run.steps
         # Accelerate keeps this number for the process; another Accelerator may have set it.
         self.accelerator.gradient_accumulation_steps = 1

@@ -711,13 +711,7 @@ def refusals(rank: int) -> Parts:
         )
         next(iter(manager.__enter__()))
 
-    def bucket(size: Any, shards: Any = sharded) -> None:
-        wrap(shards(make())).bucket_mb = size
-
     return {
-        "a large bucket": lambda: bucket(1025),
-        "half a bucket": lambda: bucket(64.5),
-        "a bucket without shards": lambda: bucket(64, lambda model: model),
         "parts only": parts_only,
         "ignored": ignored,
         "plain optimizer": lambda: stepped(plain=True),

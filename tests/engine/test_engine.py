@@ -19,7 +19,7 @@ from flash_clipping.noise import releases
 from flash_clipping.ops.error_bounds import ETA
 from tests.support.draws import drawn
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
-from tests.support.errors import warns
+from tests.support.errors import raises
 from tests.support.sums import note_norms, note_sums
 from tests.support.wrapping import MODES
 
@@ -266,15 +266,13 @@ def test_checkpoint_of_opacus_loads() -> None:
     assert flash.engine.accountant.history == hooks.engine.accountant.history
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_an_earlier_checkpoint_brings_no_epsilon_back(epochs: int) -> None:
+def test_an_earlier_checkpoint_brings_no_epsilon_back() -> None:
     training = EngineTraining(FlashPrivacyEngine(accountant="rdp"), noise_multiplier=1.0)
     engine, file = training.steps(1).engine, io.BytesIO()
     given = {"path": file, "module": training.wrapper, "optimizer": training.optimizer}
     engine.save_checkpoint(**given)
     file.seek(0)
-    spent = training.steps(epochs).engine.get_epsilon(1e-5)
-    with warns("FC585", match=f"found {epochs} steps"):
+    spent = training.steps(1).engine.get_epsilon(1e-5)
+    with raises("FC581", ValueError):
         engine.load_checkpoint(**given)
     assert engine.get_epsilon(1e-5) == spent
-    assert training.steps(1).engine.get_epsilon(1e-5) > spent

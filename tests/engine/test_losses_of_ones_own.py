@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.engine.loss_graph import LossLook, _named
+from flash_clipping.engine.loss_graph import LossLook
 from tests.support.errors import raises, warns
 
 CROSSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
@@ -94,7 +94,7 @@ def test_a_right_loss_is_never_refused(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 def test_a_head_outside_of_the_model_is_named(mode: str) -> None:
     model, head = wrapped(3, mode=mode), nn.Bilinear(3, 3, 2)
-    with warns("FC451", match=r"Bilinear\.(weight|bias).* is reached by the loss"):
+    with warns("FC451", match=r"found 2 parameters, the first of shape \[2(, 3, 3)?\]"):
         backward(model, lambda o, y: head(o, o).square().mean(), 5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -103,7 +103,7 @@ def test_a_head_outside_of_the_model_is_named(mode: str) -> None:
 
 def test_a_front_end_outside_of_the_model_is_named() -> None:
     model, front = wrapped(3), nn.Linear(2, 4)
-    with warns("FC451", match=r"Linear\.\w+ \[.*\]"):
+    with warns("FC451", match=r"found 2 parameters, the first of shape \[4(, 2)?\]"):
         model(front(torch.randn(5, 2))).square().mean().backward()
     frozen = wrapped(3)
     with warnings.catch_warnings():
@@ -122,18 +122,8 @@ def test_unsharded_parameters_are_none_outside_of_the_model() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loss_of(output).sum().backward()
-        assert ["is reached by the loss" in str(one.message) for one in caught] == [True] * found
+        assert ["that it reaches" in str(one.message) for one in caught] == [True] * found
         look = LossLook(model)
-
-
-def test_modules_that_are_gone_hinder_nobody() -> None:
-    """A proxy of one raises whatever it is asked, and the collector still lists it."""
-    gone = nn.Linear(2, 2)
-    proxy = weakref.proxy(gone)
-    del gone
-    assert gc.is_tracked(proxy)
-    param = nn.Parameter(torch.zeros(3))
-    assert _named(param) == "A parameter of shape [3]"
 
 
 def test_an_output_that_nobody_goes_back_from_is_freed() -> None:

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from opacus import PrivacyEngine
 from opacus.accountants import PRVAccountant, RDPAccountant
-from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -122,15 +120,6 @@ def test_an_optimizer_with_many_evaluations_is_refused() -> None:
         FlashPrivacyEngine().make_private(**given)
 
 
-@pytest.mark.parametrize("engine", [PrivacyEngine, PrivacyEngineAdaptiveClipping])
-@pytest.mark.parametrize("wrap_model", [True, False])
-def test_engines_of_opacus_say_where_flash_is(engine: Any, wrap_model: bool) -> None:
-    with raises("FC314", ValueError):
-        engine().make_private(**arguments(grad_sample_mode="flash", wrap_model=wrap_model))
-    with pytest.raises(ValueError, match="Unexpected grad_sample_mode: flush"):
-        engine().make_private(**arguments(grad_sample_mode="flush"))
-
-
 @pytest.mark.parametrize("clipping", ["flat", AdaptiveBound()])
 @pytest.mark.parametrize("with_epsilon", [False, True])
 def test_a_criterion_is_returned_where_one_is_given(clipping: Any, with_epsilon: bool) -> None:
@@ -223,11 +212,6 @@ def bound_of(**options: Any) -> None:
     planning.first_bound(nn.Linear(3, 2), [torch.randn(4, 3)], losses, **options)
 
 
-def largest(**options: Any) -> None:
-    batch_of = lambda n: torch.randn(n, 3)  # noqa: E731
-    planning.largest_physical_batch(nn.Linear(3, 2), batch_of, losses, **options)
-
-
 def of_units(max_rows: Any) -> None:
     Users([0, 1], max_rows)
 
@@ -281,7 +265,6 @@ NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("max_physical_batch_size", planned().micro_batches, (-1, 0, 2.5)),
     ("parameters", planned().noise_over_signal, (-1, 0, 2.5)),
     ("quantile", bound_of, (-1, 2)),
-    ("at_most", largest, (-1, 0, 2.5)),
     ("epsilon", p_value, (-1, math.inf)),
     ("delta", p_value, (-1, 1)),
     ("guesses", p_value, (4.5,)),
