@@ -511,7 +511,7 @@ def is_awaited(x: Any) -> bool:
     return kind is not None and isinstance(x, kind)
 
 
-def applied_to(module: nn.Module) -> Sequence[str]:
+def applied_to(module: object) -> Sequence[str]:
     """Composable functions of torch.distributed that were applied. Without: not noticed before the
     module's class is changed."""
     registry = _find(_load("torch.distributed._composable"), "_get_registry")

@@ -190,7 +190,7 @@ class Canaries:
         if not m:
             raise InvalidValue("FC931 Canaries: found no samples; expected one canary at least.")
         if seed is None:
-            self.included_M = torch.tensor([bool(secrets.randbits(1)) for _ in range(m)])
+            self.included_M: Tensor = torch.tensor([bool(secrets.randbits(1)) for _ in range(m)])
         else:
             self.included_M = torch.rand(m, generator=torch.Generator().manual_seed(seed)) < 0.5
 

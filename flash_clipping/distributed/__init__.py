@@ -25,7 +25,7 @@ batch it has.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import distributed as dist, nn
 
@@ -35,6 +35,8 @@ from flash_clipping.distributed.process_groups import ProcessGroups, is_over_dat
 from flash_clipping.errors import NotServed
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
     from flash_clipping.distributed.model import ShardedModel
 
 _WORKS = (
@@ -49,16 +51,13 @@ _TENSOR_WORKS = (
 )
 
 
-def is_sharded(module: Any) -> bool:
+def is_sharded(module: Any) -> TypeGuard[FSDPModule]:
     """Whether ``fully_shard`` was applied to this module; not ``replicate``, made of it."""
     if not dist.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule
 
-    if not isinstance(module, FSDPModule):
-        return False
-    plain: Any = module  # a mixin, not a module
-    return "replicate" not in applied_to(plain)
+    return isinstance(module, FSDPModule) and "replicate" not in applied_to(module)
 
 
 def has_shards(module: Any) -> bool:
@@ -88,8 +87,7 @@ def reshard(model: nn.Module) -> None:
     """Let a sharded model, and any other, forget what a forward without a backward has gathered."""
     for module in model.modules():
         if is_sharded(module):
-            part: Any = module
-            part.reshard()
+            module.reshard()
 
 
 def processes_of(module: Any) -> ProcessGroups | None:

@@ -22,6 +22,7 @@ from opacus.accountants.analysis import rdp as analysis
 
 from flash_clipping._compat import compute_once
 from flash_clipping.engine import wings
+from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.errors import Coded, InvalidValue
 from flash_clipping.ops.noise import NoiseGrid
 
@@ -79,7 +80,7 @@ class Mechanism(ABC):
     is_plain: ClassVar[bool] = False
     is_in_order: ClassVar[bool] = False
     round_steps: ClassVar[int] = 1
-    kind: ClassVar[Any]
+    kind: ClassVar[type[PoissonSampler]]
 
     def __post_init__(self) -> None:
         known = (False, True, "exact") if self.is_plain else (False, True)
@@ -100,7 +101,7 @@ class Mechanism(ABC):
         vars(found).update(samples=samples, cycle=cycle)
         return found
 
-    def sampler(self, *, fills_up: bool = True, **options: Any) -> Any:
+    def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
         """Make what draws its batches: a sampler with these options of ``PoissonSampler``;
         ``fills_up``: whether batches with fewer rows than ``max_batch_size`` are filled up."""
         return self.kind(**options)

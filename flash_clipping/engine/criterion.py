@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from opacus.utils.fast_gradient_clipping_utils import (
 from torch import Tensor, nn
 
 from flash_clipping.capture.no_trace import untouched
+from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.separable import compares_samples
 from flash_clipping.engine.token_losses import logits_of
 from flash_clipping.errors import (
@@ -27,9 +28,6 @@ from flash_clipping.errors import (
     InvalidValue,
     NoAttribute,
 )
-
-if TYPE_CHECKING:
-    from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

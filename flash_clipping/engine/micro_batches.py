@@ -59,7 +59,7 @@ class StepInParts:
             parts of as many.
     """
 
-    optimizer: Any
+    optimizer: FlashDPOptimizer
     most: int | None = None
     halves: bool = True
     fits: int | None = None
@@ -186,12 +186,12 @@ class MicroBatches:
 
     Raises:
         FlashClippingError: the loader's batches must come whole (units, ``max_batch_size``, batches
-            in an order), rows are not samples (``unit``), or the model is in shards or
-            stages, whose processes must run as many parts.
+            in an order), rows are not samples (``unit``), or the model is in shards or stages,
+            whose processes must run as many parts.
         ValueError: ``max_physical_batch_size`` is no number above 0.
     """
 
-    def __init__(self, optimizer: Any, *, max_physical_batch_size: int | str = "auto"):
+    def __init__(self, optimizer: FlashDPOptimizer, *, max_physical_batch_size: int | str = "auto"):
         module = getattr(optimizer, "_module", None)
         if module is None:
             raise InvalidValue(

@@ -113,7 +113,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             )
         #: Called when noise was added, in this order. The first is the engine's, which accounts.
         self.step_hooks: list[Callable[[Any], None]] = []
-        self.stream = SecretStream() if stream is None else stream
+        self.stream: SecretStream = SecretStream() if stream is None else stream
         seeded = kwargs.get("secure_mode") and self.stream.is_seeded
         if seeded or kwargs.get("generator") is not None:
             raise InvalidValue(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Required, TypedDict, get_args
 
 import torch
-from torch import nn
+from torch import distributed as dist, nn
 from torch.utils.data import DataLoader
 
 from flash_clipping.engine import wings
@@ -56,7 +56,7 @@ class Pipeline:
         group: the stages' processes; ``None``: all.
     """
 
-    group: Any = None
+    group: dist.ProcessGroup | None = None
 
 
 class ModelOptions(TypedDict, total=False):

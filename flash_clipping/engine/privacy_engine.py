@@ -11,7 +11,7 @@ from opacus import PrivacyEngine
 from opacus.data_loader import switch_generator
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as _DataParallel
 from opacus.optimizers import DPOptimizer
-from torch import distributed as dist, nn
+from torch import distributed as dist, nn, optim
 from torch.utils.data import DataLoader
 
 from flash_clipping.distributed import has_shards, is_sharded, processes_of
@@ -148,7 +148,7 @@ class FlashPrivacyEngine(PrivacyEngine):
             super().__init__(accountant=accountant, secure_mode=False)
         self.accountant = with_right_length(self.accountant)
         self.secure_mode = secure_mode
-        self.stream = SecretStream(seed=seed)
+        self.stream: SecretStream = SecretStream(seed=seed)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "accountant" and self._samples is not None:
@@ -188,7 +188,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         self,
         *,
         module: nn.Module,
-        optimizer: Any,
+        optimizer: optim.Optimizer,
         data_loader: DataLoader[Any],
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float],

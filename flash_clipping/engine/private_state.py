@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from flash_clipping.engine.optimizer import FlashDPOptimizer
+from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.errors import FlashClippingError
 
 
@@ -33,7 +35,9 @@ class PrivateState:
             forgotten.
     """
 
-    def __init__(self, engine: Any, model: Any, optimizer: Any, extra: Any = None):
+    def __init__(
+        self, engine: FlashPrivacyEngine, model: Any, optimizer: FlashDPOptimizer, extra: Any = None
+    ):
         self.engine, self.optimizer, self.extra = engine, optimizer, extra
         self.model = getattr(model, "_module", model)
 

@@ -133,12 +133,11 @@ def clipping_coefficients(
     else:
         norms = total_norm(norms_PB) if total_B is None else total_B
     if clipping == "automatic":
-        coef = bound / (norms + AUTOMATIC_GAMMA)
+        coef: Tensor = bound / (norms + AUTOMATIC_GAMMA)
     else:
         coef = (bound / (norms + NORM_EPSILON)).clamp_(max=1.0)
     # bound / inf is 0 already; what is NaN comes from a norm that is.
-    capped: Tensor = coef.nan_to_num_(nan=0.0, posinf=math.inf)
-    return capped
+    return coef.nan_to_num_(nan=0.0, posinf=math.inf)
 
 
 @dataclass

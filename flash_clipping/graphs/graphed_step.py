@@ -207,7 +207,8 @@ class GraphedStep:
             )
         self.step, self.model = step, model
         self.warmup, self.size = warmup, graphs
-        self.replays = self.calls = 0
+        self.replays: int = 0
+        self.calls: int = 0
         self._graphs: dict[Key, Graph] = {}
         #: Memory of the graphs' gradients, and how many references to it are their own.
         self._memories: list[tuple[torch.UntypedStorage, int]] = []

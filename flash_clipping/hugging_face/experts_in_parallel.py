@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
 
 from flash_clipping.capture.layer_inputs import positional
 from flash_clipping.errors import InvalidValue, NotServed
@@ -24,7 +24,7 @@ from flash_clipping.rules.registry import Rule, UnsupportedLayer
 _SERVED = (MixtureOfExpertsRule, ExpertsRule, DbrxExpertsRule, Llama4ExpertsRule)
 
 
-def distribute_experts(model: nn.Module, mesh: Any) -> set[nn.Parameter]:
+def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Leave every process its part of all experts of a model, in place.
 
     Supported: :class:`~flash_clipping.layers.MixtureOfExperts` and the stacked experts of

@@ -31,7 +31,7 @@ class Samples:
     """
 
     counts: tuple[int, ...]
-    mesh: Any
+    mesh: dist.DeviceMesh
 
     @property
     def _group(self) -> Any:
@@ -39,8 +39,7 @@ class Samples:
 
     @property
     def _rank(self) -> int:
-        found: int = self.mesh.get_local_rank(self.mesh.ndim - 1)
-        return found
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @property
     def first(self) -> int:
@@ -79,7 +78,7 @@ class Exchange:
         mesh: processes along its last dimension have other experts, the first of them the first.
     """
 
-    def __init__(self, expert_ids: Tensor, experts: int, mesh: Any):
+    def __init__(self, expert_ids: Tensor, experts: int, mesh: dist.DeviceMesh):
         self._group, n = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         self._each, self._choices = experts // n, expert_ids.shape[-1]
         self._ids_N, B = expert_ids.reshape(-1).long(), len(expert_ids)

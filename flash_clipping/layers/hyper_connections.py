@@ -97,10 +97,10 @@ class HyperConnections(nn.Module):
         self.backend = backend
         logits = streams * streams + 2 * streams
         fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        self.phi = nn.Parameter(torch.empty(logits, streams * dim, **fp32))
-        self.alpha = nn.Parameter(torch.empty(3, **fp32))
-        self.bias = nn.Parameter(torch.empty(logits, **fp32))
-        self.gamma = nn.Parameter(torch.empty(streams, dim, **fp32))
+        self.phi: nn.Parameter = nn.Parameter(torch.empty(logits, streams * dim, **fp32))
+        self.alpha: nn.Parameter = nn.Parameter(torch.empty(3, **fp32))
+        self.bias: nn.Parameter = nn.Parameter(torch.empty(logits, **fp32))
+        self.gamma: nn.Parameter = nn.Parameter(torch.empty(streams, dim, **fp32))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

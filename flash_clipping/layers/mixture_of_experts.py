@@ -105,8 +105,8 @@ class MixtureOfExperts(nn.Module):
             empty = torch.empty(experts, rows, columns, device=device, dtype=dtype)
             return nn.Parameter(empty, requires_grad=trained)
 
-        self.gate_up = stacked(2 * hidden, dim, not rank)
-        self.down = stacked(dim, hidden, not rank)
+        self.gate_up: nn.Parameter = stacked(2 * hidden, dim, not rank)
+        self.down: nn.Parameter = stacked(dim, hidden, not rank)
         self._names: tuple[str, ...] = ("gate_up", "down")
         if rank:
             self.gate_up_A = stacked(2 * rank, dim)

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ from flash_clipping.capture.inputs import map_tensors, refuse_layout, tensors_in
 from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.buffers import BufferWatch
+from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.loss_graph import walk
 from flash_clipping.engine.model_watch import ParameterGuards, Structure
 from flash_clipping.engine.told_rows import draw_of
@@ -63,9 +64,6 @@ from flash_clipping.one_by_one.arguments import (
     fill,
     way_of,
 )
-
-if TYPE_CHECKING:
-    from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 
 _PAST_THE_SAMPLES = (
     "added without being clipped. In mode='one_by_one' a sample's gradient is what its own run of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, distributed as dist
+from torch import Tensor, distributed as dist, optim
 
 from flash_clipping.distributed import has_shards
 from flash_clipping.distributed.process_groups import shared_stream
@@ -36,7 +36,9 @@ class PipelineFlashDPOptimizer(FlashDPOptimizer):
             the streams of all processes together.
     """
 
-    def __init__(self, optimizer: Any, *, group: Any = None, **kwargs: Any):
+    def __init__(
+        self, optimizer: optim.Optimizer, *, group: dist.ProcessGroup | None = None, **kwargs: Any
+    ):
         super().__init__(optimizer, **kwargs)
         self._group = dist.group.WORLD if group is None else group
         self.stream = shared_stream([self._group], self.stream)

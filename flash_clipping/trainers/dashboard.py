@@ -10,11 +10,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
+from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.errors import checked_number
 from flash_clipping.randomness.stream import seed_notice
 
@@ -50,7 +51,7 @@ class ClippingStatistics:
     """Gathers norms and clipping coefficients of backward passes of ``model`` (what
     ``make_private`` returned), without waiting for the device."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: GradSampleHooksFlashClipping):
         self._model = model
         #: By backward passes: norms, whether samples were clipped, and whether they are padding.
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -111,8 +112,8 @@ class PrivacyDashboard:
 
     def __init__(
         self,
-        engine: Any,
-        model: Any,
+        engine: FlashPrivacyEngine,
+        model: GradSampleHooksFlashClipping,
         *,
         delta: float,
         every: int = 50,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.distributed import processes_of
+from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.engine.accounting import least_noise
 from flash_clipping.engine.micro_batches import Parts, RowsOfBatch, StepInParts, bounds_of
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
@@ -22,10 +23,6 @@ from flash_clipping.errors import FlashClippingError, InvalidValue
 from flash_clipping.randomness import SecretStream
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics, Reading
-
-if TYPE_CHECKING:
-    from flash_clipping.distributed.process_groups import ProcessGroups
-
 
 #: Around what is said of privacy on a model card.
 CARD = ("<!-- privacy:start -->", "<!-- privacy:end -->")

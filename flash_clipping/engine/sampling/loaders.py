@@ -38,6 +38,7 @@ from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.distributed.process_groups import ProcessGroups, shared_stream
 from flash_clipping.engine import wings
+from flash_clipping.engine.accounting import Mechanism
 from flash_clipping.engine.sampling.samplers import (
     BatchSizeNotifier,
     PoissonSampler,
@@ -131,7 +132,7 @@ class PoissonLoader(DPDataLoader):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         stream: SecretStream | None = None,
-        process: Any = None,
+        process: Mechanism | None = None,
         fills_up: bool = True,
         units: Users | None = None,
         distributed: bool = False,

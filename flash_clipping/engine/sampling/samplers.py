@@ -123,7 +123,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.units, self.steps = units, steps
         self.stream = SecretStream() if stream is None else stream
         self.rank, self.world_size = rank, world_size
-        self.drawn = 0
+        self.drawn: int = 0
         #: Batches of the running epoch that its loader has not given yet.
         self.pending: deque[DrawnBatch] = deque()
         #: Whether the loader that begins an epoch now announces what it gives. Where no sample was
