@@ -49,16 +49,16 @@ def draw(record: Record) -> Figure:
     """Bars of time and memory."""
     from matplotlib.figure import Figure
 
-    figure = _draw_steps(Figure(figsize=(9.5, 3.8), layout="constrained"), record)
+    figure = _draw_steps(Figure(figsize=(5.5, 6.5), layout="constrained"), record)
     where = record.environment
     figure.suptitle(
-        f"{where['device']}, torch {where['torch']}, revision {where['revision']}", fontsize=9
+        f"{where['device']}, torch {where['torch']}, revision {where['revision']}", fontsize=10
     )
     return figure
 
 
 def _draw_steps(figure: Figure, record: Record) -> Figure:
-    time, memory = figure.subplots(1, 2)
+    time, memory = figure.subplots(2, 1)  # letters are large enough on a phone
     results = list(zip(record.rows, summaries(record.rows), strict=True))
     workloads = list(dict.fromkeys(row.workload for row in record.rows))
     methods = list(dict.fromkeys(row.method for row in record.rows))
@@ -87,13 +87,13 @@ def _draw_steps(figure: Figure, record: Record) -> Figure:
                 label=PEERS.get(method, method).replace("`", ""),
                 yerr=list(zip(*errors, strict=True)) if pick == "time" else None,
             )
-            axes.bar_label(bars, [f"{h:.2f}" if h else "–" for h in heights], fontsize=7)
+            axes.bar_label(bars, [f"{h:.2f}" if h else "–" for h in heights], fontsize=9)
     for axes, title in ((time, "time of a step"), (memory, "peak memory")):
         axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_title(f"{title} (non-private: 1)", fontsize=10)
+        axes.set_title(f"{title} (non-private: 1)", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
         places = [p + width * (len(methods) - 1) / 2 for p in range(len(workloads))]
-        axes.set_xticks(places, [f"{m}\nB {b}, T {t}" for m, b, t in workloads], fontsize=8)
+        axes.set_xticks(places, [f"{m}\nB {b}, T {t}" for m, b, t in workloads], fontsize=10)
     handles, labels = time.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(methods) or 1, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(methods) or 1, fontsize=10)
     return figure
