@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.errors import raises
+from tests.zoo.outputs import CASES, CLOSED
 
 pytestmark = pytest.mark.without_gate
 
@@ -79,3 +80,19 @@ def test_after_a_refusal_that_is_kept_the_next_backward_is_whole() -> None:
     torch.testing.assert_close(module.get_norm_sample(), norms)
     for param, grad in zip(module.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, grad)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_output_in_two_passes_is_refused(name: str) -> None:
+    """What cannot be opened is named, with what was found there."""
+    case = CASES[f"in a {name}"]
+    model, batch = case.make()
+    flash = GradSampleModuleFlashClipping(model, mode="two_pass")
+    with raises("FC414|FC415", match=r"two_pass.*(function|set)"):
+        case.losses(flash, batch).mean().backward()
+
+
+def test_output_without_a_row_for_each_sample_in_two_passes_is_refused() -> None:
+    model, batch = CASES[f"with_sigma, {D}"].make()
+    with raises("FC418"):
+        GradSampleModuleFlashClipping(model, mode="two_pass")(*batch)

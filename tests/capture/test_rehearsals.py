@@ -8,22 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.reads import digest_of
 from flash_clipping.capture.proof.repeatable import without_dropout
 from tests.support.autograd import (
-    check_by_autograd,
     float64s,
     mean_squares,
     squares,
     truth_by_autograd,
 )
-from tests.support.constants import OnConstants
 from tests.support.errors import raises
 from tests.support.oracle import assert_close
-from tests.support.wrapping import MODES
+from tests.support.recorded import recorded_factors
+from tests.zoo.constants import CASES
 
 
 class Late(nn.Module):
@@ -79,7 +77,7 @@ class PositionsLate(Late):
         return self.last(torch.tanh(x))
 
 
-def test_a_constant_reached_later() -> None:
+def test_constant_reached_later_is_refused_once() -> None:
     """Taken for samples by its size; the rehearsal refuses, and the next step is right."""
     model = PositionsLate().double()
     flash = GradSampleModuleFlashClipping(model)
@@ -98,44 +96,20 @@ def test_a_constant_reached_later() -> None:
     assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
 
 
-class Checkpointed(nn.Module):
-    """Constants, computed inside or outside of checkpoints."""
-
-    def __init__(self, reentrant: bool, inside: bool):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.positions, self.mlp = nn.Embedding(9, 4), nn.Linear(4, 4)
-        self.reentrant, self.inside = reentrant, inside
-
-    def work(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.mlp(x))
-        if self.inside:
-            x = x + self.positions(torch.arange(x.shape[1]))
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        if not self.inside:
-            x = x + self.positions(torch.arange(x.shape[1]))
-        for _ in range(2):
-            x = checkpoint(self.work, x, use_reentrant=self.reentrant)
-        return self.last(x)
+TABLES = ["looked up", "looked up flat", "looked up first", "looked up for each"]
 
 
-@pytest.mark.every_pair
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_constants_and_checkpoints(reentrant: bool, inside: bool, mode: str) -> None:
-    for shape in ((5, 5, 4), (3, 5, 4)):
-        check_by_autograd(
-            Checkpointed(reentrant, inside).double(), float64s(*shape), squares, mode=mode
-        )
+@pytest.mark.parametrize("name", [*TABLES, "positions, embedding"])
+def test_rows_of_a_table_cost_no_table_per_sample(name: str) -> None:
+    """A position embedding is read as ``[1, T]`` and added: its factor is a lookup."""
+    model, batch = CASES[name].make()
+    flash = GradSampleModuleFlashClipping(model)
+    found = recorded_factors(flash, lambda: squares(flash, batch).backward())
+    assert "EmbeddingGrad" in set().union(*found.values())
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 5), (2, 2)])
-def test_time_first(shape: tuple[int, int]) -> None:
+def test_positions_of_time_first_are_exact(shape: tuple[int, int]) -> None:
     """``batch_first=False`` with positions ``[T, 1, d]``."""
 
     class TimeFirst(nn.Module):
@@ -161,25 +135,25 @@ def test_time_first(shape: tuple[int, int]) -> None:
     assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
 
 
-def test_steady_steps_do_not_rehearse() -> None:
-    model = OnConstants("looked_up").double()
+def test_later_steps_are_not_rehearsed() -> None:
+    model = CASES["looked up"].make()[0]
     runs: list[int] = []
-    model.last.register_forward_hook(lambda *_: runs.append(1))
+    model.head.register_forward_hook(lambda *_: runs.append(1))
     flash = GradSampleModuleFlashClipping(model)
     for shape in ((3, 5), (7, 5), (5, 7), (1, 5)):
-        squares(flash, float64s(*shape, 4)).backward()
+        squares(flash, float64s(*shape, 3)).backward()
     assert len(runs) == 2 + 3 + 4  # and three whose outputs are compared
 
 
-def test_rehearsal_is_only_for_training() -> None:
-    model = OnConstants("looked_up").double()
+def test_forward_without_gradients_is_not_rehearsed() -> None:
+    model = CASES["looked up"].make()[0]
     runs: list[int] = []
-    model.last.register_forward_hook(lambda *_: runs.append(1))
+    model.head.register_forward_hook(lambda *_: runs.append(1))
     flash = GradSampleModuleFlashClipping(model)
     with torch.no_grad():
-        flash(*float64s(3, 5, 4))
+        flash(*float64s(3, 5, 3))
     assert len(runs) == 1
-    flash(*float64s(3, 5, 4))
+    flash(*float64s(3, 5, 3))
     assert len(runs) == 1 + 2 + 3 + 1
 
 
@@ -202,7 +176,7 @@ class OtherKernels(nn.Module):
 
 
 @pytest.mark.parametrize("samples", [2, 3, 16])
-def test_other_kernels_for_other_batch_sizes(samples: int) -> None:
+def test_other_kernels_for_other_batch_sizes_are_accepted(samples: int) -> None:
     flash = GradSampleModuleFlashClipping(OtherKernels().bfloat16())
     flash(torch.randn(samples, 5, 64).bfloat16()).float().square().sum().backward()
     assert len(flash.get_norm_sample()) == samples
@@ -210,7 +184,7 @@ def test_other_kernels_for_other_batch_sizes(samples: int) -> None:
 
 @pytest.mark.parametrize("also", ["mean", "order"])
 @pytest.mark.parametrize("samples", [2, 3, 16])
-def test_what_hides_behind_other_kernels(samples: int, also: str) -> None:
+def test_model_that_mixes_behind_other_kernels_is_refused(samples: int, also: str) -> None:
     flash = GradSampleModuleFlashClipping(OtherKernels(also).bfloat16())
     with raises("FC202", match=r"last \(Linear\).* other values"):
         flash(torch.randn(samples, 5, 64).bfloat16())
@@ -219,14 +193,14 @@ def test_what_hides_behind_other_kernels(samples: int, also: str) -> None:
 # -- what a rehearsal does besides running the model -----------------------------------------------
 
 
-def test_digests_tell_rows_of_one_sum_and_size_apart() -> None:
+def test_digests_of_rows_of_one_sum_and_size_differ() -> None:
     first, again = (digest_of(torch.eye(64), 0) for _ in range(2))
     assert first is not None and again is not None and torch.equal(first, again)
     assert (first[:, -1] == first[0, -1]).all()
     assert len(first.unique(dim=0)) == 8  # all that three signs can tell
 
 
-def test_dropout_inside_of_attention_is_switched_off() -> None:
+def test_dropout_inside_of_attention_in_a_rehearsal_is_off() -> None:
     """Kernels that draw it themselves take its probability, by place or by name."""
     attend, x = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ones(1)
     assert without_dropout(attend, (x, x, x, 0.3, True), {})[0][3:] == (0.0, True)

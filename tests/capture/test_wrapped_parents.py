@@ -1,4 +1,7 @@
-"""Layers whose own forward computes what one with a rule does: exact, and in its factors."""
+"""Layers that wrap another: over time, where rows are no samples, and compiled.
+
+Wherever such a layer is not supported it is refused by its name, never measured by another rule.
+"""
 
 from __future__ import annotations
 
@@ -13,208 +16,31 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_clipping import GradSampleModuleFlashClipping
-from tests.support.autograd import check_by_autograd, squares
-from tests.support.recorded import recorded_factors
+from flash_clipping.capture.compiled.regions import Region
+from tests.capture.test_declared_rows import Experts
+from tests.capture.test_packed import check
+from tests.support.autograd import check_by_autograd, check_truth, squares, truth_by_autograd
+from tests.support.compiled import Backend, slow
+from tests.support.errors import raises
+from tests.support.oracle import assert_close
+from tests.support.packed import Reader, documents
+from tests.zoo.spelled import (
+    CASES,
+    B,
+    Convolution,
+    D,
+    Norm,
+    SpeltEmbedding,
+    SpeltLinear,
+    T,
+    gated,
+    hat,
+)
 
 pytestmark = pytest.mark.without_gate
 
-B, T, D = 3, 4, 6
 
-
-class SpeltEmbedding(nn.Embedding):
-    """As BART's and Gemma's: rows of the table, times a number or a buffer, at other positions."""
-
-    def __init__(self, how: str):
-        super().__init__(11, D, padding_idx=1)
-        self.how = how
-        self.register_buffer("scale", torch.tensor(2.5))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        if self.how == "scaled":
-            return super().forward(ids) * 2.5
-        if self.how == "by_buffer":
-            return super().forward(ids) * self.scale.to(self.weight.dtype)
-        if self.how == "cast":
-            return F.embedding(ids, self.weight.double() * 0.5, self.padding_idx)
-        if self.how == "normalized_rows":  # more than rows of the table
-            return F.embedding(ids, F.normalize(self.weight, dim=1))
-        if self.how == "by_vmap":
-            return F.embedding(ids, torch.func.vmap(torch.tanh)(self.weight))
-        return super().forward((ids + 2) % 11)
-
-
-class SpeltLinear(nn.Linear):
-    """A linear map, spelt in several ways."""
-
-    def __init__(self, how: Callable[[Any, Tensor], Tensor]):
-        super().__init__(D, D)
-        self.how = how
-        self.gain = 1.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.how(self, x)
-
-
-def changed_in_place(m: Any, x: Tensor) -> Tensor:
-    weight = m.weight * 2.0
-    weight.view(-1).mul_(3.0)  # by another name, so that the first one's history is out of date
-    return x @ weight
-
-
-LINEAR: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
-    "parents": (lambda m, x: F.linear(x, m.weight, m.bias) * m.gain, {"LinearGrad", "SumGrad"}),
-    "by_name": (
-        lambda m, x: F.linear(input=x, weight=m.weight, bias=m.bias),
-        {"LinearGrad", "SumGrad"},
-    ),
-    "falcon": (lambda m, x: x @ m.weight.T + m.bias, {"LinearGrad", "DenseGrad"}),
-    "transposed": (lambda m, x: torch.matmul(x, m.weight) - m.bias, {"LinearGrad", "DenseGrad"}),
-    "turned_twice": (
-        lambda m, x: F.linear(x, m.weight.t().mT, -1.0 - m.bias),
-        {"LinearGrad", "DenseGrad"},
-    ),
-    "scaled_weight": (
-        lambda m, x: F.linear(x, 0.3 * m.weight / 2, 2 * m.bias),
-        {"LinearGrad", "DenseGrad"},
-    ),
-    "shifted": (lambda m, x: x @ (1 - m.weight.double()), {"LinearGrad"}),
-    "changed_in_place": (changed_in_place, {"DenseGrad"}),
-    "standardised": (lambda m, x: F.linear(x, m.weight - m.weight.mean(1, True)), {"DenseGrad"}),
-    "reshaped": (lambda m, x: x @ m.weight.reshape(-1)[[*range(D * D)]].view(D, D), {"DenseGrad"}),
-    "permuted": (lambda m, x: x @ m.weight[[*reversed(range(D))]], {"DenseGrad"}),
-    "scaled_by_itself": (
-        lambda m, x: F.linear(x, m.weight) * m.weight.sum(),
-        {"LinearGrad", "DenseGrad"},
-    ),
-    "twice": (
-        lambda m, x: F.linear(torch.tanh(x @ m.weight), m.weight, m.bias),
-        {"LinearGrad", "SumGrad"},
-    ),
-}
-
-
-class Norm(nn.Module):
-    """A scale of normalized values, spelt in several ways."""
-
-    def __init__(self, how: Callable[[Any, Tensor], Tensor], *shape: int):
-        super().__init__()
-        self.how = how
-        self.weight = nn.Parameter(torch.randn(shape or (D,)))
-        self.bias = nn.Parameter(torch.randn(shape or (D,)))
-        self.eps = 1e-3
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.how(self, x)
-
-
-def hat(m: Any, x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + m.eps)
-
-
-def per_head(m: Any, x: Tensor) -> Tensor:
-    heads = x.unflatten(-1, (2, D // 2)).transpose(1, 2)
-    return (m.weight[: D // 2] * hat(m, heads) + m.bias[D // 2 :]).transpose(1, 2).flatten(2)
-
-
-def gated(m: Any, x: Tensor) -> Tensor:
-    return m.weight * hat(m, x * F.silu(x.flip(1)))
-
-
-def channels_first(m: Any, x: Tensor) -> Tensor:
-    return (m.weight[:, None] * hat(m, x).mT + m.bias[:, None]).mT
-
-
-DENSE, ROWS = {"DenseGrad"}, {"SumGrad"}
-NORM: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
-    "llama": (lambda m, x: m.weight * hat(m, x), DENSE),
-    "gemma": (lambda m, x: hat(m, x) * (1.0 + m.weight.double()), DENSE),
-    "eps_outside": (lambda m, x: m.weight * (x / (x.norm(dim=-1, keepdim=True) + m.eps)), DENSE),
-    "per_head": (per_head, DENSE),
-    "gated": (gated, DENSE),
-    "channels_first": (channels_first, DENSE),
-    "one_axis_more": (lambda m, x: hat(m, x) * m.weight[None, None] + m.bias.view(1, -1), DENSE),
-    "enlarged": (lambda m, x: hat(m, x) * (m.weight + x.new_ones(T, 1).cumsum(0)), DENSE),
-    "layer_norm": (lambda m, x: F.layer_norm(x, (D,), m.weight, m.bias, m.eps), ROWS),
-    "rms_norm": (lambda m, x: F.rms_norm(x, (D,), m.weight), ROWS),
-    "rms_norm_shifted": (lambda m, x: F.rms_norm(x, (D,), 2 - m.weight, m.eps), DENSE),
-    "both_axes": (lambda m, x: F.layer_norm(x, (T, D), bias=m.bias.expand(T, D)), DENSE),
-    "twice": (lambda m, x: m.weight * hat(m, m.weight * hat(m, x)), DENSE),
-}
-
-
-class Convolution(nn.Conv1d):
-    """A convolution that pads by itself, and one that standardises its weight."""
-
-    def __init__(self, standardised: bool):
-        super().__init__(D, D, 3, stride=2, groups=2)
-        self.standardised = standardised
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if self.standardised:
-            weight = (weight - weight.mean((1, 2), keepdim=True)) / weight.std((1, 2), keepdim=True)
-        x = F.pad(x.mT, (2, 0))
-        return F.conv1d(x, weight, self.bias, self.stride, 1, 1, self.groups).mT
-
-
-class Around(nn.Module):
-    """A layer between two that have rules; ids are looked up in it, or before it."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-        looks_up = isinstance(layer, nn.Embedding)
-        self.first = nn.Linear(D, D) if looks_up else nn.Embedding(11, D)
-        self.last = nn.Linear(D, 2)
-        self.looks_up = looks_up
-
-    def forward(self, ids: Tensor) -> Tensor:
-        first, second = (self.layer, self.first) if self.looks_up else (self.first, self.layer)
-        return self.last(torch.tanh(second(first(ids))))
-
-
-def around(layer: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    torch.manual_seed(0)
-    model = Around(layer).double()
-    for param in model.layer.parameters():
-        nn.init.normal_(param, std=0.7)
-    batch = (torch.randint(0, 11, (B, T)),)
-    squares(model, batch).backward()
-    for param in model.parameters():
-        param.requires_grad_(param.grad is not None)  # not every spelling has a bias
-        param.grad = None
-    return model, batch
-
-
-LAYERS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
-    **{
-        f"embedding_{how}": (lambda how=how: SpeltEmbedding(how), {"EmbeddingGrad"})
-        for how in ("scaled", "by_buffer", "offset", "cast")
-    },
-    "embedding_normalized_rows": (lambda: SpeltEmbedding("normalized_rows"), DENSE),
-    **{
-        f"linear_{name}": (lambda how=how: SpeltLinear(how), kinds)
-        for name, (how, kinds) in LINEAR.items()
-    },
-    **{f"norm_{name}": (lambda how=how: Norm(how), kinds) for name, (how, kinds) in NORM.items()},
-    "convolution": (lambda: Convolution(False), {"ConvolutionGrad", "DenseGrad"}),
-    "convolution_standardised": (lambda: Convolution(True), DENSE),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_exact_and_in_the_factors_of_the_parent(name: str) -> None:
-    make, kinds = LAYERS[name]
-    model, batch = around(make())
-    kind = type(model.get_submodule("layer")).__name__
-
-    flash = GradSampleModuleFlashClipping(copy.deepcopy(model), max_grad_norm=1.0)
-    found = recorded_factors(flash, lambda: squares(flash, batch).backward())
-    assert found[kind] == kinds
-    check_by_autograd(model, batch, squares, steps=1)
-
-
-def test_a_standardised_convolution_does_not_run_again_in_backward() -> None:
+def test_standardised_convolution_does_not_run_again_in_backward() -> None:
     """Its gradients are those of the layer's rule, not of the operation run sample by sample."""
 
     class Counting(TorchDispatchMode):
@@ -226,7 +52,7 @@ def test_a_standardised_convolution_does_not_run_again_in_backward() -> None:
             self.convolutions += func is torch.ops.aten.convolution.default
             return func(*args, **(kwargs or {}))
 
-    model, batch = around(Convolution(True))
+    model, batch = CASES["convolution_standardised"].make()
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
     squares(flash, batch).backward()
     loss = squares(flash, batch)
@@ -235,32 +61,224 @@ def test_a_standardised_convolution_does_not_run_again_in_backward() -> None:
     assert counting.convolutions == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["embedding_scaled", "linear_falcon", "linear_twice", "norm_gemma"]
-)
-def test_two_passes(name: str) -> None:
-    model, batch = around(LAYERS[name][0]())
-    check_by_autograd(model, batch, squares, mode="two_pass")
+Make = Callable[[], nn.Module]
 
 
-CAST: dict[str, Callable[[], nn.Module]] = {
-    "gemma": lambda: Norm(lambda m, x: hat(m, x) * (1.0 + m.weight.float())),
-    "float_norm": lambda: Norm(lambda m, x: (hat(m, x).float() * m.weight.float()).double()),
-    "layer_norm": lambda: Norm(
-        lambda m, x: F.layer_norm(x.float(), (D,), m.weight.float(), m.bias.float()).double()
+def llama() -> nn.Module:
+    return Norm(lambda m, x: m.weight * hat(m, x) + m.bias)
+
+
+def mixing_places(m: SpeltLinear, x: Tensor) -> Tensor:
+    """A linear map of what stands before, too: one document's gradient has another's values."""
+    return F.linear(x + x.roll(1, -2), m.weight, m.bias)
+
+
+BETWEEN: dict[str, Make] = {
+    "linear": lambda: SpeltLinear(lambda m, x: F.linear(x, m.weight, m.bias) * m.gain),
+    "falcon": lambda: SpeltLinear(lambda m, x: x @ m.weight.T + m.bias),
+    "scaled_by_itself": lambda: SpeltLinear(
+        lambda m, x: F.linear(x, m.weight, m.bias) * m.weight.sum()
     ),
-    "linear": lambda: SpeltLinear(
-        lambda m, x: F.linear(x.float(), m.weight.float(), m.bias.float()).double()
+    "llama": llama,
+    "layer_norm": lambda: Norm(lambda m, x: F.layer_norm(x, (D,), m.weight, m.bias, m.eps)),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_documents_in_one_row_of_a_wrapped_layer_are_exact(name: str) -> None:
+    check(Reader(BETWEEN[name]()).double(), [list(enumerate(documents()))])
+
+
+def test_documents_in_rows_of_a_wrapped_layer_are_exact() -> None:
+    a, b, c = documents((3, 4, 2))
+    check(Reader(llama()).double(), [[(0, a), (1, b)], [(1, c)]])
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "mixing_places": (lambda: SpeltLinear(mixing_places), r"between \(SpeltLinear\).*position by"),
+    "gated": (
+        lambda: Norm(lambda m, x: gated(m, x) + m.bias),
+        r"between \(Norm\).*position by position",
     ),
-    "convolution": lambda: SpeltLinear(
-        lambda m, x: F.conv1d(x.mT.float(), m.weight.float()[:, :, None]).double().mT
+    "convolution": (
+        lambda: Convolution(False),
+        r"between \(Convolution\).*position by position",
     ),
 }
 
 
-@pytest.mark.parametrize("name", CAST)
-def test_what_is_computed_in_another_dtype(name: str) -> None:
-    """A float64 parameter that is used in fp32 gets sums in float64, as exact as fp32 is."""
-    model, batch = around(CAST[name]())
-    check_by_autograd(model, batch, squares, tolerance=1e-6, steps=1)
-    assert all(p.grad is None or p.grad.dtype == torch.float64 for p in model.parameters())
+@pytest.mark.parametrize("name", REFUSED)
+def test_layer_that_mixes_documents_is_refused(name: str) -> None:
+    make, found = REFUSED[name]
+    with raises("FC278", match=found):
+        check(Reader(make()).double(), [list(enumerate(documents()))])
+
+
+def test_embedding_of_documents_in_one_row_is_exact_or_refused() -> None:
+    """Its output has an axis more than its ids. A transform of its weight is refused by name."""
+
+    def run(how: str) -> None:
+        model = Reader()
+        model.table = SpeltEmbedding(how)
+        check(model.double(), [[(n, 2 + ids % 9) for n, ids in enumerate(documents())]])
+
+    run("scaled")
+    run("normalized_rows")
+    with raises("FC278", match=r"table \(SpeltEmbedding\).*once for each sample"):
+        run("by_vmap")
+
+
+@pytest.mark.parametrize("make", [BETWEEN["linear"], BETWEEN["falcon"], llama])
+def test_wrapped_layer_inside_of_samples_is_refused(make: Make) -> None:
+    flash = GradSampleModuleFlashClipping(Experts(make))
+    with raises("FC264", match=r"experts\.0 \(.*."):
+        squares(flash, (torch.randn(3, 5, 6),)).backward()
+
+
+def test_frozen_wrapped_layer_inside_of_samples_is_exact() -> None:
+    model = Experts(llama).double()
+    model.experts.requires_grad_(False)
+    check_by_autograd(model, (torch.randn(3, 5, 6, dtype=torch.float64),), squares)
+
+
+COMPILED = ["embedding_scaled", slow("linear_twice"), "norm_gemma", slow("norm_enlarged")]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_wrapped_layer_compiled_is_exact(name: str, nothing_compiled_yet: None) -> None:
+    """The layer stands inside of what is compiled, and its neighbours too."""
+    model, batch = CASES[name].make()
+    truth = truth_by_autograd(copy.deepcopy(model), batch, squares)
+    bound, backend = truth.norms.median().item(), Backend()
+    model.compile(backend=backend)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=bound)
+    for _ in range(2):
+        flash.zero_grad(set_to_none=True)
+        squares(flash, batch).backward()
+        check_truth(flash, model, truth, bound, 1e-9)
+    assert isinstance(flash._taps.of_root.instance_forward, Region)
+    assert backend.graphs
+
+
+class Changing(nn.Linear):
+    """A parent's forward, until an attribute, the mode, the input or a count says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.factor = 1.0
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 6:
+            return F.linear(torch.tanh(x), F.normalize(self.weight, dim=1), self.bias)
+        if not self.training:
+            return x * self.bias
+        if x.shape[1] > T:
+            return F.linear(x, self.weight.square(), self.bias)
+        return super().forward(x) * self.factor
+
+
+class Scale(nn.Module):
+    """As an RMSNorm of Llama's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Same(nn.Linear):
+    """The parent's forward, and nothing else: as much as no forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def sequence(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), *layers, nn.Linear(D, 2)).double()
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.6)
+    return model
+
+
+def test_another_forward_at_another_step_is_exact() -> None:
+    """Nothing was concluded from what it computed when the model was wrapped."""
+    model = sequence(Changing())
+    plain = copy.deepcopy(model)
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
+    changing: Any = model[1]
+    for factor, training, length in [
+        (1, True, T),
+        (-3, True, T),
+        (1, False, T),
+        (1, True, T + 2),
+    ] * 2:
+        torch.manual_seed(length)
+        batch = (torch.randn(B, length, D, dtype=torch.float64),)
+        changing.factor = factor
+        flash.train(training)
+        count = changing.calls
+        model.zero_grad(set_to_none=True)
+        squares(flash, batch).backward()
+        plain[1].load_state_dict(changing.state_dict())
+        plain[1].factor, plain[1].training = factor, training
+        norms = []
+        for b in range(B):  # the count of the call, not of the sample
+            plain[1].calls = changing.calls - 1
+            norms.append(truth_by_autograd(plain, (batch[0][b : b + 1],), squares).norms)
+        assert changing.calls > count
+        assert_close(
+            flash.get_norm_sample(), torch.cat(norms), 1e-9, f"norms at {factor, training}"
+        )
+    assert changing.calls > 7
+
+
+@pytest.mark.parametrize("how", ["autocast", "bfloat16", "float32"])
+def test_wrapped_layer_in_16_bits_equals_its_parent(how: str) -> None:
+    """In low precision too: the operands that were multiplied are those that are measured."""
+    results = []
+    for layer in (nn.Linear(D, D), Same(D, D)):
+        # The layer comes first: under autocast it is what casts its input.
+        model = sequence(layer)[1:].to(torch.bfloat16 if how == "bfloat16" else torch.float32)
+        flash = GradSampleModuleFlashClipping(model, max_grad_norm=0.1)
+        torch.manual_seed(1)
+        x = torch.randn(B, T, D).to(next(model.parameters()).dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            output = flash(x)
+        output.float().square().sum().backward()
+        results.append([flash.get_norm_sample(), *[param.grad for param in model.parameters()]])
+    for parents, ours in zip(*results, strict=True):
+        assert torch.equal(parents, ours)
+
+
+def test_weight_changed_before_backward_is_an_error() -> None:
+    model = sequence(Same(D, D), nn.ReLU(inplace=True), Scale())
+    batch = (torch.randn(B, T, D).double(),)
+    check_by_autograd(model, batch, squares)
+    flash = GradSampleModuleFlashClipping(sequence(Same(D, D)), max_grad_norm=1.0)
+    loss = squares(flash, batch)
+    with torch.no_grad():
+        flash._module[1].weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:The gradient of at least one sample was not finite")
+def test_sample_that_is_not_finite_harms_no_other() -> None:
+    model = sequence(Same(D, D), Scale())
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, loss_reduction="sum")
+    x = torch.randn(B, T, D).double()
+    grads = []
+    for value in (0.0, torch.inf):
+        x[1] = value
+        model.zero_grad(set_to_none=True)
+        rows = flash(x)
+        (rows[::2] if value == 0 else rows).square().sum().backward()
+        grads.append([param.grad.clone() for param in model.parameters()])
+    assert all(torch.isfinite(grad).all() for grad in grads[1])
+    for without, beside in zip(*grads, strict=True):
+        torch.testing.assert_close(without, beside)

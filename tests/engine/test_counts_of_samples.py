@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import mean_squares
-from tests.support.constants import AtPositions
 from tests.support.errors import raises
 from tests.support.wrapping import MODES
+from tests.zoo.constants import CASES
 
 # -- what the loader drew -------------------------------------------------------------------------
 
@@ -128,20 +128,24 @@ def test_check_tries_other_sizes() -> None:
 
     seen: list[int] = []
 
-    class Watched(AtPositions):
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = CASES["positions, embedding"].make(torch.float32)[0]
+
         def forward(self, x: Tensor) -> Tensor:
             seen.append(len(x))
-            return super().forward(x)
+            return self.inner(x)
 
-    assert compare(Watched("embedding"), torch.randn(3, 5, 4)).passed
+    assert compare(Watched(), torch.randn(3, 5, 3)).passed
     assert {2, 3, 4, 5} <= set(seen)
 
-    class Wrong(AtPositions):
+    class Wrong(Watched):
         """Goes wrong when there are as many samples as positions."""
 
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
             return 2 * y if len(x) == x.shape[1] else y
 
-    report = compare(Wrong("embedding"), torch.randn(3, 5, 4))
+    report = compare(Wrong(), torch.randn(3, 5, 3))
     assert not report.passed and "With 5 samples, as many as another" in report.failures[0]

@@ -53,6 +53,7 @@ class ModelCase:
         without: ways that do not apply.
         runs_again: its forward runs once more for each sample.
         lengths: to which the second axis of a batch may be cut.
+        factors: names of the factors that its ``layer`` keeps.
         draws: it draws dropout: the truth is of one forward with the same draws.
         options: of the wrapper.
     """
@@ -70,6 +71,7 @@ class ModelCase:
     without: tuple[str, ...] = ()
     draws: bool = False
     lengths: tuple[int, ...] = ()
+    factors: frozenset[str] | set[str] = frozenset()
     runs_again: bool = False
     tolerance: float = TOLERANCE
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -305,10 +307,6 @@ WAYS: dict[str, Callable[[ModelCase], None]] = {
         autocast,
     )
 }
-
-
-#: Tried in every run of the tests; of the others, one for each case.
-ALWAYS = ("one_pass", "two_pass")
 
 
 def check_refused(case: ModelCase, mode: str) -> None:

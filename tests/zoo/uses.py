@@ -376,5 +376,5 @@ CASES: dict[str, ModelCase] = {
         name: around(use, all_kinds, refused="FC101|FC141|FC143", match=match)
         for name, (use, match) in REFUSED_USES.items()
     },
-    "dropout": around(dropped_out, all_kinds, draws=True, without=("units", "one_by_one")),
+    "dropout": around(dropped_out, all_kinds, draws=True),
 }
