@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from opacus.accountants.analysis.gdp import eps_from_mu
-from scipy.stats import binom, norm, rankdata
+from scipy.stats import binom, norm
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
@@ -241,10 +241,6 @@ def audit(
         )
     checked_number("epsilon", epsilon, "[0, inf]", example=1.0)
     correct = right_guesses(score_M, included_M, guesses)
-    # Of canaries drawn again with replacement (Efron's percentiles): their luck, and no bound on ε.
-    drawn = torch.randint(m, (1000, m), generator=torch.Generator().manual_seed(0))
-    areas = [area_under_curve(score_M[one], included_M[one]) for one in drawn]
-    low, high = np.nanquantile(areas, [0.025, 0.975])
     return Audit(
         canaries=m,
         included=int(included_M.sum()),
@@ -255,8 +251,6 @@ def audit(
         epsilon=epsilon,
         relation=relation,
         lower_bound=epsilon_lower_bound(m, guesses, correct, delta, confidence, gaussian=gaussian),
-        area_under_curve=area_under_curve(score_M, included_M),
-        area_interval=(float(low), float(high)),
     )
 
 
@@ -268,8 +262,6 @@ class Audit:
         lower_bound: on ε, at ``delta`` and with ``confidence``.
         epsilon: the accountant's.
         relation: which datasets it compares.
-        area_under_curve: of true over false positives, for all thresholds: 0.5 is chance.
-        area_interval: of that, 95 %, by resampling canaries.
     """
 
     canaries: int
@@ -280,8 +272,6 @@ class Audit:
     confidence: float
     epsilon: float
     lower_bound: float
-    area_under_curve: float
-    area_interval: tuple[float, float]
     relation: str = "add or remove one sample"
 
     @property
@@ -291,13 +281,11 @@ class Audit:
 
     def rows(self) -> list[tuple[str, str]]:
         """Quantities and their values, in words."""
-        low, high = self.area_interval
         share = self.correct / self.guesses if self.guesses else 0.0
         return [
             ("canaries (in the data)", f"{self.canaries} ({self.included})"),
             ("guesses", f"{self.guesses}"),
             ("right", f"{self.correct} ({share:.1%})"),
-            ("area under the curve", f"{self.area_under_curve:.3f} ({low:.3f} to {high:.3f})"),
             (f"ε, lower bound ({self.confidence:.0%} confidence)", f"{self.lower_bound:.2f}"),
             (f"ε, accountant (δ = {self.delta:.3g}; {self.relation})", f"{self.epsilon:.2f}"),
         ]
@@ -326,15 +314,6 @@ def right_guesses(score_M: Tensor, included_M: Tensor, guesses: int) -> int:
     high, low = guesses - guesses // 2, guesses // 2
     hits = included_M[order_M[:high]].sum() + (~included_M[order_M[len(order_M) - low :]]).sum()
     return int(hits)
-
-
-def area_under_curve(score_M: Tensor, included_M: Tensor) -> float:
-    """The probability that a canary in the data has a higher score than one out of it (ties count
-    half); NaN where all are in, or all out."""
-    inside = int(included_M.sum())
-    pairs, least = inside * (len(included_M) - inside), inside * (inside + 1) / 2
-    ranks_M = rankdata(score_M.numpy())
-    return float(ranks_M[included_M.numpy()].sum() - least) / pairs if pairs else math.nan
 
 
 # -- how to look for them -----------------------------------------------------------------------

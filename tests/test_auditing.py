@@ -162,34 +162,16 @@ def test_an_audit_of_scores() -> None:
         300, generator=torch.Generator().manual_seed(0)
     )
     found = canaries.audit(score_M, guesses=200, epsilon=1.0, delta=1e-5)
-    assert found.violated and found.lower_bound > 2 and found.area_under_curve > 0.95
-    low, high = found.area_interval
-    assert low < found.area_under_curve < high
+    assert found.violated and found.lower_bound > 2
     assert "leaked more" in str(found) and "95.0%" not in found.verdict
     none = canaries.audit(torch.zeros(300), guesses=200, epsilon=1.0, delta=1e-5)
-    assert not none.violated and none.area_under_curve == 0.5
+    assert not none.violated
     with raises("FC931", ValueError, match="1"):
         canaries.audit(
             score_M.masked_fill(torch.arange(300) == 7, math.nan), guesses=2, epsilon=1.0, delta=0.1
         )
     with raises("FC302", ValueError, match=r"guesses: found 400; .* in \[0, 300\]"):
         canaries.audit(score_M, guesses=400, epsilon=1.0, delta=0.1)
-
-
-def test_the_area_under_the_curve_is_that_of_all_pairs() -> None:
-    generator = torch.Generator().manual_seed(0)
-    score_M = torch.randint(6, (40,), generator=generator).double()
-    included_M = torch.rand(40, generator=generator) < 0.5
-    pairs = score_M[included_M][:, None] - score_M[~included_M]
-    expected = ((pairs > 0).double() + 0.5 * (pairs == 0).double()).mean()
-    assert auditing.area_under_curve(score_M, included_M) == pytest.approx(float(expected))
-
-
-def test_few_canaries_have_an_interval() -> None:
-    """In some of the drawn sets all are in, or all out: these say nothing."""
-    score_M = torch.arange(9.0)
-    found = auditing.audit(score_M, score_M == 8, guesses=4, epsilon=1.0, delta=1e-3)
-    assert found.area_interval == (1.0, 1.0)
 
 
 class Model(nn.Module):

@@ -18,7 +18,6 @@ from flash_clipping.capture.no_trace import random_state, untouched
 from flash_clipping.engine.token_losses import part_of, per_sample_loss
 from flash_clipping.errors import InvalidValue
 from flash_clipping.hugging_face.losses import has_penalty, loss_of
-from flash_clipping.ops.runtime.checks import check_on_device
 
 #: Labels with this value count nothing, in per_sample_loss as well.
 IGNORED = -100
@@ -26,7 +25,10 @@ IGNORED = -100
 #: Relative differences that are rounding: losses are means of many terms. 5e-2 in 16 bits.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 
-_INSTEAD = "Give compute_loss_func, which returns one loss for each sample, [B]."
+_INSTEAD = (
+    "Give compute_loss_func, or override compute_sample_losses(model, inputs): one loss for each "
+    "sample, [B]."
+)
 
 
 def sample_losses(
@@ -47,8 +49,7 @@ def sample_losses(
         labels: ``labels``: classes ``[B]`` or ``[B, T]``, numbers ``[B]`` or ``[B, K]``
             (regression), one 0 or 1 for each class ``[B, K]``, or integers, for each token
             ``[B, T]``; or ``start_positions`` and ``end_positions`` ``[B]``.
-        model: of ``transformers``, whose config has the kind of problem. Speech and masked images
-            need more of it.
+        model: of ``transformers``, whose config has the kind of problem. Speech needs more of it.
         inputs: what it was called with. Where ``attention_mask`` ``[B, T]`` is 0, a token's 0 or 1
             counts nothing.
         shift: position ``t`` predicts the label of position ``t + 1``; ``None`` if it is not known,
@@ -69,9 +70,7 @@ def sample_losses(
     inputs, target = inputs or {}, labels.get("labels")
     if labels.keys() == {"start_positions", "end_positions"}:
         return _means(_of_answers(outputs, labels), None, units)
-    found = _of_speech(model, inputs, outputs, target)
-    found = found or _of_masked_images(model, inputs, outputs, target)
-    if found is not None:
+    if (found := _of_speech(model, inputs, outputs, target)) is not None:
         return _means(*found, units)
     logits = _logits_of(outputs)
     if labels.keys() != {"labels"} or logits is None:
@@ -182,53 +181,6 @@ def _of_speech(
     if config.ctc_loss_reduction == "mean":
         losses_R = losses_R / counted_R.clamp(min=1)
     return losses_R, None
-
-
-def _of_masked_images(
-    model: Any, inputs: Mapping[str, Any], outputs: Any, labels: Tensor | None
-) -> _Found | None:
-    """Losses of images ``[R, C, H, W]`` of which patches are hidden; ``None`` for a model that is
-    none of these.
-
-    * ViTMAE: squared errors of the patches that the model itself hides.
-    * SimMIM (ViT, DeiT, Swin, Swin 2, FocalNet): absolute errors of pixels under
-      ``bool_masked_pos`` ``[R, L]``.
-    * BEiT: cross-entropy of the hidden patches' visual tokens, ``labels`` ``[M]``: those of all
-      images, one behind the other; ``FlashClippingError`` if there is not one for each.
-    """
-    pixels, hidden = inputs.get("pixel_values"), inputs.get("bool_masked_pos")
-    logits, rebuilt = part_of(outputs, "logits"), part_of(outputs, "reconstruction")
-    removed = part_of(outputs, "mask")
-    if pixels is None:
-        return None
-    if labels is not None:
-        if hidden is None or labels.dim() != 1 or logits is None or logits.dim() != 3:
-            return None
-        hidden = hidden.to(torch.bool)
-        check_on_device(
-            hidden.sum() == len(labels),
-            "FC805 sample_losses: found more or fewer labels than patches that bool_masked_pos "
-            "hides; expected one for each of them, image by image:\n"
-            "    labels = tokens[bool_masked_pos]",
-        )
-        target = torch.full(hidden.shape, IGNORED, dtype=labels.dtype, device=labels.device)
-        target = target.masked_scatter(hidden, labels)
-        losses = per_sample_loss(logits.flatten(0, 1), target.flatten())
-        return losses.view(target.shape), hidden
-    if rebuilt is not None and hidden is not None:
-        size = model.config.patch_size
-        side = pixels.shape[-1] // size
-        hidden = hidden.to(torch.bool).reshape(len(pixels), -1, side)
-        hidden = hidden.repeat_interleave(size, 1).repeat_interleave(size, 2)
-        return (_wide(pixels) - _wide(rebuilt)).abs().mean(1), hidden
-    if removed is None or not hasattr(model, "patchify"):
-        return None
-    other_size = inputs.get("interpolate_pos_encoding", False)
-    patches = _wide(model.patchify(pixels, interpolate_pos_encoding=other_size))
-    if model.config.norm_pix_loss:
-        deviation = (patches.var(-1, keepdim=True) + 1e-6).sqrt()
-        patches = (patches - patches.mean(-1, keepdim=True)) / deviation
-    return (_wide(logits) - patches).square().mean(-1), removed != 0
 
 
 def _means(losses: Tensor, counted: Tensor | None, units: tuple[Tensor, int] | None) -> Tensor:

@@ -336,7 +336,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
                 model(**inputs), target, num_items_in_batch=None
             )
             return losses
-        # Scripts for masked images name these as labels, so that evaluation has a loss.
+        # Scripts for masked images name these as labels; losses of such models are refused.
         names = [n for n in self.label_names if n not in ("pixel_values", "bool_masked_pos")]
         labels = {name: inputs.pop(name) for name in names if name in inputs}
         called = inputs

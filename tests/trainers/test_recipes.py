@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    BeitConfig,
-    BeitForMaskedImageModeling,
     BertConfig,
     BertForMaskedLM,
     BertForQuestionAnswering,
@@ -45,9 +43,6 @@ from transformers import (
     Trainer,
     ViTConfig,
     ViTForImageClassification,
-    ViTForMaskedImageModeling,
-    ViTMAEConfig,
-    ViTMAEForPreTraining,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
     WhisperConfig,
@@ -334,68 +329,6 @@ def vit() -> nn.Module:
     )
 
 
-# -- image-pretraining/run_mim.py and run_mae.py, whose READMEs name inputs as labels -----------
-
-
-def shade(rng: Any) -> dict[str, Any]:
-    """A bright or a dark image: what is hidden can be told from what is not."""
-    image = rng.choice([-0.8, 0.8]) + 0.3 * rng.standard_normal((1, 8, 8))
-    return {"pixel_values": torch.tensor(image, dtype=torch.float32)}
-
-
-def half_hidden(rng: Any) -> dict[str, Any]:
-    return shade(rng) | {"bool_masked_pos": torch.tensor(rng.permutation(16) < 8)}
-
-
-def hidden_tokens(rng: Any) -> dict[str, Any]:
-    """BEiT's: of every hidden patch its visual token, here whether it is bright."""
-    row = half_hidden(rng)
-    bright = row["pixel_values"][0].unfold(0, 2, 2).unfold(1, 2, 2).mean((2, 3)).flatten() > 0
-    return row | {"labels": bright[row["bool_masked_pos"]].long()}
-
-
-def flat_labels(rows: list[Any]) -> dict[str, Tensor]:
-    names = ("pixel_values", "bool_masked_pos")
-    batch = {name: torch.stack([row[name] for row in rows]) for name in names}
-    return batch | {"labels": torch.cat([row["labels"] for row in rows])}
-
-
-def masked(kind: str) -> nn.Module:
-    sizes = dict(image_size=8, patch_size=2, num_channels=1, initializer_range=0.1)
-    sizes |= dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-    if kind == "mim":
-        model: nn.Module = ViTForMaskedImageModeling(ViTConfig(encoder_stride=2, **sizes))
-    elif kind == "beit":
-        positions = {"use_absolute_position_embeddings": True, "use_mask_token": True}
-        model = BeitForMaskedImageModeling(BeitConfig(vocab_size=2, **positions, **sizes))
-    else:
-        decoder = dict(decoder_hidden_size=32, decoder_intermediate_size=64)
-        decoder |= dict(decoder_num_hidden_layers=1, decoder_num_attention_heads=2)
-        model = ViTMAEForPreTraining(ViTMAEConfig(mask_ratio=0.5, **sizes, **decoder))
-    for name, param in model.named_parameters():
-        if "token" in name:  # a norm of tokens that are 0 has gradients of a million
-            nn.init.normal_(param, std=0.1)
-    return model
-
-
-def bright_where_hidden(prediction: Any) -> dict[str, float]:
-    """The share of hidden pixels that are found to be bright, or dark."""
-    if isinstance(prediction.label_ids, tuple):  # SimMIM
-        rebuilt, (hidden, pixels) = prediction.predictions, prediction.label_ids
-        where = hidden.reshape(-1, 4, 4).repeat(2, 1).repeat(2, 2)[:, None]
-    else:  # ViTMAE
-        (rebuilt, where, _), pixels = prediction.predictions, prediction.label_ids
-        pixels = pixels.reshape(-1, 4, 2, 4, 2).transpose(0, 1, 3, 2, 4).reshape(-1, 16, 4)
-        where = where[..., None].repeat(4, 2) == 1
-    return {"accuracy": float(((rebuilt > 0) == (pixels > 0))[where].mean())}
-
-
-def token_of_hidden(prediction: Any) -> dict[str, float]:
-    labels, hidden = prediction.label_ids  # of labels Trainer keeps as many as there are samples
-    found = prediction.predictions[hidden].argmax(-1)[: len(labels)]
-    return {"accuracy": float((found == labels).mean())}
-
-
 # -- speech-recognition/run_speech_recognition_ctc.py and ..._seq2seq.py -------------------------
 
 
@@ -543,30 +476,6 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     ),
     "image classification": lambda: Recipe(
         vit, digit, default_data_collator, accuracy, 0.6, size=192, epochs=10
-    ),
-    "masked images, SimMIM": lambda: Recipe(
-        lambda: masked("mim"),
-        half_hidden,
-        default_data_collator,
-        bright_where_hidden,
-        0.9,
-        label_names=["bool_masked_pos", "pixel_values"],
-    ),
-    "masked images, ViTMAE": lambda: Recipe(
-        lambda: masked("mae"),
-        shade,
-        default_data_collator,
-        bright_where_hidden,
-        0.9,
-        label_names=["pixel_values"],
-    ),
-    "masked images, BEiT": lambda: Recipe(
-        lambda: masked("beit"),
-        hidden_tokens,
-        flat_labels,
-        token_of_hidden,
-        0.9,
-        label_names=["labels", "bool_masked_pos"],
     ),
     "ctc": lambda: Recipe(wav2vec2, speech, padded_speech, letters_right, 0.8, epochs=14),
     "whisper": lambda: Recipe(whisper, spoken, padded_whisper, accuracy, 0.9),
