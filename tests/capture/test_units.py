@@ -23,20 +23,6 @@ pytestmark = pytest.mark.without_gate
 # -- exact, whatever the layers and the map --------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_rule(name: str) -> None:
-    case = CASES[name]
-    model, batch = make_case(case, torch.float64)
-    check_units(model, batch, case.loss)
-
-
-@pytest.mark.parametrize("name", ["conv2d_groups", "embedding_bag_mean", "linear_3d"])
-def test_fp32(name: str) -> None:
-    case = CASES[name]
-    model, batch = make_case(case, torch.float32)
-    check_units(model, batch, case.loss, tolerance=1e-5)
-
-
 MAPS = {
     "interleaved": (0, 1, 0, 1, 0, 1, 0),
     "each its own": (0, 1, 2, 3, 4, 5, 6),
@@ -129,22 +115,6 @@ def test_the_model_reads_the_map() -> None:
     assert torch.equal(norms[0], norms[1]) and torch.equal(norms[0], norms[2])
 
 
-def test_parameters_of_several_uses() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.table, self.norm = nn.Embedding(9, 4, padding_idx=2), nn.LayerNorm(4)
-            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.norm(self.table(ids))
-            return self.head(self.norm(self.layer(torch.tanh(self.layer(x)))))
-
-    check_units(Tied().double(), (torch.randint(9, (7, 6)),), squared_loss)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_checkpointing(reentrant: bool, mode: str) -> None:
@@ -154,42 +124,6 @@ def test_checkpointing(reentrant: bool, mode: str) -> None:
     model = Mixed(checkpointing=kind).double()
     torch.manual_seed(0)
     check_units(model, batch, CASES["mixed"].loss, plain=Mixed().double(), mode=mode)
-
-
-@pytest.mark.parametrize("name", ["linear_3d", "conv1d", "embedding_padding"])
-def test_functions_by_their_own_backwards(name: str) -> None:
-    model, batch = make_case(CASES[name], torch.float64)
-    check_units(model, batch, CASES[name].loss, force_functorch=True)
-
-
-def test_frozen_weights() -> None:
-    model = network()
-    for name, param in model.named_parameters():
-        param.requires_grad_(name.endswith("bias"))
-    check_units(model, float64s(7, 5, 4), squared_loss)
-
-
-def test_folded_rows() -> None:
-    """Windows are folded to rows of the batch first, and these are of units."""
-
-    class Windows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.inside, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
-            self.conv = nn.Conv1d(2, 2, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            rows = torch.tanh(self.inside(x.reshape(-1, 2, 4)))
-            rows = rows + self.conv(rows).sum(-1, keepdim=True)
-            return self.last(rows.view(len(x), -1, 5))
-
-    check_units(
-        Windows().double(),
-        float64s(7, 6, 4),
-        squared_loss,
-        folded_modules=["inside", "conv"],
-    )
 
 
 def test_layers_inside_of_samples() -> None:
@@ -220,16 +154,6 @@ def test_experts(family: str) -> None:
 
     # Parts of these models compute in fp32 whatever their dtype.
     check_units(mixture(family), tokens(7, 5), loss, tolerance=1e-6)
-
-
-def test_several_calls_of_one_map() -> None:
-    """Two views of each row: both calls count for the unit."""
-    batch = (*float64s(7, 5, 4), *float64s(7, 5, 4))
-
-    def loss(model: Any, views: tuple[Tensor, ...]) -> Tensor:
-        return (model(views[0]) * model(views[1])).flatten(1).sum(1)
-
-    check_units(network(), batch, loss)
 
 
 COMPILED = ["embedding", "conv2d_groups", "parameter_proxies"]

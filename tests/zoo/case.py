@@ -54,6 +54,7 @@ class ModelCase:
         runs_again: its forward runs once more for each sample.
         lengths: to which the second axis of a batch may be cut.
         factors: names of the factors that its ``layer`` keeps.
+        always: ways that are tried in every run of the tests.
         draws: it draws dropout: the truth is of one forward with the same draws.
         options: of the wrapper.
     """
@@ -69,6 +70,7 @@ class ModelCase:
     alone: bool = False
     kind: Kinds = FlashClippingError
     without: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
     draws: bool = False
     lengths: tuple[int, ...] = ()
     factors: frozenset[str] | set[str] = frozenset()
@@ -107,7 +109,9 @@ class ModelCase:
             )
         model.zero_grad(set_to_none=True)
         grads_B = {n: torch.stack([row[i] for row in rows]).double() for i, n in enumerate(params)}
-        norms = {n: g.reshape(len(g), -1).norm(dim=1) for n, g in grads_B.items()}
+        norms = {
+            n: g.reshape(len(g), math.prod(g.shape[1:])).norm(dim=1) for n, g in grads_B.items()
+        }
         return Truth(torch.stack([*norms.values()]).norm(dim=0), norms, grads_B)
 
 
@@ -249,7 +253,7 @@ def units(case: ModelCase) -> None:
         n: torch.stack([g[index == unit].sum(0) for unit in range(count)])
         for n, g in of_rows.items()
     }
-    norms = {n: g.reshape(len(g), -1).norm(dim=1) for n, g in of_units.items()}
+    norms = {n: g.reshape(len(g), math.prod(g.shape[1:])).norm(dim=1) for n, g in of_units.items()}
     truth = Truth(torch.stack([*norms.values()]).norm(dim=0), norms, of_units)
     bound = bound_of(truth)
     flash = case.wrap(model, max_grad_norm=bound, unit=Documents("unit"))

@@ -294,7 +294,11 @@ CASES: dict[str, ModelCase] = {
         for first in (True, False)
     },
     "declared windows": ModelCase(
-        windowed, rows(3, 12, 3), options={"folded_modules": FOLDED}, without=WHOLE_SAMPLES
+        windowed,
+        rows(3, 12, 3),
+        options={"folded_modules": FOLDED},
+        without=WHOLE_SAMPLES,
+        always=("units",),
     ),
     **{
         f"masks of {windows} windows {shape}": ModelCase(

@@ -145,7 +145,7 @@ TIED: dict[str, ModelCase] = {
         batch=ids(4, 6, 5),
     ),
     "a bias that is the weight": around(lambda m, x: m.layer(x), bias_that_is_a_weight),
-    "head": held(head, language, batch=ids()),
+    "head": held(head, language, batch=ids(), always=("units",)),
     "head, a padding row": held(head, lambda: language(2), batch=ids()),
     "head, bare positions": held(
         lambda m, ids: m.b(torch.tanh(m.hidden(m.a(ids) + m.positions))), language, batch=ids()
@@ -236,7 +236,7 @@ def mlp() -> nn.Module:
 #: Each call is a batch of its own.
 ONE_CALL = ("empty",)
 SIAMESE: dict[str, ModelCase] = {
-    "two calls": ModelCase(mlp, pairs(7), siamese, without=ONE_CALL),
+    "two calls": ModelCase(mlp, pairs(7), siamese, without=ONE_CALL, always=("units",)),
     "two calls of other lengths": ModelCase(mlp, pairs(3), siamese, without=ONE_CALL),
     "two calls of a gain": ModelCase(
         lambda: nn.Sequential(nn.Linear(4, 4), Gain(4), nn.Linear(4, 3)),
@@ -306,7 +306,7 @@ def class_token(m: Any, x: Tensor) -> Tensor:
 
 TOKENS = ids(4, 6, 17)
 FROZEN: dict[str, ModelCase] = {
-    "biases alone": ModelCase(only_biases, TOKENS, logits_loss),
+    "biases alone": ModelCase(only_biases, TOKENS, logits_loss, always=("units",)),
     "adapters": ModelCase(lambda: adapted(False), TOKENS, logits_loss),
     "bare adapters": ModelCase(lambda: adapted(True), TOKENS, logits_loss),
     "prompts": held(

@@ -9,12 +9,34 @@ import pytest
 
 from tests.support.errors import warns
 from tests.support.recorded import recorded_factors
-from tests.zoo import constants, folded, layers, outputs, rows, shared, spelled, uses
+from tests.zoo import (
+    attention,
+    constants,
+    folded,
+    layers,
+    outputs,
+    rows,
+    rules,
+    shared,
+    spelled,
+    uses,
+)
 from tests.zoo.case import WAYS, ModelCase, check_refused, one_by_one
 
 CASES: dict[str, ModelCase] = {
     f"{module.__name__.rpartition('.')[2]}: {name}": case
-    for module in (uses, layers, shared, rows, constants, spelled, folded, outputs)
+    for module in (
+        uses,
+        layers,
+        shared,
+        rows,
+        constants,
+        spelled,
+        folded,
+        outputs,
+        rules,
+        attention,
+    )
     for name, case in module.CASES.items()
 }
 EXACT = {name: case for name, case in CASES.items() if not case.refused}
@@ -35,7 +57,7 @@ def runs() -> list[object]:
         chosen = "two_pass" if number % 3 == 0 else others[number % len(others)]
         for way in WAYS:
             if way not in without:
-                marks = [] if way in ("one_pass", chosen) else [pytest.mark.slow]
+                marks = [] if way in ("one_pass", chosen, *case.always) else [pytest.mark.slow]
                 if way != "one_pass":  # in which the comparison before a first step takes part
                     marks.append(pytest.mark.without_gate)
                 found.append(pytest.param(name, way, marks=marks, id=f"{name}-{way}"))

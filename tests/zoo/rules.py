@@ -1,0 +1,17 @@
+"""Models that between them use every rule of the library."""
+
+from __future__ import annotations
+
+from tests.support.models import CASES as MODELS
+from tests.zoo.case import ModelCase
+
+CASES: dict[str, ModelCase] = {
+    name: ModelCase(
+        model.make,
+        model.batch,
+        model.loss,
+        options={"strict": False},
+        always=("two_pass", "units"),
+    )
+    for name, model in MODELS.items()
+}
