@@ -13,18 +13,10 @@ from rich.console import Console
 
 from benchmarks import certificate, memory, plot, report, step, survey, tables, trainer
 from benchmarks.lab import hostwork, profile, sharded, versions, walk
-from benchmarks.ops import (
-    convolutions,
-    hyper_connections,
-    kernels,
-    noise,
-    packed,
-    product_key,
-    segments,
-)
+from benchmarks.ops import hyper_connections, kernels, noise, product_key
 from benchmarks.options import UsageError, check_device
 
-_OPS = (kernels, segments, convolutions, hyper_connections, product_key, packed, noise)
+_OPS = (kernels, hyper_connections, product_key, noise)
 
 #: Each adds its parser.
 COMMANDS: tuple[Any, ...] = (

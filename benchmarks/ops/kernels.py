@@ -1,9 +1,10 @@
 """``kernels``: every operation against its floor, and the cost model against measuring.
 
-The floors are the weight-gradient matmul of the same shape for what computes, a copy for what
-moves memory.
+The floors are the weight gradient of the same shape for what computes, as an ordinary step has it,
+a copy for what moves memory. ``tests/ops`` compares the operations with float64.
 
-B samples, T positions, d input features, p output features.
+B samples, T positions, d input features, p output features. Convolutions: C input and O output
+channels, H the side of an image, k of a window, s its stride. Experts: N = B·T·k rows, k choices.
 """
 
 from __future__ import annotations
@@ -18,10 +19,25 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.ops.bench import Candidate, OpBench, Result, Run, Wrong, copy_candidate, integers
+from benchmarks.ops.experts import SIZES, draw_routes
 from flash_clipping import ops
+from flash_clipping.ops.convolution import (
+    Geometry,
+    convolution_grads,
+    convolution_sqnorms,
+    convolution_sum,
+    reference,
+)
 from flash_clipping.ops.gram import gram_blocks
 from flash_clipping.ops.noise import noisy_means
 from flash_clipping.ops.runtime import cost
+from flash_clipping.ops.segments import (
+    Rows,
+    Segments,
+    grouped_linear,
+    grouped_sums,
+    segment_sqnorms,
+)
 from flash_clipping.randomness import FEWER_ROUNDS, Purpose, SecretStream
 
 LAYERS = 8
@@ -42,6 +58,22 @@ SHAPES = {
     "cpu": [(8, 128, 256, 256), (8, 256, 256, 1024)],
 }
 ROWS = {"cuda": [(8, 1024, 2048), (32, 1024, 2048), (4, 2048, 4096)], "cpu": [(8, 256, 256)]}
+#: B, C, O, H, k, s, groups: of Wide ResNets, ResNet-50 and ConvNeXt.
+CONVOLUTIONS = {
+    "cuda": [
+        (512, 16, 64, 32, 3, 1, 1),
+        (512, 64, 128, 32, 3, 2, 1),
+        (512, 256, 256, 8, 3, 1, 1),
+        (128, 3, 64, 224, 7, 2, 1),
+        (128, 64, 64, 56, 3, 1, 1),
+        (128, 1024, 256, 14, 1, 1, 1),
+        (128, 512, 512, 7, 3, 1, 1),
+        (128, 96, 96, 56, 7, 1, 96),
+    ],
+    "cpu": [(3, 16, 20, 6, 3, 1, 1), (2, 6, 6, 5, 3, 2, 6)],
+}
+#: B, T of routes to experts in the sizes of Qwen3-MoE, tiny ones on a CPU.
+ROUTES = {"cuda": [(8, 2048), (32, 512), (4, 4096)], "cpu": [(3, 10)]}
 VOCABULARY = 32000
 
 Shape = tuple[int, int, int, int]
@@ -60,6 +92,10 @@ class Choice:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", type=integers(4), action="append", metavar="B,T,d,p")
     parser.add_argument("--rows", type=integers(3), action="append", metavar="B,T,d")
+    parser.add_argument(
+        "--convolution", type=integers(7), action="append", metavar="B,C,O,H,k,s,groups"
+    )
+    parser.add_argument("--routes", type=integers(2), action="append", metavar="B,T")
 
 
 def work(run: Run) -> Iterator[list[Candidate]]:
@@ -76,6 +112,10 @@ def work(run: Run) -> Iterator[list[Candidate]]:
         del candidates
     for rows in run.sizes(run.options.rows, ROWS):
         yield row_candidates(rows, run.device, run.dtype)
+    for layer in run.sizes(run.options.convolution, CONVOLUTIONS):
+        yield convolution_candidates(layer, run.device, run.dtype)
+    for routes in run.sizes(run.options.routes, ROUTES):
+        yield segment_candidates(routes, run.device, run.dtype)
     run.console.print(choice_table(choices))
     run.facts["choices"] = [asdict(choice) for choice in choices]
 
@@ -165,6 +205,55 @@ def row_candidates(
             Result(group, "group_norm", "copy", 2 * once),  # positions as channels
             lambda: ops.group_norm_grads(x, G, ones, ones),
         ),
+    ]
+
+
+def convolution_candidates(
+    layer: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> list[Candidate]:
+    """The weight gradient of a convolution, and what its norms and clipped sum can be made of."""
+    B, C, O, H, k, s, groups = layer  # noqa: E741
+    padding = k // 2 if k % 2 else 0
+    geometry = Geometry((k, k), (s, s), (padding, padding), (1, 1), groups)
+    randn = partial(torch.randn, device=device, dtype=dtype)
+    x = randn(B, C, H, H)
+    G = randn(B, O, *geometry.out_sizes(x.shape))
+    coef = torch.rand(B, device=device)
+    grads, _ = convolution_grads(x, G, geometry)
+    floor = "weight gradient"
+    group = f"B {B}, {C}→{O} {H}² k{k} s{s} g{groups}"
+    result = partial(Result, group, work=2.0 * G.numel() * (C // groups) * k * k)
+    return [
+        (result(floor), lambda: reference.weight_grad(x, G, geometry)),
+        (result("norms", floor), lambda: convolution_sqnorms(x, G, geometry)),
+        (result("gradients", floor), lambda: convolution_grads(x, G, geometry)),
+        (result("sum of gradients", floor), lambda: ops.weighted_sum(grads, coef)),
+        (result("clipped sum", floor), lambda: convolution_sum(x, G, coef, geometry)),
+    ]
+
+
+def segment_candidates(
+    routes: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> list[Candidate]:
+    """Grouped products of experts' rows, as an ordinary step has them, and norms and sums."""
+    B, T = routes
+    d, hidden, E, k = SIZES["qwen3" if device.type == "cuda" else "tiny"].values()
+    generator = torch.Generator().manual_seed(0)
+    routes_BTk, _ = draw_routes(generator, batch=B, seq=T, experts=E, chosen=k, zipf=False)
+    sample_N = torch.arange(B, device=device).repeat_interleave(T * k)
+    chosen_N = routes_BTk[..., 1:].reshape(-1).to(device)
+    segments = Segments(sample_N, B, chosen_N, E)
+    randn = partial(torch.randn, device=device, dtype=dtype)
+    rows = len(segments)
+    A, G, W_Epd = Rows(randn(rows, d)), Rows(randn(rows, 2 * hidden)), randn(E, 2 * hidden, d)
+    coef = torch.rand(B, device=device)
+    result = partial(Result, f"B {B}, T {T}, {E} experts", work=4.0 * rows * d * hidden)
+    sums = partial(grouped_sums, A, G, segments)
+    return [
+        (result("forward"), lambda: grouped_linear(A.X, W_Epd, segments)),
+        (result("norms", "forward"), lambda: segment_sqnorms(A, G, segments)),
+        (result("weight gradients"), lambda: sums(None)),
+        (result("clipped sums", "weight gradients"), lambda: sums(coef)),
     ]
 
 

@@ -10,24 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.ops import convolutions, hyper_connections, kernels, packed, product_key, segments
+from benchmarks.ops import hyper_connections, kernels, product_key
 from tests.benchmarks.conftest import Run
 
 #: Command -> options that make it small, and the names of its results in their order.
 SMALL: dict[str, tuple[list[str], list[str]]] = {
     "kernels": (
-        ["--shape", "2,32,16,24", "--rows", "2,16,16"],
+        ["--shape", "2,32,16,24", "--rows", "2,16,16", "--convolution", "3,16,20,6,3,1,1"],
         ["matmul", "gram", "outer", "outer_store", "clipped_sum", "copy", "weighted_sum"]
-        + ["copy", "row_scale", "layer_norm", "rms_norm", "embedding", "noise", "group_norm"],
-    ),
-    "segments": (
-        ["--sizes", "tiny", "--shapes", "3x10", "2x20-zipf"],
-        ["forward", "norms", "weight gradients", "clipped sums"] * 2,
-    ),
-    "convolutions": (
-        ["--layers", "tiny"],
-        ["weight gradient", "norms", "gradients", "sum of gradients"]
-        + ["clipped sum", "forward", "other format", "laid out"],
+        + ["copy", "row_scale", "layer_norm", "rms_norm", "embedding", "noise", "group_norm"]
+        + ["weight gradient", "norms", "gradients", "sum of gradients", "clipped sum"]
+        + ["forward", "norms", "weight gradients", "clipped sums"],
     ),
     "hyper-connections": (
         ["--shape", "2,3,2,8"],
@@ -38,17 +31,11 @@ SMALL: dict[str, tuple[list[str], list[str]]] = {
         ["--rows", "8", "--sides", "4", "16", "--choices", "4", "9"],
         ["topk forward", "topk backward", "forward", "backward"] * 4 + ["layer", "private layer"],
     ),
-    "packed": (["--tokens", "700"], ["non-private, packed", "packed", "padded"]),
 }
 
 
 def small(name: str) -> list[str]:
     return [name, "--device", "cpu", "--rounds", "1", *SMALL[name][0]]
-
-
-@pytest.fixture(autouse=True)
-def three_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "draw_lengths", lambda tokens: (300, 16, 384))
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -62,9 +49,7 @@ def test_a_benchmark_measures_each_operation_beside_its_floor(
     assert content["kind"] == name and content["environment"]["torch"] == torch.__version__
     assert content["command"].startswith(f"python -m benchmarks {name}")
     results = content["results"]
-    groups = dict.fromkeys(result["group"] for result in results)
-    names = SMALL[name][1] * (len(groups) if name == "convolutions" else 1)
-    assert [result["name"] for result in results] == names
+    assert [result["name"] for result in results] == SMALL[name][1]
     assert all(result["median"] > 0 and result["group"] in printed for result in results)
     named = {(result["group"], result["name"]): result for result in results}
     for result in results:
@@ -98,14 +83,8 @@ def scaled(found: Any) -> Any:
     ("name", "where", "what", "words"),
     [
         ("kernels", kernels.ops, "outer_sqnorms", "a norm is wrong"),
-        ("segments", segments, "segment_sqnorms", "the squared norm of segment"),
-        ("segments", segments, "grouped_sums", "the sum of group 0"),
-        ("convolutions", convolutions, "convolution_sqnorms", "norms are not those"),
-        ("convolutions", convolutions, "convolution_grads", "that were kept"),
-        ("convolutions", convolutions, "convolution_sum", "the clipped sum is not"),
         ("hyper-connections", hyper_connections.mixing, "stream_mix", "streams: an error"),
         ("product-key", product_key, "route", "scores are off"),
-        ("packed", packed.GradSampleModuleFlashClipping, "get_norm_sample", "that is too much"),
     ],
 )
 def test_a_wrong_result_stops_a_benchmark(
@@ -135,13 +114,6 @@ def test_the_plain_way_chooses_the_same_where_nothing_ties() -> None:
     x, y = torch.randn(20, 16), torch.randn(20, 16)
     for ours, plain in zip(product_key.route(x, y, 9), product_key.eager(x, y, 9), strict=True):
         torch.testing.assert_close(ours, plain)
-
-
-def test_lengths_of_documents_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    lengths = packed.draw_lengths(16_384)
-    assert sum(lengths) == 16_384 and len(lengths) > 3
-    assert max(lengths) <= packed.LONGEST and min(lengths[:-1]) >= packed.SHORTEST
 
 
 def test_a_shape_has_four_numbers(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
