@@ -23,15 +23,12 @@ def private(trainer: type) -> Any:
             and ``RewardTrainer`` have private forms in this package, which are returned.
 
     Returns:
-        A subclass of :class:`~flash_clipping.trainers.transformers.PrivateTrainer` and of it. Where
-        it has a ``compute_loss`` of its own, steps are by that one: it must be the mean of the
-        losses of samples, each a function of that sample only. Before the first step the loss of
-        some samples together is compared with the mean of their own.
+        A subclass of :class:`~flash_clipping.trainers.transformers.PrivateTrainer` and of it.
 
     Raises:
         TypeError: it is no subclass of ``Trainer``.
-        ValueError: in ``train()``: ``compute_loss`` is no such mean; what else a private trainer
-            does not support.
+        ValueError: when the trainer is made: a ``compute_loss`` of its own, without
+            ``compute_sample_losses``; what else a private trainer does not support.
     """
     from flash_clipping.trainers.any_trainer import private_of
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from flash_clipping.errors import InvalidType
 from flash_clipping.trainers import transformers as hf
-from flash_clipping.trainers.by_means import ByMeans
 
 
 def private_of(trainer: type[hf.Trainer]) -> type[hf.PrivateTrainer]:
@@ -25,13 +24,9 @@ def private_of(trainer: type[hf.Trainer]) -> type[hf.PrivateTrainer]:
         return own[trainer]
     theirs: Any = trainer
     members = {"__module__": trainer.__module__}
-    if is_told := hasattr(theirs, "compute_sample_losses"):
+    if hasattr(theirs, "compute_sample_losses"):
         members["compute_sample_losses"] = theirs.compute_sample_losses
-    bases: tuple[type, ...] = (own[known], trainer)
-    has_loss = theirs.compute_loss is not known.compute_loss and not is_told
-    if has_loss and not issubclass(own[known], ByMeans):
-        bases = (ByMeans, *bases)
-    return type(f"Private{trainer.__name__}", bases, members)
+    return type(f"Private{trainer.__name__}", (own[known], trainer), members)
 
 
 def _own_forms(trainer: type[hf.Trainer]) -> Mapping[type[hf.Trainer], type[hf.PrivateTrainer]]:

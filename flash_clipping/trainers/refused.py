@@ -61,18 +61,18 @@ def refuse_arguments(args: Any) -> None:
     )
 
 
-def refuse_trainer(trainer: Any, trainer_class: Any, private_class: Any) -> None:
-    """Raise ``ValueError`` for what else a trainer was given. ``private_class`` replaces parts of
-    ``trainer_class``, that of transformers."""
+def refuse_trainer(trainer: Any) -> None:
+    """Raise ``ValueError`` for what else a trainer was given."""
     cls = type(trainer)
+    losses: Any = next(base for base in cls.__mro__ if "compute_sample_losses" in vars(base))
+    is_ours = losses.__module__.startswith("flash_clipping.")
     _refuse_if(
         trainer.model_init is not None,
         "model_init",
         "Every model that it makes would have an accountant of its own. Give model=",
     )
     _refuse_if(
-        cls.compute_loss is not trainer_class.compute_loss
-        and cls.compute_sample_losses is private_class.compute_sample_losses,
+        is_ours and cls.compute_loss is not losses.compute_loss,
         f"compute_loss of {cls.__name__}",
         "It returns one loss for the whole batch. Override compute_sample_losses(model, inputs), "
         "which returns one for each sample, [B]",

@@ -144,7 +144,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         self._data_parallel: nn.Module | None = None
         self._trainings = 0
         super().__init__(*bound.args[1:], **bound.kwargs)
-        refuse_trainer(self, Trainer, PrivateTrainer)
+        refuse_trainer(self)
         self.add_callback(_Watch(self))
 
     # -- before the first step ------------------------------------------------------------------

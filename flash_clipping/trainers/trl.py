@@ -24,7 +24,6 @@ except ImportError as error:
 
 from flash_clipping.engine.sampling.units import Documents
 from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.by_means import ByMeans
 from flash_clipping.trainers.transformers import PrivateTrainer, _bound
 
 __all__ = ["PrivacyArguments", "PrivateDPOTrainer", "PrivateRewardTrainer", "PrivateSFTTrainer"]
@@ -188,10 +187,10 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         return chosen, rejected
 
 
-class PrivateRewardTrainer(ByMeans, RewardTrainer):
+class PrivateRewardTrainer(PrivateTrainer, RewardTrainer):
     """``trl.RewardTrainer`` with differential privacy for every pair of ``train_dataset``.
 
-    A pair, its chosen and its rejected text, is one sample. The loss is TRL's own.
+    A pair, its chosen and its rejected text, is one sample, whose loss is as TRL's.
     ``per_device_train_batch_size`` counts pairs.
 
     Args:
@@ -203,3 +202,16 @@ class PrivateRewardTrainer(ByMeans, RewardTrainer):
         _config(type(self), RewardConfig, arguments, kwargs)
         super().__init__(*arguments, privacy=_by(privacy, "pair"), **kwargs)
         self.data_collator = partial(_tagged, self.data_collator, "pair", _pairs)
+
+    def compute_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of every pair, ``[B]``, fp32."""
+        inputs = dict(inputs)
+        margin_B = inputs.pop("margin", 0.0)
+        rewards_R = model(**inputs, use_cache=False).logits.squeeze(-1)
+        rewards_R = rewards_R.to(torch.promote_types(rewards_R.dtype, torch.float32))
+        chosen, rejected = rewards_R.chunk(2)
+        losses = -F.logsigmoid(chosen - rejected - margin_B)
+        args: Any = self.args  # RewardConfig
+        if (coefficient := args.center_rewards_coefficient) is not None:
+            losses = losses + coefficient * (chosen + rejected).square()
+        return losses

@@ -93,13 +93,13 @@ def test_forms_of_several_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], found: str
 ) -> None:
     made = trainer(tmp_path)
-    refuse_trainer(made, Trainer, PrivateTrainer)
+    refuse_trainer(made)
     for name, value in changes.items():
         owner, _, attribute = name.rpartition(".")
         monkeypatch.setattr(operator.attrgetter(owner)(made), attribute, value)
     monkeypatch.setattr(refused, "has_shards", lambda model: "model._tp_size" in changes)
     with raises("FC802", ValueError, match=found):
-        refuse_trainer(made, Trainer, PrivateTrainer)
+        refuse_trainer(made)
 
 
 def test_a_bound_in_either_place(tmp_path: Path) -> None:
