@@ -23,7 +23,15 @@ from torch.utils.checkpoint import checkpoint
 from flash_clipping import Documents, FlashClippingError
 from flash_clipping.one_by_one.mode import OneByOne
 from tests.support.errors import raises, warns
-from tests.support.one_sample import Loop, assert_clipped, one_at_a_time, seeded, wrap
+from tests.support.one_sample import (
+    Loop,
+    assert_clipped,
+    check_clipped,
+    one_at_a_time,
+    seeded,
+    wrap,
+)
+from tests.support.uses import Holder
 
 pytestmark = pytest.mark.filterwarnings("ignore:mode=.one_by_one.")
 
@@ -32,6 +40,24 @@ B, D = 5, 6
 
 def mlp(out: int = 1, inputs: int = D) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, out))
+
+
+class Net(nn.Module):
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net or mlp(2)
+
+    def forward(self, x: Any, other: Any = None) -> Any:
+        return self.net(x)
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(D, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Any) -> Tensor:
+        return self.head(self.first(x).tanh())
 
 
 def rows_of(value: Any, rows: Sequence[int]) -> Any:
@@ -63,12 +89,8 @@ def heat_equation(model: Any, rows: Sequence[int]) -> Tensor:
     return (first[:, 1] - second[:, 0]).square().sum() + u.square().sum()
 
 
-class Score(nn.Module):
+class Score(Net):
     """Sliced score matching: Hutchinson's trace of a Jacobian, taken in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(D)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -79,14 +101,10 @@ class Score(nn.Module):
         return (jvp * v).sum(1) + 0.5 * score.square().sum(1)
 
 
-class Energy(nn.Module):
+class Energy(Net):
     """Energies of molecules, and forces, which are their gradients by positions."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(1, 3)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, other: Any = None) -> tuple[Tensor, Tensor]:
         positions = positions.requires_grad_()
         energy = self.net(positions).sum((1, 2))
         (forces,) = torch.autograd.grad(-energy.sum(), positions, create_graph=True)
@@ -103,12 +121,8 @@ def norm_penalty(model: Any, rows: Sequence[int]) -> Tensor:
     return model(X[[*rows]]).square().sum()
 
 
-class Penalised(nn.Module):
+class Penalised(Net):
     """A penalty on its own weights, and on the norm of the loss's gradient by them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(2)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.net(x)
@@ -153,11 +167,7 @@ def graph(b: int) -> Graph:
     return Graph(nodes, torch.randint(0, count, (2, 2 * count), generator=generator))
 
 
-class GraphNetwork(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(D, 8), nn.Linear(8, 2)
-
+class GraphNetwork(Headed):
     def forward(self, data: Any) -> Tensor:
         source, target = data.edge_index
         h = self.first(data.x)
@@ -241,12 +251,8 @@ class Hooked(nn.Module):
         return self.head(self.first(x).tanh())
 
 
-class MeanOverBatch(nn.Module):
+class MeanOverBatch(Headed):
     """Mixes the samples that it sees together: alone, a sample is mixed with itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(D, 8), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
@@ -282,12 +288,8 @@ class Remembers(nn.Module):
         return self.net(x)
 
 
-class KeepsLoss(nn.Module):
+class KeepsLoss(Headed):
     """A loss that the training loop reads from a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(D, 8), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
@@ -405,8 +407,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "plain": (lambda: mlp(2), plain_loss),
     "WGAN-GP": (mlp, critic_loss),
     "physics-informed": (lambda: mlp(1, 2), heat_equation),
-    "Hutchinson": (Score, squares),
-    "forces": (Energy, energy_loss),
+    "Hutchinson": (lambda: Score(mlp(D)), squares),
+    "forces": (lambda: Energy(mlp(1, 3)), energy_loss),
     "norm penalty": (Penalised, norm_penalty),
     "graphs": (GraphNetwork, graph_loss),
     "list of graphs": (GraphOfList, graph_list_loss),
@@ -440,12 +442,8 @@ class Texts:
     names: tuple[str, ...]
 
 
-class Weighed(nn.Module):
+class Weighed(Net):
     """Weighs samples by what stands beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(2)
 
     def forward(self, x: Any, lengths: Any = None, names: Any = None) -> Tensor:
         if isinstance(x, list):
@@ -476,16 +474,12 @@ def weighed(of: Callable[[Tensor, list[int], tuple[str, ...]], Any]) -> Loop:
     return loop
 
 
-class InPlace(nn.Module):
+class InPlace(Net):
     """Writes into its inputs, one of which is the same for all samples."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(2)
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
         x[:, 0] = 0
-        return self.net(x.mul_(scale.add_(1))).square().mean()
+        return self.net(x.mul_(other.add_(1))).square().mean()
 
 
 class Symmetric(nn.Module):
@@ -504,12 +498,11 @@ def cached_loss(model: Any, rows: Sequence[int]) -> Tensor:
         return plain_loss(model, rows)
 
 
-class KnownElsewhere(nn.Module):
+class KnownElsewhere(Headed):
     """Reads parameters of its layers by names of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(D, 8), nn.Linear(8, 2)
         self.known = {"weight": self.first.weight}
         self.__dict__["bias"] = self.first.bias
 
@@ -517,12 +510,8 @@ class KnownElsewhere(nn.Module):
         return self.head(F.linear(x, self.known["weight"], self.bias).tanh())
 
 
-class CheckpointOfInputs(nn.Module):
+class CheckpointOfInputs(Headed):
     """A re-entrant checkpoint of inputs gives its layers no gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(D, 8), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(checkpoint(self.first, x, use_reentrant=True))
@@ -558,15 +547,8 @@ SERVED: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
 @pytest.mark.parametrize("name", [*CASES, *SERVED])
 def test_samples_are_clipped_by_their_own_gradients(name: str) -> None:
     make, loop = (CASES | SERVED)[name]
-    fresh = seeded(make)
-    norms, sums = one_at_a_time(fresh, loop, [[b] for b in range(B)], bound=0.4)
+    norms = check_clipped(seeded(make), loop, bound=0.4)
     assert norms.min() > 0 and norms.max() > 0.4
-    model = fresh()
-    wrapped = wrap(model, max_grad_norm=0.4)
-    loop(wrapped, range(B)).backward()
-    assert_clipped(wrapped, norms, sums, 1e-9)
-    for module in model.modules():
-        assert all(isinstance(p, nn.Parameter) for p in module.parameters(recurse=False))
 
 
 @pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
@@ -697,15 +679,7 @@ def test_memory_is_one_gradient_more() -> None:
 
 @pytest.mark.parametrize("wrong", ["rows of all", "list"])
 def test_arguments_that_may_be_of_all_samples_are_refused(wrong: str) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp(2)
-
-        def forward(self, x: Any, other: Any = None) -> Tensor:
-            return self.net(x)
-
-    wrapped = wrap(Two().double())
+    wrapped = wrap(Net().double())
     if wrong == "rows of all":
         with raises("FC181", match=r"other.*\[12, 3\]"):
             wrapped(X, other=torch.zeros(12, 3))
@@ -781,24 +755,14 @@ def test_what_is_alike_for_all_samples_is_returned_as_of_a_batch(what: Any, x: T
         out, also = model(x[[*rows]])
         return (out.sum(1, keepdim=True) + 0.1 * also).sum()
 
-    norms, sums = one_at_a_time(fresh, loop, [[b] for b in range(B)])
-    wrapped = wrap(fresh())
-    torch.testing.assert_close(wrapped(x), fresh()(x))
+    torch.testing.assert_close(wrap(fresh())(x), fresh()(x))
     if what(fresh(), x).dim():
-        loop(wrapped, range(B)).backward()
-        assert_clipped(wrapped, norms, sums, 1e-9)
+        check_clipped(fresh, loop)
 
 
 def test_one_row_that_may_hold_all_samples_is_refused() -> None:
-    class Started(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.GRU(D, 4, batch_first=True)
-
-        def forward(self, x: Tensor, start: Tensor) -> Tensor:
-            return self.net(x, start)[0]
-
-    wrapped = wrap(Started().double())
+    gru = nn.GRU(D, 4, batch_first=True)
+    wrapped = wrap(Holder(lambda m, x, start: m.gru(x, start)[0], gru=gru).double())
     x = X[:, None].expand(-1, 3, -1)
     with raises("FC181", match=r"argument 1: .*\[1, 5, 4\] .*1"):
         wrapped(x, torch.zeros(1, B, 4).double())
@@ -842,15 +806,7 @@ class Slotted:
 
 
 def test_an_object_with_slots_is_put_together() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp(2)
-
-        def forward(self, x: Tensor) -> Slotted:
-            return Slotted(self.net(x), 3)
-
-    model = Net().double()
+    model = Holder(lambda m, x: Slotted(m.net(x), 3), net=mlp(2)).double()
     expected, found = model(X), wrap(copy.deepcopy(model))(X)
     torch.testing.assert_close(found.out, expected.out)
     assert found.count == 3
@@ -880,22 +836,13 @@ def test_what_has_no_row_for_each_sample_is_returned_as_of_a_batch() -> None:
 
 
 def test_a_padded_row_counts_for_nothing_and_rows_of_a_unit_run_together() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp(2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
-    fresh = seeded(Named)
-    loop = lambda model, rows: model(X[[*rows]]).square().sum()  # noqa: E731
+    fresh = seeded(Net)
     wrapped = wrap(fresh(), unit=Documents("who"))
     for groups, who in (
         ([[1], [0, 3], [4]], [1, 0, -1, 1, 2]),
         ([[1], [0, 3], [2, 4]], [1, 0, 2, 1, 2]),
     ):
-        norms, sums = one_at_a_time(fresh, loop, groups)
+        norms, sums = one_at_a_time(fresh, plain_loss, groups)
         wrapped.zero_grad(set_to_none=True)
         out = wrapped(X, who=torch.tensor(who))
         torch.testing.assert_close(out, fresh()(X))
@@ -915,15 +862,11 @@ def test_a_sample_is_not_read_by_others_through_what_the_loader_gives() -> None:
 def test_a_list_of_images_says_how_many_they_are(entries: int) -> None:
     """Three channels, or three samples: the line to paste takes the entries of the list."""
 
-    class Sees(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(3, 2)
+    def sees(m: Any, images: list[Tensor]) -> Tensor:
+        return m.head(torch.stack([image.mean((1, 2)) for image in images]))
 
-        def forward(self, images: list[Tensor]) -> Tensor:
-            return self.head(torch.stack([image.mean((1, 2)) for image in images]))
-
-    wrapped, images = wrap(Sees()), [torch.randn(3, 4, 4) for _ in range(entries)]
+    wrapped = wrap(Holder(sees, head=nn.Linear(3, 2)))
+    images = [torch.randn(3, 4, 4) for _ in range(entries)]
     with raises("FC182", match=f"{entries} samples or 3") as error:
         wrapped(images)
     exec(str(error.value).splitlines()[1].strip(), {"model": wrapped})

@@ -17,7 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import Documents
 from tests.support.errors import raises
-from tests.support.one_sample import Loop, assert_clipped, one_at_a_time, seeded, wrap
+from tests.support.one_sample import (
+    Loop,
+    assert_clipped,
+    check_clipped,
+    one_at_a_time,
+    seeded,
+    wrap,
+)
+from tests.support.uses import Holder
 
 pytestmark = pytest.mark.filterwarnings("ignore:mode=.one_by_one.")
 
@@ -348,16 +356,8 @@ GIVEN: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
 @pytest.mark.parametrize("name", [*NESTED, *GIVEN])
 def test_samples_are_clipped_by_their_own_gradients(name: str) -> None:
     make, loop = (NESTED | GIVEN)[name]
-    fresh = seeded(make)
-    norms, sums = one_at_a_time(fresh, loop, [[b] for b in range(B)], bound=0.4)
+    norms = check_clipped(seeded(make), loop, bound=0.4, steps=2)
     assert norms.min() > 0 and norms.max() > 0.4
-    wrapped = wrap(fresh(), max_grad_norm=0.4)
-    for _ in range(2):
-        wrapped.zero_grad(set_to_none=True)
-        loop(wrapped, range(B)).backward()
-        assert_clipped(wrapped, norms, sums, 1e-9)
-    for module in wrapped.modules():
-        assert all(isinstance(p, nn.Parameter) for p in module.parameters(recurse=False))
 
 
 def test_rows_of_a_unit_and_padding() -> None:
@@ -476,29 +476,19 @@ def test_a_loss_that_reads_what_forward_left_elsewhere_is_refused(leave: Any, al
         loss.backward()
     assert all(p.grad is None for p in wrapped.parameters())
     # What is there and not read does no harm.
-    fresh = seeded(lambda: Layers(leave))
-    norms, sums = one_at_a_time(fresh, squares, [[b] for b in range(B)])
-    wrapped = wrap(fresh())
-    squares(wrapped, range(B)).backward()
-    assert_clipped(wrapped, norms, sums, 1e-9)
+    check_clipped(seeded(lambda: Layers(leave)), squares)
 
 
-class Several(nn.Module):
+def several(m: Any, texts: list[Tensor]) -> list[Tensor]:
     """Lists of tensors of several lengths, one of which it leaves in a global."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(1, 2)
-
-    def forward(self, texts: list[Tensor]) -> list[Tensor]:
-        found = [self.net(text) for text in texts]
-        ELSEWHERE["found"] = found[-1]
-        return found
+    found = [m.net(text) for text in texts]
+    ELSEWHERE["found"] = found[-1]
+    return found
 
 
 def test_entries_of_a_list_are_outputs() -> None:
     texts = [X[b, : b + 1, None].clone() for b in range(B)]
-    wrapped = wrap(Several().double())
+    wrapped = wrap(Holder(several, net=mlp(1, 2)).double())
     found = wrapped(texts)
     found[0].mul_(2)  # in place, as a loop may
     sum(x.square().sum() for x in found).backward()
@@ -540,8 +530,4 @@ def test_memory_of_runs_goes_with_the_graph() -> None:
 
 
 def test_copies_run_layers_again() -> None:
-    fresh = seeded(AdjointODE)
-    wrapped = copy.deepcopy(wrap(fresh()))
-    norms, sums = one_at_a_time(fresh, squares, [[b] for b in range(B)])
-    squares(wrapped, range(B)).backward()
-    assert_clipped(wrapped, norms, sums, 1e-9)
+    check_clipped(seeded(AdjointODE), squares, of=copy.deepcopy)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import peft
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -19,8 +19,7 @@ from flash_clipping import (
     Kernels,
     Users,
 )
-from flash_clipping.trainers.arguments import PrivacyArguments
-from flash_clipping.trainers.transformers import PrivateTrainer
+from tests.support import trainers
 from tests.support.hugging_face import gpt2
 from tests.support.one_sample import assert_clipped, one_at_a_time
 from tests.support.private import TwoLayers, data
@@ -76,20 +75,14 @@ def test_the_engine_trains_as_in_other_modes(options: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
 
 
-def bert() -> Any:
-    config = transformers.BertConfig(
-        vocab_size=17,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=12,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-    )
-    torch.manual_seed(0)
-    return transformers.BertForSequenceClassification(config).double()
+bert = functools.partial(
+    trainers.bert,
+    torch.float64,
+    vocab_size=17,
+    num_hidden_layers=2,
+    intermediate_size=12,
+    max_position_embeddings=16,
+)
 
 
 def texts() -> dict[str, Tensor]:
@@ -159,26 +152,13 @@ def test_16_bit_sums_are_wide() -> None:
 
 
 def test_private_trainer(tmp_path: Any) -> None:
-    rows = [{name: x[b % 4] for name, x in texts().items()} for b in range(12)]
-    for b, row in enumerate(rows):
-        row["labels"] = torch.tensor(b % 3)
-    trainer = PrivateTrainer(
-        model=bert().float(),
-        args=transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=4,
-            max_steps=3,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-        ),
-        train_dataset=rows,
-        privacy=PrivacyArguments(
-            target_delta=1e-3,
-            noise_multiplier=1.0,
-            max_grad_norm=0.5,
-            engine_options={"mode": "one_by_one"},
-        ),
+    trainer = trainers.trainer(
+        tmp_path,
+        of_privacy={"max_grad_norm": 0.5, "engine_options": {"mode": "one_by_one"}},
+        size=12,
+        max_steps=3,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
     )
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()

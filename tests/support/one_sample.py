@@ -57,3 +57,22 @@ def wrap(model: nn.Module, **options: Any) -> Any:
     """The model in ``mode="one_by_one"``, with losses that are added up."""
     given = {"loss_reduction": "sum", "mode": "one_by_one"} | options
     return GradSampleModuleFlashClipping(model, **given)
+
+
+def check_clipped(
+    fresh: Callable[[], nn.Module],
+    loop: Loop,
+    bound: float = 1.0,
+    steps: int = 1,
+    of: Callable[[Any], Any] = lambda wrapped: wrapped,
+) -> Tensor:
+    """Steps of a batch of 5 leave what its samples do one at a time. Returns their norms."""
+    norms, sums = one_at_a_time(fresh, loop, [[b] for b in range(5)], bound)
+    wrapped = of(wrap(fresh(), max_grad_norm=bound))
+    for _ in range(steps):
+        wrapped.zero_grad(set_to_none=True)
+        loop(wrapped, range(5)).backward()
+        assert_clipped(wrapped, norms, sums, 1e-9)
+    for module in wrapped.modules():
+        assert all(isinstance(p, nn.Parameter) for p in module.parameters(recurse=False))
+    return norms
