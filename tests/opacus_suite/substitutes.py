@@ -73,6 +73,11 @@ def not_applicable(reason: str) -> Callable[..., None]:
     return skipped
 
 
+def add_case(module: dict[str, Any], name: str, *bases: type) -> None:
+    """Let a module's globals hold a test case with nothing of its own."""
+    module[name] = type(name, bases, {"__module__": module["__name__"]})
+
+
 class Engine(FlashPrivacyEngine):
     """``FlashPrivacyEngine`` for tests that ask for Opacus' other modes: always flash.
 
@@ -107,6 +112,16 @@ def seeded_noise(seed: int = 1) -> Iterator[None]:
         warnings.simplefilter("ignore", SeededNoiseWarning)
         patch.setattr(Engine, "SEED", seed)
         yield
+
+
+def seeded(case: type[unittest.TestCase], name: str, seed: int = 1) -> Callable[..., None]:
+    """A test of Opacus that is run with :func:`seeded_noise`."""
+
+    def run(self: unittest.TestCase) -> None:
+        with seeded_noise(seed):
+            getattr(case, name)(self)
+
+    return run
 
 
 class TwoPassEngine(Engine):

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from torch.testing import assert_close
 
 from flash_clipping import GradSampleModuleFlashClipping
-from tests.opacus_suite.substitutes import EXAMPLES, opacus_tests
+from tests.opacus_suite.substitutes import EXAMPLES, add_case, opacus_tests
 from tests.support.errors import raises
 
 #: Reduction and mode: each of Opacus' inputs goes through one of both, by its size. Every rule
@@ -126,17 +126,22 @@ def cases(name: str, test_case: str, examples: int = 15) -> type[unittest.TestCa
 recurrent_tests = opacus_tests("grad_samples.dp_rnn_test", examples=20)
 
 
-# Most draws of a convolution's shape are not valid, and return at once.
-class TestConv1d(Flash, cases("conv1d", "Conv1d_test", examples=120)): ...
-
-
-class TestConv2d(Flash, cases("conv2d", "Conv2d_test", examples=120)): ...
-
-
-class TestConv3d(Flash, cases("conv3d", "Conv3d_test", examples=120)): ...
-
-
-class TestMultiheadAttention(Flash, cases("dp_multihead_attention", "MultiHeadAttention_test")): ...
+#: Modules of Opacus' tests, their test case, and how many inputs are drawn. Most draws of a
+#: convolution's shape are not valid, and return at once.
+LAYERS = {
+    **{f"conv{n}d": (f"Conv{n}d_test", 120) for n in (1, 2, 3)},
+    **{f"instance_norm{n}d": (f"InstanceNorm{n}d_test", 15) for n in (1, 2, 3)},
+    "dp_multihead_attention": ("MultiHeadAttention_test", 15),
+    "embedding_bag": ("Embedding_bag_test", 15),
+    "embedding": ("Embedding_test", 15),
+    "group_norm": ("GroupNorm_test", 15),
+    "layer_norm": ("LayerNorm_test", 15),
+    "linear": ("Linear_test", 15),
+    "rms_norm": ("RMSNorm_test", 15),
+    "sequence_bias": ("SequenceBias_test", 15),
+}
+for _name, (_case, _examples) in LAYERS.items():
+    add_case(globals(), f"Test{_case.removesuffix('_test')}", Flash, cases(_name, _case, _examples))
 
 
 class Reversed(nn.Module):
@@ -172,36 +177,6 @@ class TestRecurrent(Flash, cases("dp_rnn", "RNN_test")):
         """No error tells: the rows are in another order than the batch, and as many."""
         for layer in (DPRNN, DPGRU, DPLSTM):
             self.run_test(torch.randn(4, 5, 4), Reversed(layer))
-
-
-class TestEmbeddingBag(Flash, cases("embedding_bag", "Embedding_bag_test")): ...
-
-
-class TestEmbedding(Flash, cases("embedding", "Embedding_test")): ...
-
-
-class TestGroupNorm(Flash, cases("group_norm", "GroupNorm_test")): ...
-
-
-class TestInstanceNorm1d(Flash, cases("instance_norm1d", "InstanceNorm1d_test")): ...
-
-
-class TestInstanceNorm2d(Flash, cases("instance_norm2d", "InstanceNorm2d_test")): ...
-
-
-class TestInstanceNorm3d(Flash, cases("instance_norm3d", "InstanceNorm3d_test")): ...
-
-
-class TestLayerNorm(Flash, cases("layer_norm", "LayerNorm_test")): ...
-
-
-class TestLinear(Flash, cases("linear", "Linear_test")): ...
-
-
-class TestRMSNorm(Flash, cases("rms_norm", "RMSNorm_test")): ...
-
-
-class TestSequenceBias(Flash, cases("sequence_bias", "SequenceBias_test")): ...
 
 
 def flash_is_correct(

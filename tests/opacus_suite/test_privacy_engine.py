@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
@@ -10,7 +11,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.tap import Tap
-from tests.opacus_suite.substitutes import Engine, not_applicable, opacus_tests, seeded_noise
+from tests.opacus_suite.substitutes import Engine, add_case, not_applicable, opacus_tests, seeded
 
 engine_tests = opacus_tests("privacy_engine_test", examples=5, PrivacyEngine=Engine)
 validation_tests = opacus_tests("privacy_engine_validation_test", PrivacyEngine=Engine)
@@ -41,16 +42,6 @@ class EngineCase:
         "compares with vmap(grad) for every layer"
     )
 
-    def test_deterministic_run(self) -> None:
-        with seeded_noise():
-            super().test_deterministic_run()  # type: ignore[misc]
-
-
-class TestConvNet(EngineCase, engine_tests.PrivacyEngineConvNetTest): ...
-
-
-class TestConvNetFrozen(EngineCase, engine_tests.PrivacyEngineConvNetFrozenTest): ...
-
 
 class OfTexts(EngineCase):
     test_make_private_with_epsilon = not_applicable(
@@ -60,35 +51,18 @@ class OfTexts(EngineCase):
     )
 
 
-class TestText(OfTexts, engine_tests.PrivacyEngineTextTest): ...
+def add_engine_case(kind: str) -> None:
+    case = getattr(engine_tests, f"PrivacyEngine{kind}Test")
+    add_case(globals(), f"Test{kind}", OfTexts if "Text" in kind else EngineCase, case)
+    made = globals()[f"Test{kind}"]
+    made.test_deterministic_run = seeded(case, "test_deterministic_run")
+    if "Layer" in kind:  # some hundred numbers: with most seeds their variance is near
+        made.test_noise_level = seeded(case, "test_noise_level", 23)
 
 
-class TestTiedWeights(EngineCase, engine_tests.PrivacyEngineTiedWeightsTest): ...
-
-
-class OfFewNumbers(EngineCase):
-    def test_noise_level(self) -> None:
-        """Some hundred numbers: with most seeds their variance is within 15 %."""
-        with seeded_noise(23):
-            super().test_noise_level()  # type: ignore[misc]
-
-
-class TestCustomLayer(OfFewNumbers, engine_tests.PrivacyEngineCustomLayerTest): ...
-
-
-class TestConvNetHooks(EngineCase, engine_tests.PrivacyEngineConvNetHooksTest): ...
-
-
-class TestConvNetFrozenHooks(EngineCase, engine_tests.PrivacyEngineConvNetFrozenHooksTest): ...
-
-
-class TestTextHooks(OfTexts, engine_tests.PrivacyEngineTextHooksTest): ...
-
-
-class TestTiedWeightsHooks(EngineCase, engine_tests.PrivacyEngineTiedWeightsHooksTest): ...
-
-
-class TestCustomLayerHooks(OfFewNumbers, engine_tests.PrivacyEngineCustomLayerHooksTest): ...
+for _kind in ("ConvNet", "ConvNetFrozen", "Text", "TiedWeights", "CustomLayer"):
+    add_engine_case(_kind)
+    add_engine_case(f"{_kind}Hooks")
 
 
 class TestValidation(validation_tests.PrivacyEngineValidationTest):
@@ -129,43 +103,28 @@ class TestValidation(validation_tests.PrivacyEngineValidationTest):
 class TestOptimizerRandomness(randomness_tests.OptimizerRandomnessTest): ...
 
 
+def of_opacus(name: str) -> Any:
+    """One that Opacus skips: its secure mode needs a package that is no longer maintained."""
+    return getattr(randomness_tests.PrivacyEngineSecureModeTest, name).__wrapped__
+
+
 class TestEngineRandomness(randomness_tests.PrivacyEngineSecureModeTest):
     """Batches and noise are equal where the engine has a seed, and nowhere else."""
 
-    def test_global_seed(self) -> None:
-        with seeded_noise():
-            super().test_global_seed()
-
-    def test_dl_seed_no_noise(self) -> None:
-        with seeded_noise():
-            super().test_dl_seed_no_noise()
-
-    def test_seed(self) -> None:
-        with seeded_noise():
-            super().test_seed()
-
-    def test_custom_and_global_seed(self) -> None:
-        with seeded_noise():
-            super().test_custom_and_global_seed()
-
-    def _of_opacus(self, name: str) -> None:
-        """One that Opacus skips: its secure mode needs a package that is no longer maintained."""
-        getattr(randomness_tests.PrivacyEngineSecureModeTest, name).__wrapped__(self)
-
-    def test_raise_secure_mode(self) -> None:
-        self._of_opacus("test_raise_secure_mode")
-
-    def test_secure_mode_global_seed(self) -> None:
-        self._of_opacus("test_secure_mode_global_seed")
-
-    def test_secure_mode_no_poisson(self) -> None:
-        self._of_opacus("test_secure_mode_no_poisson")
+    test_raise_secure_mode = of_opacus("test_raise_secure_mode")
+    test_secure_mode_global_seed = of_opacus("test_secure_mode_global_seed")
+    test_secure_mode_no_poisson = of_opacus("test_secure_mode_no_poisson")
 
 
 class TestBatchMemoryManager(memory_manager_tests.BatchMemoryManagerTest):
-    def test_equivalent_to_one_batch(self) -> None:
-        with seeded_noise():
-            super().test_equivalent_to_one_batch()
+    test_equivalent_to_one_batch = seeded(
+        memory_manager_tests.BatchMemoryManagerTest, "test_equivalent_to_one_batch"
+    )
+
+
+for _name in ("global_seed", "dl_seed_no_noise", "seed", "custom_and_global_seed"):
+    _run = seeded(TestEngineRandomness.__base__, f"test_{_name}")
+    setattr(TestEngineRandomness, f"test_{_name}", _run)
 
 
 class TestGradientAccumulation(accumulation_tests.GradientAccumulationTest):
@@ -175,9 +134,6 @@ class TestGradientAccumulation(accumulation_tests.GradientAccumulationTest):
     test_privacy_engine_no_poisson_accumulation = not_applicable(
         f"{NO_GRAD_SAMPLE}; test_steps_over_accumulated_batches asserts the rest of it"
     )
-
-    def test_privacy_engine_poisson_accumulation(self) -> None:
-        super().test_privacy_engine_poisson_accumulation()
 
     test_batch_splitter_zero_grad = not_applicable(
         "asserts an error for a forgotten zero_grad() between the parts of a batch, which would "
