@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -42,3 +44,17 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Modul
 def randomness_of_opacus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches and noise are those that Opacus draws after the same ``torch.manual_seed``."""
     use_randomness_of_opacus(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def script(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The example that a test's module calls ``SCRIPT``, as ``python examples/...`` imports it."""
+    name = request.module.SCRIPT
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        yield module

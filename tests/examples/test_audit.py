@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,33 +9,15 @@ import pytest
 pytest.importorskip("sklearn")
 pytest.importorskip("rich")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(scope="module")
-def audit() -> Iterator[ModuleType]:
-    """The example, imported the way ``python examples/audit.py`` would."""
-    spec = importlib.util.spec_from_file_location("example_audit", EXAMPLES / "audit.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(EXAMPLES))
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(EXAMPLES))
-        del sys.modules[spec.name]
-
-
+SCRIPT = "audit"
 SHORT = ["--device", "cpu", "--samples", "200", "--canaries", "200", "--guesses", "60"]
 
 
 @pytest.mark.parametrize("model", ["convolutions", "current"])
 def test_a_short_audit_runs(
-    audit: ModuleType, capsys: pytest.CaptureFixture[str], model: str
+    script: ModuleType, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    found = audit.main([*SHORT, "--epochs", "2", "--model", model])
+    found = script.main([*SHORT, "--epochs", "2", "--model", model])
     assert not found.violated
     assert found.epsilon <= 4.0 and 60 < found.included < 140
     out = capsys.readouterr().out
@@ -47,56 +25,56 @@ def test_a_short_audit_runs(
 
 
 def test_a_short_audit_catches_broken_clipping(
-    audit: ModuleType, capsys: pytest.CaptureFixture[str]
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same run with samples clipped to 50 C; ε = 1 leaves room for 200 canaries to tell."""
     short = [*SHORT, "--guesses", "150", "--epochs", "5", "--epsilon", "1"]
-    found = audit.main([*short, "--broken"])
+    found = script.main([*short, "--broken"])
     assert found.violated and found.correct > 0.9 * found.guesses
     assert "leaked more" in capsys.readouterr().out
-    assert not audit.main(short).violated
+    assert not script.main(short).violated
 
 
 @pytest.mark.parametrize("noise", ["inverse", "discrete"])
-def test_a_short_audit_of_other_noise(audit: ModuleType, noise: str) -> None:
+def test_a_short_audit_of_other_noise(script: ModuleType, noise: str) -> None:
     """ε is for what the run draws, and a run whose clipping is broken is found out."""
     if noise == "inverse":
         pytest.importorskip("dp_accounting")
     short = [*SHORT, "--guesses", "150", "--epochs", "5", "--epsilon", "1", "--noise", noise]
-    found = audit.main([*short, "--epochs", "2"])
+    found = script.main([*short, "--epochs", "2"])
     assert not found.violated and 0.9 < found.epsilon <= 1
     assert found.relation.startswith("zero out" if noise == "inverse" else "add or remove")
-    assert audit.main([*short, "--broken"]).violated
+    assert script.main([*short, "--broken"]).violated
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", ["inverse", "buffers", "discrete"])
-def test_audits_of_other_noise_stay_under_epsilon(audit: ModuleType, noise: str) -> None:
+def test_audits_of_other_noise_stay_under_epsilon(script: ModuleType, noise: str) -> None:
     if noise != "discrete":
         pytest.importorskip("dp_accounting")
-    found = audit.main(["--device", "cpu", "--noise", noise])
+    found = script.main(["--device", "cpu", "--noise", noise])
     assert not found.violated and found.lower_bound > 0.4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_audit_stays_under_the_accountants_epsilon(audit: ModuleType, seed: int) -> None:
-    found = audit.main(["--device", "cpu", "--seed", str(seed)])
+def test_audit_stays_under_the_accountants_epsilon(script: ModuleType, seed: int) -> None:
+    found = script.main(["--device", "cpu", "--seed", str(seed)])
     assert not found.violated
     # And it is not blind: canaries are told apart far better than by chance.
     assert found.lower_bound > 0.4
 
 
 @pytest.mark.slow
-def test_random_allocation_stays_under_its_epsilon(audit: ModuleType) -> None:
+def test_random_allocation_stays_under_its_epsilon(script: ModuleType) -> None:
     pytest.importorskip("dp_accounting")
     options = ["--device", "cpu", "--sampling", "random_allocation", "--batches", "10"]
-    found = audit.main(options)
+    found = script.main(options)
     assert not found.violated and found.lower_bound > 0.3 and 3.9 < found.epsilon <= 4
-    assert audit.main([*options, "--broken"]).violated
+    assert script.main([*options, "--broken"]).violated
 
 
 @pytest.mark.slow
-def test_audit_catches_broken_clipping(audit: ModuleType) -> None:
-    found = audit.main(["--device", "cpu", "--broken"])
+def test_audit_catches_broken_clipping(script: ModuleType) -> None:
+    found = script.main(["--device", "cpu", "--broken"])
     assert found.violated and found.correct > 0.97 * found.guesses

@@ -147,3 +147,19 @@ def test_digits_are_learned_within_the_budget(monkeypatch, tmp_path):
     report = digits.main([CPU, "--epochs=14"])
     assert report.epsilon <= 3
     assert report.metric >= 0.88
+
+
+def test_noise_that_is_taken_back_helps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of correlated noise."""
+    pytest.importorskip("dp_accounting")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import correlated_noise
+
+    names = ["fixed order, independent", "fixed order, 8 diagonals"]
+    names += ["fixed order, inverse of 4, optimised", "fixed order, 2 buffers"]
+    found = correlated_noise.main(["--seeds=1", "--only", *names])
+    for name in names[1:]:
+        assert found[name][0] > found[names[0]][0] + 0.05
+    assert capsys.readouterr().out.count("(zero out one sample)") == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from pathlib import Path
@@ -21,60 +20,53 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def example() -> Any:
-    path = Path(__file__).parents[2] / "examples" / "private_text.py"
-    spec = importlib.util.spec_from_file_location("example_private_text", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = "private_text"
 
 
 @pytest.mark.parametrize("private", [True, False])
 def test_a_short_run(
-    example: Any,
+    script: Any,
     tmp_path: Path,
     private: bool,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # To parse the standard library takes seconds.
-    monkeypatch.setattr(example, "public_texts", lambda: [math.__doc__, *[re.__doc__] * 9])
+    monkeypatch.setattr(script, "public_texts", lambda: [math.__doc__, *[re.__doc__] * 9])
     more = [] if private else ["--not-private"]
-    before, after, found = example.main([*SMALL, "--output", str(tmp_path), *more])
+    before, after, found = script.main([*SMALL, "--output", str(tmp_path), *more])
     assert 1 < before < 400 and after != before
     assert found.canaries == 40 and not found.violated
     assert (found.epsilon <= 8.0) if private else math.isinf(found.epsilon)
     assert "12 synthetic passages, three of them:" in capsys.readouterr().out
 
 
-def test_passages_are_whole(example: Any) -> None:
-    rows = example.passages(["abcdefg", "  a\n b", "xy"], 3)
+def test_passages_are_whole(script: Any) -> None:
+    rows = script.passages(["abcdefg", "  a\n b", "xy"], 3)
     assert [bytes(row.tolist()) for row in rows] == [b"abc", b"def", b"a b"]
-    assert len(example.public_texts()) > 1000
+    assert len(script.public_texts()) > 1000
 
 
-def test_n_grams_are_probabilities(example: Any) -> None:
+def test_n_grams_are_probabilities(script: Any) -> None:
     rows = torch.randint(97, 101, (30, 12), generator=torch.Generator().manual_seed(0))
-    grams = example.NGrams(rows, order=3)
+    grams = script.NGrams(rows, order=3)
     for before in (b"", b"a", b"dab", b"zz"):
         total = sum(grams._probability(before, byte) for byte in range(256))
         assert total == pytest.approx(1)
     # By hand, of one passage: behind "a" came "b" twice, of 5 bytes "a" twice and "b" twice.
-    grams = example.NGrams(torch.tensor([[97, 98, 99, 97, 98]]), order=2)
+    grams = script.NGrams(torch.tensor([[97, 98, 99, 97, 98]]), order=2)
     alone = (2 + 3 / 256) / 8
     assert grams._probability(b"a", 98) == pytest.approx((2 + alone) / 3)
     assert grams.perplexity(torch.tensor([[98]])) == pytest.approx(1 / alone)
 
 
-def test_windows_that_are_copied(example: Any) -> None:
+def test_windows_that_are_copied(script: Any) -> None:
     rows, of = torch.arange(30)[None], torch.arange(5, 28)[None]
-    assert example.copied(rows, of, window=20) == 4 / 11
-    assert example.copied(rows, of.flip(1), window=20) == 0
+    assert script.copied(rows, of, window=20) == 4 / 11
+    assert script.copied(rows, of.flip(1), window=20) == 0
 
 
-def test_synthetic_passages_follow_the_model(example: Any) -> None:
+def test_synthetic_passages_follow_the_model(script: Any) -> None:
     """A model that knows one text by heart, byte by byte, writes it."""
 
     class Cycle(torch.nn.Module):
@@ -92,19 +84,19 @@ def test_synthetic_passages_follow_the_model(example: Any) -> None:
                 input_ids = torch.cat([input_ids, chance.multinomial(1)], 1)
             return input_ids
 
-    texts = example.sampled(Cycle(), torch.arange(150)[:, None], 5)
+    texts = script.sampled(Cycle(), torch.arange(150)[:, None], 5)
     assert torch.equal(texts, torch.arange(150)[:, None] + torch.arange(5))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_synthetic_text_is_worth_more_than_before(
-    example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The page's run with half of the steps, and fewer passages."""
     settings = ["--width=64", "--layers=2", "--batch-size=256", "--device=cpu", "--synthetic=500"]
     steps = ["--public-steps=200", "--steps=60"]
-    example.main([*settings, *steps, f"--output={tmp_path}"])
+    script.main([*settings, *steps, f"--output={tmp_path}"])
     out = capsys.readouterr().out
     found = {
         name: float(re.search(rf"^    {name} +([\d.]+)", out, re.MULTILINE)[1])  # type: ignore[index]

@@ -151,23 +151,13 @@ def test_a_migrated_script_trains_the_same_model():
     assert spent[0] == spent[1] > 0
 
 
-def test_physical_batches():
+@pytest.mark.parametrize("marker", ["physical batches", "micro-batches"])
+def test_batches_in_parts(marker):
     names = training_objects()
     exec(sides("tested: diff of Opacus", MIGRATING)[1], names)
     before = [p.detach().clone() for p in names["model"].parameters()]
     steps = names["engine"].accountant.history[0][2]
-    exec(block("tested: physical batches", MIGRATING), names)
-    assert names["engine"].accountant.history[0][2] == steps + len(names["loader"])
-    after = names["model"].parameters()
-    assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
-
-
-def test_micro_batches():
-    names = training_objects()
-    exec(sides("tested: diff of Opacus", MIGRATING)[1], names)
-    before = [p.detach().clone() for p in names["model"].parameters()]
-    steps = names["engine"].accountant.history[0][2]
-    exec(block("tested: micro-batches", MIGRATING), names)
+    exec(block(f"tested: {marker}", MIGRATING), names)
     assert names["engine"].accountant.history[0][2] == steps + len(names["loader"])
     after = names["model"].parameters()
     assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
