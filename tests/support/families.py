@@ -1,7 +1,7 @@
 """Kinds of layers that random models are built from, and how one of each is drawn.
 
 Data flows through a model in one of seven layouts; a *family* is a kind of layer that accepts some
-of them. To turn a family on or off, edit :data:`ENABLED`.
+of them.
 
 Shapes leave the batch axis out: ``d`` features, ``T`` positions, ``C`` channels.
 """
@@ -362,31 +362,6 @@ FAMILIES: dict[str, Family] = {
     "dp_lstm": Family(("sequence",), partial(_recurrent, DPLSTM)),
     "sequence_bias": Family(("sequence",), _sequence_bias),
 }
-
-#: The switch list: families that random models are built from.
-ENABLED: tuple[str, ...] = (
-    "linear",
-    "transformers_conv1d",
-    "convolution",
-    "layer_norm",
-    "rms_norm",
-    "group_norm",
-    "scale",
-    "temperature",
-    "prefix",
-    "position_table",
-    "gated",
-    "attention",
-    "embedding",
-    "embedding_bag",
-    "instance_norm",
-    "multihead_attention",
-    "dp_multihead_attention",
-    "dp_rnn",
-    "dp_gru",
-    "dp_lstm",
-    "sequence_bias",
-)
 
 #: Families that treat all axes but the last alike, and so run with time first.
 POINTWISE = ("linear", "transformers_conv1d", "layer_norm", "rms_norm", "gated", "embedding")

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.families import (
-    ENABLED,
     FAMILIES,
     POINTWISE,
     SPATIAL,
@@ -200,7 +199,7 @@ def _fits(name: str, shape: Shape) -> bool:
 @st.composite
 def plans(draw: Any, layout: str, time_first: bool = False) -> Plan:
     """Plans for inputs of one layout (a key of :func:`inputs`)."""
-    enabled = [name for name in ENABLED if not time_first or name in POINTWISE]
+    enabled = [name for name in FAMILIES if not time_first or name in POINTWISE]
     first = shape = draw(inputs(layout, time_first))
     steps: list[Step] = []
     entered: list[Shape] = []
