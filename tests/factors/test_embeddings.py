@@ -13,11 +13,10 @@ from flash_clipping.factors.base import UnitGrad
 from flash_clipping.factors.embedding import TiedEmbeddingGrad
 from flash_clipping.factors.units import UnitMap
 from flash_clipping.layers.factors import RearrangedGrad, ScaledEmbeddingGrad
-from flash_clipping.ops.error_bounds import ETA, SLACK, upper_bound
+from flash_clipping.ops.error_bounds import ETA, upper_bound
+from tests.ops.cases import OWN
 
 V, d = 5000, 16
-#: How far a sample's own sums may move what it is clipped to; the rest of ETA is for others'.
-OWN = (1 + SLACK) ** 2
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -35,9 +35,8 @@ from flash_clipping.ops.error_bounds import (
 )
 from flash_clipping.ops.linear import rank_one_sqnorms
 from flash_clipping.ops.segments import Segments
+from tests.ops.cases import OWN
 
-#: How far a sample's own sums may move what it is clipped to; the rest of ETA is for others'.
-OWN = (1 + SLACK) ** 2
 WAYS = (
     "linear",
     "two uses",

@@ -68,17 +68,6 @@ def check_squares(found: Tensor, expected: Tensor, total: Tensor, what: str) -> 
     assert (error <= allowed).all(), f"{what}: found {found}, expected {expected}"
 
 
-def of_units(truth: Truth, index: Tensor) -> Truth:
-    """The same for units, whose gradients are the sums over their rows."""
-    count, inside = int(index.max()) + 1, index >= 0
-    grads = {
-        name: g.new_zeros(count, *g.shape[1:]).index_add(0, index[inside], g[inside])
-        for name, g in truth.grads.items()
-    }
-    norms = {name: g.reshape(count, -1).norm(dim=1) for name, g in grads.items()}
-    return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, grads)
-
-
 def check_plan(plan: Plan, units: bool = False) -> None:
     model = RandomModel(plan).double()
     # Ties can leave nothing that is read trainable: then there is no gradient, private or not.
@@ -86,7 +75,7 @@ def check_plan(plan: Plan, units: bool = False) -> None:
     truth = truth_of(model, plan)
     if units:
         index = index_for(plan.batch_size)
-        truth = of_units(truth, index)
+        truth = truth.of_units(index)
     bound = max(truth.norms.median().item(), 1e-3)  # clips some samples and not others
     wrap = GradSampleModuleFlashClipping if plan.wrap else GradSampleHooksFlashClipping
     flash = wrap(

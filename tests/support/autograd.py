@@ -28,9 +28,7 @@ def truth_by_autograd(model: nn.Module, batch: tuple[Tensor, ...], loss: Loss) -
         loss(model, tuple(x[b : b + 1] for x in batch)).backward()
         for name, param in trainable.items():
             rows[name].append(torch.zeros_like(param) if param.grad is None else param.grad)
-    grads_B = {name: torch.stack(row).double() for name, row in rows.items()}
-    norms = {n: g.reshape(len(g), -1).norm(dim=1) for n, g in grads_B.items()}
-    return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, grads_B)
+    return Truth.of({name: torch.stack(row).double() for name, row in rows.items()})
 
 
 def sums_of(model: nn.Module, rows: Tensor, loss: Loss) -> list[Tensor]:
@@ -72,9 +70,7 @@ def truth_of_one_forward(losses_B: Tensor, model: nn.Module) -> Truth:
         )
         for (name, param), grad in zip(trainable.items(), grads, strict=True):
             rows[name].append(torch.zeros_like(param) if grad is None else grad)
-    grads_B = {name: torch.stack(row).double() for name, row in rows.items()}
-    norms = {n: g.reshape(len(g), -1).norm(dim=1) for n, g in grads_B.items()}
-    return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, grads_B)
+    return Truth.of({name: torch.stack(row).double() for name, row in rows.items()})
 
 
 def check_with_dropout(

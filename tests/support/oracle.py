@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,22 @@ class Truth:
     norms: Tensor  # [B]
     param_norms: dict[str, Tensor]  # name -> [B]
     grads: dict[str, Tensor]  # name -> [B, *parameter]
+
+    @classmethod
+    def of(cls, grads: dict[str, Tensor]) -> Truth:
+        """Of gradients ``[B, *parameter]`` by the names of parameters."""
+        norms = {n: g.reshape(len(g), math.prod(g.shape[1:])).norm(dim=1) for n, g in grads.items()}
+        return cls(torch.stack([*norms.values()]).norm(dim=0), norms, grads)
+
+    def of_units(self, index: Tensor, count: int | None = None) -> Truth:
+        """Of units whose gradients are the sums over their rows; -1: of none."""
+        count, inside = int(index.max()) + 1 if count is None else count, index >= 0
+        return Truth.of(
+            {
+                name: g.new_zeros(count, *g.shape[1:]).index_add(0, index[inside], g[inside])
+                for name, g in self.grads.items()
+            }
+        )
 
     def coef(self, max_grad_norm: float) -> Tensor:
         return (max_grad_norm / (self.norms + 1e-6)).clamp(max=1.0)
@@ -53,10 +70,7 @@ def per_sample_truth(
     grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness=randomness)(
         trainable, batch
     )
-    wide = {n: g.double() for n, g in grads.items()}
-    param_norms = {n: g.reshape(len(g), -1).norm(dim=1) for n, g in wide.items()}
-    norms = torch.stack(list(param_norms.values())).norm(dim=0)
-    return Truth(norms, param_norms, wide)
+    return Truth.of({n: g.double() for n, g in grads.items()})
 
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:

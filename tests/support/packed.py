@@ -104,9 +104,7 @@ def truth_of(model: nn.Module, parts: list[Row]) -> Truth:
             found = torch.zeros_like(param) if param.grad is None else param.grad
             grads[name].append(found)
     model.zero_grad(set_to_none=True)
-    of = {name: torch.stack(found) for name, found in grads.items()}
-    norms = {name: g.reshape(len(g), -1).norm(dim=1) for name, g in of.items()}
-    return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, of)
+    return Truth.of({name: torch.stack(found) for name, found in grads.items()})
 
 
 class ByOffsets(Reader):

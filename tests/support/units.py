@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import Documents
+from tests.support.autograd import check_truth
 from tests.support.models import Wrapped
-from tests.support.oracle import Truth, assert_close
-from tests.support.sums import norm_of
+from tests.support.oracle import Truth
 from tests.support.wrapping import WRAPPERS
 
 #: (model, batch) -> losses of the rows, ``[R]``.
@@ -47,9 +46,8 @@ def truth_by_unit(
         for name, param in trainable.items():
             rows[name].append(torch.zeros_like(param) if param.grad is None else param.grad)
     grads_U = {n: torch.stack(r) if r else r_of_none(trainable[n]) for n, r in rows.items()}
-    norms = {n: g.reshape(len(g), math.prod(g.shape[1:])).norm(dim=1) for n, g in grads_U.items()}
     model.zero_grad(set_to_none=True)
-    return Truth(torch.stack(list(norms.values())).norm(dim=0), norms, grads_U)
+    return Truth.of(grads_U)
 
 
 def r_of_none(param: Tensor) -> Tensor:
@@ -93,12 +91,5 @@ def check_units(
         model.zero_grad(set_to_none=True)
         losses = loss(with_units, batch)
         (losses.mean() if reduction == "mean" else losses.sum()).backward()
-        assert_close(flash.get_norm_sample(), truth.norms, tolerance, "norms")
-        for name, grad in truth.clipped(bound).items():
-            param = model.get_parameter(name)
-            # Where a gradient cancels to nothing, at the scale of the whole gradient.
-            scale = truth.norms.max() / truth.param_norms[name].max().clamp(min=1e-30)
-            slack = max(1.0, 1e-5 * scale.item())
-            assert_close(norm_of(flash, param), truth.param_norms[name], tolerance * slack, name)
-            assert_close(param.grad, grad, 10 * tolerance * slack, f"sum of {name}")
+        check_truth(flash, model, truth, bound, tolerance)
     return flash
