@@ -23,6 +23,7 @@ from tests.distributed.processes import (
     batch,
     device,
     error,
+    errors_of_sums,
     freeze,
     make,
     refusals,
@@ -194,8 +195,7 @@ def poisoned(rank: int, mesh: Any) -> float:
     mine = slice(cases.UNEVEN[rank], cases.UNEVEN[rank + 1])
     F.cross_entropy(flash(ids[mine]), y[mine]).backward()
     assert flash.get_clipping_coef()[0] == 0 or rank
-    sums = clipped.clipped(C)
-    return max(error(all_of(p.grad), sums[name]) for name, p in model.named_parameters())
+    return max(errors_of_sums(model, clipped.clipped(C)))
 
 
 def refused(mesh: Any) -> Parts:
@@ -290,3 +290,15 @@ def by_four(rank: int) -> Parts:
         "experts noise": lambda: steps.noisy(rank, {"mesh": both, "experts": True}, NET),
         "experts trained": lambda: steps.trained(rank, {"mesh": both, "experts": True}, NET),
     }
+
+
+REFUSED = {
+    "without fully_shard": r"mixture.experts: found experts in parallel.*\n    fully_shard\(",
+    "two passes": r"Net: found mode='two_pass' and experts in parallel.*\n    mode=\"one_pass\"",
+    "adapters": "mlp.experts.*found adapters around experts",
+    "late adapters": "mlp.experts.*some lie in parts over a mesh",
+    "not finite": "mlp.experts: found experts that give what is not finite",
+    "odd": "found 3 experts and 2 processes.*divides 3",
+    "no experts": "Net: found no experts",
+    "late": "mixture.experts: found parameters on the meta device, or DTensors",
+}

@@ -22,7 +22,6 @@ from flash_clipping import (
     PoissonSampling,
     PrivateSchedule,
 )
-from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.noise.mechanisms import BandedInverseNoise
 from tests.distributed import processes, steps
 from tests.distributed.processes import (
@@ -33,13 +32,14 @@ from tests.distributed.processes import (
     batch,
     device,
     error,
+    errors_of_sums,
     expected_sums,
     freeze,
     make,
+    remembered,
     truth_of,
 )
 from tests.distributed.steps import ADAPTIVE, Rows
-from tests.support.draws import drawn as drawn_by
 from tests.support.oracle import Truth
 
 NOISE = BandedInverseNoise(2, (0.6,))
@@ -131,12 +131,12 @@ def clipped_step(
     for one in (model, plain):
         freeze(one, frozen)
     ids, y = (x[: max(1, samples)] for x in batch())  # a row of nobody stands for none
-    whole = truth_of(plain, *batch())
+    whole = remembered(truth_of, plain, *batch())
     keep = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     if poisoned is not None:
         ids = torch.where(ids == 10, 9, ids)
         keep[poisoned] = False
-        rest = truth_now(plain, ids[keep], y[keep])
+        rest = truth_of(plain, ids[keep], y[keep])
         ids[poisoned] = 10
         with torch.no_grad():
             model.embed.weight[10] = float("inf")
@@ -169,10 +169,7 @@ def clipped_step(
             norms = whole.norms[:samples]
             expected = expected_sums(first_of(whole, samples), options)
         errors.append(error(flash.get_norm_sample()[keep[:samples]], norms))
-        for name, param in part.named_parameters():
-            assert (param.grad is not None) == param.requires_grad, name
-            if param.grad is not None:
-                errors.append(error(param.grad, expected[name]))
+        errors += errors_of_sums(part, expected)
     if last:
         assert output.shape[0] == len(ids)
         if poisoned is None and not only_own:
@@ -222,12 +219,6 @@ def cancelling(rank: int) -> tuple[Tensor, Tensor]:
     return norms[0].upper, norms[1].upper
 
 
-def truth_now(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
-    from tests.distributed.processes import _truth_of
-
-    return _truth_of(model, ids, y)
-
-
 def optimizer_of(part: nn.Module, flash: Any, noise: float, lr: float = 1e-2) -> Any:
     from flash_clipping.pipelines.optimizer import PipelineFlashDPOptimizer
 
@@ -247,67 +238,29 @@ def noisy(rank: int) -> list[Tensor]:
     optimizer = optimizer_of(part, flash, 5.0)
     schedule = PrivateSchedule(schedule_of(flash), microbatch_size=4)
     ids, y = batch()
-    found = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        schedule.step(ids, target=y)
-        params = [p for p in part.parameters() if p.grad is not None]
-        sums = [p.grad.clone() for p in params if p.grad is not None]
-        optimizer.step()
-        noise = [
-            (p.grad * SAMPLES - s) / (5 * sensitivity_of(C))
-            for p, s in zip(params, sums, strict=True)
-        ]
-        found.append(torch.cat([n.flatten() for n in noise]))
-    return found
+    params = {name: p for name, p in part.named_parameters() if p.requires_grad}
+    return [
+        steps.flat(steps.noise_of(optimizer, params, lambda: schedule.step(ids, target=y))[0])
+        for _ in range(2)
+    ]
 
 
-def engine_run(rank: int, limit: int | None = None, **options: Any) -> dict[str, Any]:
-    """An epoch of Poisson batches, without noise unless told: drawn samples, end, history. In parts
-    of so many samples."""
+def scheduled() -> Callable[[Any, Tensor, Tensor], Any]:
+    """Steps of the schedule of a private stage."""
+    schedule = cache(lambda flash: PrivateSchedule(schedule_of(flash), microbatch_size=1))
+    return lambda flash, ids, y: schedule(flash).step(ids, target=y)
+
+
+def engine_run(rank: int, **options: Any) -> dict[str, Any]:
+    """An epoch of Poisson batches."""
     torch.manual_seed(rank)  # processes draw alike, however they are seeded
     part = Part(make(), rank)
-    noise = options.pop("noise_multiplier", 0.0)
-    engine = FlashPrivacyEngine(accountant="pld" if "mechanism" in options else "prv")
-    flash, optimizer, _, loader = engine.make_private(
-        module=part,
-        optimizer=torch.optim.SGD(part.parameters(), lr=0.5),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(Rows(copies=3), batch_size=2),
-        noise_multiplier=noise,
-        max_grad_norm=C,
-        distributed=Pipeline(),
-        **options,
-    )
-    schedule = PrivateSchedule(schedule_of(flash), microbatch_size=1)
-    drawn: list[list[int]] = [[]]
-    bounds = []
-    for ids, y, index in loader if limit is None else steps.in_parts(loader, optimizer, limit):
-        drawn[-1] += index.tolist() if drawn_by(flash) else []
-        optimizer.zero_grad()
-        schedule.step(ids.to(device()), target=y.to(device()))
-        optimizer.step()
-        if optimizer._is_last_step_skipped:
-            continue
-        drawn.append([])
-        bounds.append(optimizer.max_grad_norm)
-    return {
-        "drawn": drawn[:-1],
-        "bounds": bounds,
-        "end": {name: p.detach().clone() for name, p in part.named_parameters()},
-        "history": engine.accountant.history,
-        "expected": optimizer.expected_batch_size,
-    }
+    return steps.epoch(part, Rows(copies=3), scheduled(), distributed=Pipeline(), **options)
 
 
 def correlated(rank: int) -> dict[str, Any]:
-    schedule = cache(lambda flash: PrivateSchedule(schedule_of(flash), microbatch_size=1))
-    return steps.correlated(
-        Part(make(), rank),
-        NOISE,
-        lambda flash, ids, y: schedule(flash).step(ids, target=y),
-        distributed=Pipeline(),
-    )
+    part = Part(make(), rank)
+    return steps.correlated(part, NOISE, scheduled(), distributed=Pipeline())
 
 
 def refusals(rank: int) -> Parts:
@@ -450,9 +403,9 @@ def main(rank: int) -> Parts:
         "pipeline engine": lambda: engine_run(rank),
         "pipeline adaptive": lambda: engine_run(rank, **adaptive),
         "pipeline truncated": lambda: engine_run(rank, mechanism=PoissonSampling(2)),
-        "pipeline in parts": lambda: engine_run(rank, limit=1),
+        "pipeline in parts": lambda: engine_run(rank, part=1),
         "pipeline truncated, in parts": lambda: engine_run(
-            rank, limit=1, mechanism=PoissonSampling(2)
+            rank, part=1, mechanism=PoissonSampling(2)
         ),
         "pipeline correlated": lambda: correlated(rank),
         **processes.refusals(refusals(rank), "pipeline refuses"),

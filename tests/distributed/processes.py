@@ -123,16 +123,17 @@ def batch() -> tuple[Tensor, Tensor]:
 _TRUTHS: dict[str, Truth] = {}
 
 
-def truth_of(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
-    """Of the whole batch; of models that are made alike once."""
+def remembered(truth: Callable[..., Truth], model: Any, ids: Tensor, y: Tensor) -> Truth:
+    """Of single samples; of models that are made alike once."""
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    name = f"{model} {trained} {len(ids)}"
+    weights = sum(float(param.detach().sum()) for param in model.parameters())
+    name = f"{truth.__name__} {model} {trained} {tuple(ids.shape)} {weights}"
     if name not in _TRUTHS:
-        _TRUTHS[name] = _truth_of(model, ids, y)
+        _TRUTHS[name] = truth(model, ids, y)
     return _TRUTHS[name]
 
 
-def _truth_of(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
+def truth_of(model: nn.Module, ids: Tensor, y: Tensor) -> Truth:
     return truth_by_autograd(
         model, (ids, y), lambda m, given: F.cross_entropy(m(given[0]), given[1])
     )
@@ -158,6 +159,16 @@ def error(found: Tensor, expected: Tensor) -> float:
     expected = expected.to(found.device)  # norms of offloaded parameters are on the CPU
     scale = expected.abs().max().clamp(min=1e-30) if expected.numel() else 1.0
     return float(((found - expected).abs() / scale).max()) if expected.numel() else 0.0
+
+
+def errors_of_sums(model: nn.Module, expected: dict[str, Tensor]) -> list[float]:
+    """Of the gradients of all trained parameters of a model; others have none."""
+    errors = []
+    for name, param in model.named_parameters():
+        assert (param.grad is not None) == param.requires_grad, name
+        if param.grad is not None:
+            errors.append(error(all_of(param.grad), expected[name.replace("_orig_mod.", "")]))
+    return errors
 
 
 def all_of(x: Any) -> Tensor:
@@ -222,7 +233,7 @@ def clipped_step(
     if compiled == "private":
         flash.compile(backend="eager")
     ids, y = local(rank, cuts)
-    whole = truth_of(plain, *(x[: cuts[-1]] for x in batch()))
+    whole = remembered(truth_of, plain, *(x[: cuts[-1]] for x in batch()))
     errors = []
     for _ in range(steps):
         flash.zero_grad(set_to_none=True)
@@ -232,15 +243,13 @@ def clipped_step(
             F.cross_entropy(flash(rows), labels).backward()
         mine = range(cuts[rank], cuts[rank + 1])[micro - 1 :: micro]
         errors.append(error(flash.get_norm_sample(), whole.norms[mine]))
-        clipped = expected_sums(whole, options)
+        errors += errors_of_sums(model, expected_sums(whole, options))
         for name, param in model.named_parameters():
-            assert (param.grad is not None) == param.requires_grad, name
-            if param.grad is not None:
-                plain_name = name.replace("_orig_mod.", "")
-                errors.append(error(all_of(param.grad), clipped[plain_name]))
+            if param.requires_grad and len(mine):
                 of_param = norm_of(flash, param)
-                off = of_param - whole.param_norms[plain_name][mine].to(of_param.device)
-                errors += [float(off.abs().max() / whole.norms.max()) if len(off) else 0.0]
+                expected = whole.param_norms[name.replace("_orig_mod.", "")][mine]
+                off = (of_param - expected.to(of_param.device)).abs().max()
+                errors.append(float(off / whole.norms.max()))
     together = flash._sharded.together
     settled = together._settled_with == flash._guards.count
     flash.to_standard_module()

@@ -42,16 +42,17 @@ from tests.distributed.processes import (
     VOCAB,
     C,
     Parts,
-    _truth_of,
     all_of,
     batch,
     device,
     error,
+    errors_of_sums,
     freeze,
     local,
     make,
     message,
     sharded,
+    truth_of,
     with_a_row,
 )
 from tests.support import packed
@@ -130,39 +131,63 @@ def counted_blocks() -> Iterator[list[int]]:
         yield drawn
 
 
+def noise_of(
+    optimizer: Any, params: dict[str, Any], backward: Callable[[], Any], samples: int = SAMPLES
+) -> tuple[dict[str, Tensor], int]:
+    """Noise of a step in units of its standard deviation, by parameter; blocks of it drawn."""
+    optimizer.zero_grad()
+    backward()
+    sums = {name: local_of(p.grad).clone() for name, p in params.items()}
+    with counted_blocks() as drawn:
+        optimizer.step()
+    std = 5 * sensitivity_of(C)
+    noise = {n: (local_of(p.grad) * samples - sums[n]) / std for n, p in params.items()}
+    return noise, sum(drawn)
+
+
+def blocks_of(noise: dict[str, Tensor]) -> int:
+    return sum(-(-x.numel() // 8) for x in noise.values())
+
+
+def flat(noise: dict[str, Tensor]) -> Tensor:
+    return torch.cat([x.flatten() for x in noise.values()])
+
+
 def noisy(rank: int, shards: dict[str, Any], net: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Noise in units of its standard deviation: this process's shards, and all of it."""
+    """Noise of two steps, of this process's shards; blocks of it drawn."""
     torch.manual_seed(0)  # all processes alike: that must not matter
     model = sharded(make(**(net or {})), **shards)
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
     optimizer = optimizer_of(model, flash, 5.0)
-    steps, own = [], []
+    ids, y = local(rank, everyone())
+    steps = []
     for _ in range(2):
-        optimizer.zero_grad()
-        F.cross_entropy(flash(local(rank, everyone())[0]), local(rank, everyone())[1]).backward()
-        sums = [p.grad.to_local().clone() for p in model.parameters()]
-        with counted_blocks() as drawn:
-            optimizer.step()
-        own = [
-            (p.grad.to_local() * SAMPLES - s).flatten() / (5 * sensitivity_of(C))
-            for p, s in zip(model.parameters(), sums, strict=True)
-        ]
-        steps.append(torch.cat(own))
-
-    def optimizer_of_another() -> Any:
-        other = sharded(make(**(net or {})), **shards)
-        return optimizer_of(other, GradSampleModuleFlashClipping(other, max_grad_norm=C), 5.0)
-
-    whole = [torch.empty(0)] * dist.get_world_size()
-    gathered: list[Any] = [None] * len(whole)
-    dist.all_gather_object(gathered, steps[-1].float().cpu())
+        noise, drawn = noise_of(
+            optimizer,
+            dict(model.named_parameters()),
+            lambda: F.cross_entropy(flash(ids), y).backward(),
+        )
+        steps.append(flat(noise).float())
+    other = sharded(make(**(net or {})), **shards)
+    another = optimizer_of(other, GradSampleModuleFlashClipping(other, max_grad_norm=C), 5.0)
     return {
-        "steps": [step.float() for step in steps],
-        "of all": gathered,
-        "drawn": sum(drawn),
-        "own": sum(-(-p.to_local().numel() // 8) for p in model.parameters()),
-        "keys": [optimizer.stream.state_dict(), optimizer_of_another().stream.state_dict()],
+        "steps": steps,
+        "drawn": drawn,
+        "own": blocks_of(noise),
+        "keys": [each.stream.state_dict() for each in (optimizer, another)],
     }
+
+
+def check_independent(draws: list[Tensor]) -> None:
+    """Standard normals, of steps and shards that have nothing in common."""
+    both = torch.cat(draws)
+    assert abs(both.std() - 1) < 5 / (2 * len(both)) ** 0.5
+    assert abs(both.mean()) < 5 / len(both) ** 0.5
+    n = min(map(len, draws))
+    for i, one in enumerate(draws):  # from one state the first numbers would be the same
+        assert all(torch.isclose(one[:n], two[:n], rtol=1e-4).sum() < 4 for two in draws[:i])
+    others = torch.corrcoef(torch.stack([one[:n] for one in draws])) - torch.eye(len(draws))
+    assert others.abs().max() < 5 / n**0.5, "shards, or steps, have the same noise"
 
 
 class Rows(TensorDataset):
@@ -190,62 +215,78 @@ def views(ids: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def engine_run(
-    shards: dict[str, Any] | None,
+    shards: dict[str, Any] | None, net: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """One epoch by Poisson batches, all processes seeded alike. ``shards=None``: Opacus' data
+    parallelism. With ``Documents`` items are two rows each."""
+    torch.manual_seed(0)
+    plain = make(**(net or {}))
+    model = DPDDP(plain) if shards is None else sharded(plain, **shards)
+    criterion = nn.CrossEntropyLoss()
+
+    def backward(flash: Any, ids: Tensor, y: Tensor) -> None:
+        named = {}
+        if options.get("unit") == Documents("item"):
+            ids, y, named["item"] = views(ids, y)
+        criterion(flash(ids, **named), y).backward()
+
+    return epoch(model, Rows(copies=3), backward, **options)
+
+
+def epoch(
+    model: Any,
+    data: Any,
+    backward: Callable[[Any, Tensor, Tensor], Any],
+    *,
     part: int | None = None,
-    net: dict[str, Any] | None = None,
     batch_size: int = 2,
     seed: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """One epoch by Poisson batches, all processes seeded alike; in parts of so many samples.
-    ``shards=None``: Opacus' data parallelism. With ``Documents`` items are two rows each. ``seed``:
-    the engine's, the same in all processes."""
-    torch.manual_seed(0)
-    plain = make(**(net or {}))
-    model = DPDDP(plain) if shards is None else sharded(plain, **shards)
+    """One epoch of a model by Poisson batches; in parts of so many samples. ``seed``: the engine's,
+    the same in all processes."""
     accountant = "pld" if "mechanism" in options else "rdp"
     engine = FlashPrivacyEngine(accountant=accountant, seed=seed)
-    wrapped, optimizer, criterion, loader = engine.make_private(
+    wrapped, optimizer, _, loader = engine.make_private(
         module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        optimizer=sgd(model, 0.5),
         criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(Rows(copies=3), batch_size=batch_size),
+        data_loader=DataLoader(data, batch_size=batch_size),
         **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
     )
     if part is not None:
         loader = in_parts(loader, optimizer, part)
-    drawn, bounds = [], []
-    counted: list[list[int]] = [[]]  # those that are no padding, step by step
-    sizes: list[list[int]] = [[]]  # of parts, step by step
-    rows: list[int] = []
+    drawn: list[list[int]] = [[]]  # rows of steps
+    counted: list[list[int]] = [[]]  # those that are no padding
+    sizes: list[list[int]] = [[]]  # of parts
+    bounds = []
     for ids, y, row in loader:
         optimizer.zero_grad()
-        named = {}
-        if options.get("unit") == Documents("item"):
-            ids, y, named["item"] = views(ids, y)
-        criterion(wrapped(ids.to(device()), **named), y.to(device())).backward()
+        backward(wrapped, ids.to(device()), y.to(device()))
         counted[-1] += row[: drawn_by(wrapped)].tolist()
         if "mechanism" not in options:  # without a row of nobody
             row = row[: len(row) * bool(drawn_by(wrapped))]
         optimizer.step()
-        rows += row.tolist()
+        drawn[-1] += row.tolist()
         sizes[-1].append(len(row))
-        if optimizer._is_last_step_skipped:
-            continue
-        drawn.append(rows)
-        rows = []
-        sizes.append([])
-        counted.append([])
-        bounds.append(optimizer.max_grad_norm)
+        if not optimizer._is_last_step_skipped:
+            bounds.append(optimizer.max_grad_norm)
+            for steps in (drawn, counted, sizes):
+                steps.append([])
+    shards, one = wrapped._sharded, torch.ones((), device=device())
     return {
-        "drawn": drawn,
+        "drawn": drawn[:-1],
         "sizes": sizes[:-1],
         "counted": counted[:-1],
         "process": getattr(engine.accountant, "process", None),
         "bounds": bounds,
         "expected": optimizer.expected_batch_size,
         "history": engine.accountant.history,
-        "end": {name: all_of(p).detach() for name, p in plain.named_parameters()},
+        "processes": 1 if shards is None else int(shards.processes.reduce(one, samples=True)),
+        "end": {
+            name.removeprefix("module."): all_of(p).detach().clone()
+            for name, p in model.named_parameters()
+        },
     }
 
 
@@ -257,11 +298,13 @@ def descend(model: nn.Module, drawn: list[list[int]], truth: Callable[[list[int]
             param.data -= 0.5 * clipped[name] / 2
 
 
-def check_sums(runs: list[dict[str, Any]], drawn: list[list[int]]) -> None:
+def check_sums(
+    runs: list[dict[str, Any]], drawn: list[list[int]], net: dict[str, Any] | None = None
+) -> None:
     """Beside one process that has all samples of every batch, one by one."""
     ids, y, _ = Rows(copies=3).tensors
-    model = make()
-    descend(model, drawn, lambda index: _truth_of(model, ids[index], y[index]))
+    model = make(**(net or {}))
+    descend(model, drawn, lambda index: truth_of(model, ids[index], y[index]))
     for run in runs:
         assert run["expected"] == 2
         assert run["history"] == [(0.0, pytest.approx(1 / 12), 12)]
@@ -416,10 +459,7 @@ def documents_in_rows(
         output = flash(ids.to(device()), places.to(device()), numbers)
         packed.losses(output).sum().backward()
         errors.append(error(flash.get_norm_sample(), truth.norms[mine]))
-        for name, total in truth.clipped(C).items():
-            grad = model.get_parameter(name).grad
-            assert (grad is None) == name.startswith(frozen or ("-",)), name
-            errors += [] if grad is None else [error(all_of(grad), total)]
+        errors += errors_of_sums(model, truth.clipped(C))
     settled = flash._sharded.together._settled_with == flash._guards.count
     return {"error": max(errors), "settled": settled}
 
@@ -486,8 +526,7 @@ def tables_without_samples(rank: int, kind: str, **options: Any) -> float:
         rows = numbers[: max(1, len(mine))]
         F.cross_entropy(called(flash, rows), y[rows]).backward()
         errors.append(error(flash.get_norm_sample(), whole.norms[mine]))
-        for name, total in whole.clipped(C).items():
-            errors.append(error(all_of(model.get_parameter(name).grad), total))
+        errors += errors_of_sums(model, whole.clipped(C))
     return max(errors)
 
 

@@ -7,20 +7,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, distributed as dist
 from torch._dynamo.utils import counters
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from flash_clipping import Documents, FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import Documents, GradSampleModuleFlashClipping
 from flash_clipping.distributed.parameter_slots import local_of
 from flash_clipping.distributed.tensor_parallel import TensorParallelBackwardPass
-from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.factors import LinearGrad
 from tests.distributed import decoders, processes, steps
 from tests.distributed.decoders import around_loss, batch, cut, loss_of
-from tests.distributed.processes import C, all_of, device, error, expected_sums, freeze, with_a_row
+from tests.distributed.processes import (
+    C,
+    all_of,
+    device,
+    error,
+    errors_of_sums,
+    expected_sums,
+    freeze,
+    remembered,
+    with_a_row,
+)
 from tests.support import packed
-from tests.support.draws import drawn as drawn_by
 from tests.support.oracle import Truth, per_sample_truth
 from tests.support.sums import norm_of
 
@@ -51,33 +59,9 @@ def sharded(
 #: Of the decoders' batch.
 SAMPLES = 4
 
-_TRUTHS: dict[str, Truth] = {}
-
 
 def truth_of(model: Any, ids: Tensor, y: Tensor) -> Truth:
-    """Of single samples; of models that are made alike once."""
-    trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    weights = sum(float(param.detach().sum()) for param in model.parameters())  # those of fp32 too
-    name = f"{model} {trained} {tuple(ids.shape)} {weights}"
-    if name not in _TRUTHS:
-        _TRUTHS[name] = _truth_of(model, ids, y)
-    return _TRUTHS[name]
-
-
-def _truth_of(model: Any, ids: Tensor, y: Tensor) -> Truth:
     return per_sample_truth(model, (ids, y), lambda m, b: loss_of(m(b[0]), b[1], "none"))
-
-
-def of_units(truth: Truth, of_row: tuple[int, ...]) -> Truth:
-    """The same of units: gradients of their rows, added up."""
-    unit_R = torch.tensor(of_row, device=truth.norms.device)
-    count = max(of_row) + 1
-    grads = {
-        name: grad.new_zeros(count, *grad.shape[1:]).index_add_(0, unit_R, grad)
-        for name, grad in truth.grads.items()
-    }
-    norms = {name: grad.flatten(1).norm(dim=1) for name, grad in grads.items()}
-    return Truth(torch.stack([*norms.values()]).norm(dim=0), norms, grads)
 
 
 def clipped_step(
@@ -120,9 +104,9 @@ def clipped_step(
     flash = GradSampleModuleFlashClipping(model, **{"max_grad_norm": C} | options)
     words = net.get("words", 12)
     ids, y = batch(cuts[-1], length, words)
-    truth = truth_of(plain, ids, y)
+    truth = remembered(truth_of, plain, ids, y)
     if of_row:
-        truth = of_units(truth, of_row)
+        truth = truth.of_units(torch.tensor(of_row, device=truth.norms.device))
     clipped = expected_sums(truth, options)
     place = 0 if data is None else data.get_local_rank()
     mine = slice(cuts[place], cuts[place + 1])
@@ -147,10 +131,7 @@ def clipped_step(
             assert not norms[len(expected) :].any()  # many units it has: rows, at most
             norms = norms[: len(expected)]
         errors.append(error(norms, expected))
-        for name, param in model.named_parameters():
-            assert (param.grad is not None) == param.requires_grad, name
-            if param.grad is not None:
-                errors.append(error(all_of(param.grad), clipped[name]))
+        errors += errors_of_sums(model, clipped)
     coefs = flash.get_clipping_coef()
     others = [torch.empty_like(coefs) for _ in range(tensor.size())]
     dist.all_gather(others, coefs, group=tensor.get_group())
@@ -266,9 +247,7 @@ def lost_document(tensor: Any) -> dict[str, Any]:
     flash.expect_samples(4)
     packed.losses(flash(*row)).sum().backward()
     errors = [error(flash.get_norm_sample()[:3], truth.norms)]
-    for name, total in truth.clipped(C).items():
-        param = model.get_parameter(name)
-        errors += [error(all_of(param.grad), total)] if param.requires_grad else []
+    errors += errors_of_sums(model, truth.clipped(C))
     return {"error": max(errors), "coefs": flash.get_clipping_coef()}
 
 
@@ -284,8 +263,10 @@ def poisoned(tensor: Any) -> dict[str, Any]:
             local_of(model.embed.weight)[-1] = torch.inf
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
     loss_of(flash(ids), y).backward()
-    errors = [error(all_of(p.grad), clipped[name]) for name, p in model.named_parameters()]
-    return {"error": max(errors), "coefs": flash.get_clipping_coef()}
+    return {
+        "error": max(errors_of_sums(model, clipped)),
+        "coefs": flash.get_clipping_coef(),
+    }
 
 
 def trained(tensor: Any, data: Any = None) -> float:
@@ -308,17 +289,10 @@ def noisy(tensor: Any, data: Any = None) -> dict[str, Any]:
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
     optimizer = steps.optimizer_of(model, flash, 5.0, SAMPLES)
     ids, y = batch()
-    loss_of(flash(ids), y).backward()
     named = dict(model.named_parameters())
-    sums = {name: local_of(p.grad).clone() for name, p in named.items()}
-    with steps.counted_blocks() as drawn:
-        optimizer.step()
-    noise = {
-        name: (local_of(p.grad) * SAMPLES - sums[name]) / (5 * sensitivity_of(C))
-        for name, p in named.items()
-    }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: x.cpu() for name, x in noise.items()})
+    noise, drawn = steps.noise_of(
+        optimizer, named, lambda: loss_of(flash(ids), y).backward(), SAMPLES
+    )
     places = [
         None
         if not hasattr(p, "placements")
@@ -327,10 +301,9 @@ def noisy(tensor: Any, data: Any = None) -> dict[str, Any]:
     ]
     return {
         "noise": noise,
-        "of all": everyone,
         "cut": dict(zip(named, places, strict=True)),
-        "drawn": sum(drawn),
-        "own": sum(-(-x.numel() // 8) for x in noise.values()),
+        "drawn": drawn,
+        "own": steps.blocks_of(noise),
     }
 
 
@@ -346,37 +319,12 @@ def engine_run(tensor: Any, data: Any = None, **options: Any) -> dict[str, Any]:
     """One epoch by Poisson batches; processes are seeded differently."""
     torch.manual_seed(dist.get_rank())
     model = sharded(decoders.make(), tensor, data)
-    engine = FlashPrivacyEngine(accountant="pld" if "mechanism" in options else "rdp")
-    wrapped, optimizer, _, loader = engine.make_private(
-        module=model,
-        optimizer=steps.sgd(model, 0.5),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(Rows(), batch_size=2),
-        **{"noise_multiplier": 0.0, "max_grad_norm": C} | options,
-    )
-    drawn, bounds, all_rows = [], [], []
-    for ids, y, row in loader:
-        optimizer.zero_grad()
-        loss_of(wrapped(ids.to(device())), y.to(device())).backward()
-        optimizer.step()
-        drawn.append(row[: drawn_by(wrapped)].tolist())
-        all_rows.append(row.tolist())
-        bounds.append(optimizer.max_grad_norm)
-    counted = wrapped._sharded.processes.reduce(torch.ones((), device=device()), samples=True)
-    return {
-        "drawn": drawn,
-        "rows": all_rows,
-        "bounds": bounds,
-        "expected": optimizer.expected_batch_size,
-        "history": engine.accountant.history,
-        "counted": int(counted),
-        "end": {name: all_of(p).detach() for name, p in model.named_parameters()},
-    }
+    return steps.epoch(model, Rows(), steps.by_loss(loss_of), **options)
 
 
 def replayed(drawn: list[list[int]]) -> dict[str, Tensor]:
     """What one process would end with, sample by sample, of these batches."""
     ids, y, _ = Rows().tensors
     model = decoders.make()
-    steps.descend(model, drawn, lambda index: _truth_of(model, ids[index], y[index]))
+    steps.descend(model, drawn, lambda index: truth_of(model, ids[index], y[index]))
     return {name: param.detach() for name, param in model.named_parameters()}

@@ -79,8 +79,11 @@ def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactor
             assert of_rank[name]["graphs"] >= 1, name
 
 
-def test_replicas_have_one_noise_and_shards_their_own(found: list[Found]) -> None:
-    steps_of = [of_rank["noise"]["steps"] for of_rank in found]
+@pytest.mark.parametrize("part", ["noise", "experts noise"])
+def test_replicas_have_one_noise_and_shards_their_own(part: str, found: list[Found]) -> None:
+    """Experts lie over (data, expert) = (0, 0), (0, 1), (1, 0), (1, 1)."""
+    assert all(of_rank[part]["drawn"] == of_rank[part]["own"] for of_rank in found)
+    steps_of = [of_rank[part]["steps"] for of_rank in found]
     for mine, replica in ((0, 2), (1, 3)):
         for a, b in zip(steps_of[mine], steps_of[replica], strict=True):
             # Two divisions apart, by processes with other samples: not bitwise.

@@ -37,15 +37,7 @@ def test_what_rounding_may_hide_is_added_up_over_stages(by_two: list[Found]) -> 
 
 
 def test_stages_have_noise_of_their_own(by_two: list[Found]) -> None:
-    draws = [step for of_rank in by_two for step in of_rank["pipeline noise"]]
-    both = torch.cat(draws)
-    assert abs(both.std() - 1) < 5 / (2 * len(both)) ** 0.5
-    assert abs(both.mean()) < 5 / len(both) ** 0.5
-    n = min(map(len, draws))
-    for i, one in enumerate(draws):  # from one state the first numbers would be the same
-        assert all(torch.isclose(one[:n], two[:n], rtol=1e-4).sum() < 4 for two in draws[:i])
-    others = torch.corrcoef(torch.stack([one[:n] for one in draws])) - torch.eye(len(draws))
-    assert others.abs().max() < 5 / n**0.5, "stages, or steps, have the same noise"
+    steps.check_independent([step for of_rank in by_two for step in of_rank["pipeline noise"]])
 
 
 @pytest.mark.parametrize("name", ["engine", "truncated", "in parts", "truncated, in parts"])
@@ -53,12 +45,12 @@ def test_stages_draw_one_poisson_batch_and_train_as_one_process(
     name: str, by_two: list[Found]
 ) -> None:
     first, last = (of_rank[f"pipeline {name}"] for of_rank in by_two)
-    assert first["drawn"] == last["drawn"] and len(first["drawn"]) == 12
-    sizes = {len(index) for index in first["drawn"]}
+    assert first["counted"] == last["counted"] and len(first["counted"]) == 12
+    sizes = {len(index) for index in first["counted"]}
     assert len(sizes) > 1
     # As many as are drawn take several rounds, in some step; two are one.
     assert max(sizes) == 2 if "truncated" in name else max(sizes) > 2
-    steps.check_sums([first, last], first["drawn"])
+    steps.check_sums([first, last], first["counted"])
 
 
 def test_correlated_noise_of_stages_is_that_of_one_process(by_two: list[Found]) -> None:

@@ -182,10 +182,11 @@ def test_correlated_noise_of_cut_layers_is_that_of_one_process(found: list[Found
 def test_all_processes_take_the_same_poisson_batches(found: list[Found]) -> None:
     """They are seeded differently; step by step against single samples."""
     first, second = (of_rank["engine"] for of_rank in found)
-    assert first["drawn"] == second["drawn"] and len({*map(str, first["drawn"])}) > 1
-    expected = tensor_steps.replayed(first["drawn"])
+    drawn = first["counted"]
+    assert drawn == second["counted"] and len({*map(str, drawn)}) > 1
+    expected = tensor_steps.replayed(drawn)
     for run in (first, second):
-        assert (run["expected"], run["counted"]) == (2, 1)
+        assert (run["expected"], run["processes"]) == (2, 1)
         assert run["history"] == [(0.0, pytest.approx(1 / 6), 6)]
         for name, value in run["end"].items():
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)

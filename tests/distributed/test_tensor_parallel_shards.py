@@ -109,16 +109,17 @@ def test_correlated_noise_of_what_is_cut_twice_is_that_of_one_process(found: lis
 @pytest.mark.parametrize("how", ["engine", "truncated"])
 def test_processes_share_batches_by_their_data_coordinate(how: str, found: list[Found]) -> None:
     runs = [of_rank[how] for of_rank in found]
-    assert runs[0]["drawn"] == runs[1]["drawn"] and runs[2]["drawn"] == runs[3]["drawn"]
+    drawn = [run["counted"] for run in runs]
+    assert drawn[0] == drawn[1] and drawn[2] == drawn[3]
     if how == "truncated":
-        assert all(len(rows) == 2 for run in runs for rows in run["rows"])
-    parts = [{i for batch in run["drawn"] for i in batch} for run in (runs[0], runs[2])]
+        assert all(len(rows) == 2 for run in runs for rows in run["drawn"])
+    parts = [{i for batch in own for i in batch} for own in (drawn[0], drawn[2])]
     assert how == "truncated" or parts[0].isdisjoint(parts[1])
     assert parts[0] | parts[1]
-    drawn = [a + b for a, b in zip(runs[0]["drawn"], runs[2]["drawn"], strict=True)]
-    expected = tensor_steps.replayed(drawn)
+    together = [a + b for a, b in zip(drawn[0], drawn[2], strict=True)]
+    expected = tensor_steps.replayed(together)
     for run in runs:
-        assert (run["expected"], run["counted"]) == (2, 2)
+        assert (run["expected"], run["processes"]) == (2, 2)
         for name, value in run["end"].items():
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 

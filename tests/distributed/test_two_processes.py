@@ -153,16 +153,7 @@ def test_noise_is_drawn_once_for_every_element_by_shard(found: list[Found]) -> N
     noise = [of_rank["noise"] for of_rank in found]
     for of_rank in noise:
         assert of_rank["drawn"] == of_rank["own"]  # never at full shape
-    first, second = (torch.cat(of_rank["steps"]) for of_rank in noise)
-    both = torch.cat([first, second])
-    assert abs(both.std() - 1) < 5 / (2 * len(both)) ** 0.5
-    assert abs(both.mean()) < 5 / len(both) ** 0.5
-    n = min(len(x) for of_rank in noise for x in of_rank["steps"])
-    draws = torch.stack([x[:n] for of_rank in noise for x in of_rank["steps"]])
-    for i, one in enumerate(draws):  # from one state the first numbers would be the same
-        assert all(torch.isclose(one, two, rtol=1e-4).sum() < 4 for two in draws[:i])
-    others = torch.corrcoef(draws) - torch.eye(len(draws))
-    assert others.abs().max() < 5 / n**0.5, "shards, or steps, have the same noise"
+    steps.check_independent([step for of_rank in noise for step in of_rank["steps"]])
 
 
 def test_all_processes_have_one_key_and_each_model_another(found: list[Found]) -> None:
@@ -172,17 +163,20 @@ def test_all_processes_have_one_key_and_each_model_another(found: list[Found]) -
     assert (first["draws"], second["draws"]) == (2, 0)
 
 
-@pytest.mark.parametrize("how", ["engine", "in parts"])
-def test_poisson_batches_are_of_the_whole_dataset(how: str, found: list[Found]) -> None:
+@pytest.mark.parametrize(
+    ("how", "net"), [("engine", {}), ("in parts", {}), ("experts engine", experts.NET)]
+)
+def test_poisson_batches_are_of_the_whole_dataset(
+    how: str, net: dict[str, Any], found: list[Found]
+) -> None:
     """Step by step against single samples; ranks are seeded alike."""
     drawn = [of_rank[how]["drawn"] for of_rank in found]
     assert len(drawn[0]) == len(drawn[1]) == 12
     assert any(not batch for batch in drawn[0] + drawn[1])  # empty here, and not there
     mine, others = ({i // 2 for batch in d for i in batch} for d in drawn)
     assert mine != others
-    steps.check_sums(
-        [of_rank[how] for of_rank in found], [a + b for a, b in zip(*drawn, strict=True)]
-    )
+    together = [a + b for a, b in zip(*drawn, strict=True)]
+    steps.check_sums([of_rank[how] for of_rank in found], together, net)
 
 
 @pytest.mark.parametrize(("how", "rows"), [("truncated", 2), ("truncated, in parts", 3)])
@@ -332,3 +326,26 @@ def test_a_process_that_fails_leaves_none_waiting(name: str, failing: list[Found
     assert "ZeroDivisionError" in own or "Failed to run stage backward" in own
     other = failing[1 - number][f"failure {name}"]
     assert "Error" in other["said"] and other["seconds"] < 30
+
+
+def test_a_model_that_accelerate_prepared_trains_as_single_samples_say(
+    found: list[Found],
+) -> None:
+    expected = uses.as_accelerated()
+    for of_rank in found:
+        for run in of_rank["accelerate"]:
+            assert run["history"] == [(0.0, 0.5, 2)]
+            for name, value in run["end"].items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in uses.SENT if name != "plain"])
+def test_a_private_step_sends_what_others_send(name: str, found: list[Found]) -> None:
+    """And its own: sums in buckets in place of gradients module by module; no question."""
+    buckets = len([*processes.make().parameters()]) if name == "small buckets" else 1
+    for of_rank in found:
+        plain, private = ({**of_rank["sent"][how]} for how in ("plain", name))
+        assert plain.pop("c10d::_reduce_scatter_base_") > 1
+        (sums,) = (key for key in private if "reduce_scatter" in key)
+        assert private.pop(sums) == buckets
+        assert private == plain

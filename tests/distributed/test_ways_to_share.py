@@ -12,7 +12,6 @@ from tests.distributed import (
     cases,
     experts,
     steps,
-    test_experts,
     test_four_processes,
     test_pipeline,
     test_tensor_parallel,
@@ -116,7 +115,7 @@ REFUSED = [
     ShardCase(group, f"{prefix} {name}", said=said)
     for group, prefix, of_group in (
         ("by_two", "refuses", test_two_processes.REFUSED),
-        ("by_two", "experts refuse", test_experts.REFUSED),
+        ("by_two", "experts refuse", experts.REFUSED),
         ("by_two", "pipeline refuses", test_pipeline.REFUSED),
         ("tensor_by_two", "refuses", test_tensor_parallel.REFUSED),
     )

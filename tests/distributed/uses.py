@@ -14,11 +14,11 @@ from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from tests.distributed.processes import (
     C,
     Parts,
-    all_of,
     as_torchrun,
     batch,
     device,
     error,
+    errors_of_sums,
     local,
     make,
     sharded,
@@ -59,11 +59,7 @@ def steps_beside_single_samples(model: Any, plain: Any, rows: slice = slice(None
         flash.zero_grad(set_to_none=True)
         token_losses(flash, (ids[rows],)).mean().backward()
         errors.append(error(flash.get_norm_sample(), whole.norms[rows]))
-        clipped = whole.clipped(C)
-        for name, param in model.named_parameters():
-            assert (param.grad is not None) == param.requires_grad
-            if param.grad is not None:
-                errors.append(error(all_of(param.grad), clipped[name]))
+        errors += errors_of_sums(model, whole.clipped(C))
     flash.to_standard_module()
     return max(errors)
 
@@ -150,9 +146,6 @@ def as_accelerated() -> dict[str, Tensor]:
     """The same two steps by single samples."""
     model = make()
     for _ in range(2):
-        from tests.distributed import processes
-
-        processes._TRUTHS.clear()
         clipped = truth_of(model, *batch()).clipped(C)
         for name, param in model.named_parameters():
             param.data -= 0.5 * clipped[name] / 4
