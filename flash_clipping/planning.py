@@ -1,34 +1,27 @@
 """Plan a private run: its cost before it starts (``flash-clipping plan``).
 
 How much noise for this ε, how large a batch, how many epochs: :func:`plan` answers for one run,
-:meth:`Plan.over` for others beside it. :func:`first_bound` looks for a clipping bound.
-
-Shape suffixes: ``B`` samples.
+:meth:`Plan.over` for others beside it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from opacus.accountants import create_accountant
-from torch import Tensor, nn
 
-from flash_clipping.capture.no_trace import without_gradients
 from flash_clipping.engine.accounting import (
     ADD_OR_REMOVE,
     least_noise,
     with_right_length,
     without_hints,
 )
-from flash_clipping.engine.grad_sample_module import GradSampleModuleFlashClipping
 from flash_clipping.errors import InvalidValue, checked_number
 
-__all__ = ["Plan", "first_bound", "plan"]
+__all__ = ["Plan", "plan"]
 
 #: Batches larger than the expected one by so many standard deviations come once in 30,000 steps.
 _DEVIATIONS = 4
@@ -102,28 +95,17 @@ class Plan:
         at random, has δ of that size."""
         return self.delta * self.samples < 1
 
-    def trial(self, batch_size: int) -> Plan:
-        """A cheap run that sees as much noise per step in each coordinate: σ in proportion to the
-        batch. For trying learning rates; its own ε, which is far larger, is in it, so try on public
-        data, or count it.
-
-        Source: "TAN without a burn" (Sander, Stock and Sablayrolles, ICML 2023, arXiv 2210.03403).
-        """
-        noise = self.noise_multiplier * batch_size / self.batch_size
-        return self._with(batch_size, steps=self.steps, noise_multiplier=noise)
-
     def over(self, batch_sizes: Sequence[int], epochs: Sequence[float]) -> list[list[Plan]]:
         """Plans with this noise multiplier, for each of these batch sizes (rows) and epochs."""
-        noise = self.noise_multiplier
-        return [
-            [self._with(batch, epochs=count, noise_multiplier=noise) for count in epochs]
-            for batch in batch_sizes
-        ]
 
-    def _with(self, batch_size: int, **options: Any) -> Plan:
-        return plan(
-            self.samples, batch_size, delta=self.delta, accountant=self.accountant, **options
-        )
+        def of(batch_size: int, count: float) -> Plan:
+            noise, delta, accountant = self.noise_multiplier, self.delta, self.accountant
+            return plan(
+                self.samples, batch_size,
+                epochs=count, noise_multiplier=noise, delta=delta, accountant=accountant,
+            )  # fmt: skip
+
+        return [[of(batch_size, count) for count in epochs] for batch_size in batch_sizes]
 
     def rows(
         self, max_physical_batch_size: int | None = None, parameters: int | None = None
@@ -208,49 +190,3 @@ def plan(
         counted.history = [(noise_multiplier, rate, steps)]
         found = float(counted.get_epsilon(delta))
     return Plan(samples, batch_size, steps, noise_multiplier, found, delta, accountant)
-
-
-def first_bound(
-    model: nn.Module,
-    batches: Iterable[Any],
-    losses: Callable[[nn.Module, Any], Tensor],
-    *,
-    quantile: float = 0.5,
-) -> float:
-    """A quantile of the norms of samples' gradients: a clipping bound to begin with.
-
-    The data must be public: nothing is added to the norms. On private data let the bound be adapted
-    (``clipping=AdaptiveBound()``), which is accounted.
-
-    Args:
-        model: not wrapped; it is left as it was, and has no gradients from here.
-        batches: of public data.
-        losses: ``losses(model, batch)`` gives one loss for each sample, ``[B]``.
-        quantile: 0.5 clips half of the samples in the first step; gradients shrink later.
-
-    Raises:
-        ValueError: there are no batches, or no norm is finite; ``quantile`` not in ``[0, 1]``.
-    """
-    checked_number("quantile", quantile, "[0, 1]", example=0.5)
-    found = []
-    with _wrapped(model) as wrapped:
-        for batch in batches:
-            losses(wrapped, batch).sum().backward()
-            found.append(wrapped.get_norm_sample().double().cpu())
-            wrapped.zero_grad(set_to_none=True)
-    norms = torch.cat(found) if found else torch.empty(0)
-    norms = norms[norms.isfinite()]
-    if not len(norms):
-        raise InvalidValue("FC931 first_bound: found no batch with a finite norm; expected one.")
-    return float(norms.quantile(quantile))
-
-
-@contextmanager
-def _wrapped(model: nn.Module) -> Iterator[GradSampleModuleFlashClipping]:
-    """The model with hooks, which come off again; its gradients are put back."""
-    with without_gradients([*model.parameters()]):
-        wrapped = GradSampleModuleFlashClipping(model, loss_reduction="sum")
-        try:
-            yield wrapped
-        finally:
-            wrapped.to_standard_module()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -9,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.__main__ import main
-from flash_clipping.planning import first_bound, plan
-from tests.support.autograd import truth_by_autograd
+from flash_clipping.planning import plan
 from tests.support.errors import raises
+from tests.support.pages import block
 
 
 def test_a_plan_is_what_the_engine_says() -> None:
@@ -51,9 +53,6 @@ def test_quantities_by_hand() -> None:
     assert found.noise_over_signal(1_000_000) == pytest.approx(1000 * 2 / 400)
     assert found.micro_batches(64) == 7 and found.micro_batches(400) == 1
     assert found.largest_batch == math.ceil(400 + 4 * math.sqrt(400 * 0.96))
-    cheap = found.trial(100)
-    assert cheap.noise_per_coordinate == found.noise_per_coordinate
-    assert (cheap.noise_multiplier, cheap.steps, cheap.batch_size) == (0.5, 25, 100)
     (less, same), (_, more) = found.over([200, 400], [0.5, 1.0])
     assert more == found and less.epsilon < same.epsilon < more.epsilon
     assert not plan(
@@ -74,39 +73,18 @@ def test_what_no_run_can_have_is_refused(given: dict[str, float], words: str) ->
         plan(**({"samples": 10, "batch_size": 2} | given))  # type: ignore[arg-type]
 
 
-def test_a_first_bound_is_a_quantile_of_the_norms() -> None:
+def test_the_first_bound_of_the_page() -> None:
+    """The page's own lines, and the norms by autograd; the model is as it was."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    x = torch.randn(9, 3, dtype=torch.float64)
-
-    def losses(model: nn.Module, batch: Tensor) -> Tensor:
-        out: Tensor = model(batch).square().sum(1)
-        return out
-
-    truth = truth_by_autograd(model, (x,), lambda m, batch: losses(m, *batch).sum())
-    model[0].weight.grad = torch.ones(4, 3, dtype=torch.float64)
-    kept = model[0].weight.grad
-    found = first_bound(model, x.split(4), losses, quantile=0.25)
-    assert found == pytest.approx(float(truth.norms.quantile(0.25)), rel=1e-9)
-    assert model[0].weight.grad is kept and not model[0]._forward_hooks
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    names: dict[str, Any] = {"model": model, "x": torch.randn(9, 3), "y": torch.arange(9) % 2}
+    names |= {"copy": copy, "F": F, "GradSampleModuleFlashClipping": GradSampleModuleFlashClipping}
+    exec(block("tested: first bound", "docs/planning.md"), names)  # noqa: S102
+    losses = F.cross_entropy(model(names["x"]), names["y"], reduction="none")
+    grads = [torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for loss in losses]
+    norms = torch.stack([torch.cat([g.flatten() for g in of_one]).norm() for of_one in grads])
+    assert names["bound"] == pytest.approx(float(norms.median()), rel=1e-5)
     assert not hasattr(model, "autograd_grad_sample_hooks")
-    with raises("FC931", ValueError):
-        first_bound(model, [], losses)
-
-
-class Small(nn.Module):
-    """Runs out of memory above so many samples."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.out, self.most, self.tried = nn.Linear(3, 1), most, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.tried = max(self.tried, len(x))
-        if len(x) > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        out: Tensor = self.out(x)
-        return out
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

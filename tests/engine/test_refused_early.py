@@ -203,15 +203,6 @@ def audited(**options: Any) -> None:
     auditing.audit(score_M, score_M > 3, **{"guesses": 4, "epsilon": 1.0, "delta": 1e-3} | options)
 
 
-def losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = model(x).square().sum(1)
-    return out
-
-
-def bound_of(**options: Any) -> None:
-    planning.first_bound(nn.Linear(3, 2), [torch.randn(4, 3)], losses, **options)
-
-
 def of_units(max_rows: Any) -> None:
     Users([0, 1], max_rows)
 
@@ -264,7 +255,6 @@ NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("delta", planned, (-1, 0, 0.5, 0.9, 1)),
     ("max_physical_batch_size", planned().micro_batches, (-1, 0, 2.5)),
     ("parameters", planned().noise_over_signal, (-1, 0, 2.5)),
-    ("quantile", bound_of, (-1, 2)),
     ("epsilon", p_value, (-1, math.inf)),
     ("delta", p_value, (-1, 1)),
     ("guesses", p_value, (4.5,)),
