@@ -197,17 +197,17 @@ def render_trainer(records: Sequence[dict[str, Any]], folder: str) -> str:
 
 
 def render_trainer_in_short(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown: the same of the last steps alone."""
-    parts = []
+    """Markdown: the same of the last steps alone, of all in one table."""
+    last = f"{trainer.WINDOWS[-2]}-{trainer.WINDOWS[-1]}"
+    names = {"model, batch": "model, batch", f"`Trainer`, {last}": "`Trainer`, ms"}
+    names |= {last: "`PrivateTrainer`, ms", "ratio": "ratio", trainer.LOSS: trainer.LOSS}
+    rows = []
     for record in records:
         headings, lines = trainer.lines(record["results"])
         found = [dict(zip(headings, line, strict=True)) for line in lines]
-        last = f"{trainer.WINDOWS[-2]}-{trainer.WINDOWS[-1]}"
-        names = {headings[0]: headings[0], f"`Trainer`, {last}": "`Trainer`, ms"}
-        names |= {last: "`PrivateTrainer`, ms", "ratio": "ratio", trainer.LOSS: trainer.LOSS}
-        rows = [[row[name] for name in names] for row in found]
-        parts += [table([*names.values()], rows), f"* {_where(record)}\n"]
-    return "\n".join(parts)
+        rows += [[row[name] for name in names] for row in found]
+    wheres = dict.fromkeys(map(_where, records))
+    return "\n".join([table([*names.values()], rows), *[f"* {where}" for where in wheres], ""])
 
 
 def render_sensitivity(records: Sequence[dict[str, Any]], folder: str) -> str:
