@@ -6,11 +6,9 @@ clipped sums are compared with those of one sample at a time through an ordinary
 
 On a machine with a GPU and many cores::
 
-    for i in $(seq 12); do
-        python -m benchmarks survey --device cuda --dtype bfloat16 --modes all --part $i/12 \\
-            --processes 1 --json part-$i.json &
-    done; wait
-    python -m benchmarks survey --show part-*.json
+    python -m benchmarks survey --device cuda --dtype bfloat16 --modes all --processes 12 \\
+        --json found.json
+    python -m benchmarks survey --show found.json
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +48,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--dtype", choices=["float64", "float32", "bfloat16", "float16"], help="default: float64"
     )
-    parser.add_argument("--part", metavar="I/N", help="every N-th kind, from the I-th on")
     parser.add_argument(
         "--processes", type=int, default=2, help="0: all in this one; default: %(default)s"
     )
@@ -89,10 +85,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if unknown := set(options.only) - chosen.keys():
             raise UsageError(f"unknown kinds {sorted(unknown)}: {', '.join(chosen)}")
         chosen = {name: chosen[name] for name in options.only}
-    names = _part(list(chosen), options.part)
     found: dict[str, dict[str, Finding | None]] = {mode: {} for mode in modes}
     status = 0
-    measured = measure_all(names, options.processes, options.limit, modes, where)
+    measured = measure_all(list(chosen), options.processes, options.limit, modes, where)
     for name, mode, finding in measured:
         found[mode][name] = finding
         label = name if mode == "whole" else f"{name}, {MODES[mode].words}"
@@ -108,17 +103,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
         Page(options.page, START, END, render(sections, whole, written(now))).write()
         console.print(f"wrote {options.page}")
     return status
-
-
-def _part(names: Sequence[str], part: str | None) -> list[str]:
-    """The kinds of one shard."""
-    try:
-        i, n = (1, 1) if part is None else (int(number) for number in part.split("/"))
-    except ValueError as error:
-        raise UsageError(f"--part: found {part!r}, expected I/N, as in 1/12") from error
-    if not 1 <= i <= n:
-        raise UsageError(f"--part: found {part!r}, expected I from 1 to N")
-    return list(names[i - 1 :: n])
 
 
 def _tables(found: dict[str, dict[str, Finding | None]], where: Where) -> dict[str, Any]:

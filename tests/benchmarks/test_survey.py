@@ -53,23 +53,20 @@ def test_all_kinds_can_run_in_one_process(run: Run, monkeypatch: pytest.MonkeyPa
     assert "OPTForCausalLM: exact" in printed
 
 
-def test_modes_are_measured_in_parts(run: Run, tmp_path: Path) -> None:
-    """Columns of one table, from as many processes as there are parts."""
+def test_modes_are_columns_of_one_table(run: Run, tmp_path: Path) -> None:
+    """Of several files."""
     names = ["BertForMaskedLM", "OPTForCausalLM"]
     asked = ["--modes", "left", "dropout", "--limit", "300"]
-    files = [str(tmp_path / f"{i}.json") for i in (1, 2)]
-    for i, file in enumerate(files, 1):
-        status, printed = run(
-            "survey", "--only", *names, *asked, "--part", f"{i}/2", "--json", file
-        )
+    files = [str(tmp_path / f"{name}.json") for name in names]
+    for name, file in zip(names, files, strict=True):
+        status, printed = run("survey", "--only", name, *asked, "--json", file)
         assert status == 0, printed
-        assert [name in printed for name in names] == [i == 1, i == 2]
         for mode in ("padded left", "dropout"):
-            assert f"{names[i - 1]}, {mode}: exact" in printed
+            assert f"{name}, {mode}: exact" in printed
     status, printed = run("survey", "--show", *files)
     assert status == 0
     assert "| padded left, cpu, float64 | 2 | 2 | 0 |" in printed
-    assert run("survey", "--part", "3/2")[0] == run("survey", "--modes", "nothing")[0] == 2
+    assert run("survey", "--modes", "nothing")[0] == 2
 
 
 class Turned(torch.autograd.Function):
