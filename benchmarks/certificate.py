@@ -1,8 +1,7 @@
 """``certificate``: how far one sample moves what is released, for every rule, by a search.
 
 The search is that of ``tests/certificate``; this runs it for longer and writes the figures down,
-and asks besides how far one of many equal samples moves the sum, and how exact norms of ordinary
-samples are. ``report`` makes the table.
+and asks besides how far one of many equal samples moves the sum. ``report`` makes the table.
 """
 
 from __future__ import annotations
@@ -12,18 +11,15 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks import environment, models, report
-from benchmarks.methods import Setting
+from benchmarks import environment, report
 from benchmarks.options import UsageError, add_output_options
 from benchmarks.records import write_json
-from benchmarks.session import Session
 
 #: What is computed in: a dtype of the model, or fp32 with what may round its products.
 PRECISIONS = {
@@ -55,10 +51,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--tries", type=int, default=200, help="attacks on each row of the table")
     parser.add_argument("--climbs", type=int, help="mutations of the worst; default: as many")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--models", nargs="*", default=["tiny"], help="benchmark models for ordinary samples"
-    )
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables here")
     add_output_options(parser)
     parser.set_defaults(run=run)
 
@@ -81,7 +73,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     names = options.rules or list(search.SUBJECTS)
     if unknown := set(names) - search.SUBJECTS.keys():
         raise UsageError(f"unknown rules {sorted(unknown)}: {', '.join(search.SUBJECTS)}")
-    left_out = ("command", "run", "json", "markdown", "revision")
+    left_out = ("command", "run", "json", "revision")
     found: list[dict[str, Any]] = []
     record = {
         "kind": "certificate",
@@ -103,12 +95,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
             found.append(row | _worst(row, options, device, search))
         write_json(options.json, record)  # an interrupted run leaves what it has
     record["equal samples"] = _equal_samples(precisions, device, search)
-    record["ordinary samples"] = [_ordinary_samples(name, device) for name in options.models]
     tables = report.render_sensitivity([record | {"file": options.json or "not written"}], ".")
     console.print(tables, markup=False, highlight=False, soft_wrap=True)
     write_json(options.json, record)
-    if options.markdown:
-        options.markdown.write_text(tables, encoding="utf-8")
     return int(any(row["broken"] or row["failed"] for row in found))
 
 
@@ -203,14 +192,3 @@ def _one_of_many(name: str, log_product: float, size: int, setting: Any, search:
     release = search.Release(subject, attack, setting)
     change = release([sample] * size) - release([sample] * (size - 1))
     return change.norm().item() / attack.bound
-
-
-def _ordinary_samples(name: str, device: torch.device) -> dict[str, Any]:
-    """Samples of an untrained model, compared with one at a time, and the share of those that are
-    clipped further than their norm asks for."""
-    workload = models.workload(name, batch=16 if device.type == "cuda" else 4)
-    session = Session(Setting(workload, device, torch.float32), ["flash"])
-    session.check()
-    row = session.rows["flash"]
-    found = {"model": name, "samples": row.batch}
-    return found | {"norm error": row.norm_error, "doubtful": row.doubtful}

@@ -13,20 +13,19 @@ from tests.certificate import search
 
 #: Exact norms, and no rounding that could be seen: holds whatever the search draws.
 QUICK = ("certificate", "--device", "cpu", "--rules", "RMSNorm", "--tries", "3")
-FP64 = (*QUICK, "--backends", "torch", "--precisions", "fp64", "--models", "tiny")
+FP64 = (*QUICK, "--backends", "torch", "--precisions", "fp64")
 
 
 @pytest.mark.slow
 def test_the_worst_of_every_row_is_written(run: Run, tmp_path: Path) -> None:
-    record, tables = tmp_path / "certificate.json", tmp_path / "certificate.md"
-    status, printed = run(*FP64, "--json", record, "--markdown", tables)
+    record = tmp_path / "certificate.json"
+    status, printed = run(*FP64, "--json", record)
     assert status == 0, printed
     content = json.loads(record.read_text())
     (row,) = content["search"]
     assert (row["rule"], row["tries"], row["broken"]) == ("RMSNorm", 6, 0)
     assert 0 < row["own"] <= 1 + 1e-9 and "Attack(" in row["worst"]
-    assert content["ordinary samples"][0]["norm error"] < 1e-5
-    assert tables.read_text().count("| RMSNorm |") == 1
+    assert printed.count("| RMSNorm |") == 1
 
 
 def test_a_broken_bound_is_an_exit_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
