@@ -51,7 +51,6 @@ from flash_clipping.engine.options import (
 )
 from flash_clipping.engine.sampling.loaders import (
     PoissonLoader,
-    inside_fabric,
     refuse_loader,
     refuse_no_batch,
     refuse_repeats,
@@ -283,7 +282,6 @@ class FlashPrivacyEngine(PrivacyEngine):
                 raise InvalidValue(f"FC319 {name}: {found}; expected one of PyTorch.")
         if criterion is not None and not callable(criterion):
             raise InvalidValue(f"FC319 criterion: found {criterion!r}; expected nn.MSELoss(), say.")
-        data_loader, set_up = inside_fabric(data_loader)
         if isinstance(module, GradSampleHooksFlashClipping):
             FlashDPOptimizer.check_alone(module, optimizer)
         group = wings.pipeline_group(distributed, given)
@@ -345,7 +343,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         private.follow(wrapper)
         watch_sampling(self, wrapper, private, loader)
         wings.begin_process(process, self.accountant, private, sampler)
-        return (wrapper, private, *loss, set_up(loader))
+        return (wrapper, private, *loss, loader)
 
     @overload  # type: ignore[override]  # returns and takes other values than Opacus'
     def make_private_with_epsilon(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import (
     Documents,
-    FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
-    NotPoissonWarning,
     Users,
 )
-from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.trainers.lightning import PrivateTraining
 from tests.support.errors import raises
 from tests.support.trainers import privacy
@@ -263,33 +259,3 @@ def test_units_are_refused(tmp_path: Path) -> None:
     module.model = GradSampleModuleFlashClipping(module.model, unit=Documents("user"))
     with raises("FC172", ValueError):
         fit(module, tmp_path)
-
-
-@pytest.mark.parametrize("options", [{}, {"poisson_sampling": False}], ids=str)
-def test_a_loader_that_fabric_has_set_up(options: dict[str, Any]) -> None:
-    """Its batches are private ones, and on its device as before."""
-    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
-    whole, model = TensorDataset(torch.randn(60, 4), torch.randint(3, (60,))), nn.Linear(4, 3)
-    loader = fabric.setup_dataloaders(DataLoader(whole, batch_size=10, shuffle=True))
-    loader._device = torch.device("meta")
-    engine = FlashPrivacyEngine(accountant="rdp")
-    module, optimizer, criterion, private = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        **options,
-    )
-    assert type(private) is type(loader) and len(private) == 6
-    assert isinstance(private.batch_sampler, PoissonSampler) == (not options)
-    assert all(x.device.type == "meta" for x, _ in private)
-    private._device = torch.device("cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error" if not options else "ignore", NotPoissonWarning)
-        for x, y in private:
-            optimizer.zero_grad()
-            criterion(module(x), y).backward()
-            optimizer.step()
-    assert engine.accountant.history == [(1.0, 1 / 6, 6)]
