@@ -23,7 +23,7 @@ from flash_clipping.distributed.process_groups import ProcessGroups, device_of
 from flash_clipping.distributed.reducer import Reducer
 from flash_clipping.distributed.tensor_parallel import TensorParallelLayers
 from flash_clipping.errors import FlashClippingError, NotServed
-from flash_clipping.finish.clipping import Doubts
+from flash_clipping.finish.clipping import ClipFunction, Doubts
 
 #: What a process says before a run, from the least to the most urgent.
 _SETTLED, _UNSETTLED, _RUNS, _FAILED = range(4)
@@ -207,12 +207,7 @@ class ShardedModel:
         self._handles.append(unsharded.register_hook(guard.__getitem__))
 
     def _clip(
-        self,
-        clip: Callable[..., Tensor],
-        params: list[nn.Parameter],
-        norms_PB: Tensor,
-        doubts: Doubts,
-        one_device: bool,
+        self, clip: ClipFunction, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts
     ) -> Tensor:
         """Norms are published, and records kept, under the parameters that users know."""
         to = self.slots.to
@@ -220,4 +215,4 @@ class ShardedModel:
             ([id(to(key)) for key in keys], error_bound) for keys, error_bound in doubts.blocks
         ]
         destinations = [to(id(param)) for param in params]
-        return clip(destinations, norms_PB, Doubts(blocks, doubts.scale), one_device)
+        return clip(destinations, norms_PB, Doubts(blocks, doubts.scale))

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant
+from opacus.accountants import GaussianAccountant, IAccountant, PRVAccountant, RDPAccountant
 from opacus.accountants.analysis import rdp as analysis
 
 from flash_clipping._compat import compute_once
@@ -186,9 +186,9 @@ def _epsilon_by_prv(
         return float(prv.get_epsilon(delta, eps_error=eps_error, delta_error=error))
 
 
-def with_right_length(accountant: Any) -> Any:
+def with_right_length(accountant: IAccountant) -> IAccountant:
     """This new accountant of Opacus', as one that counts its steps."""
-    ours: dict[Any, Callable[[], Any]] = {
+    ours: dict[type, Callable[[], IAccountant]] = {
         PRVAccountant: FeasiblePrvAccountant,
         RDPAccountant: StepsOfRdpAccountant,
         GaussianAccountant: StepsOfGdpAccountant,
@@ -196,7 +196,7 @@ def with_right_length(accountant: Any) -> Any:
     return ours.get(type(accountant), lambda: accountant)()
 
 
-def process_of(accountant: Any) -> Mechanism:
+def process_of(accountant: IAccountant) -> Mechanism:
     """The mechanism of an accountant's steps; Opacus' know one."""
     found: Mechanism = getattr(accountant, "process", wings.PoissonSampling())
     return found
@@ -211,7 +211,7 @@ def without_hints() -> Iterator[None]:
 
 
 def least_noise(
-    accountant: Any,
+    accountant: IAccountant,
     *,
     target_epsilon: float,
     target_delta: float,

@@ -387,9 +387,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
 
     # -- backward: norms to coefficients --------------------------------------------------------
 
-    def _clip(
-        self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
-    ) -> Tensor:
+    def _clip(self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts) -> Tensor:
         """Publish the norms of one backward; return its coefficients, which are by upper bounds of
         what is released (:mod:`flash_clipping.ops.error_bounds`)."""
         session, step = self._session, self.running_step

@@ -15,7 +15,7 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import (
     DistributedDPOptimizerFastGradientClipping,
 )
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from flash_clipping._compat import check_optimizer
 from flash_clipping.engine import wings
@@ -28,6 +28,7 @@ from flash_clipping.engine.grad_ledger import (
     sensitivity_of,
     total_bound,
 )
+from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.sampling.loaders import refuse_split_units
 from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed, checked_number
 from flash_clipping.factors import accumulation_dtype
@@ -92,7 +93,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: optim.Optimizer,
         *,
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float],
@@ -145,7 +146,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     # -- the model whose sums it takes ----------------------------------------------------------
 
-    def follow(self, module: Any) -> None:
+    def follow(self, module: GradSampleHooksFlashClipping) -> None:
         """Take the clipped sums of this wrapped model, and no others.
 
         Its bound and this optimizer's are one from now on. Noise is for the bound that the sums of
@@ -178,7 +179,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         compile_ahead(lambda: noisy_means(sums, 1.0, 1.0, draw=draw, dtypes=dtypes, grid=grid))
 
     @staticmethod
-    def check_alone(module: Any, optimizer: Any) -> None:
+    def check_alone(module: GradSampleHooksFlashClipping, optimizer: optim.Optimizer) -> None:
         """Raise ``ValueError`` if a model is followed by anything but what wraps ``optimizer``."""
         other = module.running_step.follower
         plain = getattr(optimizer, "original_optimizer", optimizer)
@@ -289,7 +290,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                     self._discard("its last part was loaded, but optimizer.step() was not called")
         super().signal_skip_step(do_skip)  # type: ignore[no-untyped-call]
 
-    def _refuse_parts_of(self, sampler: Any) -> None:
+    def _refuse_parts_of(self, sampler: object) -> None:
         """Raise ``FlashClippingError`` if batches of this sampler may not be split by others."""
         refuse_split_units(self._module)
 
@@ -590,7 +591,7 @@ def _refuse_divided_losses() -> None:
         )
 
 
-def _refuse_optimizer(optimizer: Any) -> None:
+def _refuse_optimizer(optimizer: optim.Optimizer) -> None:
     """Refuse optimizers that call closures as often as they like, and those of sparse grads."""
     for each in getattr(optimizer, "optimizers", ()):
         _refuse_optimizer(each)

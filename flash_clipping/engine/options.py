@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Required, TypedDict, get_args
 
 import torch
+from opacus.accountants import IAccountant
 from torch import distributed as dist, nn
 from torch.utils.data import DataLoader
 
@@ -199,7 +200,7 @@ def steps_of(epochs: float, batches: int) -> int:
 
 
 def planned_noise(
-    accountant: Any,
+    accountant: IAccountant,
     given: dict[str, Any],
     *,
     target_epsilon: float,

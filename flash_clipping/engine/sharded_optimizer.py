@@ -10,6 +10,7 @@ from torch import Tensor
 from flash_clipping.distributed.parameter_slots import ParameterSlots, local_of
 from flash_clipping.distributed.process_groups import device_of, shard_of
 from flash_clipping.engine.grad_ledger import StepRecord
+from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.errors import FlashClippingError, InvalidValue
 
@@ -36,7 +37,7 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
     _serves_shards = True
     _processes: Any = None
 
-    def follow(self, module: Any) -> None:
+    def follow(self, module: GradSampleHooksFlashClipping) -> None:
         """As :meth:`FlashDPOptimizer.follow`; all processes call it together."""
         if module._sharded is None:
             raise InvalidValue(
@@ -50,7 +51,7 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
         if before is not None and before is not self:
             self.stream.load_state_dict(before.stream.state_dict())
 
-    def _refuse_parts_of(self, sampler: Any) -> None:
+    def _refuse_parts_of(self, sampler: object) -> None:
         super()._refuse_parts_of(sampler)
         raise FlashClippingError(
             "FC604 BatchMemoryManager: found a model that fully_shard was applied to, and a loader "

@@ -10,6 +10,7 @@ from flash_clipping.factors.convolution import ConvolutionGrad as ConvolutionGra
 from flash_clipping.factors.embedding import (
     EmbeddingBagGrad as EmbeddingBagGrad,
     EmbeddingGrad as EmbeddingGrad,
+    TiedEmbeddingGrad as TiedEmbeddingGrad,
 )
 from flash_clipping.factors.linear import (
     LinearGrad as LinearGrad,

@@ -289,7 +289,7 @@ class BackwardPass:
         if self.units is not None:
             norms_PB = self.units.without_lost(norms_PB)
         norms_PB, doubts = self._of_whole_gradients(params, norms_PB, Doubts(hidden, scale))
-        coef = self._clip(params, norms_PB, doubts, plan.one_device)
+        coef = self._clip(params, norms_PB, doubts)
         self.coef = Coefficients(coef * scale, params, plan)
 
     def _sqnorms(self, plan: Plan) -> tuple[Blocks, Blocks]:
@@ -297,11 +297,9 @@ class BackwardPass:
         rounding may hide of those that are released by another product."""
         return self.groups.sqnorms(plan)
 
-    def _clip(
-        self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
-    ) -> Tensor:
+    def _clip(self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts) -> Tensor:
         """Coefficients by these norms."""
-        return self.session.options.clip(params, norms_PB, doubts, one_device)
+        return self.session.options.clip(params, norms_PB, doubts)
 
     def _check_uses(self) -> None:
         """Look at the batch size of every use of a parameter."""

@@ -78,9 +78,9 @@ class Doubts:
         return torch.stack([found.get(key, none_B) for key in keys])
 
 
-#: Norms ``[P, B]`` of the parameters, in their order, what rounding may hide of them, and whether
-#: the parameters are all on one device -> coefficients ``[B]`` or ``[P, B]``.
-ClipFunction: TypeAlias = Callable[[list[nn.Parameter], Tensor, Doubts, bool], Tensor]
+#: Norms ``[P, B]`` of the parameters, in their order, and what rounding may hide of them ->
+#: coefficients ``[B]`` or ``[P, B]``.
+ClipFunction: TypeAlias = Callable[[list[nn.Parameter], Tensor, Doubts], Tensor]
 
 
 def check_bounds(clipping: str, bound: Any, count: int) -> None:

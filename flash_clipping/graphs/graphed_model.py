@@ -21,6 +21,7 @@ from flash_clipping._compat import call_of, has_lasting_node, memory_id, pytree
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.inputs import batched_inputs
 from flash_clipping.capture.no_trace import without_gradients
+from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.told_rows import Told, draw_of
 from flash_clipping.errors import FlashClippingError, InvalidValue
@@ -307,7 +308,7 @@ class GraphedModel(GraphedStep):
         self._waiting = None
 
 
-def _check_backward(session: Any, is_second: bool, problem: str = "") -> None:
+def _check_backward(session: ClippingSession, is_second: bool, problem: str = "") -> None:
     """Raise ``FlashClippingError`` where a call may not go backward apart from its loss."""
     if is_second:
         problem = "backward() came a second time"
@@ -322,7 +323,7 @@ def _check_backward(session: Any, is_second: bool, problem: str = "") -> None:
 
 
 def _backward_of(
-    session: Any, leaves: list[Any], end: Callable[[], None]
+    session: ClippingSession, leaves: list[Any], end: Callable[[], None]
 ) -> Callable[[Sequence[Tensor | None]], None]:
     """The model's own backward from its results, once. Autograd's nodes of parameters live as long
     as somebody holds the loss; a capture needs new ones, so the loss is held apart from them."""

@@ -171,13 +171,13 @@ class PldAccountant(CountsSteps, IAccountant):
         return "pld"
 
 
-def releases_of(accountant: Any) -> list[list[Release]]:
+def releases_of(accountant: IAccountant) -> list[list[Release]]:
     """What all steps released, as it is for each of the neighbours that there are."""
     runs = [process_of(accountant).releases(*entry) for entry in accountant.history]
     return [[*neighbour] for neighbour in zip(*runs, strict=True)]
 
 
-def requested_process(accountant: Any, given: dict[str, Any]) -> Mechanism:
+def requested_process(accountant: IAccountant, given: dict[str, Any]) -> Mechanism:
     """The mechanism that ``make_private`` was given, for its dataset; the accountant is told.
 
     ``ValueError`` if other arguments do not go with it, or the accountant does not know it.

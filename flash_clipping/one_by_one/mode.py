@@ -686,8 +686,7 @@ class SamplesPass(BackwardPass):
         none_P = torch.zeros_like(next(iter(self.norms_P.values())))
         count = reached[0].count if self.units is None else self.units.count
         norms_PB = torch.stack([self.norms_P.get(b, none_P) for b in range(count)], 1)
-        one_device = len({param.device for param in params}) == 1
-        self.session.options.clip(params, norms_PB, Doubts((), self.scale), one_device)
+        self.session.options.clip(params, norms_PB, Doubts((), self.scale))
         for param in params:
             if not self.is_for_all and id(param) not in self.asked:
                 continue

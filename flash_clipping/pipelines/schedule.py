@@ -106,9 +106,7 @@ class StageBackwardPass(BackwardPass):
         super().__init__(session)
         self._hold = hold
 
-    def _clip(
-        self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
-    ) -> Tensor:
+    def _clip(self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts) -> Tensor:
         """Keep the norms; what is returned is nobody's coefficient."""
         self.norms_PB, self.doubts = norms_PB, doubts
         return norms_PB.new_ones(norms_PB.shape[1])

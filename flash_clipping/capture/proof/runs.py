@@ -537,9 +537,7 @@ class _Collects(BackwardPass):
                 self.forget()
                 self.session.end_backward(norms_taken=False)
 
-    def _clip(
-        self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts, one_device: bool
-    ) -> Tensor:
+    def _clip(self, params: list[nn.Parameter], norms_PB: Tensor, doubts: Doubts) -> Tensor:
         self.each, self.scale = norms_PB, doubts.scale
         self.bounds = doubts.bound_each([id(param) for param in params], norms_PB)
         return torch.ones_like(norms_PB[0])

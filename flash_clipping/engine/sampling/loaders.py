@@ -274,7 +274,7 @@ def _refuse_different(size: int, steps: int, units: Users | None) -> None:
         )
 
 
-def refuse_no_batch(loader: Any) -> None:
+def refuse_no_batch(loader: DataLoader[Any]) -> None:
     """Raise ``ValueError`` for a loader without batches: no step would have a sample rate."""
     if not isinstance(loader, DataLoader):
         _refuse(f"a {type(loader).__name__}", "Give torch.utils.data.DataLoader(dataset, ...)")

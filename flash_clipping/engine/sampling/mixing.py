@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.no_trace import random_state
 
 
-def warn_of_mixing(loader: Any) -> None:
+def warn_of_mixing(loader: DataLoader[Any]) -> None:
     """Warn of a collate function that mixes samples: two batches with one sample in common have no
     row in common. Both are made of the same items, by the same random numbers.
 
