@@ -153,7 +153,7 @@ def test_hypothesis_finds_no_attack(name: str, algorithm: str) -> None:
 
 @pytest.mark.parametrize("T", LONG)
 @pytest.mark.parametrize(("name", "algorithm"), [("Linear with bias", "gram"), *FEW[4:8]])
-def test_long_samples(name: str, algorithm: str, T: int) -> None:
+def test_long_samples_stay_within_the_bound(name: str, algorithm: str, T: int) -> None:
     for seed, kind in enumerate(("pair", "pair_and_one", "null", "one", "group")):
         attack = Attack(kind, T, 4, 3, 1.0, 8.0, None, 0.0, seed)
         holds(measure(name, attack, Setting("fp32", algorithm)))
@@ -213,7 +213,7 @@ def test_the_bound_of_a_mean_is_that_of_a_sum(mode: str) -> None:
     torch.testing.assert_close(coefs[0], coefs[1], rtol=1e-2, atol=0)
 
 
-def test_wide_layers() -> None:
+def test_wide_layers_stay_within_the_bound() -> None:
     """d = p = 768, T = 64, as in a transformer."""
     for seed in range(2):
         attack = Attack("pair", 64, 768, 768, 2.0, 7.0, 0.8, 0.0, seed)

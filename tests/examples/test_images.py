@@ -78,7 +78,7 @@ def test_gradients_are_those_of_one_image_at_a_time(
         assert_close(param.grad, expected, tolerance, path)
 
 
-def test_standardized_weights(example: ModuleType) -> None:
+def test_standardized_weights_have_mean_0_and_norm_1(example: ModuleType) -> None:
     weight = example.standardized(3 + 2 * torch.randn(4, 3, 5, 5, dtype=torch.float64))
     torch.testing.assert_close(weight.mean((1, 2, 3)), torch.zeros(4).double())
     torch.testing.assert_close(
@@ -86,7 +86,7 @@ def test_standardized_weights(example: ModuleType) -> None:
     )
 
 
-def test_convolutions_use_them(example: ModuleType) -> None:
+def test_convolutions_use_standardized_weights(example: ModuleType) -> None:
     layer = example.convolution(2, 3, stride=2)
     x = torch.randn(2, 2, 6, 5)
     expected = F.conv2d(x, example.standardized(layer.weight), stride=2, padding=1)
@@ -156,7 +156,7 @@ SHORT = [
 ]
 
 
-def test_a_short_run(
+def test_short_run_counts_parts_of_a_batch_as_one_step(
     six_images: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Parts of a batch are one step, and so is a batch without images."""

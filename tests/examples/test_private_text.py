@@ -24,7 +24,7 @@ SCRIPT = "private_text"
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_a_short_run(
+def test_short_run_of_private_text_writes_its_results(
     script: Any,
     tmp_path: Path,
     private: bool,

@@ -70,7 +70,7 @@ def test_gradients_are_the_samples_own(name: str, dtype: torch.dtype, way: Any) 
 @layers
 @dtypes
 @pytest.mark.parametrize("elements", [1, 1 << 24])
-def test_norms(
+def test_norms_of_convolutions_in_chunks_match_autograd(
     name: str, dtype: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "CHUNK_ELEMENTS_CPU", elements)

@@ -33,7 +33,7 @@ def truth(A: Tensor, G: Tensor, index: list[int], count: int) -> Tensor:
 
 @pytest.mark.parametrize("T", [1, 4])
 @pytest.mark.parametrize("name", MAPS)
-def test_stored(name: str, T: int) -> None:
+def test_stored_gradients_of_units_match_their_sums(name: str, T: int) -> None:
     """Norms and sums of the units' own gradients; what is not finite stays with its unit."""
     index, count = MAPS[name]
     A, G = operands(T)
@@ -69,7 +69,7 @@ def test_what_is_measured_is_what_is_released() -> None:
     assert worst_relative_error(sq_U, released.double().square().sum((1, 2))) <= 1e-6
 
 
-def test_shapes_alone_decide() -> None:
+def test_storing_is_decided_by_shapes_alone() -> None:
     A, G = operands(4)  # N (d + p) = 28 * 5 elements, and U d p = 6 U
     for readers, most in ((1, 23), (3, 14)):
         for count, worth in ((most, True), (most + 1, False)):

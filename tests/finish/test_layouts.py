@@ -44,7 +44,7 @@ def test_only_the_plans_used_last_are_kept() -> None:
     assert [plans.find(layout) is not None for layout in layouts] == [True, False, True]
 
 
-def test_layouts_tell_apart() -> None:
+def test_operands_of_other_layouts_are_told_apart() -> None:
     x = torch.zeros(2, 3, 4)
     room = torch.zeros(25)
     others = [
@@ -95,13 +95,13 @@ def test_which_operands_are_whose_counts() -> None:
     assert are_apart([*map(of, ways)])
 
 
-def test_statistics_count() -> None:
+def test_statistics_of_other_layouts_are_told_apart() -> None:
     rows, x, mean, rstd = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.zeros(6), torch.ones(6)
     ways = [(mean, rstd), (mean.double(), rstd), (mean, torch.ones(12)[::2]), (mean, mean)]
     assert are_apart([of([SumGrad(rows, None, Normalized(x, *each))]) for each in ways])
 
 
-def test_dtypes_of_parameters_count() -> None:
+def test_dtypes_of_parameters_are_told_apart() -> None:
     layer = nn.Linear(2, 2)
     params = list(layer.parameters())
     plans = Plans()

@@ -40,7 +40,7 @@ def test_layer_that_overflows_for_one_sample(dtype: torch.dtype, mode: str, redu
 
 
 @RUNS
-def test_overflow_under_autocast(mode: str, reduction: str) -> None:
+def test_overflow_under_autocast_is_left_out(mode: str, reduction: str) -> None:
     """fp32 parameters, bf16 activations."""
     torch.manual_seed(0)
     model = Overflowing()

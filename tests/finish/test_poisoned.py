@@ -237,7 +237,9 @@ class TiedHead(nn.Module):
 @RUNS
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("where", ["activation", "gradient"])
-def test_shared_parameters(where: str, value: float, mode: str, reduction: str) -> None:
+def test_poisoned_tied_head_is_left_out(
+    where: str, value: float, mode: str, reduction: str
+) -> None:
     torch.manual_seed(0)
     model = TiedHead()
     batch = (torch.randint(0, 9, (BATCH, 5)),)
@@ -248,7 +250,7 @@ def test_shared_parameters(where: str, value: float, mode: str, reduction: str) 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
-def test_checkpointed(checkpointing: str, mode: str) -> None:
+def test_poisoned_sample_of_a_checkpointed_model_is_left_out(checkpointing: str, mode: str) -> None:
     torch.manual_seed(0)
     model = Mixed(checkpointing=checkpointing)
     tokens, image = torch.randint(0, 11, (BATCH, 4)), torch.randn(BATCH, 3, 4, 4)
@@ -270,7 +272,7 @@ def test_whole_batch_is_poisoned(mode: str, reduction: str) -> None:
 
 
 @RUNS
-def test_warned_once(mode: str, reduction: str) -> None:
+def test_poisoned_samples_warn_once(mode: str, reduction: str) -> None:
     """One warning for the life of a wrapped model, and none for finite batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))

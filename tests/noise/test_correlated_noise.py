@@ -55,7 +55,7 @@ def inverse(noise: NoiseMechanism, steps: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("noise", ALL, ids=str)
-def test_covariance_over_steps(noise: NoiseMechanism) -> None:
+def test_covariance_over_steps_is_that_of_the_matrix(noise: NoiseMechanism) -> None:
     """Of the noise that is added, over 8 steps, against the matrix; and of its elements, none."""
     steps, elements = 8, 20000
     source = Rows(noise)
@@ -120,7 +120,7 @@ def test_noise_that_is_drawn_again_is_the_same_and_is_not_kept(count: int) -> No
 
 
 @pytest.mark.parametrize("noise", [IndependentNoise(), *ALL], ids=str)
-def test_training(noise: NoiseMechanism) -> None:
+def test_training_adds_the_noise_that_was_accounted_for(noise: NoiseMechanism) -> None:
     """The sums with the noise that was accounted for, and batches of every epoch alike."""
     engine, module, optimizer, loader = private(FixedOrder(noise))
     epochs = []
@@ -155,7 +155,7 @@ def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
         assert torch.allclose(p.grad, s + 4.0 * sensitivity_of(0.5) * z, atol=1e-6)
 
 
-def test_groups_take_turns() -> None:
+def test_groups_of_cyclic_batches_take_turns() -> None:
     _, module, optimizer, loader = private(CyclicPoisson(BandedNoise(2)))
     number, sizes = 0, []
     for _ in range(30):
@@ -204,7 +204,7 @@ def test_steps_on_other_batches_are_refused(mechanism: Any, draws: int) -> None:
     ("change", "code"),
     [("noise_multiplier", "FC522"), ("max_grad_norm", "FC522"), ("parameters", "FC523")],
 )
-def test_what_must_stay(change: str, code: str) -> None:
+def test_changes_between_steps_are_refused(change: str, code: str) -> None:
     _, module, optimizer, loader = private(FixedOrder(BandedInverseNoise(2)))
     batches = iter(loader)
     step(module, optimizer, next(batches)[0])

@@ -52,7 +52,7 @@ def test_integers_have_the_law_of_a_discrete_gaussian(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [20, 31])
-def test_wide_discrete_gaussians(bits: int) -> None:
+def test_wide_discrete_gaussians_fill_intervals_equally(bits: int) -> None:
     """In 200 intervals of equal probability, and their lowest bits; the tails."""
     count = 400_000
     found = discrete_gaussian(draw(1), count, bits).numpy()

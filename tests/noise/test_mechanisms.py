@@ -69,7 +69,7 @@ def test_gradients_in_other_directions_move_less(noise: NoiseMechanism) -> None:
 
 
 @pytest.mark.parametrize("noise", ALL, ids=str)
-def test_once(noise: NoiseMechanism) -> None:
+def test_one_participation_has_the_norm_of_a_column(noise: NoiseMechanism) -> None:
     assert noise.sensitivity(6) == pytest.approx(np.linalg.norm(noise.column(6)))
     assert noise.sensitivity(0) == 0
 
@@ -144,7 +144,7 @@ def test_optimised_weights_are_better_and_nothing_near_them_is(count: int, steps
 
 
 @pytest.mark.parametrize(("count", "steps", "separation"), [(2, 60, None), (3, 56, 14), (6, 90, 9)])
-def test_optimised_inverses(count: int, steps: int, separation: int | None) -> None:
+def test_optimised_inverses_are_best(count: int, steps: int, separation: int | None) -> None:
     """Better than the closed form, and than log-convex columns that lie near in one share."""
     closed, found = (
         BandedInverseNoise(count),
@@ -170,7 +170,7 @@ def test_optimised_inverses(count: int, steps: int, separation: int | None) -> N
 
 
 @pytest.mark.parametrize(("steps", "separation"), [(300, None), (300, 60), (56, 14)])
-def test_optimised_buffers(steps: int, separation: int | None) -> None:
+def test_optimised_buffers_beat_what_lies_near(steps: int, separation: int | None) -> None:
     """Better than what lies near; with more buffers not worse; and with one participation three
     are within 2 % of the square root of prefix sums, which needs all rows."""
     found = BufferedNoise.optimised(2, steps, separation)

@@ -64,7 +64,7 @@ def test_two_steps_by_quadrature(noise: float) -> None:
 
 
 @pytest.mark.parametrize(("noise", "steps"), [(0.7, 5), (1.0, 8), (2.0, 30)])
-def test_chance_agrees(noise: float, steps: int) -> None:
+def test_delta_by_drawing_is_the_accounted_one(noise: float, steps: int) -> None:
     """δ by drawing from ``P`` and ``Q``, within five standard errors and 1%."""
     rng, draws = np.random.default_rng(0), 400_000
     x = rng.normal(0, noise, (draws, steps))
@@ -261,7 +261,7 @@ def test_a_round_that_has_begun_stays_as_it_is() -> None:
         (Shuffled(), Release(1.0 / 2**0.5)),
     ],
 )
-def test_training(mechanism: Mechanism, release: Release) -> None:
+def test_training_draws_samples_once_a_round(mechanism: Mechanism, release: Release) -> None:
     engine, module, optimizer, loader = private(mechanism)
     epochs = []
     for _ in range(2):

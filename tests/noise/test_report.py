@@ -231,12 +231,12 @@ def test_what_does_not_compose() -> None:
         compose([report], delta=0.0)
 
 
-def test_units_are_named() -> None:
+def test_report_names_its_units() -> None:
     engine, _ = trained("rdp", unit=Users(torch.arange(SIZE) // 2))
     assert engine.report(DELTA)["unit"] == "an owner of rows"
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_composes_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = statistics_report("a", sensitivity=1.0, standard_deviation=3.0, delta=DELTA)
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file in files:

@@ -99,11 +99,11 @@ class TestEmbeddingLayer(
     test_gradient_calculation = not_applicable(
         "compares Opacus' summed_grad with a param.grad that was divided by the batch size 3, and "
         "passes in Opacus because the criterion there multiplies coefficients [3] with losses "
-        "[3, 1] into [3, 3] and adds up three times too much; test_summed_gradient compares "
-        "summed_grad with summed_grad on the same data"
+        "[3, 1] into [3, 3] and adds up three times too much; "
+        "test_summed_gradient_is_that_of_opacus compares summed_grad with summed_grad"
     )
 
-    def test_summed_gradient(self) -> None:
+    def test_summed_gradient_is_that_of_opacus(self) -> None:
         ids = torch.tensor([[1, 1], [2, 0], [2, 0]])
         target = torch.tensor([[[0.1], [0.1]], [[0.2], [0.3]], [[0.2], [0.3]]])
         criterion = torch.nn.CrossEntropyLoss()

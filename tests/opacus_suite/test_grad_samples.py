@@ -161,7 +161,7 @@ class Reversed(nn.Module):
 
 
 class TestRecurrent(Flash, cases("dp_rnn", "RNN_test")):
-    def test_packed_sequences(self) -> None:
+    def test_packed_sequences_match_opacus(self) -> None:
         sequences = [torch.randn(length, 4) for length in (3, 5, 5, 1)]
         for layer in (DPRNN, DPGRU, DPLSTM):
             for batch_first in (True, False):

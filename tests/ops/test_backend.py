@@ -55,7 +55,7 @@ def test_environment_overrides_auto_only(monkeypatch: pytest.MonkeyPatch) -> Non
         resolve("auto", torch.ones(1))
 
 
-def test_unknown_backend() -> None:
+def test_unknown_backend_is_refused() -> None:
     with raises("FC301", ValueError, match="backend is 'cuda'"):
         resolve("cuda", torch.ones(1))
 

@@ -95,7 +95,7 @@ def check(
 
 @every_case
 @pytest.mark.parametrize("name", ["same", "strided", "1 x 1, whole", "groups"])
-def test_operands_in_tf32(case: Case, name: str) -> None:
+def test_operands_in_tf32_are_cut_alike_everywhere(case: Case, name: str) -> None:
     """Norms, gradients and sums are of the cut operands, whoever cuts them: a kernel that falls
     back to PyTorch in between goes on with the same numbers."""
     if case.dtype != torch.float32 or (case.backend == "triton" and case.device == "cpu"):
@@ -106,7 +106,7 @@ def test_operands_in_tf32(case: Case, name: str) -> None:
     check(cut(x), cut(G), of, case, given=(x, G), tf32=True)
 
 
-def test_what_is_cut() -> None:
+def test_cut_numbers_lose_less_than_a_thousandth() -> None:
     """Less than 2^-10 of a number, of each sign; what is not finite stays so."""
     x = torch.randn(10_000, dtype=torch.float32) * 10.0 ** torch.randint(-30, 30, (10_000,))
     lost = (x.double() - cut(x).double()).abs() / x.double().abs()

@@ -190,7 +190,7 @@ def test_which_tables_are_taken_as_linear_maps(monkeypatch: pytest.MonkeyPatch) 
 
 @every_case_interpreted_once
 @pytest.mark.parametrize("positions", [20, 150])
-def test_norms_in_parts(case: Case, positions: int) -> None:
+def test_norms_in_parts_add_up_to_the_whole(case: Case, positions: int) -> None:
     ids, G = random_ids(case.device, 3, positions), case.randn(3, positions, 40)
     parts = embedding_sqnorms(ids, G, in_parts=True, backend=case.backend)
     assert parts.dim() == 2 and len(parts) == 3 and (parts >= 0).all()
@@ -260,7 +260,7 @@ def test_ranks_are_a_stable_sort(
     "shape", [(2, 19, 23, 24), (1, 1, 1, 8), (2, 70, 33, 5), (0, 3, 3, 8)], ids=str
 )
 @pytest.mark.parametrize("padding_idx", [None, 3])
-def test_tied_cross_term(case: Case, shape: tuple, padding_idx: int | None) -> None:
+def test_tied_cross_term_is_exact(case: Case, shape: tuple, padding_idx: int | None) -> None:
     B, T, S, d = shape
     ids, Gemb = random_ids(case.device, B, T), case.randn(B, T, d)
     Ahead, Ghead = case.randn(B, S, d, seed=1), case.randn(B, S, V, seed=2)

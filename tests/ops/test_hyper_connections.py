@@ -139,7 +139,7 @@ def test_half_precision_as_models_use_it(case: Case, monkeypatch: pytest.MonkeyP
 
 
 @every_case
-def test_large_logits(case: Case, sharpness: float = 40.0) -> None:
+def test_logits_of_forty_keep_the_iterations_gradients(case: Case, sharpness: float = 40.0) -> None:
     """Matrices that 20 iterations leave far from doubly stochastic: what is differentiated are the
     iterations, not where they lead. Logits themselves are rounded to 1e-7 of 100."""
     x, params = case.randn(2, 4, 4, 40), params_on(case, 4, 40, sharpness=sharpness)
@@ -157,7 +157,7 @@ def test_scale_of_the_streams(case: Case) -> None:
         compare(case, scale * case.randn(2, 4, 2, 20), params_on(case, 2, 20))
 
 
-def test_positions_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_in_several_chunks_match_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of a chunk, several chunks of a sample, and a last one that is not full."""
     kernels = pytest.importorskip("flash_clipping.layers.ops.hyper_connections.triton")
     monkeypatch.setattr(kernels, "CHUNK", 32)
@@ -254,7 +254,7 @@ def test_runs_are_equal_and_write_all_they_return(
 
 
 @every_case
-def test_doubly_stochastic(case: Case) -> None:
+def test_mixing_matrices_are_doubly_stochastic(case: Case) -> None:
     x, params = case.randn(2, 9, 4, 40), params_on(case, 4, 40)
     comb = hyper_connections(x, *params, backend=case.backend).comb_BSnn
     assert bool((comb > 0).all())
@@ -307,7 +307,7 @@ def test_mixed_streams_are_those_of_autograd(
 
 
 @every_case
-def test_nothing(case: Case) -> None:
+def test_no_samples_or_positions_give_zeros(case: Case) -> None:
     for shape in ((0, 3, 4, 8), (2, 0, 4, 8)):
         x, params, grads = case.randn(*shape), params_on(case, 4, 8), upstream(case, shape)
         found = by_name(differentiate(case, x, params, grads))

@@ -149,7 +149,7 @@ def test_nothing_is_remembered_without_a_compiled_kernel(monkeypatch: pytest.Mon
     assert interpreted.looked_for == old.looked_for == 2 and not launching._found
 
 
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_remember_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MOST", 3)
     kernel = Kernel()
     for n in range(10):

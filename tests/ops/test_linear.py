@@ -37,7 +37,7 @@ def test_groups_of_every_kind(case: Case) -> None:
         assert worst_relative_error(sq_LB, oracle) <= case.tolerance
 
 
-def test_no_groups() -> None:
+def test_no_groups_have_no_norms() -> None:
     assert linear_sqnorms([]) == []
 
 

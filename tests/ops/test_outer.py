@@ -123,7 +123,7 @@ def test_operands_of_two_dtypes_meet_in_the_wider() -> None:
 
 @every_case
 @pytest.mark.parametrize("casts", [None, torch.bfloat16, torch.float16], ids=str)
-def test_gradients_alone(case: Case, casts: torch.dtype | None) -> None:
+def test_gradients_alone_are_precise(case: Case, casts: torch.dtype | None) -> None:
     """Whatever the caller allows for its own products."""
     A, G = case.randn(3, 200, 24), case.randn(3, 200, 5, seed=1)
     before = torch.get_float32_matmul_precision()

@@ -157,7 +157,7 @@ def test_all_rows_are_finite(case: Case) -> None:
 
 
 @every_case
-def test_strides(case: Case) -> None:
+def test_rows_with_other_strides_are_cleared_in_a_copy(case: Case) -> None:
     x = case.randn(8, 6).T
     x[3, 2] = NAN
     lost_N = torch.zeros(6, dtype=torch.uint8, device=case.device)
@@ -167,7 +167,7 @@ def test_strides(case: Case) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
-def test_without_elements(shape: tuple[int, ...]) -> None:
+def test_rows_without_elements_lose_none(shape: tuple[int, ...]) -> None:
     lost_N = torch.zeros(shape[0], dtype=torch.uint8)
     assert finite_rows(torch.empty(shape), lost_N).shape == shape
     assert not lost_N.any()
@@ -181,6 +181,6 @@ def test_without_elements(shape: tuple[int, ...]) -> None:
         (torch.zeros(3, dtype=torch.uint8), torch.ones(2, 3).T, "changed in place"),
     ],
 )
-def test_refused(lost_N: Tensor, x: Tensor, message: str) -> None:
+def test_operands_that_do_not_fit_are_refused(lost_N: Tensor, x: Tensor, message: str) -> None:
     with raises("FC303", ValueError, match=message):
         finite_rows(x, lost_N, in_place=True)

@@ -271,7 +271,7 @@ def test_rows_of_two_uses() -> None:
 
 @every_case
 @pytest.mark.parametrize("weighted", [False, True])
-def test_sums_of_tokens(weighted: bool, case: Case) -> None:
+def test_sums_of_tokens_leave_out_rows_of_no_group(weighted: bool, case: Case) -> None:
     """Each token's rows; what is of no group adds nothing, whatever it and its weight hold."""
     tokens, k, f = 7, 3, 130
     group_Mk = torch.randint(5, (tokens, k), generator=torch.Generator().manual_seed(0)) - 1

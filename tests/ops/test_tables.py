@@ -81,7 +81,7 @@ def test_where_nothing_is_gained_nothing_is_copied(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_a_vocabulary(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabulary_rows_are_copied(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     x = torch.randn(2, 128, 50257, device="cuda", dtype=dtype)
     rows = on_16_bytes(x)

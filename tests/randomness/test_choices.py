@@ -35,7 +35,7 @@ def test_thresholds_are_the_rate_rounded_down(rate: float) -> None:
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan")])
-def test_no_probability(rate: float) -> None:
+def test_what_is_no_probability_is_refused(rate: float) -> None:
     with raises("FC302", ValueError, match="expected a probability"):
         threshold(rate)
 

@@ -299,7 +299,7 @@ def test_a_seed_is_said_loudly() -> None:
     assert first.state_dict()["seed"] == 5
 
 
-def test_another_stream() -> None:
+def test_another_stream_has_a_key_of_its_own() -> None:
     """Of a seed its own and these numbers', said once; of none a new key."""
     with warns("FC570", SeededNoiseWarning):
         seeded = SecretStream(seed=5)
@@ -326,7 +326,7 @@ def test_a_resumed_run_draws_nothing_again() -> None:
     assert other.draw(Purpose.NOISE).key not in {draw.key for draw in seen}
 
 
-def test_the_last_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_past_the_last_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MOST_DRAWS", 2)
     stream = SecretStream()
     stream.draw(Purpose.NOISE), stream.draw(Purpose.NOISE)

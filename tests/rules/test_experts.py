@@ -42,7 +42,7 @@ def check(model: nn.Module, batch: tuple[Tensor, ...], loss: Loss, tolerance: fl
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models(family: str) -> None:
+def test_families_match_autograd(family: str) -> None:
     if family == "GraniteMoe" and not hasattr(modeling_granitemoe, "GraniteMoeExperts"):
         pytest.skip("older transformers: its experts are layers that read rows of any samples")
     model = mixture(family)
@@ -51,7 +51,7 @@ def test_models(family: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
-def test_implementations(family: str, implementation: str) -> None:
+def test_implementations_of_experts_match_autograd(family: str, implementation: str) -> None:
     model = mixture(family)
     batch = tokens()
     truth = truth_by_autograd(copy.deepcopy(model), batch, language_loss)
@@ -180,7 +180,7 @@ def inputs(B: int, T: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("experts", [Experts, ExpertsWithBiases, ExpertsWithoutGate])
 @pytest.mark.parametrize(("B", "T"), [(1, 1), (1, 9), (2, 1), (4, 3), (3, 40)])
-def test_blocks(experts: Any, B: int, T: int) -> None:
+def test_blocks_of_any_size_match_autograd(experts: Any, B: int, T: int) -> None:
     check(block(experts), inputs(B, T), squares, 1e-9)
 
 
@@ -202,7 +202,7 @@ def twice_the_same(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("route", [to_one, to_one_by_sign, some_to_none, twice_the_same])
 @pytest.mark.parametrize("experts", [Experts, ExpertsWithBiases])
-def test_routes(route: Any, experts: Any) -> None:
+def test_routes_of_any_kind_match_autograd(route: Any, experts: Any) -> None:
     """Experts without rows, with all, with none of a sample; choices of no expert; one twice."""
     check(block(experts, route), inputs(4, 5), squares, 1e-9)
 
@@ -213,14 +213,14 @@ def test_every_choice_and_one() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_checkpointing_and_modes(mode: str) -> None:
+def test_checkpointed_blocks_in_each_mode_match_autograd(mode: str) -> None:
     model = block()
     model.checkpointing = True
     check_by_autograd(model, inputs(3, 5), squares, mode=mode)
 
 
 @pytest.mark.parametrize("names", [["down_proj"], ["gate_up_proj"], ["router"], ["before"]])
-def test_some_parameters(names: list[str]) -> None:
+def test_parts_that_are_trained_alone_match_autograd(names: list[str]) -> None:
     model = block()
     for name, param in model.named_parameters():
         param.requires_grad_(any(part in name for part in names))

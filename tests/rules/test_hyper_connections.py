@@ -133,26 +133,26 @@ def test_norms_and_clipped_sums(wrapper: str, mode: str) -> None:
 
 @pytest.mark.parametrize("positions", [(), (1,), (5,), (30,), (3, 4)], ids=str)
 @pytest.mark.parametrize("streams", [2, 4, 8])
-def test_streams_and_positions(streams: int, positions: tuple[int, ...]) -> None:
+def test_streams_and_positions_match_autograd(streams: int, positions: tuple[int, ...]) -> None:
     """Fewer positions than logits, more of them, one, and on several axes."""
     check(Decoder(streams).double(), float64s(3, *positions, 6))
 
 
 @pytest.mark.parametrize("embed", [True, False])
 @pytest.mark.parametrize("trained", [*NAMES, "layer", "hc"])
-def test_parts_of_a_model(trained: str, embed: bool) -> None:
+def test_parts_that_are_trained_alone_match_autograd(trained: str, embed: bool) -> None:
     model = Decoder(2, embed=embed).double()
     for name, param in model.named_parameters():
         param.requires_grad_(trained in name.split("."))
     check(model, float64s(3, 9, 6))
 
 
-def test_comb_without_transpose() -> None:
+def test_comb_without_transpose_matches_autograd() -> None:
     check(Decoder(transposed=False).double(), float64s(3, 5, 6))
     assert "transposed=False" in repr(HyperConnections(4, transposed=False))
 
 
-def test_fp32() -> None:
+def test_norms_in_fp32_match_autograd() -> None:
     check(Decoder(dim=40), (torch.randn(3, 30, 40),), tolerance=1e-5)
 
 
@@ -225,7 +225,7 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_ordinary_gradients(transposed: bool) -> None:
+def test_ordinary_gradients_match_autograd(transposed: bool) -> None:
     model = Decoder(transposed=transposed).double()
     (x,) = float64s(3, 5, 6)
     expected = gradients(plain_copy(model), x)
@@ -234,7 +234,7 @@ def test_ordinary_gradients(transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("trained", [*NAMES, "nothing"])
-def test_ordinary_gradients_of_one(trained: str) -> None:
+def test_ordinary_gradients_of_one_parameter_match_autograd(trained: str) -> None:
     hc = scramble(HyperConnections(6, 2)).double()
     for name, param in hc.named_parameters():
         param.requires_grad_(name == trained)

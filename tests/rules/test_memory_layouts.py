@@ -107,13 +107,13 @@ def check(
         layer.zero_grad(set_to_none=True)
 
 
-def test_layers_of_rows() -> None:
+def test_layers_of_rows_keep_the_strides_of_pytorch() -> None:
     for make in ROWS.values():
         check(make, [(x,) for x in inputs_of(B, T, D)])
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_layers_of_sequences(first: bool) -> None:
+def test_layers_of_sequences_keep_the_strides_of_pytorch(first: bool) -> None:
     for make in SEQUENCES.values():
         given = [x if first else x.transpose(0, 1) for x in inputs_of(B, T, D)]
         calls: list[tuple[Any, ...]] = [(x,) for x in given]
@@ -122,7 +122,7 @@ def test_layers_of_sequences(first: bool) -> None:
         check(lambda: make(first), calls, batch_first=first)  # noqa: B023
 
 
-def test_layers_of_ids_images_and_volumes() -> None:
+def test_layers_of_ids_images_and_volumes_keep_the_strides_of_pytorch() -> None:
     def ids(*shape: int) -> Tensor:
         return torch.randint(0, 9, shape)
 

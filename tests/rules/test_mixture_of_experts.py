@@ -124,7 +124,7 @@ SIZES = [  # B, T, E, k, d, f, r
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("size", SIZES)
-def test_every_section(size: tuple[int, ...], route: Any) -> None:
+def test_section_of_every_parameter_matches_torch_func(size: tuple[int, ...], route: Any) -> None:
     B, T, E, k, d, f, r = size
     layer = layer_of(E, d, f, r)
     x, w, G = drawn(B, T, d, k)
@@ -155,7 +155,7 @@ def test_every_section(size: tuple[int, ...], route: Any) -> None:
 
 @pytest.mark.parametrize("route", [routed, some_to_none])
 @pytest.mark.parametrize("r", [0, 4])
-def test_an_ordinary_backward(r: int, route: Any) -> None:
+def test_ordinary_backward_matches_autograd(r: int, route: Any) -> None:
     """Unwrapped, against autograd through the formula."""
     layer, ids = layer_of(8, 6, 5, r), route(3, 5, 8, 3)
     x, w, G = drawn(3, 5, 6, 3)
@@ -169,7 +169,7 @@ def test_an_ordinary_backward(r: int, route: Any) -> None:
 
 
 @pytest.mark.parametrize(("E", "k", "r"), [(8, 2, 4), (64, 4, 4), (256, 8, 16), (256, 8, 0)])
-def test_float32(E: int, k: int, r: int) -> None:
+def test_norms_in_float32_match_float64(E: int, k: int, r: int) -> None:
     layer = layer_of(E, 12, 10, r, torch.float32)
     x, w, G = drawn(3, 20, 12, k)
     ids = routed(3, 20, E, k)
@@ -237,7 +237,7 @@ def test_a_token_is_saved_once() -> None:
 
 @pytest.mark.parametrize("r", [0, 2])
 @pytest.mark.parametrize("T", [6, 80])
-def test_rows_that_cancel(T: int, r: int) -> None:
+def test_rows_that_cancel_are_in_the_bound(T: int, r: int) -> None:
     """Tokens of one sample whose gradients nearly cancel: a norm is never less than that of what is
     released, though the rows are a million times as long."""
     layer = layer_of(3, 6, 5, r, torch.float32)

@@ -54,7 +54,7 @@ def test_rule_matches_oracle(name: str, dtype: torch.dtype, reduction: str, mode
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
-def test_activation_checkpointing(checkpointing: str, mode: str) -> None:
+def test_checkpointed_model_matches_oracle(checkpointing: str, mode: str) -> None:
     case = Case(lambda: Mixed(checkpointing=checkpointing), mixed_batch)
     plain = Case(Mixed, mixed_batch)
     model, batch = make_case(case, torch.float64)
@@ -68,7 +68,7 @@ def test_activation_checkpointing(checkpointing: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["embed", "conv", "blocks.0", "bias", "weight", "norm"])
-def test_frozen_parameters(frozen: str) -> None:
+def test_model_with_frozen_parameters_matches_oracle(frozen: str) -> None:
     case = CASES["mixed"]
     model, batch = make_case(case, torch.float64)
     for name, param in model.named_parameters():
@@ -149,7 +149,7 @@ def test_a_parameter_renamed_between_steps_is_refused() -> None:
         loss.backward()
 
 
-def test_unfrozen_after_wrapping() -> None:
+def test_parameters_unfrozen_after_wrapping_match_oracle() -> None:
     case = CASES["parameter_proxies"]
     model, batch = make_case(case, torch.float64)
     model.requires_grad_(False)
@@ -170,7 +170,7 @@ def test_unfrozen_after_wrapping() -> None:
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-def test_autocast(mode: str) -> None:
+def test_norms_under_autocast_are_those_of_what_it_computes(mode: str) -> None:
     """Under bf16 autocast: the norms of what autocast computes, not of what fp32 would have."""
     case = CASES["mixed"]
     model, batch = make_case(case, torch.float32)

@@ -81,19 +81,19 @@ def mean_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
 
 @pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dropout(family: str) -> None:
+def test_families_with_dropout_match_one_forward(family: str) -> None:
     check_with_dropout(small(family, chance=True), texts(family), losses, tolerance=ROUNDED)
 
 
 @pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_passes(family: str) -> None:
+def test_families_in_two_passes_match_autograd(family: str) -> None:
     check_by_autograd(small(family), texts(family), mean_loss, mode="two_pass", tolerance=ROUNDED)
 
 
 @pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointing(family: str) -> None:
+def test_checkpointed_families_match_autograd(family: str) -> None:
     model = small(family)
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -106,7 +106,7 @@ def test_checkpointing(family: str) -> None:
 @pytest.mark.without_gate
 @pytest.mark.parametrize("trained", ["router", "expert", "norm"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_of_a_model(family: str, trained: str) -> None:
+def test_parts_that_are_trained_alone_match_autograd(family: str, trained: str) -> None:
     model = small(family, layers=2)  # the first gets inputs without gradients
     for name, param in model.named_parameters():
         param.requires_grad_(trained in name or "lm_head" in name)
@@ -115,7 +115,7 @@ def test_parts_of_a_model(family: str, trained: str) -> None:
 
 @pytest.mark.without_gate
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_batches(family: str) -> None:
+def test_batches_of_other_sizes_match_autograd(family: str) -> None:
     """Other sizes, lengths and routes, after one rehearsal."""
     batches = [texts(family, lengths) for lengths in (LENGTHS, (9, 1, 1, 4), (6,))]
     check_steps(small(family), batches, mean_loss, tolerance=ROUNDED)

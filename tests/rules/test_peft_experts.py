@@ -58,7 +58,7 @@ def check(model: nn.Module, batch: tuple[Tensor, ...], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss", "DeepseekV3"])
-def test_models(family: str) -> None:
+def test_adapted_families_match_autograd(family: str) -> None:
     """Beside LoRA on attention, and a router that is trained in full."""
     router = "router" if family == "GptOss" else "gate"
     attention = ["q_a_proj"] if family == "DeepseekV3" else ["q_proj", "v_proj"]
@@ -73,23 +73,23 @@ def test_models(family: str) -> None:
 @pytest.mark.parametrize("experts", [Experts, ExpertsWithBiases])
 @pytest.mark.parametrize("parameters", [BOTH, BOTH[::-1], BOTH[:1], BOTH[1:]])
 @pytest.mark.parametrize("T", [3, 40])
-def test_blocks(experts: Any, parameters: list[str], T: int) -> None:
+def test_adapted_blocks_match_autograd(experts: Any, parameters: list[str], T: int) -> None:
     check(with_lora(block(experts), parameters), inputs(4, T), tolerance=1e-9)
 
 
-def test_without_a_gate() -> None:
+def test_experts_without_a_gate_match_autograd() -> None:
     model = with_lora(block(ExpertsWithoutGate), ["experts.up_proj", "experts.down_proj"])
     check(model, inputs(4, 5), tolerance=1e-9)
 
 
 @pytest.mark.parametrize("route", [to_one, some_to_none, twice_the_same])
-def test_routes(route: Any) -> None:
+def test_routes_of_any_kind_match_autograd(route: Any) -> None:
     check(with_lora(block(ExpertsWithBiases, route), r=4), inputs(4, 5), tolerance=1e-9)
     check(with_lora(block(Experts, route), r=1), inputs(1, 30), tolerance=1e-9)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_and_checkpointing(mode: str) -> None:
+def test_checkpointed_blocks_in_each_mode_match_autograd(mode: str) -> None:
     model = block()
     model.checkpointing = True
     check(with_lora(model, use_rslora=True), inputs(3, 5), mode=mode)
@@ -103,7 +103,7 @@ def test_experts_that_are_used_twice() -> None:
     check(with_lora(Twice().double()), inputs(3, 40))
 
 
-def test_several_adapters() -> None:
+def test_several_adapters_match_autograd() -> None:
     model = with_lora(block())
     model.add_adapter("other", LoraConfig(r=3, target_parameters=BOTH, target_modules=[]))
     model.base_model.set_adapter(["default", "other"])
@@ -127,7 +127,7 @@ def test_other_adapters_by_the_time_of_backward() -> None:
     assert all(map(torch.equal, *grads))
 
 
-def test_the_base_beside() -> None:
+def test_base_that_is_trained_beside_matches_autograd() -> None:
     model = with_lora(block(ExpertsWithBiases))
     for name, param in model.named_parameters():
         param.requires_grad_("router" not in name)
@@ -174,7 +174,7 @@ def test_float32_adapters_beside_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
-def test_autocast(family: str) -> None:
+def test_norms_under_autocast_are_those_of_autograd(family: str) -> None:
     """Both round in bf16, but not alike: that is no other computation."""
     parameters = [f"mlp.{name}" for name in BOTH]
     for model in (mixture(family), with_lora(mixture(family), parameters)):
@@ -202,7 +202,7 @@ def test_a_sample_that_is_not_finite(T: int) -> None:
 # -- adapters that are not what the forward computes with ------------------------------------------
 
 
-def test_disabled_adapters() -> None:
+def test_disabled_adapters_leave_the_base() -> None:
     """PEFT freezes what it disables: the model is then its base, and nothing is trained."""
     model = with_lora(block())
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
@@ -232,7 +232,7 @@ def test_what_no_sample_reaches_is_refused(state: str) -> None:
         flash(*inputs(3, 5))
 
 
-def test_merged_and_frozen() -> None:
+def test_merged_and_frozen_adapters_match_autograd() -> None:
     """The router is trained on."""
     model = with_lora(block(), modules_to_save=["router"])
     model.merge_adapter()

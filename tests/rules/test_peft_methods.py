@@ -89,7 +89,7 @@ def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_method(method: str) -> None:
+def test_method_of_peft_matches_autograd(method: str) -> None:
     mode = "two_pass" if method in ("DoRA", "IA3", "prompt tuning", "OFT") else "one_pass"
     check_by_autograd(adapted(method), (tokens(),), loss, mode=mode, steps=1)
 

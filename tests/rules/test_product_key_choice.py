@@ -37,7 +37,7 @@ def test_scores_are_those_of_the_axes() -> None:
         assert_close(scores[..., one], expected[..., :5], 1e-12)
 
 
-def test_derivatives_of_scores() -> None:
+def test_scores_are_differentiable_twice() -> None:
     torch.manual_seed(0)
     x, y = (torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     valid = torch.tensor([True, True, False, True])

@@ -62,25 +62,25 @@ def inputs(*axes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]
     ],
     ids=str,
 )
-def test_models(options: dict[str, Any]) -> None:
+def test_models_with_any_options_match_autograd(options: dict[str, Any]) -> None:
     """One sample at a time through an ordinary backward, router and experts alike."""
     check_by_autograd(Model(**options).double(), inputs(4, 9), squares, steps=1)
 
 
 @pytest.mark.parametrize("axes", [(3,), (1, 1), (1, 9), (5, 1), (2, 3, 4)], ids=str)
-def test_axes(axes: tuple[int, ...]) -> None:
+def test_inputs_with_any_axes_match_autograd(axes: tuple[int, ...]) -> None:
     check_by_autograd(Model(padding=True, shared=4).double(), inputs(*axes), squares, steps=1)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("mode", MODES)
-def test_ways_to_wrap(wrapper: str, mode: str) -> None:
+def test_wrappers_in_each_mode_match_autograd(wrapper: str, mode: str) -> None:
     model = Model(heads=2, shared=5).double()
     check_by_autograd(model, inputs(4, 9), squares, wrapper=wrapper, mode=mode)
 
 
 @pytest.mark.parametrize("options", [{"heads": 2, "norm": "group", "groups": 7}, {"padding": True}])
-def test_against_torch_func(options: dict[str, Any]) -> None:
+def test_norms_match_torch_func(options: dict[str, Any]) -> None:
     """``vmap(grad)`` of the same model: the router is a function of every row by itself."""
     model, batch = Model(**options).double(), inputs(4, 9)
     truth = per_sample_truth(model, batch, squared_loss)
@@ -137,7 +137,7 @@ def test_rows_that_were_declared() -> None:
 
 
 @pytest.mark.parametrize("module", [product_key_experts, factors])
-def test_pieces(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_any_size_match_autograd(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some positions, of a sample, of one feature: the same, whatever is formed at a time."""
     for size in (1, 100, 1000):
         monkeypatch.setattr(module, "BUFFER", size)
@@ -307,7 +307,7 @@ def test_the_operands_that_were_multiplied(
         assert_close(factor.sqnorms("auto"), expected, 1e-5, "norms")
 
 
-def test_autocast() -> None:
+def test_norms_under_autocast_are_those_of_fp32() -> None:
     """Projections in bf16, tables in fp32: the same norms, to the digits of bf16."""
     model, batch = Model(heads=2, shared=4), inputs(4, 9, dtype=torch.float32)
     flash, norms = GradSampleModuleFlashClipping(model, max_grad_norm=1.0), []

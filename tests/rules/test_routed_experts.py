@@ -58,7 +58,7 @@ def inputs(B: int, *positions: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("r", "positions"), [(0, (5,)), (4, (5,)), (2, (90,)), (4, ()), (1, (2, 3))]
 )
-def test_models(r: int, positions: tuple[int, ...], mode: str) -> None:
+def test_models_of_any_shape_match_autograd(r: int, positions: tuple[int, ...], mode: str) -> None:
     check_by_autograd(Model(r), inputs(4, *positions), squares, mode=mode)
 
 
@@ -83,7 +83,7 @@ def test_tokens_end_to_end_checkpointed() -> None:
 
 
 @pytest.mark.parametrize("r", [0, 2])
-def test_one_sample(r: int) -> None:
+def test_one_sample_matches_autograd(r: int) -> None:
     check_by_autograd(Model(r), inputs(1, 5), squares)
 
 
@@ -99,7 +99,7 @@ def test_used_twice_and_checkpointed(r: int) -> None:
 
 @pytest.mark.parametrize("r", [0, 2])
 @pytest.mark.parametrize("trained", ["gate_up", "down", "_B", "_A", "router", "before", ""])
-def test_some_parameters(trained: str, r: int) -> None:
+def test_parts_that_are_trained_alone_match_autograd(trained: str, r: int) -> None:
     """Base and LoRA together, and each of them alone."""
     model = Model(r)
     for name, param in model.named_parameters():
@@ -119,7 +119,7 @@ def test_lora_freezes_its_base() -> None:
 
 
 @pytest.mark.parametrize("r", [0, 4])
-def test_low_precision(r: int) -> None:
+def test_parameters_in_16_bits_match_float64(r: int) -> None:
     """Output in the dtype of tokens, weights in fp32, LoRA in fp32 beside a base in bf16."""
     model = Model(r).bfloat16()
     for name, param in model.named_parameters():
@@ -137,7 +137,7 @@ def test_low_precision(r: int) -> None:
             assert_close(param.grad, 4 * wide.get_parameter(name).grad, 0.1, name)
 
 
-def test_autocast() -> None:
+def test_norms_under_autocast_are_those_of_autograd() -> None:
     model = Model(2).float()
     truth = copy.deepcopy(model)
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1e9)
@@ -238,7 +238,7 @@ def balanced_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     return squares(lambda _: y, batch) + 5 * loss_B.mean()
 
 
-def test_balancing_of_samples() -> None:
+def test_balancing_of_samples_matches_autograd() -> None:
     check_by_autograd(Balanced(balance="sample"), inputs(4, 9), balanced_loss)
     probabilities = torch.full((2, 6, 3), 1 / 3)
     ids = torch.arange(3).repeat(2).view(1, 6, 1).expand(2, 6, 1)
@@ -250,7 +250,7 @@ def test_balancing_of_a_batch_is_not_offered() -> None:
         TopKRouter(6, 5, 2, balance="batch")
 
 
-def test_another_router() -> None:
+def test_another_router_matches_autograd() -> None:
     """Scores and choices of whatever sees one token at a time."""
 
     class Hashed(nn.Module):
@@ -283,7 +283,7 @@ def test_shapes_that_do_not_fit(kind: str) -> None:
         model(*inputs(3, 5))
 
 
-def test_arguments() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     with raises("FC302", ValueError, match="lora_alpha"):
         MixtureOfExperts(6, 5, 4, lora_alpha=2.0)
     with raises("FC302", ValueError, match="experts=0"):
