@@ -42,13 +42,12 @@ class PrivateTraining(ReportsPrivacy, Callback):
         trainer.fit(module, loader)
 
     Args:
-        privacy: how private the run is; with ``max_grad_norm``.
+        privacy: how private the run is; with ``max_grad_norm``. With automatic optimization,
+            batches above its ``max_physical_batch_size`` are given to ``training_step`` in parts,
+            in one step of the optimizer.
         module: the name of the attribute of the ``LightningModule`` that holds the model, such as
             ``"model"``; ``None``: all of the ``LightningModule``, whose ``training_step`` must then
             call ``self(...)``.
-        max_physical_batch_size: the most samples that are on the device at a time. A larger batch
-            is given to ``training_step`` in parts, in one step of the optimizer. With automatic
-            optimization only.
 
     The loss that ``training_step`` returns is a mean over the samples it was given, of terms that
     each depend on one sample. Logged every ``log_every_n_steps``: ``epsilon`` and
@@ -64,13 +63,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
             checkpoint of another run.
     """
 
-    def __init__(
-        self,
-        privacy: PrivacyArguments,
-        *,
-        module: str | None = None,
-        max_physical_batch_size: int | None = None,
-    ):
+    def __init__(self, privacy: PrivacyArguments, *, module: str | None = None):
         if privacy.max_grad_norm is None:
             raise InvalidValue(
                 "FC803 PrivateTraining: found no max_grad_norm in PrivacyArguments; expected the "
@@ -84,7 +77,6 @@ class PrivateTraining(ReportsPrivacy, Callback):
             )
         self.privacy, self.run = privacy, PrivateRun(privacy)
         self.module = module
-        self.max_physical_batch_size = max_physical_batch_size or privacy.max_physical_batch_size
         self._loader: Any = None
         self._loaded: dict[str, Any] | None = None
 
@@ -120,7 +112,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
         )
         if self._loaded:
             self.run.load_state_dict(self._loaded)
-        if self.max_physical_batch_size is not None:
+        if self.privacy.max_physical_batch_size is not None:
             pl_module.training_step = self._in_parts(pl_module.training_step)
 
     def _private_loader(self, trainer: Any, pl_module: Any, *, distributed: bool) -> Any:
@@ -132,7 +124,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
             )
         refuse_loader(plain, poisson_sampling=True, distributed=distributed)
         options: dict[str, Any] = {"stream": self.run.sampling_stream, "distributed": distributed}
-        if self.max_physical_batch_size is None:
+        if (part_size := self.privacy.max_physical_batch_size) is None:
             return PoissonLoader.from_data_loader(plain, **options)
         if not pl_module.automatic_optimization:
             raise InvalidValue(
@@ -140,8 +132,7 @@ class PrivateTraining(ReportsPrivacy, Callback):
                 "whose training_step takes steps itself. Leave it out, or use automatic "
                 "optimization."
             )
-        options["part_size"] = self.max_physical_batch_size
-        return LogicalLoader.from_data_loader(plain, **options)
+        return LogicalLoader.from_data_loader(plain, part_size=part_size, **options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let Lightning step with noise, now that it has loaded the plain optimizer's state."""
@@ -229,7 +220,7 @@ def _refuse(trainer: Any, model: nn.Module) -> None:
             trainer.accumulate_grad_batches != 1,
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
             "A Poisson batch is one step. Give the loader the batch size of a step, and "
-            "PrivateTraining(max_physical_batch_size=...) what fits in memory",
+            "PrivacyArguments(max_physical_batch_size=...) what fits in memory",
         ),
         (bool(trainer.overfit_batches), "overfit_batches", "Leave it out"),
         (

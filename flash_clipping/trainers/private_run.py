@@ -24,9 +24,6 @@ from flash_clipping.randomness import SecretStream
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import ClippingStatistics, Reading
 
-#: Around what is said of privacy on a model card.
-CARD = ("<!-- privacy:start -->", "<!-- privacy:end -->")
-
 
 class ReportsPrivacy:
     """A trainer, or its callback, whose run tells what it has spent."""
@@ -47,28 +44,6 @@ class ReportsPrivacy:
         """All that ε depends on, for ``privacy.target_delta``: see
         :meth:`~flash_clipping.FlashPrivacyEngine.report`."""
         return self.run.engine.report(self.run.arguments.target_delta)
-
-    def model_card(self) -> str:
-        """What a model card says of the run's privacy, in Markdown."""
-        run, engine = self.run, self.run.engine
-        if not run.steps:
-            return f"{CARD[0]}\n## Differential privacy\n\nNo private step was taken.\n{CARD[1]}\n"
-        said = {
-            "Promise": engine.summary(run.arguments.target_delta),
-            "Unit": engine._unit,
-            "Clipping bound C": run.optimizer.max_grad_norm,
-            "Noise": f"standard deviation {run.noise_multiplier:.4g} · 1.01 C on the sum of a step",
-            "Batches": f"{run.optimizer.expected_batch_size} expected; each unit is drawn with "
-            f"probability {run.sample_rate:.4g}",
-            "Steps": run.steps,
-            "Accountant": engine.accountant.mechanism(),
-        }
-        rows = "".join(f"| {name} | {value} |\n" for name, value in said.items())
-        return (
-            f"{CARD[0]}\n## Differential privacy\n\nThe weights are (ε, δ)-differentially private. "
-            f"Losses and metrics on this card are not covered.\n\n| | |\n| --- | --- |\n{rows}"
-            f"{CARD[1]}\n"
-        )
 
 
 class PrivateRun:

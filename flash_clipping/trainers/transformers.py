@@ -47,7 +47,6 @@ from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import line
 from flash_clipping.trainers.few_shapes import FewShapes
 from flash_clipping.trainers.private_run import (
-    CARD,
     LogicalBatch,
     LogicalLoader,
     PrivateRun,
@@ -385,17 +384,6 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             elif "train_loss" in logs:
                 logs["epsilon"] = self.epsilon
         super().log(logs, *args, **kwargs)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As in ``Trainer``, with a section of what is promised: :meth:`model_card`."""
-        super().create_model_card(*args, **kwargs)
-        path = os.path.join(str(self.args.output_dir), "README.md")
-        if self.is_world_process_zero() and os.path.isfile(path):
-            with open(path, encoding="utf-8") as file:
-                before, _, rest = file.read().partition(CARD[0])
-            text = before + rest.partition(CARD[1])[2]  # where another card is kept
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(f"{text.rstrip()}\n\n{self.model_card()}")
 
     # -- checkpoints ----------------------------------------------------------------------------
 

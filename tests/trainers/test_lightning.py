@@ -84,11 +84,8 @@ def fit(
     loader: Any = None,
     **settings: Any,
 ) -> tuple[lightning.Trainer, PrivateTraining]:
-    callback = PrivateTraining(
-        privacy(max_grad_norm=BOUND, **(of_privacy or {})),
-        module=None if module.whole else "model",
-        max_physical_batch_size=physical,
-    )
+    given = {"max_grad_norm": BOUND, "max_physical_batch_size": physical} | (of_privacy or {})
+    callback = PrivateTraining(privacy(**given), module=None if module.whole else "model")
     defaults: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 2, "devices": 1}
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -122,32 +122,6 @@ def test_delta_of_users() -> None:
         engine.get_epsilon(0.19)
 
 
-def test_model_cards_say_what_is_promised(tmp_path: Path) -> None:
-    private = trainer(tmp_path, max_steps=2, of_privacy={"seed": None})
-    private.create_model_card()
-    card = tmp_path / "README.md"
-    assert "No private step was taken." in card.read_text()
-    private.train()
-    private.create_model_card(model_name="mine")
-    text = card.read_text()
-    assert text.startswith("---\n") and "mine" in text and "No private step" not in text
-    assert f"ε = {private.epsilon:.4g} at δ = 0.001 (add or remove one sample)" in text
-    run = private.run
-    for said in ("a sample of the dataset", f"C | {run.max_grad_norm}", "1 C on the sum"):
-        assert said in text, said
-    assert f"{run.optimizer.expected_batch_size} expected" in text
-    assert f"probability {run.sample_rate:.4g}" in text and "| Steps | 2 |" in text
-    card.write_text(text + "\n## Of a user\n")  # which others may keep
-    private.create_model_card()
-    assert card.read_text().count("## Differential privacy") == 1
-
-
-def test_model_cards_name_a_seed(tmp_path: Path) -> None:
-    private = trainer(tmp_path, max_steps=1)
-    private.train()
-    assert "SEEDED (0): NO ε HOLDS" in private.model_card()
-
-
 def test_trainers_report_what_the_engine_does(tmp_path: Path) -> None:
     private = trainer(tmp_path, max_steps=2, of_privacy={"seed": None})
     private.train()
