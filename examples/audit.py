@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from canaries import Canaries
 from language_model import CURRENT, blocks, through
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -34,7 +35,7 @@ from torch.utils.data import TensorDataset
 from training import InMemoryDataset
 
 from flash_clipping import FixedOrder, FlashPrivacyEngine, PoissonSampling, RandomAllocation
-from flash_clipping.auditing import Audit, Canaries
+from flash_clipping.auditing import Audit
 from flash_clipping.noise import BandedInverseNoise, BufferedNoise, Mechanism, NoiseMechanism
 
 CLASSES = 10

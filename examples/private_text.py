@@ -28,6 +28,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from canaries import Canaries, loss_scores
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -41,7 +42,7 @@ from transformers import (
 )
 
 from flash_clipping import per_sample_loss
-from flash_clipping.auditing import Audit, Canaries, loss_scores
+from flash_clipping.auditing import Audit
 from flash_clipping.trainers.transformers import PrivacyArguments, PrivateTrainer
 
 DELTA = 1e-5

@@ -4,10 +4,7 @@ Fair coins put canaries into the training data. After training, somebody who doe
 ranks the canaries by a score, guesses "in" for the highest and "out" for the lowest, and abstains
 on the rest. If training is private, too many right guesses are improbable, whatever the score::
 
-    canaries = Canaries(TensorDataset(images, torch.randint(10, (len(images),))))
-    train(canaries.among(dataset))
-    found = canaries.audit(loss_scores(model, canaries.samples, losses), guesses=300,
-                           epsilon=engine.get_epsilon(1e-5), delta=1e-5)
+    found = audit(score_M, included_M, guesses=300, epsilon=engine.get_epsilon(1e-5), delta=1e-5)
     print(found)
 
 The score decides only how tight the bound is. A lower bound above ε needs bad luck of
@@ -24,27 +21,22 @@ Shape suffixes: ``M`` canaries, ``N`` pixels or tokens.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from opacus.accountants.analysis.gdp import eps_from_mu
 from scipy.stats import binom, norm
-from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch import Tensor
 
 from flash_clipping.errors import InvalidValue, checked_number
 
 __all__ = [
     "Audit",
-    "Canaries",
     "audit",
     "epsilon_lower_bound",
     "is_improbable_gaussian",
-    "loss_scores",
     "p_value",
     "right_guesses",
 ]
@@ -169,41 +161,6 @@ def _check_counts(canaries: int, guesses: int, correct: int) -> None:
     checked_number("correct", correct, f"[0, {int(guesses)}]", example=guesses, whole=True)
 
 
-# -- canaries -------------------------------------------------------------------------------------
-
-
-class Canaries:
-    """Samples that fair coins put into the training data.
-
-    Args:
-        samples: m canaries, as the training data's own samples are.
-        seed: of the coins, for tests; ``None``: the operating system's.
-
-    Attributes:
-        included_M: which of them are in the data, bool. Code that computes scores must not
-            know it.
-    """
-
-    def __init__(self, samples: Dataset[Any], seed: int | None = None) -> None:
-        self.samples = samples
-        m = len(samples)  # type: ignore[arg-type]
-        if not m:
-            raise InvalidValue("FC931 Canaries: found no samples; expected one canary at least.")
-        if seed is None:
-            self.included_M: Tensor = torch.tensor([bool(secrets.randbits(1)) for _ in range(m)])
-        else:
-            self.included_M = torch.rand(m, generator=torch.Generator().manual_seed(seed)) < 0.5
-
-    def among(self, dataset: Dataset[Any]) -> ConcatDataset[Any]:
-        """The training data with those canaries that are in it, at its end."""
-        chosen = self.included_M.nonzero().flatten().tolist()
-        return ConcatDataset([dataset, Subset(self.samples, chosen)])
-
-    def audit(self, score_M: Tensor, **how: Any) -> Audit:
-        """As :func:`audit`, with the coins of these canaries."""
-        return audit(score_M, self.included_M, **how)
-
-
 def audit(
     score_M: Tensor,
     included_M: Tensor,
@@ -314,45 +271,3 @@ def right_guesses(score_M: Tensor, included_M: Tensor, guesses: int) -> int:
     high, low = guesses - guesses // 2, guesses // 2
     hits = included_M[order_M[:high]].sum() + (~included_M[order_M[len(order_M) - low :]]).sum()
     return int(hits)
-
-
-# -- how to look for them -----------------------------------------------------------------------
-
-
-@torch.no_grad()
-def loss_scores(
-    model: nn.Module,
-    samples: Dataset[Any],
-    losses: Callable[[nn.Module, Any], Tensor],
-    *,
-    reference: nn.Module | None = None,
-    batch_size: int = 64,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-) -> Tensor:
-    """``[M]``, fp64: minus the loss of every canary, in evaluation mode.
-
-    Args:
-        model: after training.
-        losses: ``losses(model, batch)`` gives one loss for each sample, ``[B]``.
-        reference: a model that has not seen them, whose losses are subtracted: how likely a sample
-            is anyhow says nothing.
-        batch_size, collate_fn: of the loader.
-
-    Raises:
-        ValueError: not one loss for each sample.
-    """
-    found = []
-    loader = DataLoader(samples, batch_size=batch_size, collate_fn=collate_fn)
-    for one in [model] if reference is None else [model, reference]:
-        modes = [module.training for module in one.modules()]
-        one.eval()
-        found.append(torch.cat([losses(one, batch).double().cpu() for batch in loader]))
-        for module, mode in zip(one.modules(), modes, strict=True):
-            module.training = mode
-    if found[0].shape != (len(samples),):  # type: ignore[arg-type]
-        raise InvalidValue(
-            f"FC462 loss_scores: found losses of shape {[*found[0].shape]}; expected one for each "
-            f"of {len(samples)} samples, not reduced:\n"  # type: ignore[arg-type]
-            '    F.cross_entropy(model(x), y, reduction="none")'
-        )
-    return -found[0] if reference is None else found[1] - found[0]

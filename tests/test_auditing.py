@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from opacus.accountants.analysis.gdp import eps_from_mu
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from flash_clipping import auditing
 from flash_clipping.__main__ import main
-from flash_clipping.auditing import Canaries
 from tests.support.errors import raises
 
 
@@ -139,68 +135,20 @@ def test_a_gaussian_mechanism_that_delta_covers_has_no_epsilon() -> None:
     assert auditing.epsilon_lower_bound(1000, 1000, 540, 1e-5, gaussian=True) > 0
 
 
-# -- canaries -------------------------------------------------------------------------------------
-
-
-def test_canaries_are_put_in_by_their_coins() -> None:
-    data, canaries = TensorDataset(torch.zeros(5)), Canaries(TensorDataset(torch.ones(100)), seed=0)
-    together = canaries.among(data)
-    assert len(together) == 5 + int(canaries.included_M.sum())
-    assert 30 < len(together) < 80
-    assert [float(together[i][0]) for i in range(len(together))] == [0.0] * 5 + [1.0] * (
-        len(together) - 5
-    )
-    coins = [Canaries(TensorDataset(torch.ones(200))).included_M for _ in range(2)]
-    assert not torch.equal(*coins) and all(60 < int(coin.sum()) < 140 for coin in coins)
-    with raises("FC931", ValueError):
-        Canaries(TensorDataset(torch.ones(0)))
-
-
 def test_an_audit_of_scores() -> None:
-    canaries = Canaries(TensorDataset(torch.ones(300)), seed=1)
-    score_M = canaries.included_M + 0.3 * torch.randn(
-        300, generator=torch.Generator().manual_seed(0)
-    )
-    found = canaries.audit(score_M, guesses=200, epsilon=1.0, delta=1e-5)
+    generator = torch.Generator().manual_seed(0)
+    included_M = torch.rand(300, generator=generator) < 0.5
+    score_M = included_M + 0.3 * torch.randn(300, generator=generator)
+    found = auditing.audit(score_M, included_M, guesses=200, epsilon=1.0, delta=1e-5)
     assert found.violated and found.lower_bound > 2
     assert "leaked more" in str(found) and "95.0%" not in found.verdict
-    none = canaries.audit(torch.zeros(300), guesses=200, epsilon=1.0, delta=1e-5)
+    none = auditing.audit(torch.zeros(300), included_M, guesses=200, epsilon=1.0, delta=1e-5)
     assert not none.violated
     with raises("FC931", ValueError, match="1"):
-        canaries.audit(
-            score_M.masked_fill(torch.arange(300) == 7, math.nan), guesses=2, epsilon=1.0, delta=0.1
-        )
+        score_M[7] = math.nan
+        auditing.audit(score_M, included_M, guesses=2, epsilon=1.0, delta=0.1)
     with raises("FC302", ValueError, match=r"guesses: found 400; .* in \[0, 300\]"):
-        canaries.audit(score_M, guesses=400, epsilon=1.0, delta=0.1)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out, self.drop = nn.Linear(4, 3), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.drop(x))
-
-
-def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
-def test_scores_are_losses_in_evaluation_mode() -> None:
-    torch.manual_seed(0)
-    model, reference = Model(), Model().eval()
-    model.drop.eval()
-    samples = TensorDataset(torch.randn(10, 4), torch.randint(3, (10,)))
-    batch = [*samples[:]]
-    scores = auditing.loss_scores(model, samples, losses, batch_size=4)
-    beside = auditing.loss_scores(model, samples, losses, reference=reference, batch_size=4)
-    assert model.training and not model.drop.training and not reference.training
-    expected = losses(model.eval(), batch)
-    assert torch.allclose(scores, -expected.double())
-    assert torch.allclose(beside, (losses(reference, batch) - expected).double())
-    with raises("FC462", ValueError, match=r"losses of shape \[1\]; expected one for each of 10"):
-        auditing.loss_scores(model, samples, lambda m, b: losses(m, b).mean()[None], batch_size=10)
+        auditing.audit(torch.zeros(300), included_M, guesses=400, epsilon=1.0, delta=0.1)
 
 
 # -- the command ----------------------------------------------------------------------------------
