@@ -41,7 +41,7 @@ class Setting:
     device: torch.device
     dtype: torch.dtype
     optimizer: bool = False
-    compile: str | None = None
+    compile: bool = False
     max_grad_norm: float = 1.0
     noise_multiplier: float = 1.0
     seed: int = 0
@@ -85,8 +85,7 @@ class Method(ABC):
         with _quiet():
             self._set_up(setting.build())
         if setting.compile:
-            mode = None if setting.compile == "default" else setting.compile
-            self.module.compile(mode=mode)
+            self.module.compile()
         self._graphed = GraphedStep(self._backward, self.module) if self.graph else None
 
     # Any, because the libraries hang what they have to say on modules, parameters and optimizers.
@@ -109,10 +108,7 @@ class Method(ABC):
     @property
     def settling(self) -> int:
         """Steps before the first that is like all others as far as memory goes. The one in which a
-        graph is captured is: it allocates what replays use. A mode of ``torch.compile`` that
-        captures graphs does it in its second step."""
-        if self.setting.compile not in (None, "default"):
-            return 2
+        graph is captured is: it allocates what replays use."""
         return 1 if self._graphed is None else self._graphed.warmup
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:

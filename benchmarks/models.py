@@ -4,15 +4,12 @@ Shapes are written as suffixes: B samples, T positions, D model width, V vocabul
 
 Our own models are free of buffers and of layers that mix samples, so that every method can run
 them.
-A workload of your own: ``--model package.module:factory``, where ``factory(**overrides)`` returns
-a :class:`Workload` and ``overrides`` holds those of ``batch``, ``seq``, ``layers`` and
-``checkpointing`` that were given on the command line.
+``flash-clipping bench`` measures a model of your own.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -282,24 +279,17 @@ def workload(
     checkpointing: bool = False,
     lora: int | None = None,
 ) -> Workload:
-    """The named workload, or that of ``module:factory``, with what was asked for changed.
+    """The named workload, with what was asked for changed.
 
     Raises:
         ValueError: an unknown name, or an override that this model does not have.
     """
     given = dict(batch=batch, seq=seq, layers=layers, checkpointing=checkpointing or None)
     overrides: dict[str, Any] = {key: x for key, x in given.items() if x is not None}
-    if ":" in name:
-        where, _, attribute = name.partition(":")
-        factory, defaults = getattr(importlib.import_module(where), attribute), {}
-    elif name in _ROWS:
-        defaults = {"name": name, **_ROWS[name]}
-        factory = _MAKERS[defaults.pop("make")]
-    else:
-        raise ValueError(
-            f"unknown model {name!r}: give one of {', '.join(NAMES)}, or 'module:factory' where "
-            "factory returns a benchmarks.workload.Workload"
-        )
+    if name not in _ROWS:
+        raise ValueError(f"unknown model {name!r}: give one of {', '.join(NAMES)}")
+    defaults = {"name": name, **_ROWS[name]}
+    factory = _MAKERS[defaults.pop("make")]
     try:
         found = factory(**(defaults | overrides))
     except TypeError as error:

@@ -37,8 +37,7 @@ def add_setting_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["decoder-small"],
         metavar="NAME",
-        help="named models, or module:factory for your own (see benchmarks/models.py); "
-        f"names: {', '.join(models.NAMES)}",
+        help=f"of {', '.join(models.NAMES)}; your own: flash-clipping bench",
     )
     parser.add_argument(
         "--methods",
@@ -53,16 +52,8 @@ def add_setting_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="recompute each block")
     parser.add_argument(
         "--compile",
-        nargs="?",
-        const="default",
-        choices=("default", "reduce-overhead", "max-autotune-no-cudagraphs"),
-        metavar="MODE",
-        help="module.compile(mode=MODE), every method alike",
-    )
-    parser.add_argument(
-        "--gc-freeze",
         action="store_true",
-        help="keep Python's garbage collector from what exists before the turns, as users may",
+        help="module.compile(), every method alike",
     )
     parser.add_argument("--optimizer", action="store_true", help="with noise and AdamW")
     parser.add_argument("--max-grad-norm", type=float, default=1.0)

@@ -125,8 +125,6 @@ class Summary:
     """A row in numbers; ratios are to :func:`baseline_of`, the times paired round by round."""
 
     milliseconds: Spread
-    samples_per_second: float
-    tokens_per_second: float
     ratio: Spread | None
     memory_ratio: float | None
     host_milliseconds: float | None = None
@@ -157,8 +155,6 @@ def summaries(rows: Sequence[Row]) -> list[Summary | None]:
                 memory_ratio = row.peak_bytes / baseline.peak_bytes
             if host is not None and baseline.host_milliseconds:
                 host_ratio = host / statistics.median(baseline.host_milliseconds)
-        per_second = 1e3 * row.batch / spread.median
-        tokens_per_second = per_second * row.positions
-        return Summary(spread, per_second, tokens_per_second, ratio, memory_ratio, host, host_ratio)
+        return Summary(spread, ratio, memory_ratio, host, host_ratio)
 
     return [summary(row) for row in rows]

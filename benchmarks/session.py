@@ -8,7 +8,6 @@ the others, each is built anew for its turn and is alone on the device.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -185,7 +184,7 @@ class Session:
     ) -> Fingerprint | None:
         """The plain model, without compilation and graphs; None: it does not fit."""
         setting = self.setting
-        plain = dataclasses.replace(setting, compile=None)
+        plain = dataclasses.replace(setting, compile=False)
         row = Row(_one_at_a_time(dtype))
 
         def take() -> Fingerprint:
@@ -237,28 +236,14 @@ class Session:
         steps: int,
         warmup: int,
         clock: Clock = "wall",
-        gc_freeze: bool = False,
         done: Progress = lambda line: None,
     ) -> None:
         """Methods in turn, ``steps`` steps each, for ``rounds`` rounds: one sample a turn.
 
         Every round starts with the next method: what runs after a method that left the card cool
         is faster by a few percent, and no method is to have that place always.
-
-        With ``gc_freeze``, Python's garbage collector passes over what was made before.
         """
         settle(self.setting.device)
-        if gc_freeze:
-            gc.freeze()
-        try:
-            self._take_turns(rounds, steps, warmup, clock, done)
-        finally:
-            if gc_freeze:
-                gc.unfreeze()
-
-    def _take_turns(
-        self, rounds: int, steps: int, warmup: int, clock: Clock, done: Progress
-    ) -> None:
         for number in range(rounds):
             names = self.running()
             first = number % max(1, len(names))

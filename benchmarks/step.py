@@ -92,7 +92,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 steps=options.steps,
                 warmup=options.warmup,
                 clock=options.clock,
-                gc_freeze=options.gc_freeze,
                 done=status_line.update,
             )
         rows = list(session.rows.values())

@@ -103,21 +103,6 @@ def test_unknown_names_and_overrides_say_what_to_give() -> None:
         models.workload("cnn-small", seq=3)
 
 
-def own_factory(batch: int = 3) -> Workload:
-    """What a user would write."""
-
-    def draw(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = torch.randn(batch, 5, generator=generator)
-        return inputs, torch.randint(2, (batch,), generator=generator)
-
-    return Workload("own", lambda: nn.Linear(5, 2), draw, batch=batch)
-
-
-def test_a_factory_of_the_users_own() -> None:
-    workload = models.workload(f"{__name__}:own_factory", batch=7)
-    assert (workload.name, workload.batch) == ("own", 7)
-
-
 def small(kind: str) -> Workload:
     """The named models' own factories, at sizes for a CPU."""
     if kind == "wide":

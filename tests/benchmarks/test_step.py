@@ -68,15 +68,13 @@ def test_every_method_has_a_row_with_all_its_samples(step: Step, extra: tuple[st
     for row in content["rows"]:
         assert row["status"] == "ok", row
         assert len(row["milliseconds"]) == 2 and row["peak_bytes"] > 0
-        assert row["summary"]["samples_per_second"] > 0
     assert content["rows"][0]["summary"]["ratio"]["median"] == 1.0
 
 
 def test_several_models_in_one_run(step: Step) -> None:
-    own = "tests.benchmarks.test_models:own_factory"
-    found = step("nonprivate,flash,opacus-ghost", "--model", "tiny", own)
+    found = step("nonprivate,flash,opacus-ghost", "--model", "tiny", "wrn-tiny")
     assert found.status == 0, found.printed
-    assert {row.model for row in Record.read(found.path).rows} == {"tiny", "own"}
+    assert {row.model for row in Record.read(found.path).rows} == {"tiny", "wrn-tiny"}
 
 
 def test_the_plain_model_is_asked_what_it_rounds_where_a_method_is_further_off(
@@ -155,8 +153,6 @@ def test_statistics() -> None:
     assert summary is not None and summary.ratio is not None
     assert summary.ratio.median == pytest.approx(1.2)  # of 1.2, 1.2, 1.8: paired by round
     assert summary.memory_ratio == 1.5
-    assert summary.samples_per_second == pytest.approx(4 / 0.018)
-    assert summary.tokens_per_second == pytest.approx(40 / 0.018)
     assert alone is not None and alone.ratio is None
     assert Spread.of([float(value) for value in range(11)]) == Spread(5.0, 1.0, 9.0)
 
@@ -392,7 +388,7 @@ def test_without_triton_a_gpu_run_stops_unless_forced(monkeypatch: pytest.Monkey
     stop_without_triton(["nonprivate", "flash"], torch.device("cpu"), False, quiet)
 
 
-@pytest.mark.parametrize("command", ["step", "kernels", "packed"])
+@pytest.mark.parametrize("command", ["step", "kernels", "product-key"])
 def test_a_gpu_that_is_not_there_is_what_is_missing(command: str, run: Run) -> None:
     status, printed = run(command, "--device", "cuda:99")
     assert status == 2
