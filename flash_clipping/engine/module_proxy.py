@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -34,13 +33,10 @@ class ModuleProxy(nn.Module):
             if model is None or (name.startswith("__") and name.endswith("__")):
                 raise
         try:
-            found = getattr(model, name)
+            return getattr(model, name)
         except AttributeError as error:
             kinds = f"{type(self).__name__} around {type(model).__name__}"
             raise AttributeError(f"{kinds} has no attribute {name!r}") from error
-        if name == "generate" and callable(found) and not model.training:
-            return self._unrecorded(found)
-        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         model = self.__dict__.get("_modules", {}).get("_module")
@@ -64,23 +60,6 @@ class ModuleProxy(nn.Module):
         own = self.__dict__
         parts = own["_parameters"], own["_buffers"], own["_modules"]
         return name in own or hasattr(type(self), name) or any(name in each for each in parts)
-
-    def _unrecorded(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """``generate`` of transformers with hooks disabled: it takes no gradients."""
-        whose = getattr(generate, "__module__", "") or ""
-        if whose.partition(".")[0] not in ("transformers", "peft"):
-            return generate
-
-        @functools.wraps(generate)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            session = self._session
-            before, session.mode.enabled = session.mode.enabled, False
-            try:
-                return generate(*args, **kwargs)
-            finally:
-                session.mode.enabled = before
-
-        return run
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As of any module, for state dicts of wrapped models, whose names begin with ``_module.``,

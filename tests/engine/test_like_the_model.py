@@ -260,24 +260,6 @@ def test_generate_leaves_no_trace(training: bool) -> None:
     assert torch.equal(norms, wrapped.get_norm_sample())
 
 
-def test_generate_goes_past_the_taps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs nothing per layer, and is right again when it fails."""
-    wrapped = GradSampleModuleFlashClipping(gpt2().eval())
-    seen: list[bool] = []
-    forward = type(wrapped._module).prepare_inputs_for_generation
-
-    def prepare(self: object, *args: object, **kwargs: object) -> object:
-        seen.append(wrapped._session.mode.enabled)
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(wrapped._module), "prepare_inputs_for_generation", prepare)
-    wrapped.generate(torch.randint(17, (2, 3)), max_new_tokens=2, pad_token_id=0)
-    assert seen == [False, False]
-    with pytest.raises(ValueError):
-        wrapped.generate(torch.randint(17, (2, 3)), max_new_tokens=-1)
-    assert wrapped._session.mode.enabled
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("named", [False, True])
 def test_the_criterion_takes_an_output_of_transformers(reduction: str, named: bool) -> None:
