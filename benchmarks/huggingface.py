@@ -44,7 +44,7 @@ def transformer(
     classifier of sequences into two classes."""
     draw = draw_labelled if "Classification" in cls else draw_tokens
     drawn = functools.partial(draw, batch=batch, seq=seq, vocab=config["vocab_size"])
-    build = functools.partial(_build, cls, _of_depth(config, layers), checkpointing)
+    build = functools.partial(_build, cls, of_depth(config, layers), checkpointing)
     return Workload(name, build, drawn, batch=batch, positions=seq)
 
 
@@ -60,11 +60,11 @@ def image_classifier(
 ) -> Workload:
     """GroupNorm takes the place of BatchNorm, which mixes samples."""
     draw = functools.partial(draw_images, batch=batch, size=size, classes=config["num_labels"])
-    build = functools.partial(_build, cls, _of_depth(config, layers))
+    build = functools.partial(_build, cls, of_depth(config, layers))
     return Workload(name, build, draw, batch=batch, positions=positions)
 
 
-def _of_depth(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
+def of_depth(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
     """With so many layers, where they are a number."""
     if layers is None:
         return config

@@ -26,13 +26,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks import environment
+from benchmarks.huggingface import of_depth
 from benchmarks.options import UsageError
-from flash_clipping import Kernels
+from flash_clipping import Kernels, PrivacyArguments
 
 #: How far norms in fp32 may be from those of single samples in float64, relative.
 APART = 1e-4
@@ -53,108 +55,52 @@ METHODS: dict[str, dict[str, Any] | None] = {
 class Task(NamedTuple):
     """A model, the lengths of its texts (or images), and how many are in a batch."""
 
-    build: Callable[[Any], nn.Module]
+    cls: str
+    config: dict[str, Any]
     batch: int
     lengths: tuple[int, int] = (0, 0)
     classes: int = 0
-    seq2seq: bool = False
+    lora: int = 0
+
+    @property
+    def seq2seq(self) -> bool:
+        return "ConditionalGeneration" in self.cls
+
+    def build(self, layers: int | None = None) -> nn.Module:
+        """The model, with so many layers if not with its own number of them."""
+        import transformers
+
+        kind = getattr(transformers, self.cls)
+        model: nn.Module = kind(kind.config_class(**of_depth(self.config, layers)))
+        if self.lora:
+            import peft
+
+            more: Any = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+            model = peft.get_peft_model(model, peft.LoraConfig(r=self.lora, **more))
+        return model
+
+    def arguments(self, **more: Any) -> Any:
+        """Of a trainer that reports nothing."""
+        import transformers as tr
+
+        kind = tr.Seq2SeqTrainingArguments if self.seq2seq else tr.TrainingArguments
+        use_cpu = not torch.cuda.is_available()
+        folder = tempfile.mkdtemp()
+        return kind(output_dir=folder, report_to=[], disable_tqdm=True, use_cpu=use_cpu, **more)
+
+    def trainer(self, private: bool) -> Any:
+        """The class that trains it."""
+        import transformers as tr
+
+        from flash_clipping.trainers.transformers import PrivateSeq2SeqTrainer, PrivateTrainer
+
+        if private:
+            return PrivateSeq2SeqTrainer if self.seq2seq else PrivateTrainer
+        return tr.Seq2SeqTrainer if self.seq2seq else tr.Trainer
 
 
-def _bert(size: Any) -> nn.Module:
-    import transformers as tr
-
-    config = tr.BertConfig(num_hidden_layers=size(12), num_labels=2)
-    return tr.BertForSequenceClassification(config)
-
-
-def _roberta(size: Any) -> nn.Module:
-    import transformers as tr
-
-    return tr.RobertaForSequenceClassification(
-        tr.RobertaConfig(
-            num_hidden_layers=size(24),
-            hidden_size=1024,
-            num_attention_heads=16,
-            intermediate_size=4096,
-            num_labels=2,
-            max_position_embeddings=514,
-        )
-    )
-
-
-def _gpt2(size: Any) -> nn.Module:
-    import transformers as tr
-
-    return tr.GPT2LMHeadModel(tr.GPT2Config(n_layer=size(12)))
-
-
-def _vit(size: Any) -> nn.Module:
-    import transformers as tr
-
-    return tr.ViTForImageClassification(tr.ViTConfig(num_hidden_layers=size(12), num_labels=100))
-
-
-def _llama_lora(size: Any) -> nn.Module:
-    import peft
-    import transformers as tr
-
-    config = tr.LlamaConfig(
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=size(22),
-        num_attention_heads=32,
-        num_key_value_heads=4,
-    )
-    adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    model: nn.Module = peft.get_peft_model(tr.LlamaForCausalLM(config), adapters)
-    return model
-
-
-def _t5(size: Any) -> nn.Module:
-    import transformers as tr
-
-    return tr.T5ForConditionalGeneration(
-        tr.T5Config(
-            vocab_size=32128,
-            d_model=768,
-            d_ff=2048,
-            num_layers=size(12),
-            num_heads=12,
-            feed_forward_proj="gated-gelu",
-            decoder_start_token_id=0,
-            tie_word_embeddings=False,
-        )
-    )
-
-
-def _qwen3(size: Any) -> nn.Module:
-    import transformers as tr
-
-    return tr.Qwen3ForCausalLM(
-        tr.Qwen3Config(
-            vocab_size=151936,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=size(28),
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            tie_word_embeddings=True,
-        )
-    )
-
-
-TASKS = {
-    "bert": Task(_bert, 64, (16, 128), classes=2),
-    "gpt2": Task(_gpt2, 32, (32, 256)),
-    "vit": Task(_vit, 64, classes=100),
-    "llama-lora": Task(_llama_lora, 16, (64, 512)),
-    "t5": Task(_t5, 16, (128, 512), seq2seq=True),
-    "qwen3": Task(_qwen3, 8, (512, 512)),
-    "roberta-large": Task(_roberta, 32, (16, 256), classes=2),
-    "gpt2-512": Task(_gpt2, 16, (512, 512)),
-}
+_LIST = Path(__file__).with_name("trainer.yaml").read_text(encoding="utf-8")
+TASKS = {name: Task(**row) for name, row in yaml.safe_load(_LIST).items()}
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -162,7 +108,7 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     def __init__(self, task: Task, count: int):
         random = torch.Generator().manual_seed(0)
-        is_text = task.lengths != (0, 0)
+        is_text = any(task.lengths)
         draw = functools.partial(_text, _manual()) if is_text else _image
         self.count = count
         self.rows = [draw(task, random) for _ in range(count if is_text else min(count, 512))]
@@ -230,18 +176,9 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 def norms_apart(name: str) -> float:
     """The largest relative error of the norms that the private trainer clips by: of a model of two
     layers without dropout, in fp32, beside its own loss of one sample at a time in float64."""
-    import transformers as tr
-
-    from flash_clipping.trainers.transformers import (
-        PrivacyArguments,
-        PrivateSeq2SeqTrainer,
-        PrivateTrainer,
-    )
-
     task, found = TASKS[name], []
-    kind: Any = PrivateSeq2SeqTrainer if task.seq2seq else PrivateTrainer
 
-    class Watched(kind):  # type: ignore[misc]
+    class Watched(task.trainer(private=True)):  # type: ignore[misc]
         def training_step(self, model: Any, inputs: Any, *args: Any) -> Tensor:
             loss: Tensor = super().training_step(model, inputs, *args)
             norms = self.run.hooks.get_norm_sample()
@@ -250,20 +187,13 @@ def norms_apart(name: str) -> float:
 
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = False  # in which convolutions are, unless told
-    model = task.build(lambda layers: 2)
+    model = task.build(2)
     for module in model.modules():
         for key, value in vars(module).items():
             if ("dropout" in key or isinstance(module, nn.Dropout)) and isinstance(value, float):
                 setattr(module, key, 0.0)
     truth = copy.deepcopy(model).double()
-    arguments = (tr.Seq2SeqTrainingArguments if task.seq2seq else tr.TrainingArguments)(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=4,
-        max_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-    )
+    arguments = task.arguments(per_device_train_batch_size=4, max_steps=1)
     privacy = PrivacyArguments(noise_multiplier=1.0, target_delta=1e-6, max_grad_norm=1.0, seed=0)
     Watched(
         model=model,
@@ -294,12 +224,6 @@ def measure(
     """Train, and tell what it took."""
     import transformers as tr
 
-    from flash_clipping.trainers.transformers import (
-        PrivacyArguments,
-        PrivateSeq2SeqTrainer,
-        PrivateTrainer,
-    )
-
     tr.logging.set_verbosity_error()
     said: list[str] = []
     listener = logging.Handler()
@@ -308,34 +232,25 @@ def measure(
     logging.getLogger("flash_clipping").setLevel(logging.INFO)
     task, on_gpu = TASKS[name], torch.cuda.is_available()
     torch.manual_seed(0)
-    model = task.build(lambda layers: 2 if small else layers)
+    model = task.build(2 if small else None)
     batch = 4 if small else task.batch
     data = Rows(task, 64 * batch)
     clock = _clock(tr.TrainerCallback)
-    kind = tr.Seq2SeqTrainingArguments if task.seq2seq else tr.TrainingArguments
-    arguments = kind(
-        output_dir=tempfile.mkdtemp(),
+    arguments = task.arguments(
         per_device_train_batch_size=batch,
         max_steps=steps,
         bf16=on_gpu,
         logging_steps=50,
         save_strategy="no",
-        report_to=[],
         dataloader_num_workers=4 if on_gpu else 0,
         learning_rate=1e-4,
-        disable_tqdm=True,
-        use_cpu=not on_gpu,
     )
     given = {"model": model, "args": arguments, "train_dataset": data, "data_collator": collate}
-    if (options := METHODS[method]) is None:
-        cls = tr.Seq2SeqTrainer if task.seq2seq else tr.Trainer
-        trainer = cls(**given, callbacks=[clock])
-    else:
-        privacy = PrivacyArguments(
+    if (options := METHODS[method]) is not None:
+        given["privacy"] = PrivacyArguments(
             noise_multiplier=noise, target_delta=1e-6, max_grad_norm=bound, **options
         )
-        private = PrivateSeq2SeqTrainer if task.seq2seq else PrivateTrainer
-        trainer = private(**given, callbacks=[clock], privacy=privacy)
+    trainer = task.trainer(private=options is not None)(**given, callbacks=[clock])
     clock.trainer = trainer
     trainer.train()
     graphs = clock.graphs

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from torch import nn
 
 from benchmarks.trainer import TASKS, Rows, Task, collate, lines, measure, norms_apart
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping as FlashNorms
 from tests.benchmarks.conftest import Run
-from tests.support.trainers import bert
+
+TINY = Task(
+    "BertForSequenceClassification",
+    {"vocab_size": 300, "max_position_embeddings": 16, "num_labels": 2, "num_hidden_layers": 1}
+    | {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16},
+    batch=4,
+    lengths=(4, 8),
+    classes=2,
+)
 
 
 @pytest.mark.parametrize("method", ["plain", "private"])
 def test_a_run_of_each_method(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tiny(size: Any) -> nn.Module:
-        return bert(vocab_size=300, max_position_embeddings=16, num_labels=2)
-
-    monkeypatch.setitem(TASKS, "tiny", Task(tiny, 4, (4, 8), classes=2))
+    monkeypatch.setitem(TASKS, "tiny", TINY)
     found = measure("tiny", method, 3, True, 0.5)
     assert found["model"] == "tiny" and found["method"] == method
     assert set(found["windows"]) == {"0-1", "1-3"} and found["first_seconds"] > 0
@@ -26,10 +28,7 @@ def test_a_run_of_each_method(method: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_norms_are_compared_with_single_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tiny(size: Any) -> nn.Module:
-        return bert(vocab_size=300, max_position_embeddings=16, num_labels=2)
-
-    monkeypatch.setitem(TASKS, "tiny", Task(tiny, 4, (4, 8), classes=2))
+    monkeypatch.setitem(TASKS, "tiny", TINY)
     assert norms_apart("tiny") < 1e-5
     right = FlashNorms.get_norm_sample
     monkeypatch.setattr(FlashNorms, "get_norm_sample", lambda self: 1.01 * right(self))
