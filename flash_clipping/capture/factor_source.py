@@ -52,8 +52,7 @@ class Guard(dict[None, None]):
         self.name, self.why, self.session = name, why, session
 
     def __missing__(self, grad: Tensor) -> None:
-        # Gradients of a probe are autograd's own.
-        if self.session.mode.enabled and self.session.mode.probing is None:
+        if self.session.mode.enabled:
             raise FlashClippingError(
                 f"FC142 {self.name}: this parameter received a gradient from outside the module "
                 f"that owns it; it would be {self.why}"
@@ -87,7 +86,7 @@ class FactorSource:
 
     @property
     def folded(self) -> bool:
-        """Whether its rows are parts of samples: it was declared, or a probe has shown it."""
+        """Whether its rows are parts of samples: it was declared, or a proof has shown it."""
         return self.path in self.session.known.folded
 
     @property

@@ -1,9 +1,9 @@
 """Where samples lie in what a layer reads, if not along its first axis alone.
 
-Positions before samples, ``[T, B, d]``; heads folded behind samples into the second axis. A probe
-shows which (:mod:`flash_clipping.capture.proof.probe`). A layer that works position by position
-then gets samples first, and returns them as they were. Rows of a sample that lie apart along an
-axis (all first windows of a batch before all second ones) are refused.
+Positions before samples, ``[T, B, d]``; heads folded behind samples into the second axis. The
+look before a first step shows which (:mod:`flash_clipping.capture.proof.observe`). A layer that
+works position by position then gets samples first, and returns them as they were. Rows of a sample
+that lie apart along an axis (all first windows of a batch before all second ones) are refused.
 
 Shape suffixes: ``B`` samples.
 """

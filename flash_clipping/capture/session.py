@@ -131,8 +131,6 @@ class Mode:
         learning: while a compiled region learns what its layers leave: where they note it.
         numbered: the taps of the region that ran last, which go by their numbers.
         comparing: gradients of single samples are compared with autograd's: nothing runs compiled.
-        probing: while it is checked where samples lie: told of operations between bare parameters
-            and samples, which run as they are.
     """
 
     enabled: bool = False
@@ -141,7 +139,6 @@ class Mode:
     learning: Any = None
     numbered: Sequence[Any] = ()
     comparing: bool = False
-    probing: Any = None
 
 
 @dataclass
@@ -249,14 +246,9 @@ class ClippingSession:
     ) -> ForwardCall:
         """Start a call of the root module with these tensor inputs; ``reads`` gets what layers
         read."""
-        left = (
-            self.calls.running_pass is not _no_pass
-            or self.mode.probing is not None
-            or self.mode.bypassed
-        )
-        if (
-            left or self.mode.by_itself or self.mode.comparing or self.calls.stood_in
-        ) and graph_task() == -1:
+        left = self.calls.running_pass is not _no_pass or self.mode.bypassed
+        left = left or self.mode.by_itself or self.mode.comparing
+        if (left or self.calls.stood_in) and graph_task() == -1:
             self.recover()  # also from a proof that was broken off
         axis = self.options.batch_axis
         sizes: dict[int, None] = {}  # in order
@@ -304,7 +296,6 @@ class ClippingSession:
         self.calls.running_pass = _no_pass
         self.begin_epoch()  # layers that read one input take the same way again, all of them
         self.mode.bypassed = self.mode.by_itself = self.mode.comparing = False
-        self.mode.probing = None
         while self.calls.stood_in:
             module, name, param = self.calls.stood_in[-1]
             module._parameters[name] = param

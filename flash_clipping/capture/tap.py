@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeAlias
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
-from flash_clipping._compat import pytree, transforms_are_active
+from flash_clipping._compat import transforms_are_active
 from flash_clipping.capture.borrowed import refuse_until_lent
 from flash_clipping.capture.compiled.tracing import ACTIVE, by_itself, noted_call, traced_call
 from flash_clipping.capture.declared_rows import DeclaredRows, LostRows, declared_rows
@@ -261,16 +261,6 @@ class Tap(FactorSource):
         if ACTIVE and not session.mode.by_itself:
             return by_itself(self, args, kwargs)  # Dynamo has given this up, not what it calls
         rule = self.rule
-        if (
-            session.mode.probing is not None
-            and (rule is not None or self.loops)
-            and not self._is_constant(args, kwargs)
-        ):
-            plain = pytree.tree_map_only(ParameterProxy, lambda bare: bare.value, (args, kwargs))
-            if rule is not None and rule.allows_children and not rule.folds:
-                # Its own forward need not call its children, which are checked as well.
-                return self._untapped_forward(rule, *plain)
-            return self.original(*plain[0], **plain[1])
         trainable = self.trainable()
         params = trainable[1]
         if rule is None or self.computed or not params:
@@ -300,18 +290,11 @@ class Tap(FactorSource):
 
             return rule.call(self.layer, tapped, args, kwargs)
         except ReadsNoSamples:
+            if call is not None and not recomputed:
+                call.counted.subtract(map(id, params))  # used where the result meets samples
             return self._constant_forward(args, kwargs)
         except UnsupportedLayer as error:
             raise RefusedByRule(self.path, error) from error
-
-    def _is_constant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a probed call reads what is the same for all samples, as far as is known."""
-        if self.session.known.is_constant(self.path):
-            return True
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor | ParameterProxy)]
-        return bool(tensors) and all(
-            isinstance(x, ParameterProxy) and x.row is None for x in tensors
-        )
 
     def _unruled_forward(
         self, params: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -421,14 +404,12 @@ class Tap(FactorSource):
             with parameter_proxies(self, self.owners):
                 output = self.original(*args, **kwargs)
             looks = call is not None and call.reads is not None
-            if not (self._bypass_looked_for or looks or session.mode.probing or in_backward()):
+            if not (self._bypass_looked_for or looks or in_backward()):
                 refuse_bypassed(self, (args, kwargs), output)
                 # From now on backward alone will notice. Comparisons run without checkpoints.
                 self._bypass_looked_for = not self.session.mode.comparing
             return output
         except UnsupportedUse as unsupported:
-            if session.mode.probing is not None:
-                return self.original(*args, **kwargs)
             if getattr(unsupported.tap, "layer", None) not in [*self.layer.modules()]:
                 raise
             warnings.warn(

@@ -51,7 +51,7 @@ def test_layers_that_read_other_rows_are_all_named() -> None:
 def test_layers_that_reach_no_output_are_all_named() -> None:
     """Rows lie together, but none of the outputs has a row for each sample: nothing shows where
     a sample's gradient goes."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), nn.LayerNorm(4), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), nn.LayerNorm(4), nn.Linear(4, 2))
     flash = GradSampleModuleFlashClipping(model)
     with raises("FC201") as error:
         flash(torch.randn(3, 5, 4))

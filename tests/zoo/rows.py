@@ -436,15 +436,14 @@ REFUSED: dict[str, ModelCase] = {
         for shape in ((5, 5), (4, 3), (6, 2))
     },
     **{
-        f"{name} apart, {samples}": refused(
+        f"{name} apart": refused(
             use,
             build,
-            batch=rows(samples, 8, 3),
+            batch=rows(4, 8, 3),
             match=r"(?s)middle\.layer.*a sample's rows together.*mode=\"one_by_one\"",
             alone=True,
         )
         for name, (use, build) in APART.items()
-        for samples in (1, 4)
     },
     "attention, turned": refused(
         lambda m, h: self_attention(m, h.transpose(0, 1)).transpose(0, 1),
@@ -459,7 +458,7 @@ REFUSED: dict[str, ModelCase] = {
             match=r"(?s)layer.*mode=\"one_by_one\"",
             alone=True,
         )
-        for samples in (1, 2, 4)
+        for samples in (2, 4)
     },
     **{
         f"samples along the second axis, {name}": refused(
@@ -549,4 +548,10 @@ REFUSED: dict[str, ModelCase] = {
     ),
 }
 
-CASES: dict[str, ModelCase] = EXACT | REFUSED
+#: All rows of a batch of one sample are that sample's.
+OF_ONE_SAMPLE = {
+    f"{name} apart, of one sample": around(use, build, batch=rows(1, 8, 3))
+    for name, (use, build) in {**APART, "two axes": (two_axes, LAYER)}.items()
+}
+
+CASES: dict[str, ModelCase] = EXACT | OF_ONE_SAMPLE | REFUSED

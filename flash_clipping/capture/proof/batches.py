@@ -23,18 +23,14 @@ from flash_clipping.capture.inputs import (
     tensors_of,
 )
 
-#: Factor of the floating inputs of an extreme sample.
-EXTREME = 100.0
+#: Factor of the floats of a sample that is far out.
+FAR = 100.0
 
 #: What transformers, and losses of PyTorch, do not count among the labels.
 IGNORED = -100
 
 #: How names of arguments that are labels end.
 LABELS = "label", "labels", "target", "targets"
-
-#: What becomes of one sample, in turn: a model may run on no floats that are as large, as it takes
-#: them for indices, say; and on no mixture of its samples.
-EXTREMES = "far", "in range", None
 
 #: The part of a shorter sample that is left, in turn: a model may run on no texts of one word. All
 #: of it is the sample as it is.
@@ -137,11 +133,6 @@ class Samples:
             most = max(x.dim() for x in found)
             found = found[:1] if narrow == 2 else [x for x in found if x.dim() == most]
         self._ids = {id(x) for x in found}
-        #: Whether some entries of an extreme sample get the other sign.
-        self.turns_signs = True
-        #: Whether floats of an extreme sample are no larger than others in their places, for models
-        #: that run on no other ones.
-        self.stays_in_range = False
         #: Samples that have rows in inputs without such an axis.
         self.with_parts = {b for of_rows in self._parts.values() for b in of_rows.tolist()}
         #: What stands for no token.
@@ -222,10 +213,10 @@ class Samples:
 
         Args:
             order: the number of the sample in each place.
-            extreme: places whose samples are changed: floats are 100 times as large, with other
-                signs where there are any. Integers, which may be indices, are the largest or the
-                smallest that a sample has there, and so are floats with :attr:`stays_in_range`.
-                Masks (no entries but 0 and 1) stay.
+            extreme: places whose samples are changed: floats are 100 times as large, some with the
+                other sign. Where none is negative they may be indices or probabilities, of which a
+                GPU ends the process: they are the largest or the smallest that a sample has there.
+                Integers, and masks (no entries but 0 and 1), stay.
             sparse: places whose samples have a quarter of their labels, and of what masks count.
             shorter, left: places whose samples are cut to this part, one entry at least: integers
                 behind it become :attr:`padding`, bools what they are not where the sample begins,
@@ -251,9 +242,7 @@ class Samples:
             is_labels = id(x) in self._labels
             x, axis = x.detach(), self._axis_of(x) or 0
             found = x.index_select(axis, torch.tensor(order, device=x.device))
-            # Places of other inputs are found by values of the text.
-            is_kept = self._parts and not x.is_floating_point()
-            for place in extreme if found.numel() and not is_kept else ():
+            for place in extreme if found.numel() else ():
                 row = found.select(axis, place)
                 row.copy_(self._extreme(x, axis, row))
             for place in sparse:
@@ -278,8 +267,6 @@ class Samples:
             if not self._is_list(leaf):
                 return leaf
             taken = [leaf[b] for b in order]
-            for place in extreme:
-                taken[place] = map_tensors(self._far, taken[place])
             return type(leaf)(taken)
 
         def cut(part: Any) -> Any:
@@ -332,26 +319,18 @@ class Samples:
             end.copy_(torch.where(of_none, end.long(), padding))
         return row.movedim(0, axis)
 
-    def _far(self, x: Tensor) -> Tensor:
-        """A tensor of one sample, whose floats are large if the model may take such."""
-        return x * EXTREME if x.is_floating_point() and not self.stays_in_range else x
-
     def _extreme(self, x: Tensor, axis: int, row: Tensor) -> Tensor:
         """``row``, a sample of ``x`` (or several rows) along this axis, as far from the others as
         the model may take."""
-        if x.dtype == torch.bool or x.is_complex() or bool(((x == 0) | (x == 1)).all()):
+        if not x.is_floating_point() or bool(((x == 0) | (x == 1)).all()):
             return row
         dtype, number = x.dtype, torch.arange(row.numel(), device=x.device).view(row.shape)
-        # PyTorch has few operations for unsigned integers and for floats of 8 bits.
-        x, row = (
-            (t.float() if dtype.itemsize == 1 else t) if t.is_floating_point() else t.long()
-            for t in (x, row)
-        )
-        if not x.is_floating_point() or self.stays_in_range:
-            return torch.where(number % 2 > 0, x.amax(axis), x.amin(axis)).to(dtype)
+        if dtype.itemsize == 1:  # of which PyTorch has few operations
+            x, row = x.float(), row.float()
+        if not bool((x < 0).any()):
+            return torch.where(number % 4 > 0, x.amax(axis), x.amin(axis)).to(dtype)
         # Some with the other sign: what compares entries with a threshold chooses others.
-        turned = -EXTREME if self.turns_signs and bool((x < 0).any()) else EXTREME
-        return (row * torch.where(number % 4 == 0, turned, EXTREME).to(x.dtype)).to(dtype)
+        return (row * torch.where(number % 4 == 0, -FAR, FAR).to(x.dtype)).to(dtype)
 
 
 def _sparse(x: Tensor, row: Tensor, is_labels: bool) -> Tensor:

@@ -56,11 +56,6 @@ class Knowledge:
             self.constants.discard(path)
             self.reads.pop(path, None)
 
-    def is_constant(self, path: str) -> bool:
-        """Whether a layer was called with what is the same for all samples, in all of its calls."""
-        calls = self.reads.get(path, ())
-        return bool(calls) and all(answers[:1] == [False] for answers in calls)
-
     def is_samples(self, read: Read, any_call: bool) -> bool | None:
         """Whether this read is samples; ``None`` where that is not known.
 
@@ -96,9 +91,15 @@ class Knowledge:
     def note_unreached(self, name: str) -> None:
         """No gradient has reached this layer: whatever its rows are, that is right while none
         does."""
-        if name not in self.folded:
+        if name not in self.folded - self.found:
             self.unreached.add(name)
             self.note_parts({name})
+
+    def note_loop(self, name: str) -> None:
+        """This module runs sample by sample: what it is called with is samples."""
+        self.forget([name])
+        self.laid_out.discard(name)
+        self.proven.add(name)
 
     def note_laid_out(self, name: str, key: str, layouts: Collection[Layout]) -> None:
         """Samples lie so in this layer, or in this use of its parameters (``key``)."""

@@ -5,8 +5,9 @@ one more, and one of them made extreme; where it runs on one size only, on as ma
 for each sample in both runs are samples. What has as many rows in both, and the same values,
 and does not derive from an input, is a constant (positions, tables): a layer that reads it computes
 a function of parameters alone (:mod:`flash_clipping.capture.proxies`). All else is a *finding*:
-rows that are not one for each sample, or with other values for the same samples. Findings prove
-nothing alone; the probe and the oracle tell (:mod:`flash_clipping.capture.proof.prove`).
+rows that are not one for each sample, or with other values for the same samples. Of these, an axis
+that grows with the batch is taken for that of the samples, of which each has as many entries
+together. That proves nothing alone; the oracle tells (:mod:`flash_clipping.capture.proof.prove`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.capture.no_trace import ModelsOwnError
-from flash_clipping.capture.proof.batches import EXTREMES, Samples
+from flash_clipping.capture.proof.batches import Samples
 from flash_clipping.capture.proof.knowledge import Knowledge
-from flash_clipping.capture.proof.reads import Note, Read, Reads
+from flash_clipping.capture.proof.reads import Note, Read, Reads, layout_of
 from flash_clipping.capture.proof.runs import Runs, Subject
+from flash_clipping.capture.row_layouts import TOGETHER, Layout
 from flash_clipping.capture.tap import Tap
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, without_code
 
@@ -45,14 +47,12 @@ class Finding:
     may_be_parts: bool = False
 
 
-def observe(
-    subject: Subject, runs: Runs, seed: int
-) -> tuple[Subject, list[Finding], frozenset[str]]:
-    """Leave in ``session.known`` which reads are samples.
+def observe(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, list[Finding]]:
+    """Leave in ``session.known`` which reads are samples, and where samples lie in others.
 
     Returns:
-        The call, with what is known of its samples now; the reads that are not one row for each;
-        and the layers whose rows are parts of samples that lie together, by their values.
+        The call, with what is known of its samples now; and the reads that are not one row for
+        each, of which the oracle has to confirm where samples lie.
 
     Raises:
         FlashClippingError: by a tapped layer, whatever is taken for samples; or a read is samples
@@ -64,7 +64,7 @@ def observe(
         try:
             small, whole, other = _look(subject, runs, seed)
         except (ModelsOwnError, torch.OutOfMemoryError):
-            return subject, [], frozenset()  # its own forward will raise it
+            return subject, []  # its own forward will raise it
         wrong = _conclude(shown, whole, other)
         if not wrong:
             break
@@ -87,13 +87,46 @@ def observe(
             raise look.refused
     subject = small
     findings = _findings(whole, other)
-    apart = {
-        finding.read[0]
-        for finding in findings
-        if other is None or not _lies_together(finding, whole, other)
-    }
-    parts = frozenset(finding.read[0] for finding in findings) - apart
-    return subject, findings, parts
+    has_oracle = subject.session.proof.has_oracle
+    if not has_oracle:  # their values have to tell
+        apart = {f.read[0] for f in findings if not _lies_together(f, whole, other)}
+        parts = {f.read[0] for f in findings} - apart
+        if parts:
+            shown.note_parts(parts)
+            return observe(subject, runs, seed)
+        return subject, findings
+    for path in dict.fromkeys(finding.read[0] for finding in findings):
+        _lay_out(shown, path, whole, other, subject.session.options.batch_axis)
+    return subject, findings
+
+
+def _lay_out(
+    shown: Knowledge, path: str, whole: Reads, other: Reads | None, batch_axis: int
+) -> None:
+    """Note where samples lie in what this layer reads, as far as shapes tell."""
+    if path in shown.folded_by_rule:
+        return  # some rules know where samples are
+    looks = [whole] if other is None else [whole, other]
+    sizes = [look.size for look in looks]
+    layouts: dict[str, set[Layout]] = {}
+    for read, a in whole.items():
+        if read[0] != path or not a.answer or a.beside or any(read not in look for look in looks):
+            continue
+        layout = layout_of([look[read].shape for look in looks], sizes, a.axis)
+        if layout is None:
+            continue
+        if layout.axis == a.axis:
+            layout = TOGETHER
+            if a.rows != whole.size:
+                shown.note_parts({path})
+        elif a.axis or batch_axis:
+            return  # a rule has an axis of its own, and is told of no other
+        elif after := layout_of([look[read].result for look in looks], sizes, layout.axis):
+            shown.layouts_after[a.use] = after
+        layouts.setdefault(a.use or path, set()).add(layout)
+    for key, of_key in layouts.items():
+        if of_key != {TOGETHER}:
+            shown.note_laid_out(path, key, of_key)
 
 
 def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, Reads, Reads | None]:
@@ -145,10 +178,9 @@ def _others(subject: Subject) -> Iterator[tuple[Samples, list[int], list[int]]]:
     orders = [less, more] if size > 2 else [more, less]
     if size > 1:
         orders.append(more[:size])
-    for kind in EXTREMES:
-        samples.stays_in_range = kind == "in range"
+    for extreme in (True, False):
         for order in filter(None, orders):
-            yield samples, order, [0] if kind and len(order) > 1 else []
+            yield samples, order, [0] if extreme and len(order) > 1 else []
 
 
 # -- conclusions ----------------------------------------------------------------------------------
@@ -245,9 +277,11 @@ def _findings(whole: Reads, other: Reads | None) -> list[Finding]:
     return findings
 
 
-def _lies_together(finding: Finding, whole: Reads, other: Reads) -> bool:
+def _lies_together(finding: Finding, whole: Reads, other: Reads | None) -> bool:
     """Whether the parts of each sample have the same values in both runs where they lie together,
     and other values than those of the samples beside it."""
+    if other is None:
+        return False
     a, b = whole[finding.read], other[finding.read]
     places, samples = other.places
     if not finding.may_be_parts or a.digest is None or len(samples) < 2:

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.capture.no_trace import ModelsOwnError
-from flash_clipping.capture.proof.batches import EXTREMES, LEFT
+from flash_clipping.capture.proof.batches import LEFT
 from flash_clipping.capture.proof.repeatable import computed_in, perturbed, rounded_otherwise
 from flash_clipping.capture.proof.runs import MASKED, Forward, Gradient, Runs, Subject
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
@@ -147,8 +147,7 @@ class Table:
         returned: how many tensors the model returned.
         losses: outputs that are one number for the batch, and neither the mean nor the sum of what
             they are for its samples, by number, and why.
-        is_loss: whether it returned nothing else, and these are such a mean, or sum, of which every
-            parameter had a gradient.
+        fit_losses: those that are such a mean, or sum.
         dtypes: that the model computed in.
         failed: whether the forward through the taps has.
         doubts: findings that were not found again.
@@ -158,7 +157,7 @@ class Table:
     outputs: tuple[int, ...] = ()
     returned: int = 0
     losses: dict[int, str] = field(default_factory=dict)
-    is_loss: bool = False
+    fit_losses: tuple[int, ...] = ()
     dtypes: set[torch.dtype] = field(default_factory=set)
     failed: bool = False
     doubts: list[str] = field(default_factory=list)
@@ -311,19 +310,14 @@ class _Oracle:
         names = {id(p): name for name, p in subject.root.named_parameters()}
         self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
         self.S, self.R = _halves(self.B, audit, by_turns=self.tolerance == TOLERANCE_WIDE)
-        # Where modules run sample by sample, each chooses its own way by its values.
-        self.samples.turns_signs = not any(
-            getattr(vars(module).get("forward"), "loops", False)
-            for module in subject.root.modules()
-        )
         found = (getattr(module, "padding_idx", None) for module in subject.root.modules())
         self.samples.padding = next((n for n in found if isinstance(n, int)), 0)
         #: Of outputs, the axes that may hold the samples.
         self.axes: Mapping[int, list[int]] = {}
         #: The norm of the outputs that go backward.
         self.size = 0.0
-        #: Parameters that some loss of the model's own has given a gradient, ``[P]``.
-        self.reached = torch.zeros(len(self.names), dtype=torch.bool)
+        #: Outputs that are the model's own loss, as far as some sample's was compared.
+        self.compared: set[int] = set()
         #: Whether the second batch of the last round had an extreme sample.
         self.runs_on_extremes = False
         #: The seed of what is drawn at random.
@@ -384,8 +378,8 @@ class _Oracle:
         fit = tuple(sorted(axes.keys() - unfit.keys()))
         failed = isinstance(why, FlashClippingError)
         losses = self._losses()
-        is_loss = not (axes or losses) and bool(self.reached.all())
-        return Table(unfit, fit, self.runs.returned, losses, is_loss, self.runs.dtypes, failed)
+        fit_losses = tuple(sorted(self.compared - losses.keys()))
+        return Table(unfit, fit, self.runs.returned, losses, fit_losses, self.runs.dtypes, failed)
 
     def _judge(self, settings: _Round) -> _Verdict:
         """The finding for the outputs that may go backward."""
@@ -487,18 +481,18 @@ class _Oracle:
         """Autograd's run of S among others, with the gradients of S in it, and of the first of
         them; ``None`` if the model runs on no such batch."""
         last = None
-        for kind, other in itertools.product(EXTREMES, self._instead(self.R, self.S)):
-            self.samples.stays_in_range = kind == "in range"
+        # It may run on no mixture of its samples.
+        for extreme, other in itertools.product((True, False), self._instead(self.R, self.S)):
             try:
-                run = self._among(*self._beside(self.S, other, bool(kind), settings), settings)
+                run = self._among(*self._beside(self.S, other, extreme, settings), settings)
             except ModelsOwnError:
                 continue
             if all(x[self.S].isfinite().all() for x in run.values.values()) and all(
                 g.norms.isfinite().all() for g in run.gradients
             ):
-                self.runs_on_extremes = bool(kind)
+                self.runs_on_extremes = extreme
                 return run
-            last = last if kind else run
+            last = last if extreme else run
         return last
 
     def _instead(self, changed: Sequence[int], kept: Sequence[int]) -> list[int]:
@@ -602,7 +596,7 @@ class _Oracle:
                 if is_mean_of_none or not found.isfinite().all():
                     continue
                 compared, self.size = True, self.runs.numbers[n]
-                self.reached |= found > 0
+                self.compared.add(n)
                 gap = self._norms_apart(found, expected)
                 if bool((gap > self.tolerance).any()):
                     if rounded is None:

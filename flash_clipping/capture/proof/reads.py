@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flash_clipping._compat import unseen_functions, unseen_operators
 from flash_clipping.capture.draws import scrambled
+from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
 
 #: Something that a tapped layer reads: the layer's path, which of its calls in one call of the
@@ -31,6 +33,10 @@ class Note:
         folded: as many rows for every sample were declared, or found.
         low: its values were rounded to few digits.
         digest: a few numbers for every row.
+        axis: that holds samples in most models.
+        shape: of all of it; of its rows alone where the layer's rule knows these.
+        use: of bare parameters: what the layout of such operations goes by.
+        result: the shape of what came of that.
     """
 
     rows: int
@@ -40,6 +46,10 @@ class Note:
     folded: bool
     low: bool
     digest: Tensor | None
+    axis: int
+    shape: Sequence[int]
+    use: str = ""
+    result: Sequence[int] | None = None
 
     def is_alike(
         self, other: Note, rows: Tensor | None = None, of_other: Tensor | None = None
@@ -53,6 +63,25 @@ class Note:
         if len(a) != len(b):
             return False
         return not len(a) or are_alike(a, b, DIFFERENT_LOW if self.low or other.low else DIFFERENT)
+
+
+def layout_of(
+    shapes: Sequence[Sequence[int] | None], sizes: Sequence[int], first: int
+) -> Layout | None:
+    """The axis that is as many times as long as there are samples, the ``first`` one if several
+    are; ``None`` if none is.
+
+    Args:
+        shapes, sizes: of one tensor, in batches of so many samples.
+    """
+    found = [shape for shape in shapes if shape is not None]
+    if len(found) < len(shapes) or len({*map(len, found)}) > 1 or 0 in sizes:
+        return None
+    for axis in sorted(range(len(found[0])), key=lambda axis: axis != first):
+        parts = {divmod(shape[axis], size) for shape, size in zip(found, sizes, strict=True)}
+        if len(parts) == 1 and next(iter(parts))[1] == 0:
+            return Layout(axis)
+    return None
 
 
 class Reads(dict[Read, Note]):
@@ -92,7 +121,14 @@ class Reads(dict[Read, Note]):
         """A layer reads ``x``; ``rows``: what the rule says of its rows, if it knows them."""
         digest = digest_of(x, axis) if rows is None and not beside else None
         found = x.shape[axis] if rows is None else rows
-        self[read] = Note(found, answer, sure, beside, folded, is_low(x), digest)
+        shape = x.shape if rows is None else (rows,)
+        self[read] = Note(found, answer, sure, beside, folded, is_low(x), digest, axis, shape)
+
+    def note_use(self, use: str, reads: Sequence[Read], result: Any) -> None:
+        """A bare parameter has met what these reads are of, and this has come of it."""
+        for read in reads:
+            if (note := self.get(read)) is not None:
+                note.use, note.result = use, getattr(result, "shape", None)
 
 
 # -- digests of rows -------------------------------------------------------------------------------

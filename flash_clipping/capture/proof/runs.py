@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +30,8 @@ from flash_clipping.capture.refused_forwards import collectives_refused
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.finish.backward_pass import BackwardPass, Session
+from flash_clipping.factors import PerSampleGrad
+from flash_clipping.finish.backward_pass import BackwardPass, Readers, Session
 from flash_clipping.finish.clipping import Doubts
 from flash_clipping.finish.plan import Plans
 from flash_clipping.ops.error_bounds import squared_norms
@@ -150,6 +152,8 @@ class Runs:
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
         #: How many tensors the model returned.
         self.returned = 0
+        #: While it is asked which calls of layers get a gradient: their paths and parameters.
+        self.recorded: list[tuple[str, list[int]]] | None = None
         #: The outputs of the last run that were one number for the batch, without their signs.
         self.numbers: dict[int, float] = {}
         #: Whether floating inputs of :meth:`look` require gradients, so that what derives from them
@@ -232,13 +236,12 @@ class Runs:
         try:
             return self._run(given, places, take, **options)
         except ModelsOwnError as error:
-            if not options.get("taps") and options.get("probing") is None:
+            if not options.get("taps"):
                 raise
             by_sample = self.session.proof.epoch != epoch  # one has begun to run sample by sample
             if by_sample and not again:
                 return self.run(given, places, take, again=True, **options)
-            alone = {k: v for k, v in options.items() if k not in ("taps", "probing")}
-            self._run(given, places, take, **alone)
+            self._run(given, places, take, **{**options, "taps": False})
             raise _of_taps(error) from error.__cause__
 
     def _run(
@@ -252,7 +255,6 @@ class Runs:
         orders: bool = False,
         varies: bool = False,
         axes: Mapping[int, int] | None = None,
-        probing: Any = None,
     ) -> T:
         """What is taken from a forward on a batch.
 
@@ -264,7 +266,6 @@ class Runs:
             taps: whether gradients are taken as they will be clipped.
             seed, orders, varies: what is drawn at random, as of :func:`repeatable`.
             axes: of outputs, the axis of the samples, if not the likely one.
-            probing: told of operations between bare parameters and samples, which run as they are.
 
         Raises:
             ModelsOwnError: the model raises, or its taps do.
@@ -275,16 +276,16 @@ class Runs:
         left = [param.grad for param in self.params]
         around = session.mode.enabled, session.mode.comparing
         call = None
-        session.mode.enabled = taps or probing is not None
+        session.mode.enabled = taps
         try:
             with (
                 session.apart(),
                 repeatable(self.root, self._devices, seed, orders, varies) as random,
                 torch.enable_grad(),
             ):
-                if session.mode.enabled:
+                if taps:
                     call = session.begin_forward(batched_inputs(args, kwargs))
-                session.mode.comparing, session.mode.probing = True, probing
+                session.mode.comparing = True
                 for param in self.params:
                     param.grad = None
                 with own_errors():
@@ -299,6 +300,7 @@ class Runs:
                 self.dtypes |= random.casts
                 forward = Forward(self, tensors, numbers, places, taps, axes or {})
                 forward.drawn = random.drawn
+                forward.uses = Counter() if call is None else call.uses
                 return take(forward)
         finally:
             for param, grad in zip(self.params, left, strict=True):
@@ -307,7 +309,6 @@ class Runs:
                 call.spent = True
                 call.end()
             session.mode.enabled, session.mode.comparing = around
-            session.mode.probing = None
 
     def axes_of(self, x: Tensor, count: int) -> list[int]:
         """The axes of an output that may hold so many samples, the likely one first."""
@@ -434,9 +435,11 @@ class Forward:
         axes: what is taken of these.
         outputs: ``[B, entries]`` of these outputs.
         drawn: how many operators drew at random.
+        uses: of each parameter, by ``id``, in the forward.
     """
 
     drawn = 0
+    uses: Counter[int]
 
     def __init__(
         self,
@@ -482,6 +485,20 @@ class Forward:
             return self._runs._measured({})
         return self._runs.gradient_of(roots, weights, self._taps, sums, also, last)
 
+    def reached(self, numbers: AbstractSet[int]) -> list[tuple[str, list[int]]]:
+        """The calls of layers that these outputs give a gradient: their paths, and the ``id`` of
+        each of their parameters."""
+        rows = [x for n, x in self.outputs.items() if n in numbers]
+        losses = [x for n, x in self._numbers.items() if n in numbers and n not in self.outputs]
+        scale = dict.fromkeys(range(len(self._places)), 1.0)
+        weights = [*(_weights(x, self._places, scale) for x in rows), *[None] * len(losses)]
+        self._runs.recorded = found = list[tuple[str, list[int]]]()
+        try:
+            self._runs.gradient_of([*rows, *losses], weights, True, sums=False)
+        finally:
+            self._runs.recorded = None
+        return found
+
     def of_losses(self) -> dict[int, Gradient | FlashClippingError]:
         """The gradients of single numbers that the model returned; or why one has none."""
         found: dict[int, Gradient | FlashClippingError] = {}
@@ -516,6 +533,19 @@ class _Collects(BackwardPass):
         self._runs, self._tell, self._sums = runs, tell, sums
         if not runs.params[0].is_cuda:
             self.backend = "torch"
+
+    def record(
+        self,
+        path: str,
+        params: Sequence[nn.Parameter],
+        factors: Sequence[PerSampleGrad],
+        readers: Readers | None = None,
+    ) -> None:
+        if (found := self._runs.recorded) is not None and any(
+            bool((factor.sqnorms(self.backend) > 0).any()) for factor in factors
+        ):
+            found.append((path, [*map(id, params)]))
+        super().record(path, params, factors, readers)
 
     def finish(self) -> None:
         sums: dict[int, Tensor] = {}

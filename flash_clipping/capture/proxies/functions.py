@@ -20,7 +20,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.borrowed import refuse_until_lent
 from flash_clipping.capture.factor_source import FactorSource
-from flash_clipping.capture.forward_call import in_backward
+from flash_clipping.capture.proof.reads import Read
 from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
@@ -36,7 +36,6 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 from flash_clipping.capture.proxies.proxy_ops import (
     SHORT_WAYS,
     mixed,
-    note_recomputation,
     note_served,
     of_samples,
 )
@@ -125,16 +124,18 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
         _refuse_others(tap, name, others)
-        if tap.session.mode.probing is not None:
-            use = use or f"{tap.path} in {name}"
-            return _probed(tap, use, len(batched), func, leaves, spec)
+        reads = _last_reads(tap, len(batched))
         by_sample = all(batched) and not axis and layout is None
         if by_sample and is_by_element and _stays_whole(bares, others):
             expanded = of_samples(bares[0], len(others[0]), others[0].dim())
-            return called(func, leaves, spec, lambda _: expanded)
-        if by_sample and short is not None:
-            note_served(func, bares[0], others[0])
-        return mixed(func, leaves, spec, batched, axis, layout, count, use)
+            result = called(func, leaves, spec, lambda _: expanded)
+        else:
+            if by_sample and short is not None:
+                note_served(func, bares[0], others[0])
+            result = mixed(func, leaves, spec, batched, axis, layout, count, use)
+        if use and (call := tap.session.current_forward) is not None and call.reads is not None:
+            call.reads.note_use(use, reads, result)
+        return result
     if in_place and not isinstance(leaves[0], ParameterProxy):
         # Only its result would be known to come from parameters, not the tensor itself.
         raise UnsupportedUse(tap, f"{name} writes it into a tensor in place")
@@ -293,21 +294,11 @@ def _stays_whole(bares: list[ParameterProxy], others: list[Tensor]) -> bool:
     )
 
 
-def _probed(
-    tap: FactorSource, use: str, count: int, func: Callable[..., Any], leaves: list[Any], spec: Any
-) -> Any:
-    """The operation as it is, while it is checked where samples lie in what meets parameters: in
-    the last ``count`` reads of the module."""
-    place = next(n for n, leaf in enumerate(leaves) if is_plain(leaf))
-
-    def compute(x: Tensor) -> Any:
-        return called(func, [*leaves[:place], x, *leaves[place + 1 :]], spec)
-
-    note_recomputation(tap, in_backward())
+def _last_reads(tap: FactorSource, count: int) -> list[Read]:
+    """The last reads of the module, so many."""
     call = tap.session.current_forward
     of_call, end = (0, 0) if call is None else call.turns.get(tap.path, (0, 0))
-    reads = [(tap.path, of_call, end - 1 - n) for n in range(count)]
-    return tap.session.mode.probing.operation(tap.path, use, reads, leaves[place], compute)
+    return [(tap.path, of_call, end - 1 - n) for n in range(count)]
 
 
 def _row_of(
@@ -440,7 +431,7 @@ def _laid_out(
     call = session.current_forward
     if len(tensors) != 1 or session.options.batch_axis or session.rows.positions is not None:
         return None, "", 0
-    if not session.known.layouts and session.mode.probing is None:
+    if not session.known.layouts and (call is None or call.reads is None):
         return None, "", 0
     wanted = {id(param) for bare in bares for param in bare.leaves.values()}
     # Of a parameter that is tied, under one name: the outermost module's.

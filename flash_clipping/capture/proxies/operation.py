@@ -7,8 +7,8 @@ operation gradients are formed sample by sample: those of one sample are those w
 gradients of all others at 0.
 
 Samples may lie along another axis than the first: XLNet's ``einsum("ibh,hnd->ibnd", h, self.q)``
-has positions first. Where they lie in ``h`` and in the result, a probe shows
-(:mod:`flash_clipping.capture.proof.probe`).
+has positions first. Where they lie in ``h`` and in the result, the look before a first step shows
+(:mod:`flash_clipping.capture.proof.observe`).
 
 Shape suffixes: ``B`` samples."""
 

@@ -314,7 +314,6 @@ def _known(func: Any, bare: ParameterProxy, x: Tensor, reads: int = 1) -> Forwar
     if (
         call is None
         or call.reads is not None
-        or session.mode.probing is not None
         or tap.served.get(func) != (session.proof.epoch, x.dtype, x.dim())
         or session.known.layouts
         or tap.entered not in (None, circumstances())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,24 +14,15 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof import prove as proofs
 from flash_clipping.capture.proof.gate import Gate
-from flash_clipping.capture.proof.observe import Finding, taps_of
 from flash_clipping.capture.proof.oracle import Table, examine
-from flash_clipping.capture.proof.probe import ROUTED, SEVERAL, Probed, probe
-from flash_clipping.capture.proof.prove import settle
 from flash_clipping.capture.proof.runs import Subject
 
 
 @contextlib.contextmanager
 def nothing_else_is_shown() -> Iterator[None]:
-    """A probe finds the order of rows, and nothing is refused."""
-
-    def settled(subject: Subject, findings: Sequence[Finding]) -> None:
-        paths = {finding.read[0] for finding in findings}
-        with contextlib.suppress(FlashClippingError):
-            settle(subject.root, subject.session, probe(subject), paths)
-
+    """A look finds where samples lie, and nothing is refused."""
     with (
-        mock.patch.object(proofs, "_settle_findings", settled),
+        mock.patch.object(proofs, "_confirm", lambda *_: None),
         mock.patch.object(Gate, "examine", lambda *_: None),
     ):
         yield
@@ -52,15 +43,13 @@ def prove(
     kwargs: dict[str, Any],
     *,
     audit: int = 0,
-    settles: bool = False,
 ) -> Table:
-    """The oracle's table of a call of a wrapped model, with layouts by the probe in a proof.
+    """The oracle's table of a call of a wrapped model.
 
     Args:
         wrapped: a wrapped model.
         args, kwargs: what it is called with.
         audit: 0 for the proof before the first step, then the number of the audit.
-        settles: let taps go by what is found here of where the samples are.
 
     Raises:
         FlashClippingError: no output may go backward.
@@ -69,27 +58,17 @@ def prove(
     forward = getattr(root.forward, "original", root.forward)
     for subject in (whole := Subject(root, forward, session, args, kwargs)).smaller(seed=audit):
         try:
-            return _proven(subject, audit, settles)
+            return _proven(subject, audit)
         except ModelsOwnError:
             if subject is whole:
                 raise
     raise AssertionError
 
 
-def _proven(subject: Subject, audit: int, settles: bool) -> Table:
-    root, session = subject.root, subject.session
-    probed = Probed() if audit else probe(subject)
-    if settles:
-        settle(root, session, probed, [tap.path for tap in taps_of(root)])
+def _proven(subject: Subject, audit: int) -> Table:
     table = examine(subject, audit=audit)
     if table.unfit and not table.outputs:
-        irregular = [
-            f"{path}: its rows are {layout.kind}."
-            for path, calls in probed.layouts.items()
-            for layout in calls
-            if layout in (ROUTED, SEVERAL)
-        ]
-        raise FlashClippingError("\n".join([*irregular, *dict.fromkeys(table.unfit.values())]))
+        raise FlashClippingError("\n".join(dict.fromkeys(table.unfit.values())))
     return table
 
 
@@ -100,11 +79,10 @@ def table_of(model: nn.Module, *args: Tensor, audits: int = 0, **options: Any) -
         FlashClippingError: it is refused.
     """
     kwargs = options.pop("kwargs", {})
-    settles = options.pop("settles", False)
     torch.manual_seed(0)
     flash = wrapped(model, *args, kwargs=kwargs, **options)
     with nothing_else_is_shown():
-        table = prove(flash, args, kwargs, settles=settles)
+        table = prove(flash, args, kwargs)
         for audit in range(1, audits + 1):
             prove(flash, args, kwargs, audit=audit)
     return table

@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.coverage import VALUES
-from flash_clipping.capture.proof.repeatable import repeatable
 from tests.support.autograd import check_by_autograd, squares
 from tests.support.errors import raises
 from tests.support.uses import Scaling
@@ -165,64 +165,27 @@ def test_no_index_is_tried_that_no_sample_has_there(device: str, dtype: torch.dt
     assert model.few.weight.grad is not None
 
 
-#: What a GPU does not survive: an operation, good numbers for it, and a bad one.
-ENDS_A_PROCESS: dict[str, tuple[Any, list[float], float]] = {
-    "embedding": (lambda i: F.embedding(i, torch.ones(3, 2)), [0, 2], 3),
-    "embedding, -1": (lambda i: F.embedding(i, torch.ones(3, 2)), [0, 2], -1),
-    "bags": (lambda i: F.embedding_bag(i[None], torch.ones(3, 2)), [0, 2], 3),
-    "index": (lambda i: torch.ones(3)[i], [-3, 2], 3),
-    "index of an axis": (lambda i: torch.ones(5, 3)[:, i], [-3, 2], -4),
-    "index behind a mask": (lambda i: torch.ones(2, 2, 3)[torch.ones(2, 2) > 0, i], [0] * 4, 3),
-    "index_put": (lambda i: torch.ones(3).index_put((i,), torch.ones(())), [-3, 2], 3),
-    "index_select": (lambda i: torch.ones(5, 3).index_select(-1, i), [0, 2], 3),
-    "index_add": (lambda i: torch.ones(3).index_add(0, i, torch.ones(2)), [0, 2], 3),
-    "index_fill": (lambda i: torch.ones(3).index_fill(0, i, 1.0), [-3, 2], 3),
-    "gather": (lambda i: torch.ones(5, 3).gather(1, i[None]), [0, 2], 3),
-    "scatter": (lambda i: torch.ones(3).scatter(0, i, 1.0), [0, 2], -1),
-    "take": (lambda i: torch.ones(2, 2).take(i), [-4, 3], 4),
-    "nll_loss": (lambda i: F.nll_loss(torch.ones(2, 3), i), [-100, 2], 3),
-    "nll_loss of none": (lambda i: F.nll_loss(torch.ones(2, 3), i), [-100, -100], -1),
-    "cross_entropy": (lambda i: F.cross_entropy(torch.ones(1, 3, 2), i[None]), [0, 2], 3),
-    "bernoulli": (torch.bernoulli, [0.0, 1.0], 1.5),
-    "bernoulli, in place": (lambda x: (x + 5).bernoulli_(x), [0.0, 1.0], 1.5),
-    "multinomial": (lambda x: x.multinomial(1), [0.5, 1.5], -1.0),
-    "binary_cross_entropy": (lambda x: F.binary_cross_entropy(x, torch.ones(2)), [0.0, 1.0], 1.5),
-}
+class Bounded(nn.Module):
+    """Takes no large numbers."""
 
-
-@pytest.mark.parametrize("name", ENDS_A_PROCESS)
-def test_what_would_end_a_process_on_a_gpu_is_an_error(name: str) -> None:
-    operation, good, bad = ENDS_A_PROCESS[name]
-    with repeatable(nn.Identity(), [], seed=0):
-        operation(torch.tensor(good))
-        with pytest.raises(IndexError, match="a device-side assertion of a GPU"):
-            operation(torch.tensor([*good[:-1], bad]))
-
-
-class Spans(nn.Module):
-    """What lies at the end of spans of each sample."""
-
-    def __init__(self) -> None:
+    def __init__(self, after: Callable[[Tensor], Tensor] = lambda y: y) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(K, K), nn.Linear(K, 2)
-        self.after = lambda y: y
+        self.first, self.last, self.after = nn.Linear(K, K), nn.Linear(K, 2), after
 
-    def forward(self, x: Tensor, start: Tensor, length: Tensor) -> Tensor:
-        end = (start + length - 1)[..., None].expand(-1, -1, K)
-        return self.after(self.last(self.first(x).gather(1, end).tanh()))
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 20:
+            raise ValueError("too large")
+        return self.after(self.last(self.first(x).tanh()))
 
 
 def test_a_model_that_runs_on_no_extreme_sample_is_looked_at_without() -> None:
-    """The longest span from the last start is not in the text."""
-    start, length = torch.tensor([[0, 4], [5, 0], [0, 1], [1, 0]]), torch.tensor([[8, 4], [1, 8]])
-    batch = torch.randn(B, 8, K), start, length.repeat(2, 1)
-    flash = GradSampleModuleFlashClipping(Spans())
-    flash(*batch).square().sum().backward()
+    x = torch.randn(B, K)
+    flash = GradSampleModuleFlashClipping(Bounded())
+    flash(x).square().sum().backward()
     assert [*flash._watch.gate._why.values()] == [{(1, 0): ""}], "it was not compared"
-    model = Spans()
-    model.after = lambda y: y - y.mean(0).detach()
     with raises("FC210", match="output 0: the outputs of a sample change"):
-        GradSampleModuleFlashClipping(model)(*batch).square().sum().backward()
+        model = Bounded(lambda y: y - y.mean(0).detach())
+        GradSampleModuleFlashClipping(model)(x).square().sum().backward()
 
 
 class Codes(nn.Module):
@@ -238,9 +201,8 @@ class Codes(nn.Module):
         return self.last(h * 0.5 if (many - few).min() < 8 else h)
 
 
-@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
-def test_what_may_be_an_index_is_extreme_among_those_of_its_place(dtype: torch.dtype) -> None:
-    x = torch.tensor([[14, 3.5], [16, 6.5], [11, 0.5], [12, 2.5]]).to(dtype)
+def test_what_may_be_an_index_is_extreme_among_those_of_its_place() -> None:
+    x = torch.tensor([[14, 3.5], [16, 6.5], [11, 0.5], [12, 2.5]])
     with raises("FC202", match="output 0: the outputs of a sample change"):
         GradSampleModuleFlashClipping(Codes())(x).square().sum().backward()
 
@@ -258,7 +220,7 @@ class Counts(nn.Module):
 
 
 def test_floats_that_are_no_indices_are_extreme() -> None:
-    x = torch.randint(0, 10, (B, K)).float()
+    x = torch.randint(-5, 5, (B, K)).float()
     with raises("FC202", match="output 0: the outputs of a sample change"):
         GradSampleModuleFlashClipping(Counts())(x).square().sum().backward()
 

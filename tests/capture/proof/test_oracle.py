@@ -33,17 +33,11 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("sam
 #: alike.
 LATER = {"a coin, torch", "a coin, python"}
 
-#: A sample's rows lie apart.
-APART = {"flat, time first", "halves"}
-
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_model_that_mixes_samples_is_refused(name: str) -> None:
     audits = 2 if name in LATER else 0
     why = why_refused(Around(WRONG[name]), torch.randn(B, T, K), audits=audits)
-    if name in APART:  # their rows are counted before gradients are compared
-        assert "layer (Linear): found 16 samples along the batch axis" in why
-        return
     assert "expected rounding alone" in why
     lines = [*map(str.strip, why.splitlines())]
     assert "output 0: " not in why or lines[-3] == "output = output.detach()"
@@ -326,7 +320,7 @@ def test_padded_texts_with_labels_and_dropout() -> None:
         use_cache=False,
     )
     model = transformers.OPTForCausalLM(config).train()
-    table = table_of(model, kwargs=dict(padded_texts()), audits=1, settles=True)
+    table = table_of(model, kwargs=dict(padded_texts()), audits=1)
     assert table.outputs
 
 
@@ -455,10 +449,9 @@ def test_a_model_that_runs_on_one_batch_only_is_not_shown_to_be_right() -> None:
             return super().forward(given)
 
     flash = wrapped(Once(RIGHT["plain"]), x)
-    with pytest.raises(ModelsOwnError, match="ValueError: another batch"):
-        prove(flash, (x,), {})
-    table = prove(flash, (x,), {}, audit=1)
-    assert not table.outputs and not table.unfit
+    for audit in (0, 1):
+        table = prove(flash, (x,), {}, audit=audit)
+        assert not table.outputs and not table.unfit
 
 
 def test_masked_scores_do_not_count_in_norms_of_outputs() -> None:
