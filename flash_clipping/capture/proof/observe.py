@@ -153,19 +153,15 @@ def _look(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, Reads, Read
 def _first_look(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, Reads]:
     """The smallest batch of the call's samples that the model runs on, and what layers read."""
     for small in subject.smaller():
-        given = small.given()
         try:
-            whole = runs.look(given, seed)
-            if whole.refused is not None and runs.marks_inputs:
-                runs.marks_inputs = False  # it may mind that inputs require gradients
-                whole = runs.look(given, seed)
+            whole = runs.look(small.given(), seed)
         except ModelsOwnError:
             if small is subject:
                 raise
         else:
             if whole.refused is None or small is subject:
                 break
-        runs.marks_inputs, runs.saves = True, False
+        runs.saves = False
     return small, whole
 
 

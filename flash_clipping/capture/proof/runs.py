@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set as AbstractSet
 from contextlib import nullcontext
@@ -156,9 +155,6 @@ class Runs:
         self.recorded: list[tuple[str, list[int]]] | None = None
         #: The outputs of the last run that were one number for the batch, without their signs.
         self.numbers: dict[int, float] = {}
-        #: Whether floating inputs of :meth:`look` require gradients, so that what derives from them
-        #: does; until a model minds.
-        self.marks_inputs = True
         #: Whether :meth:`look` saves what a backward needs, for models that go backward in it.
         self.saves = False
 
@@ -174,11 +170,7 @@ class Runs:
         failed: ModelsOwnError | None = None
 
         def own(x: Tensor) -> Tensor:  # models may write into their inputs
-            if self.marks_inputs and x.is_floating_point():
-                with torch.enable_grad():  # as if something trainable had computed it
-                    copy = x.detach().requires_grad_().clone()
-            else:
-                copy = x.clone()
+            copy = x.clone()
             originals[id(copy)] = x
             return copy
 
@@ -191,12 +183,9 @@ class Runs:
                     repeatable(self.root, self._devices, seed, varies=seed > 0),
                     nullcontext() if self.saves else without_activations(),
                     collectives_refused(),
-                    warnings.catch_warnings(),
+                    own_errors(),
                 ):
-                    # Of the inputs, which do not require one in an ordinary step.
-                    warnings.filterwarnings("ignore", "Converting a tensor with requires_grad")
-                    with own_errors():
-                        self.forward(*args, **kwargs)
+                    self.forward(*args, **kwargs)
             except ModelsOwnError as error:
                 failed = error
             except FlashClippingError as error:
@@ -212,8 +201,7 @@ class Runs:
                     raise _of_taps(failed) from failed.__cause__
             finally:
                 del failed  # which holds this frame
-            # The model may mind that inputs require gradients, or go backward in its forward.
-            self.marks_inputs, self.saves = False, not self.marks_inputs
+            self.saves = True  # the model may go backward in its forward
             return self.look(given, seed)
         reads.size = call.batch_size or 0
         if reads.offsets is not None:
