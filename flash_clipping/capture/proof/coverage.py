@@ -87,6 +87,11 @@ class Coverage:
         return modes_of(root), min(self._count(args, kwargs), 2), told, structure, tuple(dims)
 
 
+def kind_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """The modes of modules, and what the call was given."""
+    return modes_of(root), of_arguments(args, kwargs)
+
+
 def modes_of(root: nn.Module) -> tuple[bool, ...]:
     """The mode of every module: a part of a model may be in evaluation."""
     return tuple([module.training for module in root.modules()])

@@ -12,7 +12,7 @@ from torch import nn
 
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError
-from flash_clipping.capture.proof.coverage import modes_of, of_arguments
+from flash_clipping.capture.proof.coverage import kind_of
 from flash_clipping.capture.proof.oracle import examine
 from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
@@ -96,7 +96,7 @@ class Gate:
         if small.samples().are_alike and self._alike < ALIKE:
             self._alike += 1
             self.next_audit = self.calls + 1
-        known = self._why.setdefault(_kind(subject.root, args, kwargs), {})
+        known = self._why.setdefault(kind_of(subject.root, args, kwargs), {})
         # A loss that the model computes itself may read what is unfit.
         other = next(iter(table.unfit.values()), "")
         for number in range(table.returned):  # what was shown once stays
@@ -118,7 +118,7 @@ class Gate:
         if not session.mode.enabled or not all_whys:
             return
         tensors = tensors_in(output)
-        known = self._why.get(_kind(root, args, kwargs), {})
+        known = self._why.get(kind_of(root, args, kwargs), {})
         # What was never compared may be any of them.
         whys = [known.get((len(tensors), n), all_whys[0]) for n in range(len(tensors))]
         is_part = any(x.numel() == 1 for x, why in zip(tensors, whys, strict=True) if not why)
@@ -127,10 +127,6 @@ class Gate:
                 # A loss that is fit may hold such a number times 0.
                 may_be_0 = is_part and tensor.numel() == 1
                 tensor.register_hook(partial(_refuse_gradient, session, why, may_be_0))
-
-
-def _kind(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    return modes_of(root), of_arguments(args, kwargs)
 
 
 def _refuse_gradient(session: ClippingSession, why: str, may_be_0: bool, grad: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Set as AbstractSet
+from collections.abc import Collection, Hashable, Iterable, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from flash_clipping.capture.proof.coverage import Coverage
@@ -28,6 +28,7 @@ class Knowledge:
         layouts: where samples lie in what layers, and parameters that are used alone, read,
             if not along the first axis; ``layouts_after``: in what comes of such a use.
         plain: layers in which samples were seen to lie along the usual axis.
+        outputs: where samples lie in what the model returns, by the kind of the call.
         laid_out: layers in which samples lie otherwise than as rows, or parts that lie together.
     """
 
@@ -43,6 +44,7 @@ class Knowledge:
     layouts_after: dict[str, Layout] = field(default_factory=dict)
     plain: set[str] = field(default_factory=set)
     laid_out: set[str] = field(default_factory=set)
+    outputs: dict[Hashable, list[Layout | None]] = field(default_factory=dict)
 
     @property
     def depends_on_sizes(self) -> bool:
@@ -139,6 +141,7 @@ class Knowledge:
             layouts_after=merged[1],
             plain=self.plain | is_plain,
             laid_out=laid_out,
+            outputs={**self.outputs, **new.outputs},
         )
 
     def without_reads(self) -> Knowledge:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import Samples
+from flash_clipping.capture.proof.coverage import kind_of
 from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.reads import Note, Read, Reads, layout_of
 from flash_clipping.capture.proof.runs import Runs, Subject
@@ -86,6 +87,13 @@ def observe(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, list[Find
         if look is not None and look.refused is not None:
             raise look.refused
     subject = small
+    looks = [whole] if other is None else [whole, other]
+    sizes, axis = [look.size for look in looks], subject.session.options.batch_axis
+    if len({len(look.outputs) for look in looks}) == 1:
+        shown.outputs[kind_of(subject.root, subject.args, subject.kwargs)] = [
+            layout_of(shapes, sizes, axis, has_parts=False)
+            for shapes in zip(*(look.outputs for look in looks), strict=True)
+        ]
     findings = _findings(whole, other)
     has_oracle = subject.session.proof.has_oracle
     if not has_oracle:  # their values have to tell
@@ -96,18 +104,15 @@ def observe(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, list[Find
             return observe(subject, runs, seed)
         return subject, findings
     for path in dict.fromkeys(finding.read[0] for finding in findings):
-        _lay_out(shown, path, whole, other, subject.session.options.batch_axis)
+        _lay_out(shown, path, looks, axis)
     return subject, findings
 
 
-def _lay_out(
-    shown: Knowledge, path: str, whole: Reads, other: Reads | None, batch_axis: int
-) -> None:
+def _lay_out(shown: Knowledge, path: str, looks: Sequence[Reads], batch_axis: int) -> None:
     """Note where samples lie in what this layer reads, as far as shapes tell."""
     if path in shown.folded_by_rule:
         return  # some rules know where samples are
-    looks = [whole] if other is None else [whole, other]
-    sizes = [look.size for look in looks]
+    whole, sizes = looks[0], [look.size for look in looks]
     layouts: dict[str, set[Layout]] = {}
     for read, a in whole.items():
         if read[0] != path or not a.answer or a.beside or any(read not in look for look in looks):

@@ -251,7 +251,6 @@ class _Outcome:
         places: the number of the sample in each place: 0 to B - 1, and more of those that stand in
             the place of others.
         values: outputs with a row for each sample, ``[B, entries]``.
-        possible, axes: the axes of these outputs that may hold the samples, and what was taken.
         drawn: how many operators drew at random.
         gradients: of the backward passes.
     """
@@ -259,8 +258,6 @@ class _Outcome:
     given: Any
     places: Sequence[int]
     values: dict[int, Tensor]
-    possible: dict[int, list[int]]
-    axes: dict[int, int]
     drawn: int
     gradients: list[Gradient]
 
@@ -273,13 +270,11 @@ class _Round:
         left: the part of R that stands in the first run.
         varies: whether each draw is another one.
         only: outputs that go backward, if not all.
-        axes: of outputs, the axis of the samples, if not the likely one.
     """
 
     left: float
     varies: bool = True
     only: frozenset[int] | None = None
-    axes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -287,12 +282,12 @@ class _Verdict:
     """What a round has found.
 
     Attributes:
-        axes: of outputs that were compared, the axes that may hold the samples.
+        outputs: that have a row for each sample.
         unfit: outputs that change with others in the batch, and why.
         why: what is wrong with the gradients of the other ones together.
     """
 
-    axes: Mapping[int, list[int]] = field(default_factory=dict)
+    outputs: AbstractSet[int] = frozenset()
     unfit: Mapping[int, str] = field(default_factory=dict)
     why: Complaint | FlashClippingError | None = None
 
@@ -312,8 +307,8 @@ class _Oracle:
         self.S, self.R = _halves(self.B, audit, by_turns=self.tolerance == TOLERANCE_WIDE)
         found = (getattr(module, "padding_idx", None) for module in subject.root.modules())
         self.samples.padding = next((n for n in found if isinstance(n, int)), 0)
-        #: Of outputs, the axes that may hold the samples.
-        self.axes: Mapping[int, list[int]] = {}
+        #: Outputs of the first run that have a row for each sample.
+        self.outputs: AbstractSet[int] = frozenset()
         #: The norm of the outputs that go backward.
         self.size = 0.0
         #: Outputs that are the model's own loss, as far as some sample's was compared.
@@ -348,34 +343,23 @@ class _Oracle:
         shorter = self.samples.may_be_shorter and not self.audit % 2
         whole = _Round(LEFT[0] if shorter else LEFT[-1])
         found = self._judge(whole)
-        why, axes, unfit = found.why, found.axes, dict(found.unfit)
-        if isinstance(why, FlashClippingError) and not axes:
+        why, outputs, unfit = found.why, found.outputs, dict(found.unfit)
+        if isinstance(why, FlashClippingError) and not outputs:
             try:
                 raise why
             finally:
                 del why, found  # which hold this frame, and what failed in memory
-        several = len(axes) > 1
-        for number in sorted(unfit if why is None else axes)[:OUTPUTS]:
-            # Samples may be along another axis of it that has as many entries.
-            known = unfit.get(number) or (None if several else _text(why))
-            for axis in axes[number][1:] if known else axes[number]:
-                alone = replace(whole, only=frozenset({number}), axes={number: axis})
-                of_one = self._judge(alone)
-                if of_one.why is None and not of_one.unfit:
-                    unfit.pop(number, None)
-                    why = why if several else None
-                    whole = replace(whole, axes={**whole.axes, number: axis})
-                    break
-                known = known or of_one.unfit.get(number) or _text(of_one.why)
-            else:
-                if known:
-                    unfit[number] = known
-        if several and why is not None and axes.keys() - unfit.keys():
-            rest = self._judge(replace(whole, only=frozenset(axes.keys() - unfit.keys())))
-            why, unfit = rest.why, {**unfit, **rest.unfit}
+        if why is not None and len(outputs) > 1:
+            for number in sorted(outputs - unfit.keys())[:OUTPUTS]:
+                of_one = self._judge(replace(whole, only=frozenset({number})))
+                if found_in_one := of_one.unfit.get(number) or _text(of_one.why):
+                    unfit[number] = found_in_one
+            if outputs - unfit.keys():
+                rest = self._judge(replace(whole, only=frozenset(outputs - unfit.keys())))
+                why, unfit = rest.why, {**unfit, **rest.unfit}
         if why is not None:
-            unfit = {n: unfit.get(n, _text(why)) for n in sorted(axes)}
-        fit = tuple(sorted(axes.keys() - unfit.keys()))
+            unfit = {n: unfit.get(n, _text(why)) for n in sorted(outputs)}
+        fit = tuple(sorted(outputs - unfit.keys()))
         failed = isinstance(why, FlashClippingError)
         losses = self._losses()
         fit_losses = tuple(sorted(self.compared - losses.keys()))
@@ -386,7 +370,7 @@ class _Oracle:
         try:
             return self._verdict(settings)
         except FlashClippingError as error:
-            return _Verdict(self.axes, why=error)
+            return _Verdict(self.outputs, why=error)
 
     # -- a round ------------------------------------------------------------------------------
 
@@ -395,12 +379,12 @@ class _Oracle:
         fit = {n for n in taps.values if settings.only is None or n in settings.only}
         of_S = [_norms(taps.values[n], self.S) for n in fit]
         if not of_S:
-            return _Verdict(self.axes)
+            return _Verdict(self.outputs)
         self.size = float(torch.stack(of_S).norm())
         each = taps.gradients[0].each
         if each is not None and not (finite := each.isfinite().all(0)).all():
             raise _NotFinite([b for place, b in enumerate(self.chosen) if finite[place]])
-        settings = replace(settings, axes=taps.axes, only=frozenset(fit))
+        settings = replace(settings, only=frozenset(fit))
         other = self._second(settings)
         if other is None:
             return _Verdict()  # the model runs on this batch only
@@ -420,10 +404,10 @@ class _Oracle:
             if wrong and taps.drawn and settings.varies:
                 return self._verdict(replace(settings, varies=False))
         if not wrong:
-            return _Verdict(self.axes, why=self._gradients(taps.gradients[0], other, settings))
+            return _Verdict(self.outputs, why=self._gradients(taps.gradients[0], other, settings))
         unfit = {n: Complaint("VALUE", [f"{OUTPUT}{n}"], gap).text() for n, gap in wrong.items()}
         if not fit - wrong.keys():
-            return _Verdict(self.axes, unfit)
+            return _Verdict(self.outputs, unfit)
         rest = self._judge(replace(settings, only=frozenset(fit - wrong.keys())))
         return replace(rest, unfit={**unfit, **rest.unfit})
 
@@ -444,16 +428,15 @@ class _Oracle:
                 for n, scale in enumerate(scales)
             ]
             values = {n: x.detach() for n, x in forward.outputs.items()}
-            seen = values, forward.possible, forward.axes, forward.drawn
-            return _Outcome(given, places, *seen, gradients)
+            return _Outcome(given, places, values, forward.drawn, gradients)
 
         draws: dict[str, Any] = {"seed": self.draws, "orders": True, "varies": settings.varies}
         if taps and scales and not self.audit and compiles_kernels():
             # In a run of its own, as what is recomputed in backward may draw.
             backward = methodcaller("backward", scales[0], settings.only)
             with compiled_side_by_side():
-                self.runs.run(given, places, backward, taps=taps, axes=settings.axes, **draws)
-        return self.runs.run(given, places, take, taps=taps, axes=settings.axes, **draws)
+                self.runs.run(given, places, backward, taps=taps, **draws)
+        return self.runs.run(given, places, take, taps=taps, **draws)
 
     def _first(self, settings: _Round) -> tuple[_Outcome, _Round]:
         """The batch, through the taps, with R as short as the model runs on."""
@@ -474,7 +457,7 @@ class _Oracle:
                 continue
             if run.gradients[0].each is None or run.gradients[0].each.isfinite().all():
                 break
-        self.axes = run.possible
+        self.outputs = run.values.keys()
         return run, settings
 
     def _second(self, settings: _Round) -> _Outcome | None:
@@ -687,4 +670,4 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _text(why: Complaint | FlashClippingError | None) -> str:
-    return why.text() if isinstance(why, Complaint) else str(why)
+    return why.text() if isinstance(why, Complaint) else str(why or "")

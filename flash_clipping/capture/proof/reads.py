@@ -66,20 +66,24 @@ class Note:
 
 
 def layout_of(
-    shapes: Sequence[Sequence[int] | None], sizes: Sequence[int], first: int
+    shapes: Sequence[Sequence[int] | None],
+    sizes: Sequence[int],
+    first: int,
+    has_parts: bool = True,
 ) -> Layout | None:
     """The axis that is as many times as long as there are samples, the ``first`` one if several
     are; ``None`` if none is.
 
     Args:
         shapes, sizes: of one tensor, in batches of so many samples.
+        has_parts: whether it may be longer than there are samples.
     """
     found = [shape for shape in shapes if shape is not None]
     if len(found) < len(shapes) or len({*map(len, found)}) > 1 or 0 in sizes:
         return None
     for axis in sorted(range(len(found[0])), key=lambda axis: axis != first):
         parts = {divmod(shape[axis], size) for shape, size in zip(found, sizes, strict=True)}
-        if len(parts) == 1 and next(iter(parts))[1] == 0:
+        if len(parts) == 1 and (parts == {(1, 0)} or (has_parts and next(iter(parts))[1] == 0)):
             return Layout(axis)
     return None
 
@@ -91,6 +95,7 @@ class Reads(dict[Read, Note]):
         size: how many samples there were.
         refused: what ended the run before its time.
         offsets: where a bag of embeddings begins for each sample, if that says how many there are.
+        outputs: shapes of the tensors that the model returned.
         bags: offsets of bags beside other inputs of the samples, and the ids that they point into.
         places: of samples that stand in another run as well, as rows of this one; and their
             numbers there.
@@ -99,6 +104,7 @@ class Reads(dict[Read, Note]):
     size = 0
     refused: FlashClippingError | None = None
     offsets: Tensor | None = None
+    outputs: Sequence[torch.Size] = ()
     bags: list[tuple[Tensor, Tensor]]
     places: tuple[list[int], list[int]] = ([], [])
 

@@ -22,7 +22,8 @@ from flash_clipping.capture.declared_rows import parts_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError, own_errors, without_activations
 from flash_clipping.capture.proof.batches import Samples, Window
-from flash_clipping.capture.proof.reads import Reads
+from flash_clipping.capture.proof.coverage import kind_of
+from flash_clipping.capture.proof.reads import Reads, layout_of
 from flash_clipping.capture.proof.repeatable import repeatable
 from flash_clipping.capture.proxies import ParameterProxy
 from flash_clipping.capture.refused_forwards import collectives_refused
@@ -43,9 +44,6 @@ PROJECTIONS = 4
 
 #: Gradients of at most so many elements are measured together: they are copied for it.
 SMALL = 1 << 14
-
-#: In the place of an axis: parts of each sample lie together along the axis of samples.
-FOLDED = -1
 
 #: Masked scores (the least number of a dtype) are no values.
 MASKED = 1e4
@@ -143,6 +141,9 @@ class Runs:
     def __init__(self, subject: Subject, units: Units | None = None) -> None:
         self.root, self.forward, self.session = subject.root, subject.forward, subject.session
         self.params, self._units = self.session.options.trainable(), units
+        kind = kind_of(subject.root, subject.args, subject.kwargs)
+        #: Where samples lie in what such calls return, as far as looks have shown it.
+        self._layouts = self.session.known.outputs.get(kind, ())
         tensors = batched_inputs(subject.args, subject.kwargs)
         devices = {x.device for x in (*tensors, *self.session.options.state()) if x.is_cuda}
         self._devices = list(devices)
@@ -185,7 +186,7 @@ class Runs:
                     collectives_refused(),
                     own_errors(),
                 ):
-                    self.forward(*args, **kwargs)
+                    reads.outputs = [x.shape for x in tensors_in(self.forward(*args, **kwargs))]
             except ModelsOwnError as error:
                 failed = error
             except FlashClippingError as error:
@@ -242,7 +243,6 @@ class Runs:
         seed: int = 0,
         orders: bool = False,
         varies: bool = False,
-        axes: Mapping[int, int] | None = None,
     ) -> T:
         """What is taken from a forward on a batch.
 
@@ -253,7 +253,6 @@ class Runs:
             take: asks the forward for outputs and gradients.
             taps: whether gradients are taken as they will be clipped.
             seed, orders, varies: what is drawn at random, as of :func:`repeatable`.
-            axes: of outputs, the axis of the samples, if not the likely one.
 
         Raises:
             ModelsOwnError: the model raises, or its taps do.
@@ -286,7 +285,7 @@ class Runs:
                     call.end()
                 random.end_forward()
                 self.dtypes |= random.casts
-                forward = Forward(self, tensors, numbers, places, taps, axes or {})
+                forward = Forward(self, tensors, numbers, places, taps)
                 forward.drawn = random.drawn
                 forward.uses = Counter() if call is None else call.uses
                 return take(forward)
@@ -298,28 +297,17 @@ class Runs:
                 call.end()
             session.mode.enabled, session.mode.comparing = around
 
-    def axes_of(self, x: Tensor, count: int) -> list[int]:
-        """The axes of an output that may hold so many samples, the likely one first."""
-        if not _may_be_of_samples(x):
-            return []
-        first = self.session.options.batch_axis
-        axes = [axis for axis, n in enumerate(x.shape) if n == count]
-        axes.sort(key=lambda axis: axis != first)
-        if axes and axes[0] != first and x.dim() > first and x.shape[first] % count == 0:
-            axes.append(FOLDED)
-        return axes
-
-    def by_sample(self, x: Tensor, axis: int, count: int) -> Tensor | None:
-        """An output as ``[B, entries]``, if its samples are along this axis."""
+    def by_sample(self, number: int, x: Tensor, count: int) -> Tensor | None:
+        """An output as ``[B, entries]``, if it has a row for each sample."""
         if not _may_be_of_samples(x):
             return None
         first = self.session.options.batch_axis
-        if axis == FOLDED and x.dim() > first and x.shape[first] % count == 0:
-            x, axis = x.unflatten(first, (count, -1)), first
-        if not 0 <= axis < x.dim() or x.shape[axis] != count:
+        layout = layout_of([x.shape], [count], first, has_parts=False)
+        if len(self._layouts) == self.returned:
+            layout = self._layouts[number]
+        if layout is None or layout.parts(x, count) != 1:
             return None
-        x = x.movedim(axis, 0)
-        return x.flatten(1) if x.dim() > 1 else x[:, None]
+        return layout.front(x, count).flatten(1)
 
     def gradient_of(
         self,
@@ -415,13 +403,9 @@ class Forward:
         tensors, numbers: what it returned; those of it that are one number for the batch.
         places: the number of the sample in each place.
         taps: whether gradients are taken as they will be clipped.
-        axes: of outputs, the axis of the samples, if not the likely one.
 
     Attributes:
-        possible: of every output with a row for each sample and a gradient, the axes that may hold
-            the samples, the likely one first.
-        axes: what is taken of these.
-        outputs: ``[B, entries]`` of these outputs.
+        outputs: ``[B, entries]`` of every output with a row for each sample and a gradient.
         drawn: how many operators drew at random.
         uses: of each parameter, by ``id``, in the forward.
     """
@@ -436,17 +420,12 @@ class Forward:
         numbers: Mapping[int, Tensor],
         places: Sequence[int],
         taps: bool,
-        axes: Mapping[int, int],
     ) -> None:
         self._runs, self._places, self._taps, self._numbers = runs, places, taps, numbers
-        count = len(places)
-        found = {n: runs.axes_of(x, count) for n, x in enumerate(tensors)}
-        self.possible = {n: of_one for n, of_one in found.items() if of_one}
-        self.axes = {**{n: of_one[0] for n, of_one in self.possible.items()}, **axes}
         self.outputs = {
             n: rows
-            for n, axis in self.axes.items()
-            if n < len(tensors) and (rows := runs.by_sample(tensors[n], axis, count)) is not None
+            for n, x in enumerate(tensors)
+            if (rows := runs.by_sample(n, x, len(places))) is not None
         }
 
     def backward(
