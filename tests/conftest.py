@@ -82,18 +82,6 @@ def _default_dtype() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _models_are_new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test knows of models that others have made. Many count what happens in a first step, and
-    make several models for that: they are proven, all of them."""
-    from flash_clipping.capture.proof import remembered
-    from flash_clipping.engine import model_watch
-
-    remembered.forget()
-    if request.path.stem not in ("test_remembered", "test_search"):
-        monkeypatch.setattr(model_watch.ModelWatch, "_key", lambda *_: None)
-
-
-@pytest.fixture(autouse=True)
 def _compared_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No comparison of single samples with autograd before first steps, in files whose tests make
     one of their own (``without_gate``): it is a fifth of such a test's time."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, repeat
@@ -25,10 +24,9 @@ from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import refuse_graphs
 from flash_clipping.capture.proof.coverage import is_plain
-from flash_clipping.capture.proof.gate import FIRST_AUDIT, Gate
+from flash_clipping.capture.proof.gate import Gate
 from flash_clipping.capture.proof.positions import prove_positions
 from flash_clipping.capture.proof.prove import prove
-from flash_clipping.capture.proof.remembered import key_of, recall, remember
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.refused_forwards import embeddings_of, refuse_max_norm
 from flash_clipping.capture.session import ClippingSession
@@ -283,32 +281,13 @@ class ModelWatch:
             else:
                 gate.next_audit += 1
         elif session.may_prove():
-            is_first = module is self.root and not session.proof.proven_with
-            made = self._key(tensors) if is_first else None
-            if made and (known := recall(made[0], session)) is not None:
-                self.gate, session.proof.proven_with = known, self.guards.count
             is_proven = self._is_proven(module, args, kwargs)
             if self.prove_if(not is_proven, self.subject(module, args, kwargs)):
                 session.proof.proven_with = self.guards.count
-                if made and made == self._key(tensors):  # the proof has left it as it was
-                    remember(*made, session, self.gate)
             else:
                 # Processes of shards must ask each other; and what is known may depend on sizes.
                 depends = self.sharded is not None or session.known.depends_on_sizes
                 self.covered = None if depends else kind
-
-    def _key(self, tensors: list[Tensor]) -> tuple[Hashable, list[Any]] | None:
-        """By what another model that is made and called like this one can be told, if any can."""
-        options, of_units = self.session.options, self.session.rows.units_of_calls
-        apart = self.sharded is not None or options.layers_are_cut or self.taps.regions.any_compiled
-        of_rows = of_units.sample_of or of_units.from_loader or self._has_bags
-        if apart or of_rows or self.gate.next_audit != FIRST_AUDIT:  # the next call is audited
-            return None
-        kind = self.session.calls.backward_pass_class, self._buffers is None
-        given = options.loss_reduction, options.batch_first, options.backend
-        with suppress(Exception):  # whatever a user's object raises when it is pickled
-            return key_of(self.root, tensors, kind, given, sorted(self.session.known.folded))
-        return None
 
     def subject(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
         """A call as proofs take it: of the forward that ``mode="two_pass"`` stands around."""
