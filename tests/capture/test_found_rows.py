@@ -344,7 +344,7 @@ def test_a_model_that_returns_its_loss_alone() -> None:
     truth = truth_by_autograd(reference, (x,), squares)
     torch.testing.assert_close(flash.get_norm_sample(), truth.norms, rtol=1e-9, atol=0)
     refused(LossAlone("positions first"), (x,), r"(?s)ffn.*a sample's rows lie apart")
-    unused = LossAlone()
+    unused = LossAlone("positions first")
     unused.beside = nn.Linear(2, 2)  # what gets no gradient shows nothing
     refused(unused, (x,), r"(?s)ffn.*a sample's rows lie apart")
 

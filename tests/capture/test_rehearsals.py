@@ -46,7 +46,7 @@ def test_a_layer_reached_later_is_rehearsed_then() -> None:
     model.reach = True
     flash.zero_grad()
     batch = float64s(5, 5, 4)
-    with raises("FC231", match=r"late \(Linear\):"):
+    with raises("FC230", match=r"late \(Linear\):"):
         squares(flash, batch)
     check_next_step(model, flash, batch)
 
@@ -84,7 +84,7 @@ def test_constant_reached_later_is_refused_once() -> None:
     squares(flash, float64s(5, 5, 4)).backward()
     model.reach = True
     flash.zero_grad()
-    with raises("FC231", match="positions"):
+    with raises("FC230", match="positions"):
         squares(flash, float64s(5, 5, 4))
     batch = float64s(5, 5, 4)
     plain = copy.deepcopy(model)

@@ -155,17 +155,11 @@ def _check_guesses(session: ClippingSession, call: ForwardCall) -> None:
     for read, answer in call.guesses.items():
         path, known = read[0], session.known.is_samples(read, any_call=False)
         known = session.known.is_samples(read, any_call=True) if known is None else known
-        if known is None:
-            raise FlashClippingError(
-                f"FC230 {path}: this layer was reached for the first time, and by no look at the "
-                "model, so that it is not known whether what it reads is samples. Run it in every "
-                f"forward of training (no layer drop, no counter of steps).{ONE_BY_ONE}"
-            )
         if known is not answer or path in session.known.laid_out:
-            kinds = ("samples", "the same for all samples")
-            found = kinds[not known] if known is not answer else "samples that lie otherwise"
             raise FlashClippingError(
-                f"FC231 {path}: this layer was reached for the first time, and what it read was "
-                f"taken for {kinds[not answer]}, but is {found}: by its size it could be either. "
-                "It is known now: clear the gradients and run this step again."
+                f"FC230 {path}: this layer was reached for the first time, after the first step, "
+                "and what it reads is not what its size told. Clear the gradients and run this "
+                "step again. Where that does not help, no look at the model reaches the layer: "
+                "run it in every forward of training (no layer drop, no counter of "
+                f"steps).{ONE_BY_ONE}"
             )

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.coverage import VALUES
+from flash_clipping.diagnostics import check
 from tests.support.autograd import check_by_autograd, squares
 from tests.support.errors import raises
 from tests.support.uses import Scaling
@@ -205,6 +206,12 @@ def test_what_may_be_an_index_is_extreme_among_those_of_its_place() -> None:
     x = torch.tensor([[14, 3.5], [16, 6.5], [11, 0.5], [12, 2.5]])
     with raises("FC202", match="output 0: the outputs of a sample change"):
         GradSampleModuleFlashClipping(Codes())(x).square().sum().backward()
+
+
+def test_mixing_that_integers_decide_is_seen_by_a_check() -> None:
+    x = torch.tensor([[14, 3], [16, 6], [11, 4], [12, 2]])
+    report = check(Codes().double(), x)
+    assert any("norms change by" in failure for failure in report.failures), report
 
 
 class Counts(nn.Module):
