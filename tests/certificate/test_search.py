@@ -285,7 +285,7 @@ def test_what_is_not_finite_adds_nothing(name: str, algorithm: str) -> None:
     [("fp32", "sum"), ("fp32", "mean"), ("bf16", "sum"), ("fp16", "mean"), ("autocast", "sum")],
 )
 @pytest.mark.parametrize(("name", "algorithm"), FEW)
-def test_one_of_many_equal_samples(
+def test_one_of_many_equal_samples_stays_within_the_bound(
     name: str, algorithm: str, precision: str, reduction: str
 ) -> None:
     """A sum of k equal parts is rounded otherwise where one of them is gone."""

@@ -71,7 +71,7 @@ def found(by_four: list[Found]) -> list[Found]:
 
 
 @pytest.mark.slow
-def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_compiled_models_match_single_samples(tmp_path_factory: pytest.TempPathFactory) -> None:
     group = processes.ProcessGroup("replicas_compiled", world=4, main=compiled)
     for of_rank in group.found(tmp_path_factory):
         for name in COMPILED:
@@ -113,7 +113,7 @@ def test_all_rows_of_a_unit_are_one_process_s(found: list[Found]) -> None:
     check_units([of_rank["units"] for of_rank in found], steps.UNITS, {})
 
 
-def test_all_four_draw_and_end_alike(found: list[Found]) -> None:
+def test_four_processes_draw_and_end_alike(found: list[Found]) -> None:
     runs = [of_rank["engine"] for of_rank in found]
     seen = [{i for batch in run["drawn"] for i in batch} for run in runs]
     assert len(set().union(*seen)) == sum(map(len, seen)) > 0

@@ -24,7 +24,7 @@ def test_sums_and_norms_are_those_of_single_samples(name: str, by_two: list[Foun
     check(by_two, name)
 
 
-def test_so_are_those_of_four_stages(by_four: list[Found]) -> None:
+def test_sums_of_four_stages_are_those_of_single_samples(by_four: list[Found]) -> None:
     for name in pipelines.BY_FOUR:
         check(by_four, name)
 

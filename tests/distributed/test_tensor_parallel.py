@@ -117,7 +117,7 @@ def test_equal_blocks_are_compiled_once(found: list[Found]) -> None:
 
 
 @pytest.mark.slow
-def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_compiled_models_match_single_samples(tmp_path_factory: pytest.TempPathFactory) -> None:
     group = processes.ProcessGroup("tensor_compiled", world=2, main=compiled)
     for of_rank in group.found(tmp_path_factory):
         for name in COMPILED:

@@ -118,7 +118,7 @@ def test_equal_blocks_are_compiled_once(found: list[Found]) -> None:
 
 
 @pytest.mark.slow
-def test_so_are_those_of_compiled_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_compiled_models_match_single_samples(tmp_path_factory: pytest.TempPathFactory) -> None:
     group = processes.ProcessGroup("sharded_compiled", world=2, main=cases.compiled)
     for of_rank in group.found(tmp_path_factory):
         for name in cases.COMPILED:
@@ -328,9 +328,7 @@ def test_a_process_that_fails_leaves_none_waiting(name: str, failing: list[Found
     assert "Error" in other["said"] and other["seconds"] < 30
 
 
-def test_a_model_that_accelerate_prepared_trains_as_single_samples_say(
-    found: list[Found],
-) -> None:
+def test_a_model_that_accelerate_prepared_trains_as_single_samples_say(found: list[Found]) -> None:
     expected = uses.as_accelerated()
     for of_rank in found:
         for run in of_rank["accelerate"]:

@@ -109,7 +109,7 @@ def test_ordinary_samples_are_clipped_by_their_norm(T: int, way: str) -> None:
     assert norm * (1 - 1e-5) <= bound[0] <= norm * (1 + (further if T > 4096 else 1e-5))
 
 
-def test_what_the_bound_of_sums_is() -> None:
+def test_bound_of_sums_is_the_formula() -> None:
     """Nothing where sums lose little; else what they may lose; at least a part of the spread."""
     sq, spread = torch.tensor([1.0, 1.0, 0.0, torch.nan]), torch.tensor([1.0, 1e3, 1.0, 1.0])
     n, delta = 1000, additions(1000) * 2.0**-24 * 1e3

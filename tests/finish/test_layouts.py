@@ -76,7 +76,7 @@ def test_room_between_rows_counts() -> None:
         assert are_apart([of_rows(x) for x in (plain, *apart)])
 
 
-def test_which_operands_are_contiguous_counts() -> None:
+def test_contiguous_operands_are_told_apart() -> None:
     x = torch.zeros(60)
     whole = x.as_strided((3, 2, 4), (8, 4, 1))
     apart, further = [x.as_strided((3, 2, 4), (stride, 4, 1)) for stride in (12, 16)]
@@ -84,7 +84,7 @@ def test_which_operands_are_contiguous_counts() -> None:
     assert are_apart([of_rows(*rows) for rows in ways])
 
 
-def test_which_operands_are_whose_counts() -> None:
+def test_operands_of_other_parameters_are_told_apart() -> None:
     """The same tensors in the same order: once the one is normalized, once the other."""
     rows = [torch.randn(2, 3, 1) for _ in range(2)]
     x_hat = Normalized(*[torch.randn(2, 3, 1) for _ in range(3)])

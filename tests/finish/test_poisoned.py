@@ -208,7 +208,7 @@ class Branch(nn.Module):
 
 @RUNS
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_one_layer_is_not_finite(value: float, mode: str, reduction: str) -> None:
+def test_layer_not_finite_alone_is_left_out(value: float, mode: str, reduction: str) -> None:
     """The sample's finite gradients in the other layers are left out as well."""
     torch.manual_seed(0)
     model = Branch()
@@ -293,7 +293,7 @@ def test_poisoned_samples_warn_once(mode: str, reduction: str) -> None:
 
 @RUNS
 @pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
-def test_other_ways_to_clip(clipping: str, mode: str, reduction: str) -> None:
+def test_poisoned_sample_is_left_out_by_any_clip(clipping: str, mode: str, reduction: str) -> None:
     """Coefficients are never NaN, and the sum is finite and without the sample."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.SiLU(), nn.LayerNorm(6), nn.Linear(6, 3))

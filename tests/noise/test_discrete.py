@@ -77,7 +77,7 @@ def test_coins_of_an_exponential(n: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("k", [2, 3, 5, 7, 8])
-def test_one_in_so_many(k: int) -> None:
+def test_bernoulli_draws_have_their_probability(k: int) -> None:
     count = 100_000
     fell = discrete._one_in(Keystream(draw(3)), k, count).sum()
     assert abs(fell - count / k) < 5 * (count / k * (1 - 1 / k)) ** 0.5

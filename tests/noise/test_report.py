@@ -94,7 +94,7 @@ def test_every_accountant_says_the_same_of_poisson_batches(accountant: str) -> N
         ({"mechanism": PoissonSampling(max_batch_size=12)}, {"pld"}, ADD_OR_REMOVE),
     ],
 )
-def test_what_an_accountant_does_not_know_has_no_number(
+def test_numbers_unknown_to_an_accountant_are_none(
     options: dict[str, Any], known: set[str], relation: str
 ) -> None:
     engine, _ = trained(**options)
@@ -123,7 +123,7 @@ def test_discrete_noise_is_accounted_for_in_whole_orders() -> None:
     assert together["epsilon"]["rdp"]["epsilon"] > report["epsilon"]["rdp"]["epsilon"]
 
 
-def test_what_was_warned_of_is_in_the_report() -> None:
+def test_warnings_are_in_the_report() -> None:
     with warns("FC335", NotPoissonWarning):
         engine, _ = trained("prv", poisson_sampling=False)
     report = engine.report(DELTA)
@@ -135,7 +135,7 @@ def test_what_was_warned_of_is_in_the_report() -> None:
     assert composed["violated"] == report["violated"] and composed["seeds"] == ["7"]
 
 
-def test_no_noise_and_no_steps() -> None:
+def test_reports_without_noise_or_steps_say_so() -> None:
     engine, _ = trained("rdp", noise_multiplier=0.0)
     for found in engine.report(DELTA)["epsilon"].values():
         assert found["epsilon"] is None and "infinite" in found["why"]
@@ -212,7 +212,7 @@ def test_statistics_are_gaussian_mechanisms() -> None:
     assert found["gdp"]["epsilon"] == pytest.approx(exact, rel=1e-4)
 
 
-def test_what_does_not_compose() -> None:
+def test_reports_that_do_not_compose_are_refused() -> None:
     report = statistics_report("a", sensitivity=1.0, standard_deviation=3.0, delta=DELTA)
     zeroed = statistics_report(
         "b", sensitivity=1.0, standard_deviation=3.0, delta=DELTA, relation=ZERO_OUT

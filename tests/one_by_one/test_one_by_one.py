@@ -552,7 +552,7 @@ def test_samples_are_clipped_by_their_own_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
-def test_other_ways_to_clip(clipping: str) -> None:
+def test_other_ways_to_clip_match_one_pass(clipping: str) -> None:
     torch.manual_seed(0)
     model = mlp().double()
     other = copy.deepcopy(model)

@@ -26,7 +26,7 @@ def oracle_of(A: torch.Tensor, G: torch.Tensor, coef: torch.Tensor) -> torch.Ten
 
 @every_case_interpreted_once
 @pytest.mark.parametrize("dropped", [False, True])
-def test_what_was_kept_serves_the_next_step(case: Case, dropped: bool) -> None:
+def test_kept_tables_serve_the_next_step(case: Case, dropped: bool) -> None:
     shapes = [(24, 40), (40, 24), (16, 8), (16, 24), (7, 5)]  # the last: nothing is aligned
     memo: dict = {}
     for seed in (0, 100):  # the second time with what was kept the first time
@@ -253,7 +253,7 @@ def test_rows_on_16_bytes_of_any_width(case: Case, tma: bool, widths: list) -> N
         assert relative_error(total, oracle) <= case.tolerance
 
 
-def test_which_widths_the_compiler_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_is_told_of_widths_that_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hint that is false of one layer is none for the launch; one that is true stays."""
     module = kernels()
     told: list[tuple] = []
@@ -277,7 +277,7 @@ def test_which_widths_the_compiler_is_told_of(monkeypatch: pytest.MonkeyPatch) -
     assert told.pop() == (False, False, False)
 
 
-def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hoppers_kernel_runs_16_bit_operands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one for Hopper: there, for 16-bit operands that lie on 16 bytes."""
     module = kernels()
     launched: list[str] = []

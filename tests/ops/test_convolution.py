@@ -120,7 +120,7 @@ def test_cut_numbers_lose_less_than_a_thousandth() -> None:
 
 @every_case
 @shapes
-def test_all_of_it_is_that_of_one_sample_after_the_other(case: Case, name: str) -> None:
+def test_batch_equals_its_samples_one_after_the_other(case: Case, name: str) -> None:
     interpreted = case.backend == "triton" and case.device == "cpu"
     in_half = case.dtype == torch.float16
     if interpreted and name != "same" and list(SHAPES).index(name) % 2 == in_half:

@@ -191,7 +191,7 @@ def test_rows_on_16_bytes_of_any_width(
             assert worst_relative_error(doubt_LB, oracle) <= 2 * case.tolerance
 
 
-def test_which_widths_the_compiler_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_is_told_of_widths_that_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are descriptors, of none, and layers of all widths share a launch."""
     kernels = gram_triton()
     told: list[tuple] = []
@@ -298,7 +298,7 @@ def test_a_poisoned_sample_leaves_those_after_it_alone() -> None:
         assert torch.equal(sq[~where], before[~where])
 
 
-def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hoppers_kernel_runs_16_bit_operands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one for Hopper: there, for 16-bit operands of one dtype that descriptors can address."""
     kernels = gram_triton()
     launched: list[str] = []

@@ -167,7 +167,7 @@ def test_positions_in_several_chunks_match_the_oracle(monkeypatch: pytest.Monkey
 
 
 @every_case
-def test_only_what_is_wanted(case: Case) -> None:
+def test_gradients_that_are_not_asked_for_are_none(case: Case) -> None:
     once(case)
     shape = (2, 3, 2, 24)
     x, params, grads = case.randn(*shape), params_on(case, 2, 24), upstream(case, shape)
@@ -317,7 +317,7 @@ def test_no_samples_or_positions_give_zeros(case: Case) -> None:
         assert stream_mix(*mix_inputs(case, shape)[:4], backend=case.backend).shape == shape
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_shapes_that_do_not_fit_are_refused() -> None:
     x, params = torch.randn(2, 3, 4, 8), params_of(4, 8)
     with raises("FC303", ValueError, match=r"x has shape \(2, 3, 9, 8\).* 2 to 8 streams"):
         hyper_connections(torch.randn(2, 3, 9, 8), *params)

@@ -108,7 +108,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changed", OTHERS.values(), ids=OTHERS)
-def test_what_another_kernel_serves(changed: dict[str, Any]) -> None:
+def test_launches_of_another_kernel_are_kept_apart(changed: dict[str, Any]) -> None:
     kernel = Kernel()
     for _ in range(2):
         launch(kernel)

@@ -13,7 +13,7 @@ from tests.support.errors import raises
     "wanted", [(True, False, False), (False, True, False), (False, False, True)]
 )
 @pytest.mark.parametrize("shape", [(2, 5, 16), (2, 70, 130)], ids=str)
-def test_only_what_is_wanted(
+def test_gradients_that_are_not_asked_for_are_none(
     case: Case, wanted: tuple[bool, bool, bool], shape: tuple[int, ...]
 ) -> None:
     x, G, rstd = case.randn(*shape), case.randn(*shape), torch.ones(shape[:2], device=case.device)

@@ -198,7 +198,7 @@ def test_axes_that_are_too_wide_for_the_kernel() -> None:
     assert torch.equal(indices[:, 0].long(), x.argmax(1) * 4098)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_shapes_that_do_not_fit_are_refused() -> None:
     x = torch.randn(4, 8)
     for k in (0, 65, 129):
         with raises("FC302", ValueError, match=f"k = {k} for 8 x 8 experts; expected 1 to 64"):

@@ -105,7 +105,7 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
         row_sums([x.half(), x])
 
 
-def test_what_is_normalized_must_fit_its_rows() -> None:
+def test_normalized_operands_that_do_not_fit_are_refused() -> None:
     rows, x, mean = torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.randn(2, 4)
     with raises("FC303", ValueError, match="found 1 normalized tensors for 2 of rows"):
         row_sums([rows, rows], [Normalized(x, mean, mean)])
@@ -147,7 +147,7 @@ def test_rows_that_are_not_finite(case: Case, shape: tuple[int, ...], in_place: 
 
 
 @every_case
-def test_all_rows_are_finite(case: Case) -> None:
+def test_finite_rows_are_returned_as_they_are(case: Case) -> None:
     """The largest numbers too; and what was noted before stays."""
     x = case.randn(6, 40)
     x[2] = torch.finfo(case.dtype).max

@@ -218,7 +218,7 @@ def test_lengths_about_a_block(sizes: tuple[int, int], case: Case) -> None:
 
 
 @every_case
-def test_what_is_dropped_adds_nothing(case: Case) -> None:
+def test_dropped_rows_add_nothing(case: Case) -> None:
     """inf and NaN in rows of a dropped sample, and in rows of none."""
     sample_N = torch.tensor([0, 1, -1, 0, 1, 2], device=case.device)
     A, G = case.randn(6, 3), case.randn(6, 2)

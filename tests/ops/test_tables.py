@@ -46,7 +46,7 @@ WELL: dict[str, Tensor] = {
 
 
 @pytest.mark.parametrize("x", BADLY.values(), ids=BADLY.keys())
-def test_what_no_descriptor_can_address_is_copied(x: Tensor) -> None:
+def test_rows_that_no_descriptor_addresses_are_copied(x: Tensor) -> None:
     rows = on_16_bytes(x)
     assert rows.shape == x.shape and rows.dtype == x.dtype and torch.equal(rows, x)
     read, (address, stride_b, stride_t, width), aligned = operand_row(rows)
@@ -56,11 +56,11 @@ def test_what_no_descriptor_can_address_is_copied(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("x", WELL.values(), ids=WELL.keys())
-def test_what_need_not_be_copied_is_not(x: Tensor) -> None:
+def test_rows_that_descriptors_address_are_not_copied(x: Tensor) -> None:
     assert on_16_bytes(x) is x
 
 
-def test_where_nothing_is_gained_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_not_copied_where_nothing_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_16_bytes(HALF) is not HALF
     with monkeypatch.context() as patch:
         patch.setattr(tables, "WORTH_A_COPY", HALF.numel() + 1)

@@ -273,7 +273,7 @@ def test_a_sample_that_is_not_finite() -> None:
     check_not_finite(block(), *inputs(4, 5), squares)
 
 
-def test_what_computes_something_else() -> None:
+def test_experts_that_compute_something_else_are_refused() -> None:
     """Its attributes say that transformers could run it, but it is not what that would compute."""
 
     class Scaled(Plain):

@@ -197,7 +197,7 @@ def test_a_sample_that_is_not_finite_adds_nothing() -> None:
         assert_close(grad, found[1][name], 1e-9, name)
 
 
-def test_which_form_the_gradient_of_phi_has() -> None:
+def test_gradient_of_phi_has_the_smaller_form() -> None:
     """The smaller one."""
     layer = HyperConnections(6, 2)
     rule, needs = find_rule(layer), GradRequest((True,), frozenset(NAMES), "auto")
@@ -308,7 +308,7 @@ def test_autocast_changes_nothing() -> None:
             assert torch.equal(found, one)
 
 
-def test_as_it_begins_it_is_one_residual_stream() -> None:
+def test_new_connections_are_one_residual_stream() -> None:
     hc = HyperConnections(40).double()
     hc.alpha.data.zero_()
     x = torch.randn(2, 5, 1, 40, dtype=torch.float64).expand(2, 5, 4, 40)
@@ -318,7 +318,7 @@ def test_as_it_begins_it_is_one_residual_stream() -> None:
     assert_close(hc.combine(x, y, post, comb), x + y.unsqueeze(2), 1e-4)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     with raises("FC302", ValueError, match="streams=1; expected a positive dim and 2 to 8"):
         HyperConnections(8, 1)
     with raises("FC302", ValueError, match="hc_eps=0"):
@@ -337,7 +337,7 @@ def test_what_does_not_fit_is_refused() -> None:
 # -- other libraries ------------------------------------------------------------------------------
 
 
-def test_as_transformers_has_it() -> None:
+def test_connections_match_those_of_transformers() -> None:
     """A whole decoder layer of DeepSeek-V4, with simple functions for its sublayers."""
     theirs = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     config = SimpleNamespace(
@@ -372,7 +372,7 @@ def test_as_transformers_has_it() -> None:
             assert_close(getattr(one, name).grad, getattr(other, their_name).grad, 1e-5, name)
 
 
-def test_as_liger_has_it() -> None:
+def test_connections_match_those_of_liger() -> None:
     """Its kernels run on the same device as ours, here in the interpreter."""
     theirs = pytest.importorskip("liger_kernel.transformers.mhc")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -189,7 +189,7 @@ def test_norms_in_float32_match_float64(E: int, k: int, r: int) -> None:
         assert_close(factors[name].dense(), truth, 1e-5, name)
 
 
-def test_its_output_may_be_changed_in_place() -> None:
+def test_output_may_be_changed_in_place() -> None:
     """A hook that was there before still runs: ``fully_shard`` gathers a block's parameters by one
     on what the block returns."""
     layer, seen = layer_of(3, 4, 5, 0), []
@@ -258,7 +258,7 @@ def test_rows_that_cancel_are_in_the_bound(T: int, r: int) -> None:
             assert released <= bound_B[b] * (1 + 1e-4), name
 
 
-def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without values go through, but for the products."""
 
     def shapes_only(x_Nd: Tensor, W_Epd: Tensor, segments: Any) -> Tensor:

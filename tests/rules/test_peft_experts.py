@@ -111,7 +111,7 @@ def test_several_adapters_match_autograd() -> None:
     check(model, inputs(3, 5))
 
 
-def test_other_adapters_by_the_time_of_backward() -> None:
+def test_adapters_changed_before_backward_change_nothing() -> None:
     model = with_lora(block())
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
     grads = []
@@ -215,7 +215,7 @@ def test_disabled_adapters_leave_the_base() -> None:
 
 
 @pytest.mark.parametrize("state", ["merged", "disabled", "not active"])
-def test_what_no_sample_reaches_is_refused(state: str) -> None:
+def test_weights_that_no_sample_reaches_are_refused(state: str) -> None:
     model = with_lora(block())
     if state == "merged":
         model.merge_adapter()

@@ -321,7 +321,7 @@ def test_norms_under_autocast_are_those_of_fp32() -> None:
 
 
 @pytest.mark.parametrize("axes", [(0, 5), (3, 0)], ids=str)
-def test_no_samples_and_no_tokens(axes: tuple[int, ...]) -> None:
+def test_batches_without_samples_or_tokens_give_zeros(axes: tuple[int, ...]) -> None:
     model = Model(heads=2, padding=True).double()
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
     flash(*inputs(2, 5)).sum().backward()
