@@ -495,8 +495,8 @@ REFUSED: dict[str, ModelCase] = {
     "views apart": refused(
         views(False),
         match=r"(?s)layer \(\w+\): what it reads has 8 rows for a batch of 4, and 6 for a batch"
-        r" of 3\n.*a sample's rows lie apart.*torch\.stack\(\[a, b\], 1\)\.flatten\(0, 1\) in place of "
-        r'torch\.cat\(\[a, b\]\).*mode="one_by_one"',
+        r" of 3\n.*a sample's rows lie apart.*torch\.stack\(\[a, b\], 1\)\.flatten\(0, 1\) in place"
+        r' of torch\.cat\(\[a, b\]\).*mode="one_by_one"',
         alone=True,
     ),
     "a tied table that reads some samples": held(
