@@ -108,21 +108,6 @@ class ProxyOp:
         found = [param for bare in self.bares for param in bare.leaves.values()]
         return found if len(found) == 1 else list(dict.fromkeys(found))
 
-    def row_by_row(self, bare: ParameterProxy, plain: list[Tensor], G: Tensor) -> bool:
-        """Whether every sample meets a row of its own of this operand.
-
-        So it is where a parameter and a constant with a row per sample made it: an attention mask
-        that was added to a table of biases before both are added to the scores.
-        """
-        if bare.dim() != G.dim() or bare.shape[0] != G.shape[0] != 1:
-            return False
-        first = [x[:1] if batched else x for x, batched in zip(plain, self.batched, strict=True)]
-        try:
-            output = self.call(first, [other.value.detach() for other in self.bares])
-        except RuntimeError:
-            return True  # one row and all of the operand do not fit
-        return output.shape[0] != 1
-
 
 Factors: TypeAlias = list[tuple[nn.Parameter, PerSampleGrad]]
 
@@ -208,27 +193,20 @@ def _per_sample_factors(
         and parts % max(1, len(x.row)) == 0
         for x in bares
     ]
-    own_row = [
-        operation.after is None and not same and operation.row_by_row(x, plain, G)
-        for x, same in zip(bares, alike, strict=True)
-    ]
     try:
         if operation.after is not None and operation.name not in _SAME_ALONE:
             raise NotServed("it may compute something else of a sample without the others")
-        rowwise = [own or same for own, same in zip(own_row, alike, strict=True)]
-        operand_grads = _operand_grads(operation, plain, G, rowwise)
+        operand_grads = _operand_grads(operation, plain, G, alike)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
         # An operation that vmap does not have, or that does not take one row of an operand alone.
-        own_row = alike = [False] * len(bares)
+        alike = [False] * len(bares)
         operand_grads = _operand_grads_in_turn(operation, plain, G)
-    for bare, grads_B, has_own, same in zip(bares, operand_grads, own_row, alike, strict=True):
+    for bare, grads_B, same in zip(bares, operand_grads, alike, strict=True):
         origin = bare.row if same else bare.value
         assert origin is not None
         if not origin.requires_grad:
             continue  # computed with gradients off
-        if has_own:
-            found = _through_rows(bare, grads_B, parts)
-        elif same and len(origin) > 1:
+        if same and len(origin) > 1:
             grads_B = grads_B.reshape(-1, *origin.shape)
             found = through(origin, bare.leaves, in_samples(grads_B, parts // len(origin)))
         else:
@@ -264,25 +242,6 @@ def through(
     with vmap_without_warnings():
         found = torch.func.vmap(of_sample)(grads_B.to(value.dtype))
     yield from zip(used, found, strict=True)
-
-
-def _through_rows(
-    bare: ParameterProxy, grads_N: Tensor, parts: int
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Per-sample gradients where row ``n`` of a sample's ``parts`` met row ``n`` alone: ``grads_N
-    [N, 1, *row]``."""
-    found: list[list[Tensor]] = [[] for _ in bare.leaves]
-    with torch.enable_grad():
-        values = bare.value.split(parts)
-    for rows, grads in zip(values, grads_N.squeeze(1).split(parts), strict=True):
-        # All at once would take B times the operand.
-        of_sample = torch.autograd.grad(
-            rows, list(bare.leaves), grads.to(rows.dtype), retain_graph=True, materialize_grads=True
-        )
-        for of_leaf, grad in zip(found, of_sample, strict=True):
-            of_leaf.append(grad)
-    for param, of_leaf in zip(bare.leaves.values(), found, strict=True):
-        yield param, torch.stack(of_leaf)
 
 
 def _operand_grads(
