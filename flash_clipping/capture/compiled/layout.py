@@ -22,8 +22,8 @@ from flash_clipping.finish.backward_pass import Readers
 from flash_clipping.ops.runtime.tables import on_16_bytes
 
 #: What a layer's call reads, or computes with: rows that are samples; what is the same for all
-#: samples; its own parameters, in a forward of its own; or nothing of it is trained.
-Kind: TypeAlias = Literal["samples", "same for all", "own", "unused"]
+#: samples; or its own parameters, in a forward of its own.
+Kind: TypeAlias = Literal["samples", "same for all", "own"]
 
 UNPROVEN = "it was not shown that it reads the samples, one row for each"
 
@@ -89,19 +89,14 @@ class Layout:
         forms: Sequence[Form] = (),
         sources: tuple[Source, ...] = (),
         metas: Sequence[Meta] = (),
-        at: int | None = None,
     ) -> None:
-        """Note a call of a layer. ``at``: in the place of that call of it."""
+        """Note a call of a layer."""
         calls, (names, params) = self.calls[tap.number], tap.trainable()
         if calls is None:
             return
         places = tuple(range(len(self.metas), len(self.metas) + len(metas)))
         self.metas += [(meta, params[0].device) for meta in metas]
-        slot = Slot(tap, kind, names, params, forms, sources, places)
-        if at is None:
-            calls.append(slot)
-        else:
-            calls[at] = slot
+        calls.append(Slot(tap, kind, names, params, forms, sources, places))
 
     def refuse(self, tap: Any, why: str) -> None:
         """A layer can have no wires."""

@@ -24,10 +24,8 @@ from flash_clipping.capture.compiled.unbatched import (
     SameRows,
     Unbatched,
     memory_of,
-    note_use,
     rows_of,
     same_for_all,
-    was_used,
     without_same,
 )
 from flash_clipping.capture.compiled.wires import (
@@ -71,7 +69,7 @@ def kind_of(tap: Any) -> tuple[Kind | None, str]:
         return "own", ""
     if path in shown.reads:
         return None, "its own parameters meet what has no row for each sample"
-    return ("unused", "") if shown.proven else (None, UNPROVEN)
+    return ("own", "") if shown.proven else (None, UNPROVEN)
 
 
 def _has_rows(tap: Any) -> bool:
@@ -190,8 +188,6 @@ def _on_wires(
     tap: Any, slot: Slot, wires: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
     """Whether a call is what the region has learned, and the layer's output on its wires."""
-    if slot.kind == "unused":
-        return True, tap.original(*args, **kwargs)
     params = [param for _, _, param in _own_parameters(tap)]
     if tap.boundary is None and not all([isinstance(p, torch.nn.Parameter) for p in params]):
         return False, None  # functional_call has put something else there: no wire leads there
@@ -312,7 +308,6 @@ def _noted_call(
     kwargs: dict[str, Any],
 ) -> Any:
     layout, axis = tap.session.mode.learning, tap.session.options.batch_axis
-    note_use(args, kwargs)
     kind, why = kind_of(tap)
     x = read = _only_tensor(args, kwargs)
     if isinstance(x, Unbatched) and tap.rule is not None and why in ("", UNPROVEN):
@@ -323,7 +318,7 @@ def _noted_call(
             kind, why = _kind_of_constant(tap), UNPROVEN
     if kind == "samples" and x is not None and not rule_of(tap).serves(layer, x):
         kind, why = ("own" if _has_rows(tap) else None), "its rule does not serve what it reads"
-    if kind in ("own", "unused") and layout.batch_size:
+    if kind == "own" and layout.batch_size:
         return _noted_own_call(tap, layout, args, kwargs)
     if kind == "same for all" and x is not None and layout.batch_size:
         read = rows_of(x) if isinstance(x, Unbatched) else x.expand(layout.batch_size, *x.shape)
@@ -346,14 +341,10 @@ def _noted_own_call(tap: Any, layout: Any, args: tuple[Any, ...], kwargs: dict[s
     """A module that uses its parameters itself, and may be called again inside."""
     params = [param for _, _, param in _own_parameters(tap)]
     forms, metas = forms_of_parameters(params, layout.batch_size)
-    place = len(layout.calls[tap.number] or ())
-    layout.add(tap, "unused")
+    layout.add(tap, "own", forms, (), metas)
+    if layout.outside != circumstances():  # Dynamo puts nothing in a parameter's place there
+        layout.refuse(tap, "it uses its parameters itself, inside of an activation checkpoint")
     # Varied: by numbers that are 0 nobody sees how often they are added up.
     varied = [param + torch.randn_like(param) * 1e-2 for param in params]
     rows = [param.expand(layout.batch_size, *param.shape) for param in varied]
-    output = _on_own_parameters(tap, rows, args, kwargs)
-    if was_used(tap.path):
-        layout.add(tap, "own", forms, (), metas, at=place)
-        if layout.outside != circumstances():  # Dynamo puts nothing in a parameter's place there
-            layout.refuse(tap, "it uses its parameters itself, inside of an activation checkpoint")
-    return output
+    return _on_own_parameters(tap, rows, args, kwargs)

@@ -112,8 +112,6 @@ def _plain(x: Any) -> Any:
 class _Learning(threading.local):
     #: While a region learns what its layers see: why what is the same for all cannot be supported.
     found: list[str] | None = None
-    #: The modules, by path, whose parameters functions were called with.
-    used: set[str] = set()  # noqa: RUF012 (one for each thread as soon as it learns)
 
 
 _learning = _Learning()
@@ -122,23 +120,11 @@ _learning = _Learning()
 @contextmanager
 def noting_misuse() -> Iterator[list[str]]:
     """While the body runs, unsupported functions run as they would have; they are noted."""
-    before, found = (_learning.found, _learning.used), list[str]()
-    _learning.found, _learning.used = found, set()
+    before, _learning.found = _learning.found, list[str]()
     try:
-        yield found
+        yield _learning.found
     finally:
-        _learning.found, _learning.used = before
-
-
-def was_used(path: str) -> bool:
-    """Whether a function was called with what comes from the module at ``path``."""
-    return path in _learning.used
-
-
-def note_use(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Something is computed with these."""
-    if _learning.found is not None:
-        _learning.used.update([_path_of(x) for x in _unbatched_in(args, kwargs)])
+        _learning.found = before
 
 
 def note_escaped(output: Any) -> None:
@@ -202,8 +188,6 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     if name in _ASKED:
         z = _plain(args[0])
         return getattr(z, name[7:]) if name.startswith("__get__") else func(z, *args[1:])
-    if not is_dynamo_compiling():
-        note_use(args, kwargs)
     result = None
     if _apart() and is_dynamo_compiling():
         result = _of_each(func, name, args, kwargs)
