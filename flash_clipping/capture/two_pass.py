@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,9 +28,14 @@ from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import PerSampleGrad, merge
 from flash_clipping.finish.backward_pass import BackwardPass, Readers
-from flash_clipping.finish.grouped_factors import Blocks
-from flash_clipping.finish.plan import Plan
+from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
+from flash_clipping.finish.plan import Plan, layout_of_step, plan_of
+from flash_clipping.ops.clipped_sum import AT_ONCE
 from flash_clipping.ops.runtime.checks import check_on_device
+
+#: Factors of fewer elements than this, or than this part of all parameters, are handled together:
+#: each alone takes the host longer than the device, and all of a block's are there at once anyway.
+HELD, PART_HELD = AT_ONCE, 4
 
 #: By how much squared norms of two walks may differ, of wide and of narrow parameters: kernels
 #: that add up in any order round otherwise each time.
@@ -140,6 +144,12 @@ class TwoWalks(BackwardPass):
         #: second walk, until all have.
         self.together: Counter[int] = Counter()
         self._awaiting: dict[int, list[PerSampleGrad]] = {}
+        #: By parameters' ``id``: factors that are handled next, and the parameters; and of how many
+        #: elements they may be, less those that are there.
+        self._held: dict[int, PerSampleGrad] = {}
+        self._params: dict[int, nn.Parameter] = {}
+        elements = sum(param.numel() for param in session.options.trainable())
+        self._most = self._room = max(HELD, elements // PART_HELD)
         #: Squared norms ``[B]`` of what the coefficients leave of each sample, as they were
         #: measured, and as they came in the second walk.
         self.measured_B: Tensor | None = None
@@ -168,18 +178,15 @@ class TwoWalks(BackwardPass):
                 with generators_put_back(devices):
                     for call in walked:
                         self._walk(call, last=False)
+                    self._handle_held()
                 self.put_back()
                 self.take_norms()
-                assert self.coef is not None
-                found = chain.from_iterable(zip(*block, strict=True) for block in self._blocks)
-                left = [self.coef[key].square() * sq_B for key, sq_B in found]
-                if left:  # what cancels may come out below zero
-                    left = [x.nan_to_num(0, 0).clamp(min=0).to(left[0]) for x in left]
-                    self.measured_B = torch.stack(left).sum(0)
+                self.measured_B = self._add_left(None, self._blocks)
                 self.forget()
                 self.stand_in()
                 for call in walked:
                     self._walk(call, last=True)
+                self._handle_held()
                 self.put_back()
                 self.check_release()
                 self.add_clipped_sums()
@@ -212,7 +219,7 @@ class TwoWalks(BackwardPass):
             if factor.batch_size != self.batch_size:
                 self._check_batch_size(path, factor.batch_size)
             if self.coef is not None:
-                self._release(param, factor, self.coef[id(param)])
+                self._release(param, factor)
             else:
                 self._measure(path, param, factor)
 
@@ -244,10 +251,8 @@ class TwoWalks(BackwardPass):
         if self.uses[key] != 1:
             self._keep(path, param, factor)
             return
-        self._blocks.append(([key], factor.sqnorms(self.backend).unsqueeze(0)))
-        if (doubt_B := factor.error_bound(self.backend)) is not None:
-            self._doubts.append(([key], doubt_B.unsqueeze(0)))
         self.paths[key] = path
+        self._hold(param, factor)
 
     def _keep(self, path: str, param: nn.Parameter, factor: PerSampleGrad) -> None:
         """The first walk: measure this as a part of one gradient."""
@@ -256,7 +261,7 @@ class TwoWalks(BackwardPass):
         self.used.append([param])
         self.factors.append(factor)
 
-    def _release(self, param: nn.Parameter, factor: PerSampleGrad, coef_B: Tensor) -> None:
+    def _release(self, param: nn.Parameter, factor: PerSampleGrad) -> None:
         """The second walk: release what was measured. Several uses were measured as one gradient,
         whose roundings are not those of each use alone."""
         key = id(param)
@@ -264,13 +269,53 @@ class TwoWalks(BackwardPass):
         uses.append(factor)
         if len(uses) >= self.together[key]:
             del self._awaiting[key]
-            whole = merge(uses)
-            sq_B = coef_B.square() * whole.sqnorms(self.backend).to(coef_B)
-            sq_B = torch.where(coef_B == 0, 0, sq_B).clamp(min=0)
-            if self.released_B is not None:
-                sq_B = self.released_B.to(sq_B.device) + sq_B
-            self.released_B = sq_B
-            self._put(param, whole.clipped_sum(coef_B, self.backend))
+            self._hold(param, merge(uses))
+
+    def _hold(self, param: nn.Parameter, factor: PerSampleGrad) -> None:
+        """Let a factor wait for others."""
+        if id(param) in self._held:
+            self._handle_held()
+        self._held[id(param)], self._params[id(param)] = factor, param
+        self._room -= sum(x.numel() for x in factor.operands() if isinstance(x, Tensor))
+        if self._room < 0:
+            self._handle_held()
+
+    def _handle_held(self) -> None:
+        """Take norms of the factors that wait, and in the second walk their clipped sums."""
+        factors, self._held, self._room = self._held, {}, self._most
+        if not factors:
+            return
+        params, plans = [*map(self._params.__getitem__, factors)], self.session.calls.plans
+        layout = layout_of_step([*factors], [*factors.values()], params, self.backend)
+        if (plan := plans.find(layout)) is None:
+            plan = plan_of(factors, params, {key: self.paths[key] for key in factors})
+            plans.keep(layout, plan)
+        del layout
+        groups = GroupedFactors(self.backend, factors, plan)
+        factors.clear()
+        blocks, doubts = groups.sqnorms(plan)
+        if self.coef is None:
+            self._blocks += blocks
+            self._doubts += doubts
+            return
+        self.released_B = self._add_left(self.released_B, blocks)
+        groups.add_clipped_sums(plan, self.coef, self._put_all)
+
+    def _put_all(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
+        for key, grad in zip(keys, grads, strict=True):
+            self._put(self._params[key], grad)
+
+    def _add_left(self, total_B: Tensor | None, blocks: Blocks) -> Tensor | None:
+        """Add squared norms ``[B]`` of what the coefficients leave of these gradients."""
+        assert self.coef is not None
+        for keys, sq_nB in blocks:
+            one = self.coef.one
+            coef_nB = torch.stack([self.coef[key] for key in keys]) if one is None else one
+            # What cancels may come out below zero.
+            left_nB = torch.where(coef_nB == 0, 0, coef_nB.square() * sq_nB).clamp(min=0)
+            left_B = left_nB.sum(0)
+            total_B = left_B if total_B is None else total_B.to(left_B.device) + left_B
+        return total_B
 
     def check_release(self) -> None:
         """Refuse a second walk whose gradients are larger than the first's.
@@ -294,6 +339,7 @@ class TwoWalks(BackwardPass):
 
     def forget(self) -> None:
         super().forget()
+        self._held.clear()
         self._awaiting.clear()
         self._blocks.clear()
         self._doubts.clear()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
-from flash_clipping.factors import LinearGrad, SumGrad
+from flash_clipping.finish.grouped_factors import GroupedFactors
 
 B, K, C = 6, 5, 1e-3
 
@@ -105,8 +105,12 @@ def test_norms_that_rounding_leaves_below_zero_are_as_large_as_they_were(
     flash = GradSampleModuleFlashClipping(nn.Linear(K, 2), max_grad_norm=C, mode="two_pass")
     flash(torch.randn(B, 3, K)).sum().backward()
     flash.zero_grad(set_to_none=True)
-    for factor in (LinearGrad, SumGrad):
-        sqnorms = factor.sqnorms
-        monkeypatch.setattr(factor, "sqnorms", lambda *args, of=sqnorms: -1e-9 * of(*args))
+    sqnorms = GroupedFactors.sqnorms
+
+    def negative(*args: Any) -> Any:
+        blocks, doubts = sqnorms(*args)
+        return [(keys, -1e-9 * sq_nB) for keys, sq_nB in blocks], doubts
+
+    monkeypatch.setattr(GroupedFactors, "sqnorms", negative)
     flash(torch.randn(B, 3, K)).sum().backward()
     assert flash.get_norm_sample().eq(0).all()
