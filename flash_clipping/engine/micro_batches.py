@@ -122,14 +122,9 @@ class StepInParts:
         for place in {device, torch.device("cpu")}:
             # Autograd's queue holds what it did not get to, until the next backward.
             torch.ones((), device=place, requires_grad=True).clone().backward()
-        free_memory()
-
-
-def free_memory() -> None:
-    """Give back what nobody holds any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class RowsOfBatch(Parts):

@@ -25,35 +25,30 @@ def layers_cut_by_transformers(model: Any) -> int:
 def refuse_arguments(args: Any) -> None:
     """Raise ``ValueError`` for ``TrainingArguments`` under which steps would not be private, or not
     be accounted."""
-
-    def get(name: str, default: Any = None) -> Any:  # versions of transformers differ
-        return getattr(args, name, default)
-
     _refuse_if(
-        get("fp16"),
+        args.fp16,
         "fp16=True",
         "It scales the loss, and samples would be clipped by scaled gradients. Use bf16=True",
     )
-    form = str(getattr(get("parallel_mode"), "value", "distributed"))
-    is_several = get("world_size", 1) > 1
-    _refuse_if(is_several and form != "distributed", f"several processes ({form})", _SEVERAL)
-    _refuse_if(get("deepspeed"), "deepspeed", _SEVERAL)
-    _refuse_if(get("n_gpu", 1) > 1, f"{get('n_gpu', 1)} GPUs (DataParallel)", _SEVERAL)
-    compiles = "The Trainer would compile the model with its hooks. Leave it out"
-    _refuse_if(get("torch_compile"), "torch_compile=True", compiles)
-    alpha = get("neftune_noise_alpha")
+    form = args.parallel_mode.value
     _refuse_if(
-        alpha is not None,
-        f"neftune_noise_alpha={alpha}",
+        args.world_size > 1 and form != "distributed", f"several processes ({form})", _SEVERAL
+    )
+    _refuse_if(args.deepspeed, "deepspeed", _SEVERAL)
+    _refuse_if(args.n_gpu > 1, f"{args.n_gpu} GPUs (DataParallel)", _SEVERAL)
+    compiles = "The Trainer would compile the model with its hooks. Leave it out"
+    _refuse_if(args.torch_compile, "torch_compile=True", compiles)
+    _refuse_if(
+        args.neftune_noise_alpha is not None,
+        f"neftune_noise_alpha={args.neftune_noise_alpha}",
         "Its noise is as large as the longest text of the batch. Leave it out",
     )
-    strategy = str(get("train_sampling_strategy", "random"))
     _refuse_if(
-        get("group_by_length") or not strategy.endswith("random"),
-        "batches by length, or in order (train_sampling_strategy, group_by_length)",
+        not str(args.train_sampling_strategy).endswith("random"),
+        "batches by length, or in order (train_sampling_strategy)",
         "Poisson sampling draws every sample alike. Leave it out",
     )
-    name = str(get("optim", "")).rpartition(".")[2].lower()
+    name = str(args.optim).rpartition(".")[2].lower()
     _refuse_if(
         "lomo" in name or "layerwise" in name,
         f"optim={name!r}",

@@ -126,7 +126,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
         own.gradient_accumulation_steps = 1
         own.max_grad_norm = 0.0
         # The Trainer would begin its loop again, with batches of another rate.
-        self._finds_batch_size = bool(getattr(given, "auto_find_batch_size", False))
+        self._finds_batch_size = given.auto_find_batch_size
         own.auto_find_batch_size = False
         own.logging_nan_inf_filter = False  # it waits for the device in every step
         sample_of = None if privacy.unit is None else privacy.unit.argument

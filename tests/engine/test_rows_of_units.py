@@ -158,8 +158,8 @@ def test_what_does_not_go_with_it(options: dict[str, Any], words: str) -> None:
     ],
 )
 def test_several_owners_of_a_row_are_refused(units: Any) -> None:
-    with raises("FC282", ValueError, match="[01]"):
-        private(unit=Users(units))
+    with pytest.raises((ValueError, TypeError)):
+        Users(units)
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array])

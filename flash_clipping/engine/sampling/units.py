@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,19 +32,14 @@ class Users:
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        ids, several = self.ids, list | tuple | set | frozenset | np.ndarray
-        rows = [[0]] * (ids.dim() > 1) if isinstance(ids, Tensor) else ids
-        shared = [row for row, owner in enumerate(rows) if isinstance(owner, several)]
-        if shared:
+        # A copy: what was given may change later.
+        ids = torch.as_tensor(self.ids).detach().cpu().clone()
+        is_odd = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+        if ids.dim() != 1 or is_odd:  # of several owners none can be removed without the others
             raise InvalidValue(
-                f"FC282 Users: found several owners of row {shared[0]}; expected one for each row: "
-                "removing one of its owners would remove the row from the others' sums as well. "
-                "Give each row to one of them; or leave unit out, and rows are hidden one by one."
+                f"FC281 Users: found {ids.dtype} of shape {[*ids.shape]}; expected one integer for "
+                "each row, its owner."
             )
-        # Copies: what was given may change later.
-        ids = ids.detach().cpu().clone() if isinstance(ids, Tensor) else torch.tensor(ids)
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise InvalidValue(f"FC281 Users: found {ids.dtype}; expected an integer for each row.")
         if self.max_rows is not None:
             checked_number("max_rows", self.max_rows, "[1, inf)", example=8, whole=True)
         object.__setattr__(self, "ids", ids)
