@@ -47,7 +47,7 @@ class Guard(dict[None, None]):
         session: knows whether backward passes are recorded.
     """
 
-    def __init__(self, name: str, why: str, session: Any):
+    def __init__(self, name: str, why: str, session: ClippingSession):
         super().__init__({None: None})
         self.name, self.why, self.session = name, why, session
 

@@ -214,7 +214,8 @@ class GraphedModel(GraphedStep):
 
         def backward() -> None:
             for number in sorted(graph.use.grads - graph.output_grads.keys()):
-                graph.output_grads[number] = self._room_for(results[number])
+                # A replay writes nothing there: the graph would write that again.
+                graph.output_grads[number] = torch.empty_like(results[number])
             reduction = session.options.loss_reduction
             session.options.loss_reduction = next(iter(graph.use.reductions))
             try:
@@ -250,11 +251,6 @@ class GraphedModel(GraphedStep):
             gc.collect()  # the error's frames hold autograd's nodes, in cycles
         torch.cuda.empty_cache()  # steps from now on are in the graphs' memory
         return told
-
-    def _room_for(self, result: Tensor) -> Tensor:
-        """The memory that a replay reads the gradient of a result from. Nothing is written to it:
-        the graph would write that again."""
-        return torch.empty_like(result)
 
     def _results(self, output: Any) -> Any:
         if not all(isinstance(x, (Tensor, *PLAIN)) for x in pytree.tree_leaves(output)):
