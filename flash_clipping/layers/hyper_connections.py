@@ -203,7 +203,7 @@ class HyperConnectionsRule(Rule):
     that of ``phi`` is smaller than its operands, and kept; with fewer, these are.
     """
 
-    def works_by_position(self, layer: Any) -> bool:
+    def works_by_position(self, layer: HyperConnections) -> bool:
         return True
 
     def forward(self, layer: Any, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

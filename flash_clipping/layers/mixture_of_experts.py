@@ -214,13 +214,13 @@ class MixtureOfExpertsRule(Rule):
     takes_samples = True
     allows_computed = True  # a frozen base that is kept in fewer bits, beside LoRA
 
-    def works_by_position(self, layer: Any) -> bool:
+    def works_by_position(self, layer: MixtureOfExperts) -> bool:
         return True
 
     def forward(
-        self, layer: Any, x: Tensor, expert_ids: Tensor, weights: Tensor
+        self, layer: MixtureOfExperts, x: Tensor, expert_ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        computed = layer.parametrizations if parametrize.is_parametrized(layer) else {}
+        computed: Any = layer.parametrizations if parametrize.is_parametrized(layer) else {}
         for name, of in computed.items():
             if any(param.requires_grad for param in of.parameters()):
                 raise UnsupportedLayer(
@@ -229,10 +229,9 @@ class MixtureOfExpertsRule(Rule):
                     "with LoRA beside it (rank=)."
                 )
         try:
-            output: tuple[Tensor, tuple[Any, ...]] = layer.compute(x, expert_ids, weights)
+            return layer.compute(x, expert_ids, weights)
         except ValueError as error:
             raise UnsupportedLayer(str(error)) from error
-        return output
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x_wanted, _, weights_wanted = needs.inputs
@@ -246,10 +245,9 @@ class _Unwrapped(MixtureOfExpertsRule):
     """For an ordinary backward, in which matrices may be computed from anything."""
 
     def forward(
-        self, layer: Any, x: Tensor, expert_ids: Tensor, weights: Tensor
+        self, layer: MixtureOfExperts, x: Tensor, expert_ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        found: tuple[Tensor, tuple[Any, ...]] = layer.compute(x, expert_ids, weights)
-        return found
+        return layer.compute(x, expert_ids, weights)
 
 
 class TopKRouter(nn.Module):

@@ -137,11 +137,11 @@ class ExpertTablesRule(Rule):
     """Keeps input, output gradient and L numbers of every position, never L rows of a table: rows
     are looked up for some positions at a time, and again in backward."""
 
-    def works_by_position(self, layer: Any) -> bool:
+    def works_by_position(self, layer: ExpertTables) -> bool:
         return True
 
     def forward(
-        self, layer: Any, x: Tensor, indices: Tensor, weights: Tensor
+        self, layer: ExpertTables, x: Tensor, indices: Tensor, weights: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         chosen, none = layer.experts_of(indices)
         down_Ed, up_Ed = layer.down, layer.up

@@ -31,7 +31,7 @@ class MultiheadAttentionRule(Rule):
 
     allows_children = True
 
-    def batch_axis(self, layer: Any, default: int) -> int:
+    def batch_axis(self, layer: nn.MultiheadAttention, default: int) -> int:
         return 0 if layer.batch_first else 1
 
     def call(
@@ -41,7 +41,7 @@ class MultiheadAttentionRule(Rule):
 
     def _attend(
         self,
-        layer: Any,
+        layer: nn.MultiheadAttention,
         tapped: Callable[..., Any],
         query: Tensor,
         key: Tensor,
@@ -102,7 +102,7 @@ class MultiheadAttentionRule(Rule):
         return output, weights
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor
+        self, layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         if layer.in_proj_weight is not None:
             weights = layer.in_proj_weight.chunk(3)
@@ -155,7 +155,7 @@ class MultiheadAttentionRule(Rule):
 class OutputRule(LinearRule):
     """``out_proj``, which gets the batch first, whatever the attention or the model has there."""
 
-    def batch_axis(self, layer: Any, default: int) -> int:
+    def batch_axis(self, layer: nn.Linear, default: int) -> int:
         return 0
 
 

@@ -34,13 +34,13 @@ class EmbeddingRule(Rule):
             gradient depends on the others.
     """
 
-    def works_by_position(self, layer: Any) -> bool:
+    def works_by_position(self, layer: nn.Embedding) -> bool:
         return True
 
-    def can_be_traced(self, layer: Any) -> bool:
+    def can_be_traced(self, layer: nn.Embedding) -> bool:
         return layer.max_norm is None  # which changes the weight in forward
 
-    def forward(self, layer: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, layer: nn.Embedding, ids: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer.scale_grad_by_freq:
             raise UnsupportedLayer(
                 "FC102 nn.Embedding(scale_grad_by_freq=True) mixes samples: its gradient depends "
@@ -64,10 +64,10 @@ class EmbeddingBagRule(Rule):
         ValueError: ``mode="max"``, or ``scale_grad_by_freq``, which mixes samples.
     """
 
-    def batch_axis(self, layer: Any, default: int) -> int:
+    def batch_axis(self, layer: nn.EmbeddingBag, default: int) -> int:
         return 0  # of the output; the ids of all bags may lie end to end
 
-    def rows(self, layer: Any, *inputs: Any) -> tuple[int, Tensor, bool] | None:
+    def rows(self, layer: nn.EmbeddingBag, *inputs: Any) -> tuple[int, Tensor, bool] | None:
         offsets = inputs[1] if len(inputs) > 1 else None
         if offsets is None:
             return None
@@ -75,7 +75,7 @@ class EmbeddingBagRule(Rule):
 
     def forward(
         self,
-        layer: Any,
+        layer: nn.EmbeddingBag,
         ids: Tensor,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,

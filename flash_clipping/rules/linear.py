@@ -66,16 +66,16 @@ def transposed_backward(x: Tensor, weight: Tensor, G: Tensor, needs: GradRequest
 
 @register_rule(nn.Linear)
 class LinearRule(Rule):
-    def fits(self, layer: Any) -> bool:
+    def fits(self, layer: nn.Linear) -> bool:
         return not has_quantized_weight(layer)
 
-    def works_by_position(self, layer: Any) -> bool:
+    def works_by_position(self, layer: nn.Linear) -> bool:
         return True
 
-    def can_be_traced(self, layer: Any) -> bool:
+    def can_be_traced(self, layer: nn.Linear) -> bool:
         return True
 
-    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, layer: nn.Linear, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         weight, bias = weight_and_bias(layer)
         if is_autocasting():
             x, weight, bias = autocast_operands(x, weight, bias)

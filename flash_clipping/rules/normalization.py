@@ -132,10 +132,10 @@ class _RowNormRule(Rule):
 class LayerNormRule(_RowNormRule):
     """``dgamma_b = sum_t G_t * xhat_t`` and ``dbeta_b = sum_t G_t``."""
 
-    def works_by_position(self, layer: Any) -> bool:
+    def works_by_position(self, layer: nn.LayerNorm) -> bool:
         return len(layer.normalized_shape) == 1
 
-    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, layer: nn.LayerNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = normalization_input(x)
         weight, bias = weight_and_bias(layer)
         output, mean, rstd = torch.native_layer_norm(
@@ -165,10 +165,10 @@ DEFAULT_EPS = {
 class RMSNormRule(_RowNormRule):
     """``dgamma_b = sum_t G_t * x_t * rstd_t``."""
 
-    def works_by_position(self, layer: Any) -> bool:
+    def works_by_position(self, layer: nn.RMSNorm) -> bool:
         return len(self.arguments(layer)[0]) == 1
 
-    def arguments(self, layer: Any) -> tuple[tuple[int, ...], Tensor | None, float | None]:
+    def arguments(self, layer: nn.RMSNorm) -> tuple[tuple[int, ...], Tensor | None, float | None]:
         """The axes that are normalized; the scale, which is the weight, or the weight and a
         constant; and what is added to the mean square, ``None`` for PyTorch's default."""
         return layer.normalized_shape, layer._parameters["weight"], layer.eps
@@ -177,7 +177,7 @@ class RMSNormRule(_RowNormRule):
         """The layer's input as it is computed with."""
         return normalization_input(x)
 
-    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, layer: nn.RMSNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = self.input(x)
         shape, scale, eps = self.arguments(layer)
         # One fused kernel where the device has one; it also returns what backward needs.
@@ -319,17 +319,17 @@ class ShiftedRMSNormRule(FoundRMSNormRule):
 class GroupNormRule(Rule):
     """As LayerNorm, with statistics per sample and group of channels."""
 
-    def can_be_traced(self, layer: Any) -> bool:
+    def can_be_traced(self, layer: nn.GroupNorm) -> bool:
         return True
 
-    def groups(self, layer: Any) -> int:
+    def groups(self, layer: nn.GroupNorm) -> int:
         return int(layer.num_groups)
 
     def laid_out(self, x: Tensor) -> Tensor:
         """The input in the memory layout that PyTorch gives the output."""
         return x.contiguous(memory_format=memory_format_of(x)) if x.is_cpu else x.contiguous()
 
-    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, layer: nn.GroupNorm, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x = self.laid_out(normalization_input(x))
         weight, bias = weight_and_bias(layer)
         B, C = x.shape[:2]

@@ -89,10 +89,10 @@ class RNNLinearRule(LinearRule):
 class SequenceBiasRule(Rule):
     """One learned position behind the sequence (``add_bias_kv``): ``g_b = G_b,T``."""
 
-    def batch_axis(self, layer: Any, default: int) -> int:
+    def batch_axis(self, layer: SequenceBias, default: int) -> int:
         return 0 if layer.batch_first else 1
 
-    def forward(self, layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, layer: SequenceBias, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         return torch.cat([x, layer.bias.expand(x.shape[0], 1, -1)], dim=1), ()
 
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:

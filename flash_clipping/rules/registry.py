@@ -118,7 +118,7 @@ class Rule(ABC):
         """
         return None
 
-    def works_by_position(self, layer: nn.Module) -> bool:
+    def works_by_position(self, layer: Any) -> bool:
         """Whether the layer does the same with every single position of ``[R, T, ...]``.
 
         Only then can positions of one row be of several privacy units. The rule gets them as rows.
@@ -131,7 +131,7 @@ class Rule(ABC):
         return False
 
     @abstractmethod
-    def forward(self, layer: nn.Module, *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
+    def forward(self, layer: Any, *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Compute the layer's output (or outputs) and what :meth:`backward` will need.
 
         Runs without autograd. Outputs must be fresh tensors; whatever backward reads, weights
@@ -139,7 +139,7 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def backward(self, layer: nn.Module, saved: Any, grad_output: Any, needs: GradRequest) -> Grads:
+    def backward(self, layer: Any, saved: Any, grad_output: Any, needs: GradRequest) -> Grads:
         """Compute the gradient of the first input (or ``None``) and a factor per parameter name.
 
         A layer with several differentiable inputs returns a tuple of their gradients; one with
