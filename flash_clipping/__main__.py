@@ -222,7 +222,6 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("file", metavar="FILE", help="JSON, as above")
     audit.add_argument("--guesses", type=int, required=True, help="canaries not to abstain on")
     audit.add_argument("--confidence", type=float, default=0.95)
-    audit.add_argument("--gaussian", action="store_true", help="the tighter bound, of Gaussians")
     audit.set_defaults(
         run=_audit, refusals=(ArithmeticError, OSError, RuntimeError, TypeError, ValueError)
     )

@@ -10,24 +10,20 @@ on the rest. If training is private, too many right guesses are improbable, what
 The score decides only how tight the bound is. A lower bound above ε needs bad luck of
 ``1 - confidence``, a wrong ε needs a bug: in the training, or in what was said about it.
 
-Sources: Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023,
-arXiv 2305.08846): :func:`p_value`, for any (ε, δ). Mahloujifar, Melis and Chaudhuri, "Auditing
-f-Differential Privacy in One Run" (ICML 2025, arXiv 2410.22235): :func:`is_improbable_gaussian`,
-for training that is Gaussian-private, as DP-SGD nearly is, and tighter there.
+Source: Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023,
+arXiv 2305.08846): :func:`p_value`, for any (ε, δ).
 
-Shape suffixes: ``M`` canaries, ``N`` pixels or tokens.
+Shape suffixes: ``M`` canaries.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from opacus.accountants.analysis.gdp import eps_from_mu
-from scipy.stats import binom, norm
+from scipy.stats import binom
 from torch import Tensor
 
 from flash_clipping.errors import InvalidValue, checked_number
@@ -36,16 +32,12 @@ __all__ = [
     "Audit",
     "audit",
     "epsilon_lower_bound",
-    "is_improbable_gaussian",
     "p_value",
     "right_guesses",
 ]
 
-#: The first step in which an ε, or a μ, is looked for.
+#: The first step in which an ε is looked for.
 _STEP = 1 / 16
-
-#: Gaussian privacy that no audit will reject: ε is in the thousands.
-_MOST_MU = 64.0
 
 
 # -- bounds ---------------------------------------------------------------------------------------
@@ -80,41 +72,8 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
     return float(min(1.0, tail + 2 * canaries * delta * slack))
 
 
-def is_improbable_gaussian(
-    canaries: int, guesses: int, correct: int, mu: float, significance: float
-) -> bool:
-    """Whether ``correct`` or more of ``guesses`` are right with less than this probability under
-    μ-Gaussian privacy (no test tells two neighbours apart better than ``N(0, 1)`` and ``N(μ, 1)``).
-
-    Algorithm 3 of arXiv 2410.22235, for two alternatives: if the probability were ``significance``,
-    the most that ``i`` right guesses can be told from ``i + 1`` bounds what all numbers of right
-    guesses add up to, and that falls short of ``guesses / canaries``.
-
-    Raises:
-        ValueError: counts as in :func:`p_value`; ``mu`` that is negative or not finite;
-            ``significance`` not between 0 and 1.
-    """
-    _check_counts(canaries, guesses, correct)
-    checked_number("mu", mu, "[0, inf)", example=1.0)
-    checked_number("significance", significance, "(0, 1)", example=0.05)
-    right = significance * correct / canaries
-    wrong = significance * (guesses - correct) / canaries
-    for i in range(correct - 1, -1, -1):
-        before, wrong = wrong, max(wrong, float(norm.cdf(norm.ppf(right) - mu)))
-        if wrong == before:
-            break  # nor will anything change for fewer
-        right = min(1.0, right + i / (guesses - i) * (wrong - before))
-    return right + wrong > guesses / canaries
-
-
 def epsilon_lower_bound(
-    canaries: int,
-    guesses: int,
-    correct: int,
-    delta: float = 0.0,
-    confidence: float = 0.95,
-    *,
-    gaussian: bool = False,
+    canaries: int, guesses: int, correct: int, delta: float = 0.0, confidence: float = 0.95
 ) -> float:
     """The ε below which this many right guesses are improbable: every smaller ε is rejected.
 
@@ -122,28 +81,17 @@ def epsilon_lower_bound(
         canaries, guesses, correct: as in :func:`p_value`.
         delta: δ of the guarantee.
         confidence: a bound above the true ε has at most ``1 - confidence`` probability.
-        gaussian: the hypotheses are Gaussian mechanisms, and ε is theirs at δ, which must be above
-            0. Tighter; for training whose trade-off function is that of no Gaussian (few steps with
-            small sample rates) it is an approximation.
 
     Raises:
-        ValueError: counts and ``delta`` as in :func:`p_value`; ``gaussian`` with ``delta=0``;
-            ``confidence`` not between 0 and 1.
+        ValueError: counts and ``delta`` as in :func:`p_value`; ``confidence`` not between 0 and 1.
     """
     checked_number("confidence", confidence, "(0, 1)", example=0.95)
-    significance, counts = 1.0 - confidence, (canaries, guesses, correct)
-    if not gaussian:
-        return _first_kept(lambda eps: p_value(*counts, eps, delta) < significance)
-    checked_number("delta", delta, "(0, 1)", example=1e-5)
-    mu = _first_kept(lambda mu: mu < _MOST_MU and is_improbable_gaussian(*counts, mu, significance))
-    if 2 * norm.cdf(mu / 2) - 1 <= delta:  # its δ at ε = 0
-        return 0.0
-    return float(eps_from_mu(mu=mu, delta=delta))
 
+    def rejected(epsilon: float) -> bool:
+        return p_value(canaries, guesses, correct, epsilon, delta) < 1.0 - confidence
 
-def _first_kept(rejected: Callable[[float], bool]) -> float:
-    """The first value that is not rejected, in 40 halvings of the step that it is in; step by step
-    at first, as δ's part of a p-value need not grow with ε."""
+    # In 40 halvings of the step that it is in; step by step at first, as δ's part of a p-value need
+    # not grow with ε.
     if not rejected(0.0):
         return 0.0
     low, high = 0.0, _STEP
@@ -169,7 +117,6 @@ def audit(
     epsilon: float,
     delta: float,
     confidence: float = 0.95,
-    gaussian: bool = False,
     relation: str = "add or remove one sample",
 ) -> Audit:
     """Guess by these scores, and compare what that shows with what was promised.
@@ -182,7 +129,7 @@ def audit(
         epsilon: what the accountant says at ``delta``.
         relation: what a coin does to its sample, and ε is for: ``engine.relation``. To zero one
             out is to leave it in the data with a gradient that adds nothing.
-        delta, confidence, gaussian: as in :func:`epsilon_lower_bound`.
+        delta, confidence: as in :func:`epsilon_lower_bound`.
 
     Raises:
         ValueError: scores that are not finite, or not one for each canary; ``epsilon`` that is
@@ -207,7 +154,7 @@ def audit(
         confidence=confidence,
         epsilon=epsilon,
         relation=relation,
-        lower_bound=epsilon_lower_bound(m, guesses, correct, delta, confidence, gaussian=gaussian),
+        lower_bound=epsilon_lower_bound(m, guesses, correct, delta, confidence),
     )
 
 

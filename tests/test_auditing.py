@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from opacus.accountants.analysis.gdp import eps_from_mu
 
 from flash_clipping import auditing
 from flash_clipping.__main__ import main
@@ -91,48 +90,6 @@ def test_guesses_are_counted() -> None:
     assert auditing.right_guesses(score, included, 4) == 2  # in: 0, 1; out: 4, 5
     assert auditing.right_guesses(score, included, 1) == 1
     assert auditing.right_guesses(score, included, 6) == 4
-
-
-@pytest.mark.parametrize("mu", [pytest.param(0.5, marks=pytest.mark.slow), 2.0])
-def test_the_gaussian_bound_holds_for_gaussians_and_is_tighter(mu: float) -> None:
-    """Scores ``N(mu, 1)`` of canaries in the data, ``N(0, 1)`` of others: mu-Gaussian."""
-    m, guesses, delta = 300, 150, 1e-3
-    true = eps_from_mu(mu=mu, delta=delta)
-    bound = functools.cache(functools.partial(auditing.epsilon_lower_bound, m, guesses))
-    generator = torch.Generator().manual_seed(0)
-    bounds, of_any = [], []
-    for _ in range(100):
-        included_M = torch.rand(m, generator=generator) < 0.5
-        score_M = included_M * mu + torch.randn(m, generator=generator)
-        correct = auditing.right_guesses(score_M, included_M, guesses)
-        bounds.append(bound(correct, delta, gaussian=True))
-        of_any.append(bound(correct, delta))
-    assert sum(found > true for found in bounds) / 100 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 100)
-    assert sorted(bounds)[50] > 1.3 * sorted(of_any)[50] > 0
-
-
-def test_the_gaussian_bound_of_one_guess_by_hand() -> None:
-    """One canary, one right guess: at best ``Phi(mu / 2)``. The recursion has one step, from
-    ``s`` to ``s + Phi(probit(s) - mu)``, and rejects where that is above 1."""
-    for significance in (0.6, 0.9):
-        for mu in (0.0, 0.5, 3.0):
-            most = significance + torch.special.ndtr(
-                torch.special.ndtri(torch.tensor(significance, dtype=torch.float64)) - mu
-            )
-            found = auditing.is_improbable_gaussian(1, 1, 1, mu, significance)
-            assert found == bool(most > 1)
-
-
-def test_a_gaussian_bound_needs_a_delta() -> None:
-    with raises("FC302", ValueError, match=r"delta: found 0.0; .* in \(0, 1\)"):
-        auditing.epsilon_lower_bound(10, 10, 10, gaussian=True)
-
-
-def test_a_gaussian_mechanism_that_delta_covers_has_no_epsilon() -> None:
-    """A μ of 0.14 is more than this many right guesses show; it is (0, 0.06)-private."""
-    for delta in (0.1, 0.3):
-        assert auditing.epsilon_lower_bound(1000, 1000, 540, delta, gaussian=True) == 0.0
-    assert auditing.epsilon_lower_bound(1000, 1000, 540, 1e-5, gaussian=True) > 0
 
 
 def test_an_audit_of_scores() -> None:

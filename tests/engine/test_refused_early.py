@@ -193,11 +193,6 @@ def lower_bound(**options: Any) -> None:
     auditing.epsilon_lower_bound(**{"canaries": 9, "guesses": 5, "correct": 4} | options)
 
 
-def gaussian(**options: Any) -> None:
-    given = {"canaries": 9, "guesses": 5, "correct": 4, "mu": 1.0, "significance": 0.1}
-    auditing.is_improbable_gaussian(**given | options)
-
-
 def audited(**options: Any) -> None:
     score_M = torch.arange(9.0)
     auditing.audit(score_M, score_M > 3, **{"guesses": 4, "epsilon": 1.0, "delta": 1e-3} | options)
@@ -259,8 +254,6 @@ NUMBERS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("delta", p_value, (-1, 1)),
     ("guesses", p_value, (4.5,)),
     ("confidence", lower_bound, (-1, 0, 1, 95)),
-    ("mu", gaussian, (-1, math.inf)),
-    ("significance", gaussian, (-1, 0, 1)),
     ("epsilon", audited, (-1,)),
     ("guesses", audited, (-1, 4.5, 10)),
     ("target_delta", of_trainer, (-1, 0, 0.5, 0.9, 1)),
