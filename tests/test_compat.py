@@ -370,6 +370,8 @@ ALLOWED = {
     "_prepare_inputs": "of transformers' Trainer, which subclasses override",
     "_get_feat_extract_output_lengths": "of speech models of transformers; losses are compared",
     "_replace": "of named tuples",
+    "_indices": "of Hugging Face's datasets: what was selected; absent means all rows",
+    "_data": "of the same: the table that was selected from",
     "_fields": "of named tuples",
     "_hf_hook": "of Accelerate, on modules that device_map spreads; absent means none",
     "_reinterpret": "of Gluon's buffers; the versions that are used are known",

@@ -244,7 +244,24 @@ def test_ordinary_loops_are_served_without_a_word(loop: Any) -> None:
     assert warned(train) == []
 
 
-HALVES = data()
+def pairs(size: int) -> list[Any]:
+    return [*zip(torch.randn(size, 6), torch.zeros(size, dtype=torch.long), strict=True)]
+
+
+def selected(indices: list[int]) -> Any:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"x": [[0.0] * 6] * 8, "y": [0] * 8})
+    return whole.select([1, 0, 2, 3, 5, 4]).select(indices)
+
+
+def joined(*numbers: int, shuffled: bool = False) -> Any:
+    datasets = pytest.importorskip("datasets")
+    found = [datasets.Dataset.from_dict({"x": [0.0] * 8, "y": [0] * 8}) for _ in range(2)]
+    tables = [found[n].shuffle(seed=k) if shuffled else found[n] for k, n in enumerate(numbers)]
+    return datasets.concatenate_datasets(tables)
+
+
+HALVES, FOUR = data(), pairs(4)
 REPEATED: dict[str, Any] = {
     "parts": lambda: ConcatDataset([data()] * 2),
     "within a part": lambda: ConcatDataset([Subset(data(), [0, 1, 1]), data(8)]),
@@ -257,11 +274,23 @@ REPEATED: dict[str, Any] = {
     "a subset of repeated parts": lambda: Subset(ConcatDataset([HALVES] * 2), [0, 1, 64]),
     "parts of parts": lambda: ConcatDataset([ConcatDataset([HALVES, data(8)]), HALVES]),
     "from the end of parts": lambda: Subset(ConcatDataset([data(8), data(8)]), [15, 3, -1]),
+    "a list": lambda: FOUR * 3,
+    "a subset of a list": lambda: Subset(FOUR * 3, [0, 2, 4]),
+    "lists": lambda: ConcatDataset([FOUR, [*reversed(FOUR)]]),
+    "selected": lambda: selected([0, 3, 3]),
+    "a table joined with itself": lambda: joined(0, 0),
+    "a table that is shuffled twice": lambda: joined(0, 0, shuffled=True),
+    "a subset of what was selected": lambda: Subset(selected([0, 3, 0]), [0, 1, 2]),
 }
 APART: dict[str, Any] = {
     "parts": lambda: ConcatDataset([data(), data()]),
     "split": lambda: ConcatDataset([Subset(HALVES, [0, 1]), Subset(HALVES, [3, 2])]),
     "one of each": lambda: Subset(ConcatDataset([HALVES] * 2), [0, 65, 2]),
+    "a list": lambda: pairs(9),
+    "equal texts and numbers": lambda: ["a", "a", 1, 1, (1, "a"), (1, "a"), None, None],
+    "one of a list": lambda: Subset(FOUR * 3, [0, 1, 6]),
+    "selected": lambda: selected([3, 0]),
+    "two tables": lambda: joined(0, 1),
     "an empty part": lambda: ConcatDataset([Subset(HALVES, []), HALVES]),
 }
 

@@ -83,6 +83,9 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
     return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
+#: Lists of more samples are not searched for an object that is there twice.
+_MOST_OBJECTS = 200_000
+
 _POISSON = (UniformWithReplacementSampler, DistributedUniformWithReplacementSampler)
 
 
@@ -354,18 +357,20 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
 
 
 def refuse_repeats(dataset: Any) -> None:
-    """Raise ``ValueError`` for a dataset that has a sample more than once, as far as its indices
-    and its parts tell."""
-    if not isinstance(dataset, Subset | ConcatDataset):
+    """Raise ``ValueError`` for a dataset that has a sample more than once, as far as its indices,
+    its parts and the objects of its lists tell."""
+    if not (_table_of(dataset) or isinstance(dataset, Subset | ConcatDataset | list)):
         return
     found: dict[int, list[Any]] = {}
     sources = [*_sources(dataset, np.arange(len(dataset)))]
     for source, index_R in sources:
         found.setdefault(id(source), []).append(index_R)
-    if all(len(np.unique(x)) == len(x) for x in map(np.concatenate, found.values())):
+    again = any(len(np.unique(x)) < len(x) for x in map(np.concatenate, found.values()))
+    objects = [thing for source, index_R in sources for thing in _objects(source, index_R)]
+    if not again and len({*map(id, objects)}) == len(objects):
         return
     line = "unit=Users(ids))  # one integer for every row, the same for a repeated one"
-    if isinstance(dataset, Subset) and sources[0][0] is dataset.dataset:
+    if isinstance(dataset, Subset) and sources[0][0] is dataset.dataset and again:
         line = "unit=Users(data_loader.dataset.indices))"
     _refuse(
         f"a {type(dataset).__name__} that has a sample more than once",
@@ -389,8 +394,33 @@ def _sources(dataset: Any, index_R: Any) -> Iterator[tuple[Any, Any]]:
         part_R = np.searchsorted(starts, index_R, side="right") - 1
         for place, part in enumerate(dataset.datasets):
             yield from _sources(part, index_R[part_R == place] - starts[place])
+    elif table := _table_of(dataset):
+        if dataset._indices is not None:  # the table of what was selected
+            index_R = dataset._indices.column(0).to_numpy().astype(np.int64)[index_R]
+        at: list[Any] = []  # in memory: the same for a table that was joined with itself
+        for chunk in table.column(0).chunks:
+            first = next((x.address for x in chunk.buffers()[1:] if x), id(chunk))
+            at.append(8 * first + chunk.offset + np.arange(len(chunk)))
+        yield None, np.concatenate(at)[index_R]
     else:
         yield dataset, index_R
+
+
+def _table_of(dataset: Any) -> Any:
+    """The table of a dataset of Hugging Face's."""
+    package = type(dataset).__module__.partition(".")[0]
+    return getattr(dataset, "_data", None) if package == "datasets" else None
+
+
+def _objects(source: Any, index_R: Any) -> list[Any]:
+    """The samples of a list that are one sample where they are one object: numbers, texts and
+    tuples of these may be shared by samples that are equal."""
+    own: Any = list | dict | Tensor | np.ndarray
+    if not isinstance(source, list) or len(index_R) > _MOST_OBJECTS:
+        return []
+    samples = [source[index] for index in index_R]
+    inside = [(x, *x) if isinstance(x, tuple) else (x,) for x in samples]
+    return [x[0] for x in inside if any(isinstance(part, own) for part in x)]
 
 
 def _refuse(found: str, advice: str) -> None:
