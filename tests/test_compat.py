@@ -111,7 +111,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
 }
 
 #: How a step is refused.
-NO_INTERFACE = r"MissingInterface: .*Known to work: \w+ \d"
+NO_INTERFACE = r"(?s)MissingInterface: .*Known to work: \w+ \d"
 
 #: Runs a step once for every set of hidden names, each in a process of its own that has imported
 #: PyTorch and Opacus already; prints what came of it, a line each.
