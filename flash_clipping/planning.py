@@ -181,7 +181,7 @@ def plan(
     if noise_multiplier is None:
         noise_multiplier = least_noise(
             counted,
-            target_epsilon=epsilon,  # type: ignore[arg-type]
+            target_epsilon=epsilon,  # type: ignore[arg-type]  # given without noise_multiplier
             target_delta=delta,
             sample_rate=rate,
             steps=steps,

@@ -133,7 +133,7 @@ class CountsSteps:
     def load_state_dict(self, state_dict: Any) -> None:
         """As in Opacus, before the first step; ``ValueError`` if own steps would be forgotten."""
         before, steps = self.history, len(self)
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict(state_dict)  # type: ignore[misc]  # of the class beside
         self.history = [(*entry,) for entry in self.history]
         if before and before != self.history:
             self.history = before

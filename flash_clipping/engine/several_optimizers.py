@@ -36,7 +36,7 @@ class SeveralOptimizers(Optimizer):
             )
         super().add_param_group(param_group)
 
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]  # takes no closure
         for optimizer in self.optimizers:
             optimizer.step()
 

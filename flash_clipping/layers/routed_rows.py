@@ -148,7 +148,7 @@ class SideBySide:
             part.backward(x, Rows(share), found, input_wanted)
             for part, share in zip(self.parts, shares, strict=True)
         ]
-        return sum(grads) if input_wanted else None  # type: ignore[arg-type, return-value]
+        return sum(grads) if input_wanted else None  # type: ignore[arg-type, return-value]  # none is None then
 
 
 #: What stands between the projections: rows ``[N, u]`` to rows ``[N, f]``, each separately, without

@@ -40,7 +40,7 @@ class PoissonSampling(Mechanism):
     takes_part = "Every step draws every sample independently, with the sample rate."
 
     @property
-    def is_plain(self) -> bool:  # type: ignore[override]
+    def is_plain(self) -> bool:  # type: ignore[override]  # by its fields
         return self.max_batch_size is None
 
     def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
@@ -74,7 +74,7 @@ class PoissonRows(Mechanism):
     )
 
     @property
-    def relation(self) -> str:  # type: ignore[override]
+    def relation(self) -> str:  # type: ignore[override]  # by its fields
         return f"add or remove one unit, of {self.rows} rows at most"
 
     def on(self, samples: int = 0, cycle: int = 1, unit: Any = None) -> Self:
@@ -114,7 +114,7 @@ class RandomAllocation(Mechanism):
         checked_number("participations", self.participations, "[1, inf)", example=1, whole=True)
 
     @property
-    def round_steps(self) -> int:  # type: ignore[override]
+    def round_steps(self) -> int:  # type: ignore[override]  # by its fields
         return self.participations * self.cycle
 
     def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
@@ -191,7 +191,7 @@ class Shuffled(FixedOrder):
     takes_part = "Every sample takes part once in an epoch. Its order amplifies nothing."
 
     @property
-    def round_steps(self) -> int:  # type: ignore[override]
+    def round_steps(self) -> int:  # type: ignore[override]  # by its fields
         return self.cycle
 
 
@@ -209,7 +209,7 @@ class CyclicPoisson(FixedOrder):
 
     def on(self, samples: int = 0, cycle: int = 1, unit: Any = None) -> Self:
         found = super().on(samples, cycle, unit)
-        vars(found)["cycle"] = self.noise.count  # type: ignore[attr-defined]
+        vars(found)["cycle"] = self.noise.count  # type: ignore[attr-defined]  # is BandedNoise: _served
         return found
 
     def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:

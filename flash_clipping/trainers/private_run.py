@@ -159,7 +159,7 @@ class PrivateRun:
             return arguments.noise_multiplier
         return least_noise(
             self.engine.accountant,
-            target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]
+            target_epsilon=arguments.target_epsilon,  # type: ignore[arg-type]  # given without noise_multiplier
             target_delta=arguments.target_delta,
             sample_rate=sample_rate,
             steps=self.planned_steps,
