@@ -117,23 +117,16 @@ _OWN_LOSS = (
 OUTPUT = "output "
 
 
-@dataclass
-class Complaint:
-    """A finding: the part that found it, and the parameters, or outputs, that it is about."""
-
-    part: str
-    names: list[str]
-    gap: float
-
-    def text(self) -> str:
-        names = [*self.names[:NAMED]]
-        if len(self.names) > NAMED:
-            names.append(f"and {len(self.names) - NAMED} more")
-        return (
-            f"FC210 {', '.join(names)}: {WORDS[self.part]}. Found a relative difference of "
-            f"{self.gap:.2g}, expected rounding alone. {ADVICE}"
-            f"{LEAVE_OUT if names[0].startswith(OUTPUT) else ONE_BY_ONE}"
-        )
+def _finding(part: str, names: Sequence[str], gap: float) -> str:
+    """What this part of the oracle has found, of these parameters or outputs."""
+    shown = [*names[:NAMED]]
+    if len(names) > NAMED:
+        shown.append(f"and {len(names) - NAMED} more")
+    return (
+        f"FC210 {', '.join(shown)}: {WORDS[part]}. Found a relative difference of {gap:.2g}, "
+        f"expected rounding alone. {ADVICE}"
+        f"{LEAVE_OUT if names[0].startswith(OUTPUT) else ONE_BY_ONE}"
+    )
 
 
 @dataclass
@@ -289,7 +282,7 @@ class _Verdict:
 
     outputs: AbstractSet[int] = frozenset()
     unfit: Mapping[int, str] = field(default_factory=dict)
-    why: Complaint | FlashClippingError | None = None
+    why: str | FlashClippingError | None = None
 
 
 class _Oracle:
@@ -352,13 +345,13 @@ class _Oracle:
         if why is not None and len(outputs) > 1:
             for number in sorted(outputs - unfit.keys())[:OUTPUTS]:
                 of_one = self._judge(replace(whole, only=frozenset({number})))
-                if found_in_one := of_one.unfit.get(number) or _text(of_one.why):
+                if found_in_one := of_one.unfit.get(number) or str(of_one.why or ""):
                     unfit[number] = found_in_one
             if outputs - unfit.keys():
                 rest = self._judge(replace(whole, only=frozenset(outputs - unfit.keys())))
                 why, unfit = rest.why, {**unfit, **rest.unfit}
         if why is not None:
-            unfit = {n: unfit.get(n, _text(why)) for n in sorted(outputs)}
+            unfit = {n: unfit.get(n, str(why)) for n in sorted(outputs)}
         fit = tuple(sorted(outputs - unfit.keys()))
         failed = isinstance(why, FlashClippingError)
         losses = self._losses()
@@ -405,7 +398,7 @@ class _Oracle:
                 return self._verdict(replace(settings, varies=False))
         if not wrong:
             return _Verdict(self.outputs, why=self._gradients(taps.gradients[0], other, settings))
-        unfit = {n: Complaint("VALUE", [f"{OUTPUT}{n}"], gap).text() for n, gap in wrong.items()}
+        unfit = {n: _finding("VALUE", [f"{OUTPUT}{n}"], gap) for n, gap in wrong.items()}
         if not fit - wrong.keys():
             return _Verdict(self.outputs, unfit)
         rest = self._judge(replace(settings, only=frozenset(fit - wrong.keys())))
@@ -515,7 +508,7 @@ class _Oracle:
         scales = [dict.fromkeys(S, 1.0), {S[0]: 1.0}][: len(S)]  # of one both are the same
         return self._run(given, places, settings, scales)
 
-    def _gradients(self, found: Gradient, other: _Outcome, settings: _Round) -> Complaint | None:
+    def _gradients(self, found: Gradient, other: _Outcome, settings: _Round) -> str | None:
         """What is wrong with the gradients of S."""
         S, R = self.S, self.R
         expected, one, each = other.gradients[0], other.gradients[-1].norms, found.each
@@ -551,16 +544,16 @@ class _Oracle:
             return {}
         order = self.chosen if self.B > 1 else [*self.chosen, *self.chosen]
         reduction = self.runs.session.options.loss_reduction
+        why: dict[int, str] = {}
         for sparse in ({*range(1, len(order), 2)}, set[int]()):
             try:
-                why: dict[int, str] = {}
                 if (found := self._losses_of(order, sparse)) is not None:
                     return found
+                why = {}
             except ModelsOwnError as error:
-                words = {"error": str(error), "reduction": reduction}
-                for n in self.runs.numbers:
-                    text = (_NOT_ALONE + _OWN_LOSS).format(number=n, **words)
-                    why[n] = str(FlashClippingError(text))
+                words = {"error": error, "reduction": reduction}
+                text = _NOT_ALONE + _OWN_LOSS
+                why = {n: text.format(number=n, **words) for n in self.runs.numbers}
         return why
 
     def _losses_of(self, order: Sequence[int], sparse: AbstractSet[int]) -> dict[int, str] | None:
@@ -589,7 +582,7 @@ class _Oracle:
                 if not bool((gap <= self.tolerance).all()):
                     ratio = float(found.norm() / expected.norm().clamp(min=1e-300))
                     words = {"number": n, "ratio": ratio, "reduction": reduction}
-                    why[n] = str(FlashClippingError((_SHARED + _OWN_LOSS).format(**words)))
+                    why[n] = (_SHARED + _OWN_LOSS).format(**words)
         return why if compared else None
 
     def _of_losses(
@@ -619,13 +612,13 @@ class _Oracle:
         gaps: Tensor = (a - b).norm(dim=1)
         return gaps / norms.clamp(min=floor)
 
-    def _complain(self, part: str, gap: Tensor, most: float | None = None) -> Complaint | None:
+    def _complain(self, part: str, gap: Tensor, most: float | None = None) -> str | None:
         """The finding that these differences ``[P]`` are, if some are larger than rounding."""
         wrong = ~(gap <= (self.tolerance if most is None else most))  # NaN is no rounding
         if not wrong.any():
             return None
         names = [self.names[n] for n in wrong.nonzero().flatten().tolist()]
-        return Complaint(part, names, float(gap.nan_to_num(torch.inf, torch.inf).max()))
+        return _finding(part, names, float(gap.nan_to_num(torch.inf, torch.inf).max()))
 
     def _other_values(
         self, a: _Outcome, b: _Outcome, numbers: AbstractSet[int], rows: Sequence[int]
@@ -667,7 +660,3 @@ def _norms(x: Tensor, rows: Sequence[int], y: Tensor | None = None) -> Tensor:
 
 def _finite(x: Tensor) -> Tensor:
     return x.double().nan_to_num(0, 0, 0).clamp(-MASKED, MASKED)
-
-
-def _text(why: Complaint | FlashClippingError | None) -> str:
-    return why.text() if isinstance(why, Complaint) else str(why or "")
