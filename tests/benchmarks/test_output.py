@@ -1,17 +1,25 @@
-"""``memory``, ``plot`` and ``report``: from a run to JSON, PNG and pages."""
+"""What commands write: tables, pages, certificates."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
+import shlex
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from benchmarks import certificate, models, step, tables
+from benchmarks.lab import versions
+from benchmarks.options import method_names
 from benchmarks.records import Record, Row, summaries
 from benchmarks.report import END, NOISE, PEERS_END, PEERS_START, SENSITIVITY, START
 from tests.benchmarks.conftest import Run
+from tests.certificate import search
 
 METHODS = "nonprivate,flash,opacus-ghost"
 
@@ -109,6 +117,8 @@ def test_report_writes_tables_that_name_the_machine(results: Path, run: Run) -> 
 
 #: Of records that are written here.
 WHERE: dict[str, str | None] = dict.fromkeys(("driver", "torch", "triton", "opacus"), "1")
+
+
 WHERE |= {"device": "Some GPU", "revision": "abc"}
 
 
@@ -222,3 +232,128 @@ def test_report_writes_the_tables_of_noise_and_of_attacks(
     assert run(*arguments, "--check")[0] == 0
     noisy.write_text(noisy.read_text().replace("2.5", "2.4"))
     assert run(*arguments, "--check")[0] == 1
+
+
+@pytest.mark.parametrize("name", [*tables.ON_A_GPU, *tables.ON_A_CPU])
+def test_a_table_names_models_and_methods_that_there_are(name: str) -> None:
+    table = (tables.ON_A_GPU | tables.ON_A_CPU)[name]
+    command, *arguments = shlex.split(table.command)
+    if command != "step":
+        assert command in {"memory", "kernels", "noise", "hyper-connections", "product-key"}
+        return
+    parser = argparse.ArgumentParser()
+    step.add_parser(parser.add_subparsers())
+    options = parser.parse_args([command, *arguments])
+    assert set(options.model) <= set(models.NAMES)
+    assert "flash" in options.methods and method_names(options.methods)
+
+
+PROCESSORS = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    "at_once", [1, pytest.param(2, marks=pytest.mark.skipif(PROCESSORS < 2, reason="of two"))]
+)
+def test_a_table_that_fails_leaves_the_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_once: int
+) -> None:
+    tiny = "step --device cpu --methods flash --rounds 1 --steps 1 --model"
+    chosen = {"wrong": tables.Table(f"{tiny} nothing"), "right": tables.Table(f"{tiny} tiny")}
+    monkeypatch.setattr(tables, "ON_A_CPU", chosen)
+    command = ["tables", "--on", "cpu", "--results", tmp_path, "--revision", "abc"]
+    status, printed = run(*command, "--at-once", at_once)
+    assert status == 1 and "not measured, or in part: wrong" in printed, printed
+    assert "unknown model 'nothing'" in (tmp_path / "cpu-wrong.log").read_text()
+    found = json.loads((tmp_path / "cpu-right.json").read_text())
+    (row,) = found["rows"]
+    assert row["status"] == "ok" and row["first_milliseconds"] > row["milliseconds"][0]
+    assert found["environment"]["revision"] == "abc"
+    status, printed = run("tables", "--on", "cpu", "--results", tmp_path, "--seconds", 0)
+    assert status == 1 and "right: not begun" in printed, printed
+    assert run("tables", "--on", "cpu", "--only", "left")[0] == 2
+
+
+@pytest.mark.parametrize("at_once", [-1, 0, PROCESSORS + 1])
+def test_shares_that_a_machine_does_not_have(run: Run, tmp_path: Path, at_once: int) -> None:
+    command = ["tables", "--on", "cpu", "--results", tmp_path, f"--at-once={at_once}"]
+    status, printed = run(*command)
+    assert status == 2 and f"--at-once: found {at_once}; expected 1 to {PROCESSORS}" in printed
+
+
+@pytest.mark.parametrize(("visible", "gpu"), [(None, "1"), ("4,6", "6"), ("GPU-a, GPU-b", "GPU-b")])
+def test_a_share_is_of_the_gpus_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert tables.gpu_of(1) == gpu
+
+
+#: Exact norms, and no rounding that could be seen: holds whatever the search draws.
+QUICK = ("certificate", "--device", "cpu", "--rules", "RMSNorm", "--tries", "3")
+
+
+FP64 = (*QUICK, "--backends", "torch", "--precisions", "fp64")
+
+
+@pytest.mark.slow
+def test_the_worst_of_every_row_is_written(run: Run, tmp_path: Path) -> None:
+    record = tmp_path / "certificate.json"
+    status, printed = run(*FP64, "--json", record)
+    assert status == 0, printed
+    content = json.loads(record.read_text())
+    (row,) = content["search"]
+    assert (row["rule"], row["tries"], row["broken"]) == ("RMSNorm", 6, 0)
+    assert 0 < row["own"] <= 1 + 1e-9 and "Attack(" in row["worst"]
+    assert printed.count("| RMSNorm |") == 1
+
+
+def test_a_broken_bound_is_an_exit_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = search.released
+    monkeypatch.setattr(search, "released", lambda model: released(model) * 1.001)
+    monkeypatch.setattr(certificate, "EQUAL_SAMPLES", (64,))
+    status, printed = run(*FP64)
+    assert status == 1, printed
+
+
+@pytest.mark.parametrize("options", [("--rules", "Nothing"), ("--precisions", "fp8")])
+def test_unknown_names_are_refused(run: Run, options: tuple[str, str]) -> None:
+    status, printed = run("certificate", "--device", "cpu", *options)
+    assert status == 2 and options[1] in printed
+
+
+def test_what_passed_is_written(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_of_this.py").write_text(
+        "import pytest\ndef test_right(): pass\ndef test_wrong(): assert 0\n"
+        "def test_skipped(): pytest.skip()\n"
+    )
+    page, results = tmp_path / "page.md", tmp_path / "versions.json"
+    page.write_text(f"Before\n{versions.START}\n{versions.END}\nAfter\n")
+    monkeypatch.setattr(versions, "PARTS", {"this": [str(tmp_path)], "other": ["nothing"]})
+    status, printed = run("versions", "--json", results, "--page", page, "--only", "this")
+    assert status == 1, printed
+    (row,) = json.loads(results.read_text()).values()
+    assert row["versions"]["torch"] == version("torch")
+    part = row["parts"]["this"]
+    assert [part[name] for name in versions.OUTCOMES] == [1, 1, 0, 1]
+    assert re.search(
+        rf"\| {re.escape(version('torch'))} .* 1 passed, 1 failed \|", page.read_text()
+    )
+    assert page.read_text().startswith("Before") and page.read_text().endswith("After\n")
+
+
+def test_every_oldest_version_was_run_and_passed() -> None:
+    """The row of the oldest PyTorch has no version above the floor it stands for."""
+    rows = json.loads(versions.RESULTS.read_text())
+    numbers = {key: [int(n) for n in re.findall(r"\d+", key)[:3]] for key in rows}
+    row = rows[min(rows, key=numbers.__getitem__)]
+    assert row["parts"].keys() == versions.PARTS.keys()
+    assert all(versions.is_right(part) for part in row["parts"].values())
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    floors = dict(re.findall(r"[\"']([a-z-]+)>=([\d.]+)", metadata))
+    tried = ("torch", "triton", "opacus", "cryptography", "dp-accounting", "transformers")
+    for package in (*tried, "accelerate", "lightning", "peft"):
+        assert f"{row['versions'][package]}.".startswith(f"{floors[package]}."), package
+    for package in versions.PACKAGES:
+        assert f"| {row['versions'][package]} |" in versions.PAGE.read_text()

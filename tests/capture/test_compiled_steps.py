@@ -1,4 +1,4 @@
-"""Compiled models: all that a training step does beside one forward and one backward."""
+"""Steps of compiled models, and what they cannot do."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping._compat import has_lasting_node
+from flash_clipping.capture.compiled.regions import Region
+from flash_clipping.capture.compiled.tracing import ACTIVE, traces
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
+from tests.support.autograd import float64s, squares, truth_by_autograd
 from tests.support.cases import check_case, make_case, step_case
-from tests.support.compiled import (
-    LM,
-    Backend,
-    compare,
-    lm_loss,
-    slow,
-    wrap,
-)
+from tests.support.compiled import LM, Backend, Borrowing, compare, lm_loss, slow, wrap
+from tests.support.errors import raises
 from tests.support.models import CASES
 from tests.support.oracle import assert_close, per_sample_truth
+from tests.support.sums import norm_of
 
 pytestmark = [pytest.mark.usefixtures("nothing_compiled_yet"), pytest.mark.without_gate]
 
@@ -284,3 +283,241 @@ def test_nothing_holds_the_graph_of_a_step() -> None:
     for _ in range(2):
         lm_loss(module, batch).mean().backward()
         assert not any(has_lasting_node(param) for param in model.parameters())
+
+
+def wrapped(
+    model: nn.Module, fullgraph: bool | None = True, mode: Any = "one_pass"
+) -> GradSampleModuleFlashClipping:
+    # Not strict: one of the models counts its runs in a buffer.
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5, mode=mode, strict=False)
+    if fullgraph is not None:
+        module.compile(backend="eager", fullgraph=fullgraph)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("compiled", "mode"), [(True, "one_pass"), (None, "one_pass"), (None, "two_pass")]
+)
+def test_compiled_autograd_is_refused(compiled: bool | None, mode: str) -> None:
+    """It would leave the norms of the step before."""
+    from torch._dynamo import compiled_autograd
+
+    module = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), compiled, mode)
+    squares(module, (torch.randn(3, 4),)).backward()
+    module.zero_grad(set_to_none=True)
+    loss = squares(module, (torch.randn(5, 4),))
+    with (
+        raises("FC436"),
+        compiled_autograd._enable(lambda graph: graph),
+    ):
+        loss.backward()
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_nothing_is_left_of_wires_that_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = wrapped(nn.Sequential(nn.Linear(4, 2)))
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    squares(module, (torch.randn(3, 4),)).backward()
+    before = dict(ACTIVE)
+    monkeypatch.setattr(Region, "_make", fail)
+    with pytest.raises(MemoryError):
+        module(torch.randn(3, 4))
+    assert before == ACTIVE == {}
+
+
+class Again(nn.Module):
+    """Calls its first layer as often as it is told, which a region does not see beforehand."""
+
+    runs: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.times = nn.Linear(4, 4), nn.Linear(4, 3), 1
+        self.before: Callable[[], None] = nothing
+        self.after: Callable[[], None] = nothing
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.add_(1)
+        self.before()
+        for _ in range(self.times):
+            x = torch.tanh(self.first(x))
+        x = self.second(x)
+        self.after()
+        return x
+
+
+def nothing() -> None:
+    pass
+
+
+def after_a_step(fullgraph: bool) -> tuple[Again, Any]:
+    """The model, and itself compiled."""
+    torch.manual_seed(0)
+    model = Again()
+    module = wrapped(model, fullgraph=fullgraph)
+    squares(module, (torch.randn(5, 6, 4),)).backward()
+    module.zero_grad(set_to_none=True)
+    return model, module
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_layer_that_is_called_more_often_is_learned_anew(fullgraph: bool) -> None:
+    model, module = after_a_step(fullgraph)
+    for model.times in (2, 1, 3):
+        plain, batch = Again(), (torch.randn(5, 6, 4),)
+        plain.load_state_dict(model.state_dict())
+        plain.times = model.times
+        truth = truth_by_autograd(plain, batch, squares)
+        for _ in range(2):
+            module.zero_grad(set_to_none=True)
+            squares(module, batch).backward()
+            assert_close(module.get_norm_sample(), truth.norms, 1e-5, "norms")
+
+
+@pytest.mark.parametrize("error", [ValueError, TorchDynamoException])
+def test_a_models_own_exception_is_not_tried_again(error: type[Exception]) -> None:
+    """A layer is called once more, so it runs by itself; what ran before it has run. That is so,
+    too, where the exception is the compiler's, of something that the model compiles itself."""
+    failures: list[Exception] = []
+
+    @torch.compiler.disable
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    model, module = after_a_step(fullgraph=False)
+    model.after = fail
+    squares(module, (torch.randn(5, 6, 4),)).backward()
+    model.times = 2
+    failures.append(error("the model's own"))
+    before = float(model.runs)
+    with pytest.raises(error, match="the model's own"):
+        module(torch.randn(5, 6, 4))
+    assert float(model.runs) == before + 1
+
+
+def test_what_a_model_raises_while_it_is_traced_is_not_tried_uncompiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one graph it comes as the compiler's exception; but all was as it had been learned."""
+
+    def fail() -> None:
+        raise ValueError("the model's own")
+
+    def learn(*_: Any) -> None:
+        raise AssertionError("it is tried again")
+
+    model, module = after_a_step(fullgraph=True)
+    model.before = fail
+    monkeypatch.setattr(Region, "_learn", learn)
+    with pytest.raises(TorchDynamoException, match="Observed exception"):
+        module(torch.randn(5, 6, 4))
+
+
+@pytest.mark.parametrize(
+    ("error", "length", "runs"),
+    [
+        pytest.param(TorchDynamoException, 6, 2, id="it was learned before"),
+        pytest.param(TorchDynamoException, 7, 1, id="it was learned in this call"),
+        pytest.param(ValueError, 6, 1, id="the model's own"),
+    ],
+)
+def test_one_graph_is_tried_again_after_the_compilers_exception_only(
+    error: type[Exception], length: int, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that runs by itself ends the trace of one graph, so the model's own exception cannot
+    follow it in PyTorch as it is. Therefore what is compiled is replaced here: it does what a trace
+    does, and then fails."""
+    _, module = after_a_step(fullgraph=True)
+    region = module._taps.of_root.instance_forward
+    assert isinstance(region, Region)
+    found: list[Tensor] = []
+
+    def compiled(x: Tensor) -> None:
+        found.append(x)
+        traces.misfits = True
+        raise error("it failed")
+
+    monkeypatch.setattr(region, "compiled", compiled)
+    with pytest.raises(error, match="it failed"):
+        module(torch.randn(5, length, 4))
+    assert len(found) == runs
+
+
+def cond(mid: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = torch.cond(x.sum() > 0, lambda x: mid(x), lambda x: mid(x) * 2, (x,))
+    return found
+
+
+def while_loop(mid: nn.Module, x: Tensor) -> Tensor:
+    from torch._higher_order_ops import while_loop
+
+    def step(i: Tensor, x: Tensor) -> Any:
+        return i + 1, torch.tanh(mid(x))
+
+    return while_loop(lambda i, x: i < 2, step, (torch.tensor(0), x))[1]
+
+
+def scan(mid: nn.Module, x: Tensor) -> Tensor:
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    return associative_scan(lambda a, b: mid(a) + b, x, 1, combine_mode="generic")
+
+
+class Uses(nn.Module):
+    def __init__(self, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.mid, self.use = nn.Linear(4, 4), nn.Linear(4, 4), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.mid, torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("fullgraph", [True, None])
+@pytest.mark.parametrize("use", [cond, while_loop, scan])
+def test_operators_with_bodies_name_the_layer(use: Any, fullgraph: bool | None) -> None:
+    module = wrapped(Uses(use), fullgraph)
+    with raises("FC402|FC403", match=r"mid \(Linear\): called inside"):
+        squares(module, (torch.randn(3, 5, 4),)).backward()
+
+
+@pytest.mark.parametrize(
+    "order", [("block", "layer"), pytest.param(("layer", "block"), marks=pytest.mark.slow)]
+)
+def test_numbers_of_another_region_are_none_of_this_one(order: tuple[str, str]) -> None:
+    """A block calls a layer that is not in it, and that has the number of the block's own layer in
+    the region that ran before."""
+
+    class Lending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(4, 4))
+            self.block: Any = Borrowing([self.layer[0]])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in order:
+                x = torch.tanh(getattr(self, name)(x))
+            return x
+
+    torch.manual_seed(0)
+    model = Lending().double()
+    batch = float64s(5, 3, 4)
+    truth = truth_by_autograd(copy.deepcopy(model), batch, squares)
+    for name in order:
+        getattr(model, name).compile(backend="eager")
+    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        squares(module, batch).backward()
+        assert_close(module.get_norm_sample(), truth.norms, 1e-9, "norms")
+        for name, norms in truth.param_norms.items():
+            param: Any = model.get_parameter(name)
+            assert_close(norm_of(module, param), norms, 1e-9, name)
+        # Its wires would not do, as another layer takes them; but they are not even looked at.
+        numbers = {tap.layer: tap.number for tap in module._taps.all}
+        last = {"layer": model.layer[0], "block": model.block.own}
+        assert [numbers[last[name]] for name in order] == [-1, 0]

@@ -1,8 +1,9 @@
-"""Documents packed end to end: units that are parts of rows."""
+"""Documents packed end to end are units that are parts of rows: exact, or refused."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_clipping import Documents, GradSampleModuleFlashClipping, Offsets
+from flash_clipping import Documents, GradSampleModuleFlashClipping, Offsets, samples
 from flash_clipping.layers import (
     HyperConnections,
     MixtureOfExperts,
@@ -28,6 +29,7 @@ from tests.support.packed import (
     ByOffsets,
     Reader,
     Row,
+    Scale,
     documents,
     losses,
     one_row,
@@ -292,3 +294,310 @@ def test_positions_that_a_model_makes() -> None:
     ids, _, numbers = one_row((3, 4), padding=0)
     with raises("FC278", match=r"wpe \(Embedding\).*\n +position_ids"):
         flash(input_ids=ids, document=numbers, use_cache=False)
+
+
+def attention(x: Tensor, document: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x, document[:, :, None] == document[:, None])
+
+
+class Root(Scale):
+    """Its gradient is infinite where something large is read, its output is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_large = x.abs().amax(-1, keepdim=True) > 20
+        root = torch.where(is_large, x - x.detach(), 1.0).sqrt()
+        return self.gain * torch.where(is_large, root, x)
+
+
+class Mixing(Scale):
+    """Mixes positions itself, as a frozen module may."""
+
+    document: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attention(self.gain * x, self.document)
+
+
+class Between(nn.Module):
+    """A module, attention, another module; one token becomes infinite, or large, in front."""
+
+    def __init__(self, before: nn.Module, after: nn.Module, value: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.before, self.after = nn.Embedding(VOCABULARY, 6), before, after
+        self.table.weight.data[-1] = 100.0
+        self.value = value
+
+    def forward(self, ids: Tensor, places: Tensor, document: Tensor) -> Tensor:
+        if isinstance(self.after, Mixing):
+            self.after.document = document
+        x = self.table(ids) + torch.linspace(0, 1, 6) * places.unsqueeze(-1)
+        x = self.before(torch.where(x[..., :1] > 50, self.value, x))
+        output: Tensor = self.after(attention(x, document))
+        return output
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(6, 6)
+
+
+CASES: dict[str, tuple[Callable[[], Between], float]] = {
+    "output of a layer": (lambda: Between(linear(), linear(), torch.inf), 1.0),
+    "gradient of a layer": (lambda: Between(linear(), linear(), 100.0), torch.inf),
+    "output of a module": (lambda: Between(Scale(6), linear(), torch.inf), 1.0),
+    "gradient of a module": (lambda: Between(linear(), Scale(6), 100.0), torch.inf),
+    "output of a frozen module": (lambda: Between(frozen(Scale(6)), linear(), torch.inf), 1.0),
+    "gradient into a frozen module": (lambda: Between(linear(), frozen(Mixing(6)), 1.0), torch.inf),
+    "gradient of a frozen module": (lambda: Between(linear(), frozen(Root(6)), 100.0), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_reaches_no_other(name: str) -> None:
+    make, weight = CASES[name]
+    torch.manual_seed(0)
+    model = make().double()
+    own = [document.clamp(max=VOCABULARY - 2) for document in documents()]
+    own[1][2] = VOCABULARY - 1
+    rows: list[Row] = [list(enumerate(own))]
+    truth = truth_of(copy.deepcopy(model), rows)
+    flash = GradSampleModuleFlashClipping(model, unit=Documents("document"), loss_reduction="sum")
+    ids, places, numbers = packed(rows, padding=1)
+    weights = torch.where(numbers == 1, weight, 1.0) * (numbers >= 0)
+    (losses(flash(ids, places, numbers)) * weights).sum().backward()
+    coef, others = flash.get_clipping_coef(), [0, 2, 3]
+    assert coef[1] == 0
+    assert_close(flash.get_norm_sample()[others], truth.norms[others], 1e-9)
+    assert torch.isfinite(model.table.weight.grad).all()
+
+
+@pytest.mark.parametrize("spoiled", [0, 1])
+def test_in_one_of_two_calls(spoiled: int) -> None:
+    torch.manual_seed(0)
+    model = Between(linear(), linear(), torch.inf).double()
+    flash = GradSampleModuleFlashClipping(model, unit=Documents("document"), loss_reduction="sum")
+    loss = torch.zeros((), dtype=torch.double)
+    for call in range(2):
+        own = [document.clamp(max=VOCABULARY - 2) for document in documents()]
+        if call == spoiled:
+            own[1][2] = VOCABULARY - 1
+        ids, places, numbers = packed([list(enumerate(own))])
+        loss = loss + losses(flash(ids, places, numbers)).sum()
+    loss.backward()
+    coef = flash.get_clipping_coef()
+    assert coef[1] == 0 and (coef[[0, 2, 3]] > 0).all()
+
+
+# -- documents that reach each other ---------------------------------------------------------------
+
+
+DOCUMENTS = Documents("document")
+
+
+class ToEverybody(Reader):
+    def mask(self, document: Tensor) -> Tensor:
+        return torch.ones_like(super().mask(document))
+
+
+class Causal(Reader):
+    def mask(self, document: Tensor) -> Tensor:
+        return torch.ones_like(super().mask(document)).tril()
+
+
+class FirstToLast(Reader):
+    """The last document reads the first, and nothing else is wrong."""
+
+    def mask(self, document: Tensor) -> Tensor:
+        last = document.amax(1)[:, None, None]
+        return super().mask(document) | (document[:, :, None] == last) & (document[:, None] == 0)
+
+
+class NextToken(nn.Module):
+    """Reads the position behind, across documents."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e-3 * x.roll(-1, 1)
+
+
+class OverPositions(nn.Module):
+    """A module of its own that normalizes over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * (x - x.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("kind", [ToEverybody, Causal, FirstToLast])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_that_reaches_others(kind: Any, dtype: torch.dtype) -> None:
+    flash = GradSampleModuleFlashClipping(kind().to(dtype), unit=Documents("document"))
+    with raises("FC277", match=r"out \(Linear\)"):
+        flash(*one_row())
+
+
+def test_a_layer_between_that_reaches_others() -> None:
+    between = nn.Sequential(NextToken(), nn.Linear(6, 6))
+    flash = GradSampleModuleFlashClipping(Reader(between), unit=Documents("document"))
+    with raises("FC277", match=r"between.1 \(Linear\)"):
+        flash(*one_row())
+
+
+def test_tokens_that_look_like_places() -> None:
+    """Both are consecutive; tokens come first."""
+    ids, places, numbers = one_row((3, 4), padding=0)
+    flash = GradSampleModuleFlashClipping(
+        Causal(), unit=Documents("document"), loss_reduction="sum"
+    )
+    with raises("FC277"):
+        flash(places, places, numbers)
+    flash = GradSampleModuleFlashClipping(
+        Reader(), unit=Documents("document"), loss_reduction="sum"
+    )
+    flash(places, places, numbers)
+
+
+def test_several_documents_come_later() -> None:
+    """With one alone nothing can be seen, and nothing is concluded."""
+    flash = GradSampleModuleFlashClipping(
+        Causal(), unit=Documents("document"), loss_reduction="sum"
+    )
+    flash(*one_row((5,))).sum().backward()
+    with raises("FC277"):
+        flash(*one_row())
+
+
+# -- layers that cannot be served ------------------------------------------------------------------
+
+
+class Transposed(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mT).mT
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return found
+
+
+class Declared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with samples(torch.zeros(len(x), dtype=torch.long), count=len(x)):
+            return self.layer(x)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x) if x.shape[1] == 1 else self.scaled(x, x)
+
+    def scaled(self, *x: Tensor) -> Tensor:
+        return self.gain * x[0]
+
+
+LAYERS = {
+    "convolution": (lambda: Transposed(nn.Conv1d(6, 6, 1)), r"layer \(Conv1d\).*by position"),
+    "group norm": (lambda: Transposed(nn.GroupNorm(2, 6)), r"layer \(GroupNorm\).*by position"),
+    "two axes": (lambda: nn.LayerNorm((15, 6)), r"between \(LayerNorm\).*by position"),
+    "attention": (Attends, r"MultiheadAttention.*by position"),
+    "own norm": (OverPositions, r"between \(OverPositions\).*by position"),
+    "axes": (lambda: Transposed(nn.Linear(15, 15)), r"layer \(Linear\).*expected \[1, 15, ...\]"),
+    "samples": (Declared, r"layer \(Linear\).*inside samples"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_are_refused(name: str) -> None:
+    make, words = LAYERS[name]
+    flash = GradSampleModuleFlashClipping(Reader(make()), unit=Documents("document"))
+    with raises("FC278", match=words):
+        flash(*one_row())
+
+
+def test_time_first_is_refused() -> None:
+    flash = GradSampleModuleFlashClipping(Reader(), unit=Documents("document"), batch_first=False)
+    with raises("FC270", match=r"unit=Documents\('document'\).*batch"):
+        flash(*one_row())
+
+
+def test_a_compiled_model_is_refused() -> None:
+    flash = GradSampleModuleFlashClipping(Reader(), unit=Documents("document"))
+    flash.compile(backend="eager")
+    with raises("FC285"):
+        flash(*one_row())
+
+
+def test_a_mean_is_refused() -> None:
+    """Over tokens, it would be shared by all documents; the criterion adds up."""
+    flash = GradSampleModuleFlashClipping(Reader(), unit=Documents("document"))
+    loss = losses(flash(*one_row())).mean()
+    with raises("FC276"):
+        loss.backward()
+    assert all(p.grad is None for p in flash.parameters())
+    tokens = losses(flash(*one_row())).flatten()
+    flash.check_losses(tokens)
+    with raises("FC241", match="1.*15"):
+        flash.check_losses(tokens.sum()[None])
+
+
+def test_offsets_that_are_wrong() -> None:
+    for starts, words in (
+        (torch.tensor([0, 3, 2, 13]), "do not begin at 0, fall"),
+        (torch.tensor([1, 3, 13]), "do not begin at 0"),
+        (torch.tensor([0, 3, 16]), "beyond the 15 positions"),
+        (torch.tensor([[0, 3]]), r"expected \[U \+ 1\]"),
+        (torch.tensor([0.0, 3.0]), "expected an integer tensor"),
+    ):
+        flash = GradSampleModuleFlashClipping(ByOffsets(), unit=Documents(Offsets("starts")))
+        ids, places, _ = one_row()
+        with raises("FC270|FC271", match=words):
+            flash(ids, places, starts=starts)
+    ids, places, _ = packed([[(0, documents()[0])], [(1, documents()[1])]])
+    with raises("FC271", match="batch of 2 rows; expected one"):
+        flash(ids, places, starts=torch.tensor([0, 3]))
+
+
+def test_copies_between_steps() -> None:
+    flash = GradSampleModuleFlashClipping(
+        Reader(), unit=Documents("document"), loss_reduction="sum"
+    )
+    for _ in range(2):
+        losses(flash(*one_row())).sum().backward()
+        assert len(flash.get_norm_sample()) == 4
+        flash = copy.deepcopy(flash)
+        flash.zero_grad()
+
+
+def test_no_documents() -> None:
+    flash = GradSampleModuleFlashClipping(
+        Reader(), unit=Documents("document"), loss_reduction="sum"
+    )
+    empty = torch.zeros(1, 0, dtype=torch.long)
+    with raises("FC250"):
+        flash(empty, empty, empty)
+    flash.expect_samples(0)
+    losses(flash(*one_row((4,)))).sum().backward()
+    assert flash.get_norm_sample().shape == (0,)
+    assert all(not p.grad.any() for p in flash.parameters())

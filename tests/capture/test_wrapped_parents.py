@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.compiled.regions import Region
-from tests.capture.test_declared_rows import Experts
 from tests.capture.test_packed import check
 from tests.support.autograd import check_by_autograd, check_truth, squares, truth_by_autograd
 from tests.support.compiled import Backend, slow
 from tests.support.errors import raises
 from tests.support.oracle import assert_close
 from tests.support.packed import Reader, documents
+from tests.zoo.declared import Experts
 from tests.zoo.spelled import (
     CASES,
     B,

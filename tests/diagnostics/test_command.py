@@ -53,8 +53,8 @@ def times_the_batch():
 
 
 def bags():
-    from tests.capture.test_bags_of_samples import Bags
-    return Bags(2, flat=True), torch.randint(9, (5, 8))
+    from tests.zoo.rows import CASES
+    return CASES["2 bags end to end"].make(torch.float32)
 
 
 def buffers():

@@ -1,16 +1,18 @@
-"""Ways to clip, and the optimizer that must add noise for the bound that was clipped by."""
+"""Ways to clip, the bound, and the noise that is for it."""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus import PrivacyEngine
-from opacus.schedulers import ExponentialGradClip
+from opacus import PrivacyEngine, schedulers
+from opacus.schedulers import ExponentialGradClip, LambdaNoise
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,6 +31,7 @@ from tests.support.cases import make_case, step_case
 from tests.support.errors import raises
 from tests.support.models import CASES
 from tests.support.oracle import assert_close, per_sample_truth
+from tests.support.private import SLACK, Private, Released, data as data_of_adaptive_clipping
 
 
 def network() -> nn.Module:
@@ -313,3 +316,240 @@ def test_engine_serves_torch_attention_as_it_is() -> None:
     optimizer.step()
     with pytest.raises(UnsupportedModuleError):
         PrivacyEngine().validate(module=Pooled(), optimizer=None, data_loader=None)
+
+
+PER_LAYER = {"clipping": "per_layer", "max_grad_norm": [0.01, 0.02, 0.03, 0.04]}
+
+
+def test_noise_is_for_the_bound_that_the_sum_was_clipped_by(released: Released) -> None:
+    private = Private(max_grad_norm=10.0)
+    private.backward()
+    private.optimizer.max_grad_norm = 0.01
+    private.optimizer.step()
+    assert released.releases[-1][0] == pytest.approx(10.0, rel=1e-4)
+    assert released.ratio() <= SLACK  # was 1000
+    private.step()  # from the next step on
+    assert released.releases[-1][0] == pytest.approx(0.01, rel=1e-3)
+    assert released.releases[-1][1] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("options", [{}, PER_LAYER, {"clipping": "automatic"}])
+@pytest.mark.parametrize("setter", ["model", "optimizer"])
+def test_model_and_optimizer_have_one_bound(
+    setter: str, options: dict[str, Any], released: Released
+) -> None:
+    private = Private(**options)
+    if setter == "optimizer":
+        private.optimizer.max_grad_norm = 1e-3
+    else:
+        private.wrapper.max_grad_norm = [5e-4] * 4 if options == PER_LAYER else 1e-3
+    private.step()
+    assert private.optimizer.max_grad_norm == pytest.approx(1e-3)
+    found = private.wrapper.max_grad_norm
+    total = torch.tensor(found).norm().item()
+    assert total == pytest.approx(1e-3)
+    assert released.releases[-1][1] == pytest.approx(1e-3)
+    assert released.ratio() <= SLACK
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "exponential": lambda optimizer: schedulers.ExponentialGradClip(optimizer, gamma=0.1),
+    "lambda": lambda optimizer: schedulers.LambdaGradClip(
+        optimizer, scheduler_function=lambda epoch: 0.1**epoch
+    ),
+    "step": lambda optimizer: schedulers.StepGradClip(optimizer, step_size=1, gamma=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("options", [{}, PER_LAYER])
+def test_clip_schedulers_move_clipping_and_noise(
+    options: dict[str, Any], name: str, released: Released
+) -> None:
+    """Per-layer bounds stayed as they were while the noise shrank with the schedule: 100 times."""
+    private = Private(**options)
+    scheduler = SCHEDULERS[name](private.optimizer)
+    first = private.optimizer.max_grad_norm
+    for epoch in range(3):
+        private.step()
+        assert released.releases[-1][1] == pytest.approx(first * 0.1**epoch)
+        assert released.ratio() <= SLACK
+        scheduler.step()
+    if options:
+        expected = [bound * 1e-3 for bound in PER_LAYER["max_grad_norm"]]  # type: ignore[attr-defined]
+        assert private.optimizer.max_grad_norms == pytest.approx(expected)
+
+
+NOISE_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "exponential": lambda optimizer: schedulers.ExponentialNoise(optimizer, gamma=2.0),
+    "lambda": lambda optimizer: schedulers.LambdaNoise(
+        optimizer, noise_lambda=lambda epoch: 2.0**epoch
+    ),
+    "step": lambda optimizer: schedulers.StepNoise(optimizer, step_size=1, gamma=2.0),
+}
+
+
+@pytest.mark.parametrize("name", NOISE_SCHEDULERS)
+@pytest.mark.parametrize("options", [{}, PER_LAYER])
+def test_noise_schedulers_are_accounted_as_drawn(
+    options: dict[str, Any], name: str, released: Released
+) -> None:
+    private = Private(**options)
+    scheduler = NOISE_SCHEDULERS[name](private.optimizer)
+    for _ in range(3):
+        private.step()
+        scheduler.step()
+    drawn = [std / private.optimizer.max_grad_norm for _, std in released.releases]
+    accounted = [multiplier for multiplier, *_ in private.engine.accountant.history]
+    assert drawn == pytest.approx(accounted)
+    assert drawn == pytest.approx([1.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_step_clips_by_one_bound(skipped: bool) -> None:
+    private = Private()
+    private.optimizer.signal_skip_step(True)
+    private.backward()
+    if skipped:
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    private.wrapper.max_grad_norm = 0.05
+    text = r"max_grad_norm=0\.05, but the step .* max_grad_norm=0\.1 so far"
+    with raises("FC520", match=text):
+        private.backward()
+    private.wrapper.clipping, private.wrapper.max_grad_norm = "automatic", 0.1
+    with raises("FC520", match="clipping='automatic'"):
+        private.backward()
+    private.wrapper.clipping = "flat"
+    private.backward(start=1)  # the step goes on
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), [0.1, -0.1], "1"])
+def test_a_bound_that_bounds_nothing_is_refused(value: Any) -> None:
+    private = Private()
+    for holder in (private.wrapper, private.optimizer):
+        with raises("FC302", ValueError, match=r"max_grad_norm: found .* in \(0, inf\)"):
+            holder.max_grad_norm = value
+    assert private.wrapper.max_grad_norm == private.optimizer.max_grad_norm == 0.1
+
+
+ADAPTIVE: dict[str, Any] = {
+    "clipping": AdaptiveBound(0.5, 1e-3, 1e3, clipbound_learning_rate=2.0),
+    "max_grad_norm": 1.0,
+    "batch_size": 64,
+    "noise_multiplier": 0.5,
+}
+
+
+def private_part(multiplier: float, batch_size: float) -> float:
+    """The sum's share of the noise multiplier (Andrew et al. 2021, Theorem 1)."""
+    return (multiplier**-2 - (batch_size / 10) ** -2) ** -0.5
+
+
+def test_the_bound_stays_within_a_logical_step(released: Released) -> None:
+    """It moved with every micro-batch, and noise was for the last."""
+    private = Private(**ADAPTIVE)
+    bounds, largest = [], 0.0
+    torch.manual_seed(1)
+    with BatchMemoryManager(
+        data_loader=private.loader, max_physical_batch_size=8, optimizer=private.optimizer
+    ) as loader:
+        for x, _ in loader:
+            private.optimizer.zero_grad()
+            (100 * private.model(x).square().sum(1).mean()).backward()
+            norms = private.wrapper.get_norm_sample()
+            coef = private.wrapper.get_clipping_coef()
+            bounds.append(private.wrapper.max_grad_norm)
+            largest = max(largest, (norms * coef).max().item())
+            private.optimizer.step()
+    assert len(bounds) == 8 and set(bounds) == {1.0}
+    assert private.optimizer.max_grad_norm != 1.0  # afterwards
+    std = released.releases[-1][1]
+    # How far one sample moves the sum, in units of what the noise is for.
+    assert largest * private_part(0.5, 64) / std <= SLACK
+    assert std == pytest.approx(private_part(0.5, 64) * 1.0)
+
+
+@pytest.mark.parametrize("multiplier", [0.5, 2.0])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_sum_and_count_cost_what_is_accounted(
+    multiplier: float,
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    released: Released,
+) -> None:
+    """One count over the whole logical batch, by the expected size: the drawn one is private."""
+    import flash_clipping.engine.optimizer
+
+    stds: list[float] = []
+    of_sums = flash_clipping.engine.optimizer.noisy_means
+
+    def noise(sums: list[torch.Tensor], std: float, *args: Any, draw: Draw, **options: Any) -> Any:
+        if draw.purpose != Purpose.COUNT:
+            return of_sums(sums, std, *args, draw=draw, **options)
+        stds.append(std)
+        assert sums[0].dtype == torch.float64 and args == (1.0,)
+        return [sums[0] + 2.0]
+
+    monkeypatch.setattr(flash_clipping.engine.optimizer, "noisy_means", noise)
+    private = Private(**{**ADAPTIVE, "noise_multiplier": multiplier})
+    drawn = 40  # of an expected 64
+    for part in range(parts):
+        private.optimizer.signal_skip_step(part < parts - 1)
+        private.optimizer.zero_grad()
+        x = data_of_adaptive_clipping().tensors[0][
+            part * drawn // parts : (part + 1) * drawn // parts
+        ]
+        scale = torch.where(torch.arange(len(x)) % 2 == 0, 100.0, 1e-12)  # half are clipped
+        (scale * private.model(x).square().sum(1)).mean().backward()
+        private.optimizer.step()
+    assert stds == [64 / 20]
+    fraction = 0.5 + 2.0 / 64  # centred: 20 of 40 count +1/2, and 2 are noise
+    expected = math.exp(-2.0 * (fraction - 0.5))
+    assert private.optimizer.max_grad_norm == pytest.approx(expected)
+    assert private.wrapper.max_grad_norm == private.optimizer.max_grad_norm
+    (_, std) = released.releases[-1]
+    of_sum, of_count = std / 1.0, 2 * stds[0]
+    assert (of_sum**-2 + of_count**-2) ** -0.5 == pytest.approx(multiplier)
+    assert private.engine.accountant.history == [(multiplier, pytest.approx(1.0), 1)]
+
+
+def test_a_noise_scheduler_is_followed(released: Released) -> None:
+    """1.01 was drawn while 8 was accounted."""
+    moving = AdaptiveBound(min_clipbound=1e-3, max_clipbound=1.0)
+    private = Private(**ADAPTIVE | {"clipping": moving, "noise_multiplier": 1.0})
+    scheduler = LambdaNoise(private.optimizer, noise_lambda=lambda epoch: [1, 2, 5][epoch])
+    for _ in range(3):
+        bound = private.optimizer.max_grad_norm
+        private.step(samples=64)
+        drawn = released.releases[-1][1] / bound
+        accounted = private.engine.accountant.history[-1][0]
+        assert drawn == pytest.approx(private_part(accounted, 64))
+        assert drawn >= accounted
+        if len(released.releases) < 3:
+            scheduler.step()
+    private.optimizer.noise_multiplier = 8.0  # more than 64 / 10
+    private.optimizer.zero_grad()
+    private.backward(samples=64)
+    with raises("FC321", match=r"expected more than 80 samples"):
+        private.optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
+def test_any_loss_moves_the_bound() -> None:
+    bounds = []
+    for own_loss in (True, False):
+        private = Private(**ADAPTIVE, engine=FlashPrivacyEngine(accountant="rdp", seed=2))
+        x, y = data_of_adaptive_clipping().tensors
+        loss = private.criterion(private.model(x), y)
+        if own_loss:
+            loss = torch.nn.functional.cross_entropy(private.model(x), y)
+        loss.backward()
+        private.optimizer.step()
+        bounds.append(private.optimizer.max_grad_norm)
+    assert bounds[0] == bounds[1] != 1.0
+
+
+def test_error_settings() -> None:
+    with raises("FC321", ValueError, match="expected min_clipbound <= max_clipbound"):
+        AdaptiveBound(min_clipbound=2.0, max_clipbound=1.0)

@@ -1,8 +1,13 @@
-"""The returned criterion: the numbers of ``loss.backward()`` on the user's own scalar, or none."""
+"""Criteria and losses: reductions, counts of samples, and losses of one's own."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import re
+import threading
+import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,8 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine
-from tests.support.errors import raises
+from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping.engine.loss_graph import LossLook
+from flash_clipping.engine.separable import compares_samples
+from tests.support.autograd import mean_squares
+from tests.support.errors import raises, warns
+from tests.support.wrapping import MODES
+from tests.zoo.constants import CASES
 
 BATCH, OUTPUTS = 6, 4
 
@@ -63,6 +73,8 @@ CLASSES: dict[str, Callable[..., Any]] = {
     "partial": partial(F.cross_entropy, label_smoothing=0.1),
     "lambda": lambda output, target: F.cross_entropy(output, target),
 }
+
+
 VALUES: dict[str, Callable[..., Any]] = {
     "MSELoss": nn.MSELoss(),
     "L1Loss": nn.L1Loss(),
@@ -75,6 +87,8 @@ VALUES: dict[str, Callable[..., Any]] = {
     "unread": Unread(),
     "positional lambda": lambda *args: F.mse_loss(*args),
 }
+
+
 KINDS = [("classes", name) for name in CLASSES] + [("values", name) for name in VALUES]
 
 
@@ -310,3 +324,474 @@ def test_the_gradient_of_an_input_is_that_of_the_mean() -> None:
         gradients.append(torch.cat([s.flatten() for s in sums]))
     torch.testing.assert_close(gradients[0], gradients[2])
     torch.testing.assert_close(gradients[1], gradients[3])
+
+
+CLASSES_OF_CRITERIA_OF_BATCHES = 4
+
+
+WEIGHT = torch.tensor([0.2, 1.0, 3.0, 5.0])
+
+
+def pairs(output: Tensor, target: Tensor) -> Tensor:
+    z = F.normalize(output, dim=1)
+    alike = z @ z.T / 0.5
+    alike = alike.masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+    return F.cross_entropy(alike, torch.arange(len(z)).roll(1))
+
+
+def barlow(output: Tensor, target: Tensor) -> Tensor:
+    z = (output - output.mean(0)) / output.std(0)
+    return ((z.T @ z / len(z)) - torch.eye(z.shape[1])).square().sum()
+
+
+def scored(output: Tensor, target: Tensor) -> Tensor:
+    y = (target - target.float().mean()) / target.float().std()
+    return (output[:, 0] - y).square().mean()
+
+
+def dice(output: Tensor, target: Tensor) -> Tensor:
+    p, y = output.sigmoid(), F.one_hot(target, CLASSES_OF_CRITERIA_OF_BATCHES)
+    return 1 - 2 * (p * y).sum() / (p.sum() + y.sum())
+
+
+def triplets_in_rows(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    losses = (output - output.mean(0)).square().sum(1)
+    return losses if reduction == "none" else losses.mean()
+
+
+def crosswise(output: Tensor, target: Tensor) -> Tensor:
+    return (output[:, :1] - target).square().mean()
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls.append(1)
+        return F.cross_entropy(output, target) * (1 + 0.5 * len(self.calls))
+
+
+class Draws(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.dropout(output, 0.5), target)
+
+
+def by_sample_dice(output: Tensor, target: Tensor) -> Tensor:
+    p, y = output.sigmoid(), F.one_hot(target, CLASSES_OF_CRITERIA_OF_BATCHES)
+    return (1 - 2 * (p * y).sum(1) / (p.sum(1) + y.sum(1))).mean()
+
+
+generator = torch.Generator().manual_seed(3)
+
+
+calls = itertools.count(1)
+
+
+COMPARE: dict[str, Callable[..., Tensor]] = {
+    "pairs": pairs,
+    "a little": lambda output, target: F.cross_entropy(output, target) + 1e-3 * output.var(0).sum(),
+    "barlow": barlow,
+    "scored": scored,
+    "dice": dice,
+    "rows": triplets_in_rows,
+    "crosswise": crosswise,
+    "weights": lambda output, target: F.cross_entropy(output, target, weight=WEIGHT),
+    "ignored": lambda output, target: F.cross_entropy(output, target, ignore_index=0),
+}
+
+
+ALONE: dict[str, Callable[..., Tensor]] = {
+    "PyTorch's": nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1),
+    "function": F.cross_entropy,
+    "smoothed": lambda output, target: F.cross_entropy(output, target, label_smoothing=0.2),
+    "dice": by_sample_dice,
+    "divided by a constant": lambda output, target: (
+        F.cross_entropy(output, target, reduction="sum") / 10
+    ),
+    "with a constant": lambda output, target: F.cross_entropy(output, target) + 3.0,
+    "counts": Counts(),
+    "draws": Draws(),
+    "draws of its own": lambda output, target: F.cross_entropy(
+        output + torch.randn(output.shape, generator=generator), target
+    ),
+    "grows": lambda output, target: F.cross_entropy(output, target) * next(calls),
+    "focal": lambda output, target: (
+        (1 - output.softmax(1)[range(len(target)), target]).pow(2)
+        * F.cross_entropy(output, target, reduction="none")
+    ).mean(),
+    "centers": lambda output, target: (
+        (output[:, :1] - torch.linspace(-1, 1, 16)[None]).square().mean()
+    ),
+}
+
+
+def private_of_criteria_of_batches(criterion: Any, batch: int = 16, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES_OF_CRITERIA_OF_BATCHES))
+    data = TensorDataset(torch.randn(64, 5), torch.randint(CLASSES_OF_CRITERIA_OF_BATCHES, (64,)))
+    made = FlashPrivacyEngine(accountant="rdp").make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=criterion,
+        data_loader=DataLoader(data, batch_size=batch),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        **{"poisson_sampling": False, **options},
+    )
+    return *made, data.tensors
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("name", COMPARE)
+def test_a_criterion_that_compares_samples_is_refused(name: str, mode: str) -> None:
+    model, _, criterion, _, (x, y) = private_of_criteria_of_batches(COMPARE[name], mode=mode)
+    for _ in range(2):  # who goes on is refused again
+        with raises("FC440"):
+            criterion(model(x[:16]), y[:16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ALONE)
+def test_one_that_does_not_trains(name: str, dtype: torch.dtype) -> None:
+    model, optimizer, criterion, _, (x, y) = private_of_criteria_of_batches(ALONE[name])
+    for size in (2, 16, 7, 16):  # of a batch that cannot be halved nothing is known
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = criterion(model(x[:size]), y[:size])
+        loss.backward()
+        assert model.get_norm_sample().shape == (size,)
+        optimizer.step()
+
+
+def test_it_is_looked_at_once_and_leaves_no_trace() -> None:
+    counts = Counts()
+    model, _, criterion, _, (x, y) = private_of_criteria_of_batches(counts)
+    with torch.no_grad():
+        criterion(model(x[:16]), y[:16])
+    assert len(counts.calls) == 1
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    for number in range(3):
+        criterion(model(x[:16]), y[:16])
+        assert len(counts.calls) == 2 + number
+    torch.testing.assert_close(torch.rand(3), expected)
+
+
+class Center(nn.Module):
+    """A center loss: its centers are trained, or follow the samples."""
+
+    def __init__(self, learns: bool):
+        super().__init__()
+        self.learns = learns
+        if learns:
+            self.centers = nn.Parameter(
+                torch.randn(CLASSES_OF_CRITERIA_OF_BATCHES, CLASSES_OF_CRITERIA_OF_BATCHES)
+            )
+        else:
+            self.register_buffer(
+                "centers",
+                torch.randn(CLASSES_OF_CRITERIA_OF_BATCHES, CLASSES_OF_CRITERIA_OF_BATCHES),
+            )
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = (output - self.centers[target].clone()).square().sum(1).mean()
+        if not self.learns and self.training:
+            with torch.no_grad():
+                self.centers[target] += 0.1 * (output - self.centers[target])
+        return loss
+
+
+def test_a_criterion_that_learns_is_warned_of() -> None:
+    criterion = Center(learns=True)
+    for learns in (True, False):
+        model, _, loss, _, (x, y) = private_of_criteria_of_batches(criterion.requires_grad_(learns))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", UserWarning)
+            loss(model(x[:16]), y[:16]).backward()
+        said = ["Center.centers" in str(one.message) for one in found]
+        assert said.count(True) == learns
+
+
+def test_a_criterion_that_remembers_is_refused() -> None:
+    model, _, criterion, _, (x, y) = private_of_criteria_of_batches(Center(learns=False))
+    for size in (1, 16):
+        with raises("FC450", match="'centers'") as error:
+            criterion(model(x[:size]), y[:size])
+    exec(str(error.value).splitlines()[-1].strip(), {"criterion": criterion})
+    criterion(model(x[:16]), y[:16]).backward()
+    assert model.get_norm_sample().shape == (16,)
+
+
+def test_a_criterion_that_runs_out_of_memory_in_float64_is_no_comparison() -> None:
+    def loss(output: Tensor) -> Tensor:
+        if output.dtype == torch.float64:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return (output - output.mean(0)).square()
+
+    output = torch.randn(8, 3, requires_grad=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        compares_samples(loss, (output,), {}, 8)
+
+
+CROSSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "mse_loss": (lambda o, y: F.mse_loss(o, y), 1),
+    "l1_loss": (lambda o, y: F.l1_loss(o, y), 1),
+    "huber_loss": (lambda o, y: F.huber_loss(o, y), 1),
+    "smooth_l1_loss": (lambda o, y: F.smooth_l1_loss(o, y), 1),
+    "by hand": (lambda o, y: ((o - y) ** 2).mean(), 1),
+    "by hand, the other way round": (lambda o, y: (y - o).abs().mean(), 1),
+    "scaled before": (lambda o, y: (2 * o.tanh() - y).square().mean(), 1),
+    "a product": (lambda o, y: -(o * y).mean(), 1),
+    "targets with an axis more": (lambda o, y: (o[:, 0] - y[:, None]).square().mean(), 1),
+    "of several outputs": (lambda o, y: (o[:, :1] - y).square().mean() + o.square().mean(), 3),
+    "pairs": (lambda o, y: (o[:, None, 0] - o[None, :, 0]).square().mean(), 1),
+}
+
+
+RIGHT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "same shape": (lambda o, y: F.mse_loss(o, y[:, None]), 1),
+    "squeezed": (lambda o, y: F.mse_loss(o[:, 0], y), 1),
+    "classes": (lambda o, y: F.cross_entropy(o, y.long().abs() % 3), 3),
+    "centers, eight by chance": (lambda o, y: (o - torch.arange(8.0)).square().mean(), 1),
+    "pairs of a sample": (
+        lambda o, y: (o[:, :, None] - o[:, None, :]).square().sum((1, 2)).mean(),
+        8,
+    ),
+    "a head": (lambda o, y: (o @ torch.ones(1, 8)).square().mean(), 1),
+    "a mean of one": (lambda o, y: (o - o.detach() * y[:, None]).square().mean(), 1),
+}
+
+
+def wrapped(width: int, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, width))
+    return GradSampleModuleFlashClipping(model, **options)
+
+
+def backward(model: Any, loss: Callable[[Tensor, Tensor], Tensor], size: int) -> Any:
+    generator = torch.Generator().manual_seed(size)
+    x, y = torch.randn(size, 4, generator=generator), torch.randn(size, generator=generator)
+    model.zero_grad()
+    loss(model(x), y).backward()
+    return model.get_norm_sample()
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("name", CROSSED)
+def test_outputs_broadcast_over_the_batch_are_refused(name: str, mode: str) -> None:
+    loss, width = CROSSED[name]
+    model = wrapped(width, mode=mode)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the loss: found outputs")
+        backward(model, loss, 1)  # of which nothing can be said
+    with warns("FC460"):
+        backward(model, loss, 8)
+    backward(model, loss, 8)
+    backward(model, loss, 3)
+    for size in (5, 6):
+        with raises("FC460"):
+            backward(model, loss, size)
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loss_is_never_refused(name: str, mode: str) -> None:
+    loss, width = RIGHT[name]
+    model = wrapped(width, mode=mode)
+    with warnings.catch_warnings():
+        if "chance" not in name:
+            warnings.simplefilter("error")
+        for size in (8, 8, 5, 8, 3):
+            assert backward(model, loss, size).shape == (size,)
+    assert model._loss_look.ended
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_a_head_outside_of_the_model_is_named(mode: str) -> None:
+    model, head = wrapped(3, mode=mode), nn.Bilinear(3, 3, 2)
+    with warns("FC451", match=r"found 2 parameters, the first of shape \[2(, 3, 3)?\]"):
+        backward(model, lambda o, y: head(o, o).square().mean(), 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(model, lambda o, y: head(o, o).square().mean(), 5)  # once
+
+
+def test_a_front_end_outside_of_the_model_is_named() -> None:
+    model, front = wrapped(3), nn.Linear(2, 4)
+    with warns("FC451", match=r"found 2 parameters, the first of shape \[4(, 2)?\]"):
+        model(front(torch.randn(5, 2))).square().mean().backward()
+    frozen = wrapped(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        frozen(front.requires_grad_(False)(torch.randn(5, 2))).square().mean().backward()
+
+
+def test_unsharded_parameters_are_none_outside_of_the_model() -> None:
+    """A sharded model lists other parameters than those that it computes with; a head is found."""
+    model, lent, head = nn.Linear(4, 3), nn.Parameter(torch.randn(4)), nn.Linear(3, 2)
+    model.weight.placements = ()  # type: ignore[assignment]
+    look = LossLook(model)
+    for loss_of, found in ((Tensor.square, 0), (head, 1)):
+        output = model(torch.randn(5, 4) * lent)
+        look.follow([output], 5, threading.get_ident())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(output).sum().backward()
+        assert ["that it reaches" in str(one.message) for one in caught] == [True] * found
+        look = LossLook(model)
+
+
+def test_an_output_that_nobody_goes_back_from_is_freed() -> None:
+    model = wrapped(3)
+    output = model(torch.randn(5, 4))
+    loss = output.square().mean()
+    seen = weakref.ref(output)
+    gc.collect()
+    gc.disable()
+    try:
+        held = [weakref.ref(output)]
+        del output, loss
+        assert held[0]() is None and seen() is None
+    finally:
+        gc.enable()
+    assert model._session.live_calls() == 0
+
+
+# -- what the loader drew -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (16,)])
+def test_packed_inputs_are_refused(shape: tuple[int, ...]) -> None:
+    """4 sequences of 4 tokens in one row (one sample), or all tokens (16 samples)."""
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
+    flash = GradSampleModuleFlashClipping(model)
+    ids = torch.randint(9, shape)
+    flash.expect_samples(4)
+    with raises("FC240", match="drew 4 samples,"):
+        flash(ids)
+    with torch.no_grad():
+        flash(ids)
+    mean_squares(flash(ids.view(4, 4))).backward()
+    assert len(flash.get_norm_sample()) == 4
+    flash.expect_samples(None)
+    flash(ids)
+
+
+def test_a_batch_that_was_filtered_names_the_dataset() -> None:
+    """A mode of one sample at a time would not help."""
+    flash = GradSampleModuleFlashClipping(nn.Linear(6, 3))
+    flash.expect_samples(4)
+    with raises("FC240", match=r"drew 4 .*\n    dataset = Subset\(") as error:
+        flash(torch.randn(3, 6))
+    assert "one_by_one" not in str(error.value)
+    with raises("FC240", match=r"drew 4 samples(?s:.*)one_by_one"):
+        flash(torch.randn(8, 6))
+
+
+# -- the criterion and check know how many losses there are ---------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Reads ``[T, B]`` and gives ``[B, classes]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids_TB: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(ids_TB))).mean(0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_time_first_input_is_refused_by_the_criterion(mode: str) -> None:
+    """``[T, B]`` with ``batch_first=True``: ``T`` samples. The targets know better."""
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+
+    from flash_clipping.engine.criterion import FlashLoss
+
+    ids, target = torch.randint(9, (6, 4)), torch.randint(3, (4,))
+    for batch_first in (True, False):
+        model = Recurrent()
+        flash = GradSampleModuleFlashClipping(model, mode=mode, batch_first=batch_first)
+        optimizer = DPOptimizerFastGradientClipping(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=4,
+        )
+        criterion = FlashLoss(flash, optimizer, nn.CrossEntropyLoss(), "mean")
+        if batch_first:
+            with raises("FC241", match="4 losses, .*6 samples"):
+                criterion(flash(ids), target)
+        else:
+            criterion(flash(ids), target)
+
+
+def test_tokens_are_refused_by_the_criterion() -> None:
+    """``[total]``: every token a sample, but one loss for each sequence."""
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+
+    from flash_clipping.engine.criterion import FlashLoss
+
+    class Sequences(Recurrent):
+        def forward(self, ids_N: Tensor) -> Tensor:
+            return self.head(self.embed(ids_N)).unflatten(0, (4, -1)).mean(1)
+
+    model = Sequences()
+    flash = GradSampleModuleFlashClipping(model)
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+    )
+    criterion = FlashLoss(flash, optimizer, nn.CrossEntropyLoss(), "mean")
+    with raises("FC241", match="4 losses, .*16 samples"):
+        criterion(flash(torch.randint(9, (16,))), torch.randint(3, (4,)))
+
+
+def test_check_counts_losses() -> None:
+    from flash_clipping.diagnostics import check as compare
+
+    batch = (torch.randint(9, (6, 4)), torch.randint(3, (4,)))
+
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    report = compare(Recurrent(), batch, loss)
+    assert not report.passed and "found 4 losses" in report.failures[0]
+    assert "called with a batch of 6 samples" in report.failures[0]
+    assert compare(Recurrent(), batch, loss, batch_first=False).passed
+
+
+def test_check_tries_other_sizes() -> None:
+    from flash_clipping.diagnostics import check as compare
+
+    seen: list[int] = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = CASES["positions, embedding"].make(torch.float32)[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return self.inner(x)
+
+    assert compare(Watched(), torch.randn(3, 5, 3)).passed
+    assert {2, 3, 4, 5} <= set(seen)
+
+    class Wrong(Watched):
+        """Goes wrong when there are as many samples as positions."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return 2 * y if len(x) == x.shape[1] else y
+
+    report = compare(Wrong(), torch.randn(3, 5, 3))
+    assert not report.passed and "With 5 samples, as many as another" in report.failures[0]

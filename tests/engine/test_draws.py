@@ -1,22 +1,33 @@
-"""Each accounted step is of one draw, by number; and rows are the loader's own where it matters."""
+"""Draws of the loader, and the forwards, backwards and steps that are made on them."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, PoissonSampling, Users
+from flash_clipping import (
+    AdaptiveBound,
+    FlashPrivacyEngine,
+    MicroBatches,
+    NoStepWarning,
+    PoissonSampling,
+    Users,
+)
 from flash_clipping.capture.draws import DrawnBatch, Draws, row_hashes
 from flash_clipping.engine.sampling.loaders import NotPoissonWarning, refuse_repeats
+from tests.support.draws import drawn
 from tests.support.errors import raises
-from tests.support.private import TwoLayers, data
+from tests.support.private import Private, TwoLayers, data
 from tests.support.users import IDS, private as of_users
 
 BATCH = 16
@@ -202,7 +213,7 @@ def looked_at_first(made: Any) -> None:
 
 def some_left_out(made: Any) -> None:
     for number, (x, y) in enumerate(made[3]):
-        if number % 3:
+        if number % 3 != 1:
             step(made, x, y)
 
 
@@ -230,6 +241,8 @@ def adversarial(made: Any) -> None:
 
 
 LOOPS = [ordinary, fetched_ahead, in_a_list, beside_evaluation, looked_at_first]
+
+
 LOOPS += [some_left_out, in_parts, adversarial]
 
 
@@ -262,6 +275,8 @@ def joined(*numbers: int, shuffled: bool = False) -> Any:
 
 
 HALVES, FOUR = data(), pairs(4)
+
+
 REPEATED: dict[str, Any] = {
     "parts": lambda: ConcatDataset([data()] * 2),
     "within a part": lambda: ConcatDataset([Subset(data(), [0, 1, 1]), data(8)]),
@@ -282,6 +297,8 @@ REPEATED: dict[str, Any] = {
     "a table that is shuffled twice": lambda: joined(0, 0, shuffled=True),
     "a subset of what was selected": lambda: Subset(selected([0, 3, 0]), [0, 1, 2]),
 }
+
+
 APART: dict[str, Any] = {
     "parts": lambda: ConcatDataset([data(), data()]),
     "split": lambda: ConcatDataset([Subset(HALVES, [0, 1]), Subset(HALVES, [3, 2])]),
@@ -589,3 +606,317 @@ def test_draws_without_samples_of_data_that_are_fetched_together(as_list: bool) 
     whole, parts = drawn(False), drawn(True)
     assert 0 in whole and max(whole) > 1 == max(parts)
     assert sum(whole) == sum(parts) and whole.count(0) == parts.count(0)
+
+
+CLEARED = {
+    "optimizer": lambda module, optimizer: optimizer.zero_grad(),
+    "model": lambda module, optimizer: module.zero_grad(),
+}
+
+
+MODES = pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+
+
+@MODES
+@pytest.mark.parametrize("by", CLEARED)
+def test_a_look_before_training_is_forgotten(mode: str, by: str) -> None:
+    """As notebooks keep ``loss0``, and as an interrupt between forward and backward leaves it."""
+    made = private(mode=mode)
+    module, optimizer, criterion, loader = made
+    looks = []
+    for x, y in loader:
+        looks.append(criterion(module(x), y))
+        CLEARED[by](module, optimizer)
+        break
+    for x, y in loader:
+        looks.append(criterion(module(x), y))  # an interrupt here
+        break
+    for x, y in loader:
+        CLEARED[by](module, optimizer)
+        loss = criterion(module(x), y)
+        loss.backward()
+        found = [p.grad.clone() for p in module.parameters()]
+        optimizer.zero_grad()
+        del loss
+        criterion(module(x), y).backward()
+        for sums, p in zip(found, module.parameters(), strict=True):
+            assert torch.allclose(sums, p.grad, atol=1e-7)
+        optimizer.step()
+    assert len(looks) == 2
+
+
+def test_without_clearing_the_message_says_what_to_do() -> None:
+    made = private()
+    module, optimizer, criterion, loader = made
+    looks = [criterion(module(x), y) for x, y in [next(iter(loader))]]
+    x, y = next(iter(loader))
+    with raises("FC510", match="batches 0, 1"):
+        criterion(module(x), y).backward()
+    step(made, x, y)
+    assert looks
+
+
+def in_turn(made: Any, clear: Callable[[], None], x: Tensor) -> None:
+    first = made.model(x)
+    clear()
+    second = made.model(2 * x)
+    clear()
+    (first.square().sum(1) + second.sum(1)).mean().backward()
+
+
+@MODES
+def test_what_a_backward_reaches_counts(mode: str) -> None:
+    """Gradients may be cleared between forward and backward: nothing of it is forgotten."""
+    x, sums = data().tensors[0][:8], []
+    for cleared in (False, True):
+        made = Private(mode=mode)
+        in_turn(made, made.optimizer.zero_grad if cleared else lambda: None, x)
+        assert len(made.wrapper.get_norm_sample()) == 8
+        sums.append([p.grad.clone() for p in made.plain.parameters()])
+    assert all(map(torch.equal, *sums))
+
+
+def test_each_call_by_itself_after_clearing() -> None:
+    made, alone = Private(), Private()
+    x = data().tensors[0][:8]
+    outputs = [made.model(x), made.model(2 * x)]
+    made.optimizer.zero_grad()
+    for inputs, output in zip((x, 2 * x), outputs, strict=True):
+        output.square().sum(1).mean().backward()
+        alone.model(inputs).square().sum(1).mean().backward()
+        for p, other in zip(made.plain.parameters(), alone.plain.parameters(), strict=True):
+            assert torch.equal(p.grad, other.grad)
+        made.optimizer.zero_grad()
+        alone.optimizer.zero_grad()
+
+
+def warned_of_draws_without_step(run: Callable[[], None]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in found if issubclass(w.category, NoStepWarning)]
+
+
+# -- warned of -------------------------------------------------------------------------------------
+
+
+def not_finite(made: Any) -> None:
+    module, optimizer, criterion, loader = made
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = criterion(module(x), y).loss_per_sample.mean()
+        if number == 1:  # as if it were not
+            continue
+        loss.backward()
+        optimizer.step()
+
+
+def too_few(made: Any) -> None:
+    for number, (x, y) in enumerate(made[3]):
+        if number != 2:
+            step(made, x, y)
+
+
+def failed(made: Any) -> None:
+    for number, (x, y) in enumerate(made[3]):
+        try:
+            if number == 1:
+                raise RuntimeError("out of memory")
+            step(made, x, y)
+        except RuntimeError:
+            continue
+
+
+def sums_read(made: Any) -> None:
+    """As Sophia and GradNorm do; no step at all is needed to notice."""
+    module, optimizer, criterion, loader = made
+    for x, y in loader:
+        criterion(module(x), y).backward()
+        assert all(p.grad is not None for p in module.parameters())
+        optimizer.zero_grad()
+
+
+def sums_read_late(made: Any) -> None:
+    module, optimizer, criterion, loader = made
+    for x, y in loader:
+        module.zero_grad(set_to_none=True)
+        criterion(module(x), y).backward()
+
+
+def parts_left_out(made: Any) -> None:
+    manager = BatchMemoryManager(data_loader=made[3], max_physical_batch_size=50, optimizer=made[1])
+    with manager as batches:
+        for number, (x, y) in enumerate(batches):
+            if number != 1:
+                step(made, x, y)
+
+
+WRONG = [not_finite, too_few, failed, sums_read, sums_read_late, parts_left_out, some_left_out]
+
+
+@pytest.mark.parametrize("loop", WRONG)
+def test_batches_that_were_left_out_are_named_once(loop: Any) -> None:
+    made = private()
+    (message,) = warned_of_draws_without_step(lambda: [loop(made) for _ in range(3)] and None)
+    assert "no optimizer.step() followed" in message
+    assert "step() as always, on its row" in message and "MicroBatches(optimizer)" in message
+
+
+def with_workers(loop: Any) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    made = FlashPrivacyEngine(accountant="rdp").make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data(), batch_size=16, num_workers=2, prefetch_factor=3),
+        noise_multiplier=1.0,
+        max_grad_norm=0.1,
+    )
+    return warned_of_draws_without_step(lambda: loop(made))
+
+
+def test_batches_of_workers() -> None:
+    assert len(with_workers(too_few)) == 1
+    assert with_workers(left_early) == []
+
+
+# -- silent ----------------------------------------------------------------------------------------
+
+
+def left_early(made: Any) -> None:
+    for _ in range(2):
+        for number, (x, y) in enumerate(made[3]):
+            if number == 2:
+                break
+            step(made, x, y)
+        for x, y in islice(made[3], 3):
+            step(made, x, y)
+
+
+def a_look_within_the_loop(made: Any) -> None:
+    batches = iter(made[3])
+    next(batches)
+    for x, y in batches:
+        step(made, x, y)
+
+
+def evaluated_between(made: Any) -> None:
+    """Over the same loader, in the midst of an epoch and in between."""
+    for number, (x, y) in enumerate(made[3]):
+        step(made, x, y)
+        if number % 2:
+            for inputs, _ in made[3]:
+                with torch.no_grad():
+                    made[0](inputs)
+    assert sum(len(x) for x, _ in made[3]) > 0
+
+
+def trained_within(made: Any) -> None:
+    for x, y in made[3]:
+        step(made, x, y)
+        for inner, labels in islice(made[3], 2):
+            step(made, inner, labels)
+
+
+def two_ahead(made: Any) -> None:
+    ahead: list[Any] = []
+    for batch in made[3]:
+        ahead.append(batch)
+        if len(ahead) == 3:
+            step(made, *ahead.pop(0))
+    for batch in ahead:
+        step(made, *batch)
+
+
+def generator_first(made: Any) -> None:
+    """The discriminator's sums of a generator's backward are cleared before its own step."""
+    module, optimizer, criterion, loader = made
+    generator = nn.Linear(6, 6)
+    for x, y in loader:
+        fake = generator(torch.randn(len(x), 6))
+        criterion(module(fake), torch.ones_like(y)).backward()
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_micro_batches(made: Any) -> None:
+    module, optimizer, criterion, loader = made
+    parts = MicroBatches(optimizer)
+    for x, y in loader:
+        optimizer.zero_grad()
+        parts(lambda a, b: criterion(module(a), b).backward(), x, y)
+        optimizer.step()
+
+
+RIGHT = [loop for loop in LOOPS if loop is not some_left_out]
+
+
+RIGHT += [left_early, a_look_within_the_loop, evaluated_between, trained_within, two_ahead]
+
+
+RIGHT += [generator_first, in_micro_batches]
+
+
+@pytest.mark.parametrize("loop", RIGHT)
+def test_ordinary_loops_are_silent(loop: Any) -> None:
+    made = private()
+    assert warned_of_draws_without_step(lambda: [loop(made) for _ in range(3)] and None) == []
+
+
+# -- no samples ------------------------------------------------------------------------------------
+
+
+class Pictures(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((6,), float(index)), {"label": torch.tensor(index % 3)}
+
+
+@pytest.mark.every_pair
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", AdaptiveBound(0.5, 0.01, 10.0, 0.1)])
+def test_a_step_on_no_samples_is_noise_and_accounted(mode: str, clipping: str) -> None:
+    """Also of lists, as torchvision's detectors have them."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    plain = DataLoader(Pictures(), batch_size=1, collate_fn=lambda b: (*zip(*b, strict=True),))
+    engine = FlashPrivacyEngine(accountant="rdp")
+    module, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=plain,
+        noise_multiplier=0.05,
+        max_grad_norm=[0.1, 0.1] if clipping == "per_layer" else 0.1,
+        clipping=clipping,
+        mode=mode,
+    )
+    empty = 0
+
+    def train() -> None:
+        nonlocal empty
+        for images, targets in loader:
+            optimizer.zero_grad()
+            before = model.weight.detach().clone()
+            x, samples = torch.stack(images), drawn(module)
+            y = torch.stack([target["label"] for target in targets])
+            nn.functional.cross_entropy(module(x), y).backward()
+            empty += not samples
+            optimizer.step()
+            assert not torch.equal(before, model.weight)
+
+    assert warned_of_draws_without_step(train) == []
+    assert empty > 5
+    assert len(engine.accountant) == len(loader)
+
+
+def test_a_step_on_samples_needs_their_backward() -> None:
+    made = private()
+    for x, _ in made[3]:
+        assert len(x)
+        with raises("FC501", ValueError):
+            made[1].step()

@@ -1,24 +1,30 @@
-"""``FlashPrivacyEngine`` from end to end, against Opacus' own engine."""
+"""``make_private`` as Opacus does it, in other modes, unwrapped, and every way to go backward."""
 
 from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from opacus import PrivacyEngine
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise, StepGradClip
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch import nn
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
+from flash_clipping import FlashLoss, FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.noise import releases
 from flash_clipping.ops.error_bounds import ETA
 from tests.support.draws import drawn
-from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
+from tests.support.engine import EngineTraining, assert_states_close, convolutional_network, digits
 from tests.support.errors import raises
 from tests.support.sums import note_norms, note_sums
 from tests.support.wrapping import MODES
@@ -276,3 +282,319 @@ def test_an_earlier_checkpoint_brings_no_epsilon_back() -> None:
     with raises("FC581", ValueError):
         engine.load_checkpoint(**given)
     assert engine.get_epsilon(1e-5) == spent
+
+
+# -- Opacus' other modes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("grad_sample_mode", "module_type", "optimizer_type"),
+    [
+        ("hooks", GradSampleModule, DPOptimizer),
+        ("functorch", GradSampleModule, DPOptimizer),
+        ("ew", GradSampleModuleExpandedWeights, DPOptimizer),
+        ("ghost", GradSampleModuleFastGradientClipping, DPOptimizerFastGradientClipping),
+    ],
+)
+def test_other_modes_are_opacus_own(
+    grad_sample_mode: str, module_type: type, optimizer_type: type
+) -> None:
+    options: dict[str, Any] = {
+        "grad_sample_mode": grad_sample_mode,
+        "poisson_sampling": False,
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 0.5,
+    }
+    ours = EngineTraining(FlashPrivacyEngine(), **options)
+    opacus = EngineTraining(PrivacyEngine(), **options)
+    assert type(ours.wrapper) is type(opacus.wrapper) is module_type
+    assert type(ours.optimizer) is type(opacus.optimizer) is optimizer_type
+    assert type(ours.criterion) is type(opacus.criterion)
+    assert_states_close(ours.steps(3), opacus.steps(3), 0.0)
+    assert ours.engine.accountant.history == opacus.engine.accountant.history
+
+
+def test_other_modes_keep_their_clipping_and_epsilon() -> None:
+    options: dict[str, Any] = {"grad_sample_mode": "hooks", "poisson_sampling": False}
+    per_layer = {**options, "clipping": "per_layer", "max_grad_norm": [0.2] * 10}
+    assert_states_close(
+        EngineTraining(FlashPrivacyEngine(), **per_layer).steps(2),
+        EngineTraining(PrivacyEngine(), **per_layer).steps(2),
+        0.0,
+    )
+    budget = {**options, "target_epsilon": 2.0, "target_delta": 1e-5, "epochs": 1}
+    ours = EngineTraining(FlashPrivacyEngine(), **budget)
+    assert type(ours.wrapper) is GradSampleModule
+    opacus = EngineTraining(PrivacyEngine(), **budget)
+    assert ours.optimizer.noise_multiplier == opacus.optimizer.noise_multiplier
+
+
+def tiny_gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=31,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def own_loss_norms(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Norms of all samples' gradients by plain autograd, one sample at a time; the gradients."""
+    grads: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for row in ids:
+        model.zero_grad()
+        model(input_ids=row[None], labels=row[None]).loss.backward()
+        for name, param in model.named_parameters():
+            grads[name].append(param.grad.clone())
+    model.zero_grad()
+    stacked = {name: torch.stack(parts) for name, parts in grads.items()}
+    squares = [value.flatten(1).square().sum(1) for value in stacked.values()]
+    return torch.stack(squares).sum(0).sqrt(), stacked
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_gpt2_with_its_own_loss(wrap_model: bool, mode: str) -> None:
+    """``position_ids`` of shape [1, T], a head tied to the embedding, a loss inside the model."""
+    model = tiny_gpt2()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    ids = torch.randint(0, 31, (5, 9))
+    norms, grads = own_loss_norms(model, ids)
+    bound = norms.median().item()
+    engine = FlashPrivacyEngine()
+    wrapper, optimizer, _ = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(ids), batch_size=5),
+        noise_multiplier=0.0,
+        max_grad_norm=bound,
+        poisson_sampling=False,
+        wrap_model=wrap_model,
+        mode=mode,
+    )
+    callable_model = wrapper if wrap_model else model
+    for _ in range(2):
+        optimizer.zero_grad()
+        outputs = callable_model(input_ids=ids, labels=ids)
+        outputs.loss.backward()
+        # The model is in float64, but transformers computes the loss in float32.
+        torch.testing.assert_close(wrapper.get_norm_sample(), norms, rtol=1e-6, atol=0)
+        coef = (bound / (norms + 1e-6)).clamp(max=1)
+        for name, param in model.named_parameters():
+            clipped = torch.einsum("b,b...->...", coef, grads[name])
+            torch.testing.assert_close(param.grad, clipped, rtol=1e-5, atol=1e-7)
+    sums = note_sums(optimizer)
+    optimizer.step()
+    for param, summed in zip(model.parameters(), sums[0], strict=True):
+        assert param.grad is not None
+        assert (param.grad * 5 - summed).abs().max() < 1e-12
+
+
+def test_unwrapped_model_is_left_as_it_was() -> None:
+    training = EngineTraining(FlashPrivacyEngine(), wrap_model=False, poisson_sampling=False)
+    names = set(convolutional_network().state_dict())
+    assert set(training.plain.state_dict()) == names
+    assert type(training.plain) is nn.Sequential
+    training.steps(1)
+    training.wrapper.cleanup()
+    reference = convolutional_network()
+    reference.load_state_dict(training.plain.state_dict())
+    x, y = next(iter(training.loader))
+    for model in (training.plain, reference):
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+    for found, expected in zip(training.plain.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+    for module in training.plain.modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def gradients(
+    backward: Callable[[Any, Any, Tensor, Tensor], None],
+    module_options: dict[str, Any] | None = None,
+    reduction: str = "mean",
+) -> tuple[list[Tensor], Tensor]:
+    """Clipped sums and norms on one batch of the digits, float64."""
+    dataset = digits()
+    x, y = dataset.tensors[0][:16].double(), dataset.tensors[1][:16]
+    model = GradSampleModuleFlashClipping(
+        convolutional_network().double(),
+        max_grad_norm=0.5,
+        loss_reduction=reduction,
+        **(module_options or {}),
+    )
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=0.5,
+        expected_batch_size=16,
+        loss_reduction=reduction,
+    )
+    backward(model, optimizer, x, y)
+    return [param.grad for param in model.parameters()], model.get_norm_sample()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_every_way_to_backward_gives_the_same_gradient(reduction: str) -> None:
+    def plain(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x), y, reduction=reduction).backward()
+
+    def criterion(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        loss = nn.CrossEntropyLoss(reduction=reduction)
+        FlashLoss(model, optimizer, loss, reduction)(model(x), y).backward()
+
+    def opacus_criterion(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        loss = nn.CrossEntropyLoss(reduction=reduction)
+        DPLossFastGradientClipping(model, optimizer, loss, reduction)(model(x), y).backward()
+
+    def hand_written_ghost_loop(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        getattr(losses, reduction)().backward(retain_graph=True)
+        optimizer.zero_grad()
+        coef = model.get_clipping_coef()
+        model.disable_hooks()
+        (coef * losses).sum().backward()
+        model.enable_hooks()
+
+    expected, expected_norms = gradients(plain, reduction=reduction)
+    for way in (criterion, opacus_criterion, hand_written_ghost_loop):
+        found, norms = gradients(way, reduction=reduction)
+        torch.testing.assert_close(norms, expected_norms, rtol=1e-12, atol=0)
+        for grad, expected_grad in zip(found, expected, strict=True):
+            torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-14)
+    for way in (plain, criterion):
+        found, norms = gradients(way, {"mode": "two_pass"}, reduction)
+        torch.testing.assert_close(norms, expected_norms, rtol=1e-12, atol=0)
+        for grad, expected_grad in zip(found, expected, strict=True):
+            torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-14)
+
+
+def test_loss_arithmetic_is_differentiated() -> None:
+    def twice(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        criterion = FlashLoss(model, optimizer, nn.CrossEntropyLoss())
+        output = model(x)
+        (criterion(output, y) / 4 + 0.75 * criterion(output, y) + 1).backward()
+
+    def once(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+
+    for found, expected in zip(gradients(twice)[0], gradients(once)[0], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+B, T, D = 5, 8, 3
+
+
+class Fourier(nn.Module):
+    """As in a Fourier neural operator: modes are multiplied by complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 1)
+        self.modes = nn.Parameter(torch.randn(3, D, D, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.fft.rfft(self.first(x), dim=1)[:, :3]
+        mixed = torch.einsum("bki,kio->bko", found, self.modes)
+        return self.last(torch.fft.irfft(mixed, n=T, dim=1) + x).mean((1, 2))
+
+
+def made() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = Fourier().double()
+    model.modes.data = model.modes.data.to(torch.cdouble)
+    return model, torch.randn(B, T, D).double()
+
+
+def reals(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([reals(x.detach()).flatten() for x in tensors])
+
+
+def truth(model: nn.Module, x: Tensor) -> Tensor:
+    plain, found = copy.deepcopy(model), []
+    for b in range(len(x)):
+        plain.zero_grad()
+        plain(x[b : b + 1]).square().sum().backward()
+        found.append(flat(p.grad for p in plain.parameters()))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+def test_norms_and_sums_are_those_of_pairs_of_reals(clipping: Any) -> None:
+    model, x = made()
+    grads = truth(model, x)
+    norms = grads.norm(dim=1)
+    C = norms.median().item()
+    flash = GradSampleModuleFlashClipping(
+        model, mode="one_by_one", max_grad_norm=C, clipping=clipping, loss_reduction="sum"
+    )
+    flash(x).square().sum().backward()
+    torch.testing.assert_close(flash.get_norm_sample(), norms, rtol=1e-10, atol=0)
+    coef = (C / (norms + 1e-6)).clamp(max=1) if clipping == "flat" else C / (norms + 0.01)
+    expected = (coef[:, None] * grads).sum(0)
+    found = flat(p.grad for p in model.parameters())
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert model.modes.grad is not None and model.modes.grad.dtype == torch.cdouble
+
+
+def private(model: nn.Module, x: Tensor, noise: float, bound: float) -> Any:
+    return FlashPrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
+        data_loader=DataLoader(TensorDataset(x), batch_size=B),
+        criterion=lambda y, _: y.square(),
+        noise_multiplier=noise,
+        max_grad_norm=bound,
+        loss_reduction="sum",
+        poisson_sampling=False,
+        mode="one_by_one",
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Batches are not drawn by Poisson sampling")
+def test_training_is_that_of_the_plain_optimizer() -> None:
+    model, x = made()
+    plain = copy.deepcopy(model)
+    wrapped, optimizer, _, _ = private(model, x, 0.0, 1e6)
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    for _ in range(3):
+        for net, opt in ((wrapped, optimizer), (plain, adam)):
+            opt.zero_grad()
+            net(x).square().sum().backward()
+            opt.step()
+    torch.testing.assert_close(flat(model.parameters()), flat(plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:Batches are not drawn by Poisson sampling")
+def test_noise_is_added_to_both_parts() -> None:
+    torch.manual_seed(0)
+    model = Fourier()
+    model.modes = nn.Parameter(torch.zeros(64, 64, dtype=torch.cfloat))
+    model.forward = lambda x: (x.sum((1, 2)) * model.modes.sum()).real  # type: ignore
+    for part in (model.first, model.last):
+        part.requires_grad_(False)
+    wrapped, optimizer, _, _ = private(model, torch.randn(B, T, D), 2.0, 0.5)
+    wrapped(torch.randn(B, T, D)).sum().backward()
+    seen = []
+    optimizer.attach_step_hook(lambda _: seen.append(model.modes.grad.clone()))
+    optimizer.step()
+    for values in (seen[0].real, seen[0].imag):
+        assert float(values.std()) == pytest.approx(2.0 * 0.5 * (1 + ETA), rel=0.05)
+
+
+def test_other_modes_offer_it() -> None:
+    model, x = made()
+    with raises("FC115", match='(?s)modes.*mode="one_by_one"'):
+        GradSampleModuleFlashClipping(model)(x)

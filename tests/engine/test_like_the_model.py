@@ -1,10 +1,14 @@
-"""A wrapped model of transformers answers as the model does."""
+"""A wrapped model is used like the model: attributes, copies, exports."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flash_clipping import (
+    FlashClippingError,
     FlashLoss,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
@@ -20,6 +25,8 @@ from flash_clipping.engine.optimizer import FlashDPOptimizer
 from tests.support.errors import raises
 from tests.support.hugging_face import gpt2
 from tests.support.oracle import assert_close, per_sample_truth
+from tests.support.pages import block
+from tests.support.private import Private
 
 
 class Scaled(nn.Module):
@@ -322,3 +329,81 @@ def test_a_layer_set_on_the_wrapper_is_refused() -> None:
     wrapped.linear = nn.Linear(3, 2)
     with raises("FC170"):
         wrapped(torch.ones(2, 3))
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def stepped(**options: Any) -> Private:
+    private = Private(**options)
+    private.step()
+    return private
+
+
+EXPORTS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "torch.export": lambda model, x: torch.export.export(model, (x,)).module()(x),
+    "trace": lambda model, x: torch.jit.trace(model, x)(x),
+    "script": lambda model, x: torch.jit.script(model)(x),
+    "onnx": lambda model, x: torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False),
+}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_export_names_the_plain_model(name: str, inner: bool) -> None:
+    """Two of them ended the process."""
+    private = stepped()
+    model: Any = private.model
+    x = next(iter(private.loader))[0]
+    with raises(
+        "FC430", (FlashClippingError, AttributeError), match=r"to_standard_module\(\)"
+    ) as e:
+        EXPORTS[name](model._module if inner else model, x)
+    names: dict[str, Any] = {"copy": copy, "model": model}
+    exec(str(e.value).splitlines()[-1].strip(), names)
+    if name != "onnx":  # whose package may be missing
+        found = EXPORTS[name](names["plain"], x)
+        torch.testing.assert_close(found, model.eval()(x))
+        model.train()
+    private.step()  # the private model trains on
+
+
+def test_a_trace_without_gradients_is_of_the_model() -> None:
+    private = stepped()
+    x = next(iter(private.loader))[0]
+    private.model.eval()
+    with torch.no_grad():
+        traced = torch.jit.trace(private.model._module, x)
+        torch.testing.assert_close(traced(x), private.model(x))
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_members_of_what_is_returned_can_be_listed(wrap_model: bool) -> None:
+    private = Private(wrap_model=wrap_model)
+    for _ in range(2):
+        for made in (private.wrapper, private.model, private.criterion, private.loader):
+            assert {"__class__"} < {name for name, _ in inspect.getmembers(made)}
+        private.step()
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    private = stepped()
+    x = next(iter(private.loader))[0]
+    names: dict[str, Any] = {
+        "model": private.model,
+        "optimizer": private.optimizer,
+        "engine": private.engine,
+        "x": x,
+    }
+    for marker in ("a copy", "weights", "formats", "report"):
+        exec(block(f"tested: {marker}", "docs/export.md"), names)
+    with torch.no_grad():
+        expected = names["plain"](x)
+    torch.testing.assert_close(names["program"].module()(x), expected)
+    torch.testing.assert_close(names["traced"](x), expected)
+    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert [*saved] == [*names["plain"].state_dict()]
+    assert not any(key.startswith("_module.") for key in saved)
+    assert all(type(value) is Tensor for value in saved.values())
+    private.step()

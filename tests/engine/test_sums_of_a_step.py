@@ -1,7 +1,9 @@
-"""``p.grad`` between backward and step: the step's clipped sum, or refused."""
+"""Sums of a step: when they are made, what may change them, and hooks around a step."""
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -9,9 +11,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.accountants import RDPAccountant
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 
-from flash_clipping import FlashPrivacyEngine, GraphedStep
+from flash_clipping import (
+    FlashDPOptimizer,
+    FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
+    GraphedStep,
+)
+from flash_clipping.ops.runtime import checks
+from flash_clipping.ops.runtime.checks import device_checks
+from tests.support.engine import EngineTraining
 from tests.support.errors import raises
 from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
@@ -254,3 +266,418 @@ def test_steps_as_graphs_are_checked_alike(released: Released) -> None:
     private.plain.head.weight.grad.mul_(100)
     with raises("FC503", ValueError, match="is not the clipped sum"):
         private.optimizer.step()
+
+
+def scaler_in_use() -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def unscale_plain(private: Private) -> None:
+    scaler_in_use().unscale_(private.optimizer.original_optimizer)
+
+
+def through_data(private: Private) -> None:
+    for p in private.plain.parameters():
+        p.grad.data.mul_(3)
+
+
+def through_one(private: Private) -> None:
+    private.plain.head.weight.grad.data.mul_(2)
+
+
+def negate(private: Private) -> None:
+    for p in private.plain.parameters():
+        p.grad.data.neg_()
+
+
+def through_numpy(private: Private) -> None:
+    for p in private.plain.parameters():
+        p.grad.numpy()[:] *= 0.5
+
+
+def through_detach(private: Private) -> None:
+    for p in private.plain.parameters():
+        p.grad.detach().mul_(2)
+
+
+def foreach(private: Private) -> None:
+    torch._foreach_mul_([p.grad for p in private.plain.parameters()], 2.0)
+
+
+def foreach_of_data(private: Private) -> None:
+    torch._foreach_mul_([p.grad.data for p in private.plain.parameters()], 2.0)
+
+
+def amp(private: Private) -> None:
+    grads = [p.grad for p in private.plain.parameters()]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(()), torch.tensor(0.5))
+
+
+def not_finite(private: Private) -> None:
+    for p in private.plain.parameters():
+        p.grad.data.fill_(torch.nan)
+
+
+WRITES = [
+    unscale_plain, through_data, through_one, negate, through_numpy, through_detach, foreach,
+    foreach_of_data, amp, not_finite,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("before", [0, 3, 15])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_versions_do_not_count(
+    write: Callable[[Private], None], before: int, released: Released
+) -> None:
+    private = Private()
+    for _ in range(before):
+        private.step(4)
+    private.optimizer.zero_grad()
+    private.backward(4)
+    write(private)
+    state = {name: x.clone() for name, x in private.plain.state_dict().items()}
+    with raises("FC503", ValueError, match="is not the clipped sum that backward"):
+        private.optimizer.step()
+    assert len(released.releases) == before
+    assert all(torch.equal(x, state[name]) for name, x in private.plain.state_dict().items())
+    private.step(4)
+    assert released.ratio() <= 4 * SLACK
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_gpu_releases_noise_alone(
+    write: Callable[[Private], None], released: Released, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the comparison is read later, as of a GPU."""
+    private = Private(noise_multiplier=0.0, lr=1.0)
+    private.step(4)
+    private.optimizer.zero_grad()
+    private.backward(4)
+    state = {name: x.clone() for name, x in private.plain.state_dict().items()}
+    if write in (through_detach, foreach):  # versions count these, on the host
+        return
+    write(private)
+    monkeypatch.setattr(checks, "is_awaited", lambda holds: True)
+    private.optimizer.step()
+    assert all(torch.equal(x, state[name]) for name, x in private.plain.state_dict().items())
+    private.optimizer.zero_grad()
+    with raises("FC503", ValueError, match=r"is not the clipped sum that backward.*noise alone"):
+        private.backward(4)
+    private.step(4)
+    device_checks.raise_found(wait=True)
+    assert not torch.equal(private.plain.head.bias, state["head.bias"])
+
+
+@pytest.mark.parametrize("before", [0, 11])
+def test_a_scaler_cannot_unscale_a_private_optimizer(before: int) -> None:
+    private = Private()
+    for _ in range(before):
+        private.step(4)
+    scaler = scaler_in_use()
+    private.optimizer.zero_grad()
+    private.backward(4)
+    with raises("FC470", ValueError):
+        scaler.unscale_(private.optimizer)
+    private.optimizer.step()
+    torch.amp.GradScaler("cpu", enabled=False).unscale_(private.optimizer)
+
+
+def test_a_plain_step_compares_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps, and every 16th: what happens in a loop happens there."""
+    private, compared = Private(), []
+    ledger = private.wrapper.running_step
+    for _ in range(33):
+        private.optimizer.zero_grad()
+        private.backward(4)
+        compared.append(ledger._elements is not None)
+        private.optimizer.step()
+        assert ledger._elements is None
+    assert [n + 1 for n, found in enumerate(compared) if found] == [*range(1, 8), 16, 32]
+
+
+def test_one_of_many_parameters_is_found_in_turn() -> None:
+    private = Private(nn.Sequential(nn.Linear(6, 3), *[nn.Linear(3, 3) for _ in range(19)]))
+    found = []
+    for _ in range(3):
+        private.optimizer.zero_grad()
+        private.backward(4)
+        private.plain[7].weight.grad.data.mul_(2)
+        try:
+            private.optimizer.step()
+        except ValueError:
+            found.append(True)
+    assert found
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def ascend(private: Private) -> None:
+    """As SAM does, by the gradients that are there."""
+    with torch.no_grad():
+        for p in private.plain.parameters():
+            p.add_(p.grad, alpha=0.1)
+
+
+def ascend_through_data(private: Private) -> None:
+    for p in private.plain.parameters():
+        p.data.add_(p.grad, alpha=0.1)
+
+
+def ascend_by_vectors(private: Private) -> None:
+    params = [*private.plain.parameters()]
+    vector = nn.utils.parameters_to_vector(params) + nn.utils.parameters_to_vector(
+        [p.grad for p in params]
+    )
+    nn.utils.vector_to_parameters(vector, params)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("write", [ascend_through_data, ascend_by_vectors])
+def test_an_ascent_past_autograd_is_refused(write: Any, before: int) -> None:
+    private = Private()
+    for _ in range(before):
+        private.step(4)
+
+    def train() -> None:
+        for _ in range(12):
+            private.optimizer.zero_grad()
+            private.backward(4)
+            write(private)
+            private.optimizer.zero_grad()
+            private.backward(4)
+            private.optimizer.step()
+
+    with raises("FC504"):
+        train()
+    private.optimizer.zero_grad()
+    private.optimizer.discard_step()
+    private.step(4)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_an_ascent_step_is_refused(clears: bool, wrap_model: bool, released: Released) -> None:
+    private = Private(wrap_model=wrap_model)
+    private.step(4)
+    private.optimizer.zero_grad()
+    private.backward(4)
+    ascend(private)
+    if clears:
+        private.optimizer.zero_grad()
+    with raises("FC504"):
+        private.backward(4)
+    private.optimizer.zero_grad()
+    private.optimizer.discard_step()
+    private.step(4)
+    assert len(released.releases) == 2
+
+
+def test_ordinary_accumulation_is_not_refused(released: Released) -> None:
+    private = Private()
+    for start in (0, 4, 8):
+        private.optimizer.signal_skip_step(start < 8)
+        private.optimizer.zero_grad()
+        private.backward(4, start)
+        private.optimizer.step()
+    with BatchMemoryManager(
+        data_loader=private.loader, max_physical_batch_size=4, optimizer=private.optimizer
+    ) as parts:
+        for x, y in parts:
+            private.optimizer.zero_grad()
+            private.criterion(private.model(x), y).backward()
+            private.optimizer.step()
+    assert len(released.releases) == 5
+
+
+def test_parameters_may_be_written_between_steps(released: Released) -> None:
+    """Weights that are clamped, averaged or loaded."""
+    private = Private()
+    for _ in range(2):
+        private.step(4)
+        with torch.no_grad():
+            for p in private.plain.parameters():
+                p.clamp_(-1, 1)
+        private.plain.load_state_dict(private.plain.state_dict())
+    private.optimizer.zero_grad()
+    private.backward(4)
+    private.plain.load_state_dict(private.plain.state_dict())
+    private.optimizer.step()
+    assert len(released.releases) == 3
+
+
+def training(**options: Any) -> EngineTraining:
+    return EngineTraining(FlashPrivacyEngine(), noise_multiplier=1.0, **options)
+
+
+def counted(run: EngineTraining) -> int:
+    return sum(steps for *_, steps in run.engine.accountant.history)
+
+
+def test_users_hooks_add_up_and_steps_are_accounted() -> None:
+    run, calls = training(), []
+    run.optimizer.attach_step_hook(lambda optimizer: calls.append("first"))
+    run.optimizer.attach_step_hook(lambda optimizer: calls.append("second"))
+    run.optimizer.step_hook = lambda optimizer: calls.append("third")
+    run.steps(8)
+    assert calls == ["first", "second", "third"] * 8
+    assert counted(run) == 8 and run.engine.get_epsilon(1e-5) > 0
+
+
+def test_a_hook_sees_the_noisy_mean_of_an_accounted_step() -> None:
+    """A public proximal term is added to it, and moves the parameters."""
+    run = training(lr=1.0)
+    seen = []
+
+    def proximal(optimizer: FlashDPOptimizer) -> None:
+        seen.append((counted(run), [p.grad.clone() for p in optimizer.params]))
+        for p in optimizer.params:
+            p.grad.add_(p.detach(), alpha=0.5)
+
+    run.optimizer.attach_step_hook(proximal)
+    before = [p.detach().clone() for p in run.plain.parameters()]
+    run.steps(1)
+    assert seen[0][0] == 1
+    for p, old, noisy in zip(run.plain.parameters(), before, seen[0][1], strict=True):
+        torch.testing.assert_close(p.detach(), old - noisy - 0.5 * old)
+
+
+def test_an_error_in_a_hook_releases_nothing() -> None:
+    run = training()
+
+    def fails(optimizer: Any) -> None:
+        raise RuntimeError("mine")
+
+    run.optimizer.attach_step_hook(fails)
+    before = run.state()
+    with pytest.raises(RuntimeError, match="mine"):
+        run.steps(1)
+    assert all(torch.equal(run.state()[name], x) for name, x in before.items())
+    assert all(p.grad is None for p in run.plain.parameters())
+    assert not run.wrapper.running_step.sums
+
+
+def test_another_accountant_counts_beside() -> None:
+    run = training()
+    other = RDPAccountant()
+    run.optimizer.attach_step_hook(other.get_optimizer_hook_fn(0.1))
+    run.steps(3)
+    assert counted(run) == 3 and sum(steps for *_, steps in other.history) == 3
+
+
+def test_the_accountant_is_not_replaced_once_steps_are_counted() -> None:
+    run = training()
+    run.steps(2)
+    with raises("FC561", ValueError):
+        run.engine.accountant = RDPAccountant()
+    assert counted(run) == 2
+    FlashPrivacyEngine().accountant = RDPAccountant()
+
+
+def test_an_optimizer_without_an_engine() -> None:
+    layer, accountant = nn.Linear(3, 2), RDPAccountant()
+    optimizer = FlashDPOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+    )
+    assert optimizer.step_hook is None
+    optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(0.1))
+    for p in layer.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert len(accountant.history) == 1
+
+
+def hooked(kind: str, param: nn.Parameter) -> Any:
+    return getattr(param, kind)(lambda grad: grad.mul(0))
+
+
+@pytest.mark.every_pair
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass", "one_by_one"])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("steps_before", [None, 0, 1])
+@pytest.mark.filterwarnings("ignore:mode=:UserWarning")
+def test_a_hook_on_a_parameter_is_refused_by_name(
+    steps_before: int | None, kind: str, mode: str
+) -> None:
+    """Before wrapping, after it, and after a step."""
+    plain, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
+    words = r"1\.weight"
+    if steps_before is None:
+        handle = hooked(kind, plain[1].weight)
+        with raises("FC506", match=words):
+            GradSampleModuleFlashClipping(plain, max_grad_norm=1.0, mode=mode)
+        handle.remove()
+    model = GradSampleModuleFlashClipping(plain, max_grad_norm=1.0, mode=mode)
+    for _ in range(steps_before or 0):
+        model(x).sum().backward()
+    handle = hooked(kind, plain[1].weight)
+    with raises("FC506", match=words):
+        model(x)
+    handle.remove()
+    model.zero_grad(set_to_none=True)
+    model(x).sum().backward()
+    assert model.get_norm_sample().shape == (5,)
+    again = copy.deepcopy(model)
+    again.zero_grad(set_to_none=True)
+    again(x).sum().backward()
+    hooked(kind, again._module[1].weight)
+    with raises("FC506", match=words):
+        again(x)
+
+
+def test_the_mask_that_is_offered_for_a_hook_freezes_what_it_hides() -> None:
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    run, mask = training(model=plain), torch.arange(64).remainder(2).float()
+    handle = hooked("register_hook", plain[1].weight)
+    with raises("FC506") as refused:
+        run.steps(1)
+    handle.remove()
+    lines = re.findall(r"^    (.*)", str(refused.value), re.MULTILINE)
+    before = plain[1].weight.detach().clone()
+    exec("\n".join(lines[:2]), {"model": run.wrapper, "optimizer": run.optimizer, "mask": mask})
+    run.steps(2)
+    moved = (plain[1].weight.detach() != before).any(0)
+    assert torch.equal(moved, mask.bool()) and counted(run) == 2
+
+
+def test_hooks_of_pytorch_run_around_the_step_that_moves_parameters() -> None:
+    run, calls = training(), []
+    hooked: Any = run.optimizer
+    hooked.register_step_pre_hook(lambda *_: calls.append("before"))
+    handle = hooked.register_step_post_hook(lambda *_: calls.append("after"))
+    run.steps(2)
+    handle.remove()
+    run.steps(1)
+    assert calls == ["before", "after", "before", "after", "before"]
+    assert counted(run) == 3
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_norms_of_an_earlier_batch(mode: str) -> None:
+    """Between a forward and its backward there are none; those without gradients do not count."""
+    model = GradSampleModuleFlashClipping(nn.Linear(3, 2), mode=mode)
+    model(torch.randn(4, 3)).sum().backward()
+    first = model.get_norm_sample()
+    with torch.no_grad():
+        model(torch.randn(5, 3))
+    assert torch.equal(model.get_norm_sample(), first)
+    loss = model(torch.randn(6, 3)).sum()
+    for ask in (model.get_norm_sample, model.get_clipping_coef):
+        with raises("FC525", match="last forward yet"):
+            ask()
+    loss.backward()
+    assert len(model.get_norm_sample()) == len(model.get_clipping_coef()) == 6
+
+
+def test_a_backward_that_is_for_inputs_only_leaves_no_norms() -> None:
+    model = GradSampleModuleFlashClipping(nn.Linear(3, 2))
+    model(torch.randn(4, 3)).sum().backward()
+    x = torch.randn(6, 3, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+    with raises("FC525", match="last forward yet"):
+        model.get_norm_sample()

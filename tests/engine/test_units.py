@@ -1,24 +1,41 @@
-"""``unit=Users(...)``: users are drawn, clipped and accounted, with all of their rows."""
+"""Privacy units: users and items, of which a batch holds any number of rows."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from flash_clipping import AdaptiveBound, FlashPrivacyEngine, Users
+from flash_clipping import (
+    AdaptiveBound,
+    Documents,
+    FlashLoss,
+    FlashPrivacyEngine,
+    GradSampleModuleFlashClipping,
+    PoissonSampling,
+    Users,
+)
+from flash_clipping.diagnostics import check
+from flash_clipping.engine.optimizer import FlashDPOptimizer
+from flash_clipping.engine.sampling.loaders import OrderedCollate
 from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.randomness import SecretStream
 from tests.support.draws import drawn
 from tests.support.errors import raises
+from tests.support.hugging_face import gpt2
 from tests.support.oracle import assert_close
+from tests.support.packed import Reader
 from tests.support.private import Released, TwoLayers
 from tests.support.units import truth_by_unit
 from tests.support.users import BATCH, IDS, ROWS, data, private, step
@@ -272,3 +289,395 @@ def test_a_step_on_two_batches_is_refused() -> None:
     step(module, optimizer, criterion, *next(batches))
     with raises("FC283"):
         optimizer.signal_skip_step()
+
+
+# -- items that are units: Documents -------------------------------------------------
+
+
+def packed(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Two views of each item."""
+    x = torch.stack([x for x, _ in rows]).repeat_interleave(2, 0) if rows else torch.empty(0, 6)
+    labels = torch.tensor([int(row) for _, row in rows], dtype=torch.long).repeat_interleave(2)
+    return x, labels, torch.arange(len(rows)).repeat_interleave(2)
+
+
+def test_views_of_an_item() -> None:
+    module, optimizer, criterion, loader = private(
+        loader=DataLoader(data(), batch_size=BATCH, collate_fn=packed),
+        unit=Documents("item"),
+    )
+    for x, rows, item in loader:
+        optimizer.zero_grad()
+        (criterion(module(x, item=item), rows % 3) / 2).backward()
+        assert len(module.get_norm_sample()) == len(x) // 2
+        optimizer.step()
+
+
+@pytest.mark.parametrize("change", [lambda item: item // 2, lambda item: item.clamp(min=1)])
+def test_items_that_are_joined_are_refused(change: Any) -> None:
+    module, optimizer, criterion, loader = private(
+        loader=DataLoader(data(), batch_size=BATCH, collate_fn=packed),
+        unit=Documents("item"),
+    )
+    with raises("FC273", match=r"\d+"):
+        for x, _, item in loader:
+            if len(x) > 2:
+                module(x, item=change(item))
+
+
+class Texts(Dataset[Any]):
+    """Token ids of documents of different lengths."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, 17, (1 + index % 5,), generator=generator)
+
+
+def in_one_row(documents: list[Tensor]) -> dict[str, Tensor]:
+    numbers = [torch.full((len(d),), n) for n, d in enumerate(documents)]
+    places = [torch.arange(len(d)) for d in documents]
+    columns = {"ids": documents, "places": places, "document": numbers}
+    return {name: torch.cat(found)[None] for name, found in columns.items()}
+
+
+def test_documents_that_are_packed() -> None:
+    """Drawn one by one, packed by the collate function, clipped one by one."""
+    loader = DataLoader(Texts(), batch_size=4, collate_fn=in_one_row)
+    model = Reader()
+    module, optimizer, criterion, loader = private(
+        model=model, loader=loader, unit=Documents("document"), max_grad_norm=0.1
+    )
+    sizes = [1]
+    while min(sizes) > 0 or max(sizes) <= 4:  # one batch in fifty is empty
+        assert len(sizes) < 2000
+        for batch in loader:
+            optimizer.zero_grad()
+            logits = module(**batch)
+            criterion(logits.flatten(0, 1), batch["ids"].flatten() % 4).backward()
+            sizes.append(len(module.get_norm_sample()))
+            assert sizes[-1] == drawn(module) in (0, int(batch["document"].max() + 1))
+            optimizer.step()
+    assert min(sizes) == 0 and max(sizes) > 4
+    assert optimizer.expected_batch_size == 4
+
+
+def test_logical_batches_of_documents() -> None:
+    """Items are split between physical batches, and no unit is."""
+    loader = DataLoader(Texts(), batch_size=8, collate_fn=in_one_row)
+    module, optimizer, criterion, loader = private(
+        model=Reader(), loader=loader, unit=Documents("document")
+    )
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+    ) as batches:
+        for batch in batches:
+            optimizer.zero_grad()
+            logits = module(**batch)
+            criterion(logits.flatten(0, 1), batch["ids"].flatten() % 4).backward()
+            assert len(module.get_norm_sample()) <= 3
+            optimizer.step()
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"unit": Users(IDS[1:])}, r"Users: found shape \(35,\) for a dataset of 36 rows"),
+        ({"poisson_sampling": False}, r"unit: .*poisson_sampling=False"),
+        ({"grad_sample_mode": "ghost"}, r"unit: found with another grad_sample_mode"),
+        ({"unit": Documents("x"), "grad_sample_mode": "ghost"}, r"unit: .*'flash'"),
+    ],
+)
+def test_refused_arguments(options: dict[str, Any], words: str) -> None:
+    with raises("FC281|FC313", ValueError, match=words):
+        private(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Users(IDS.float()), r"Users: found torch.float32; expected an integer"),
+        (lambda: Users(IDS > 50), r"Users: found torch.bool"),
+        (lambda: Users(IDS, max_rows=0), r"max_rows: found 0; .* in \[1, inf\)"),
+        (lambda: private(unit=Documents(IDS)), r"Documents: found Tensor"),
+        (lambda: private(unit=IDS), r"unit: found .*Tensor.*; .*\n    unit=Users\(ids\)"),
+    ],
+)
+def test_refused_units(make: Any, words: str) -> None:
+    with raises("FC280|FC281|FC302|FC319", (ValueError, TypeError), match=words):
+        make()
+
+
+def test_a_model_that_takes_a_map_already() -> None:
+    wrapped = GradSampleModuleFlashClipping(TwoLayers(), unit=Documents("user"))
+    with raises("FC173", ValueError, match=r"'unit': Documents\(argument='user'\)"):
+        private(model=wrapped)
+
+
+def test_splitting_batches_is_refused() -> None:
+    module, optimizer, criterion, loader = private()
+    with (
+        BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+        ) as batches,
+        raises("FC283"),
+    ):
+        next(iter(batches))
+
+
+def test_a_forward_of_other_rows() -> None:
+    module, _, _, loader = private()
+    with raises("FC244"):
+        module(torch.randn(5, 6))
+    batches = iter(loader)
+    x, _ = next(batches)
+    module(x)
+    while len(x) < 2:
+        x, _ = next(batches)
+        module(x)
+    with raises("FC243", match=r"\d+"):
+        module(x[1:])
+    with torch.no_grad():
+        module(x[1:])
+    del batches
+    module(x)
+    x, _ = next(iter(loader))  # of a loop that nobody goes on with
+    module(x).sum().backward()
+    with raises("FC243"):
+        module(torch.randn_like(x))
+
+
+def test_a_batch_after_a_refused_forward() -> None:
+    """It is announced; the batch that was refused has been skipped."""
+    module, _, _, loader = private()
+    batches = iter(loader)
+    x, _ = next(batches)
+    with raises("FC243", match=r"\d+"):
+        module(x[1:])
+    x, _ = next(batches)
+    module(x).sum().backward()
+
+
+def test_batches_that_are_fetched_ahead() -> None:
+    """Their rows are not those of the last batch, whose map would be theirs."""
+    module, _, _, loader = private()
+    batches = [batch for batch in loader if len(batch[0])]
+    for x, _ in batches[:-1]:
+        with raises("FC243"):
+            module(x)
+
+
+def test_private_again() -> None:
+    """Of a loader that is private already, with other units, and without."""
+    engine = FlashPrivacyEngine(accountant="rdp")
+    module, optimizer, criterion, loader = private(engine)
+    model, optimizer = module._module, optimizer.original_optimizer
+    module = module.to_standard_module()
+    again = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        unit=Users(torch.arange(ROWS) % 9),
+    )
+    for x, rows in again[3]:
+        assert len(step(*again[:3], x, rows)) == len({int(row) % 9 for row in rows})
+    assert isinstance(again[0], GradSampleModuleFlashClipping)
+
+
+def in_order_of_values(rows: list[Any]) -> Any:
+    return default_collate(sorted(rows, key=lambda row: float(row[0].sum())))
+
+
+def noisy(rows: list[Any]) -> Any:
+    x, y = default_collate(rows)
+    return x + torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("collate", [in_order_of_values, noisy])
+@pytest.mark.parametrize("what", ["units", "max_batch_size"])
+def test_collate_functions_that_do_not_keep_order(what: str, collate: Any) -> None:
+    """The engine says by their places whose rows they are, and which of them count."""
+    pld = pytest.importorskip("dp_accounting") and "pld"
+    options = (
+        {} if what == "units" else {"unit": None, "mechanism": PoissonSampling(max_batch_size=12)}
+    )
+    engine = FlashPrivacyEngine(accountant="rdp" if what == "units" else pld)
+    loader = DataLoader(data(), batch_size=BATCH, collate_fn=collate)
+    *_, loader = private(engine, loader=loader, **options)
+    with raises("FC284", match=rf"collate_fn: {what} goes by the order"):
+        list(loader)
+
+
+def test_order_is_looked_at_until_rows_differ() -> None:
+    calls = []
+
+    def collate(rows: list[Tensor]) -> dict[str, Any]:
+        calls.append(len(rows))
+        return {"x": torch.stack(rows), "names": ["a"] * len(rows), "all": torch.ones(3)}
+
+    ordered = OrderedCollate(collate, "units")
+    for rows in ([0.0], [1.0, 1.0], [1.0, 2.0], [1.0, 2.0]):
+        batch = ordered([torch.tensor([value]) for value in rows])
+        assert batch["x"].flatten().tolist() == rows
+    assert calls == [1, 2, 2, 2, 2, 2]
+
+
+PAIRS, T, BETA = 3, 8, 0.7
+
+
+def log_likelihoods(logits: Tensor, labels: Tensor) -> Tensor:
+    """``[R]``, over each row's own labels; the first of them are a prompt, which does not count."""
+    targets = labels[:, 1:]
+    chosen = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return (chosen * (targets != -100)).sum(1)
+
+
+def preference_losses(logits: Tensor, labels: Tensor, frozen_R: Tensor) -> Tensor:
+    """DPO: ``[pairs]``, of rows that are first all chosen ones, then all rejected ones."""
+    gain_R = log_likelihoods(logits, labels) - frozen_R
+    chosen, rejected = gain_R.chunk(2)
+    return -F.logsigmoid(BETA * (chosen - rejected))
+
+
+def pairs() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """A model, ids and labels of answers of different lengths, and a frozen model's likelihoods."""
+    model = gpt2()
+    ids = torch.randint(17, (2 * PAIRS, T))
+    labels = ids.clone()
+    labels[:, :2] = -100
+    for row in range(2 * PAIRS):
+        labels[row, 3 + row % 5 :] = -100
+    frozen = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in frozen.parameters():
+            param += 0.1 * torch.randn_like(param)
+        return model, ids, labels, log_likelihoods(frozen(ids).logits, labels)
+
+
+def one_pair_at_a_time(
+    model: nn.Module, ids: Tensor, labels: Tensor, frozen_R: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Norms of the pairs, and the sum of what a bound of the median norm leaves of them."""
+    gradients = []
+    for pair in range(PAIRS):
+        rows = torch.tensor([pair, PAIRS + pair])
+        losses = preference_losses(model(ids[rows]).logits, labels[rows], frozen_R[rows])
+        gradients.append(torch.autograd.grad(losses.sum(), [*model.parameters()]))
+    norms = torch.stack([torch.cat([g.flatten() for g in pair]).norm() for pair in gradients])
+    coefs = (norms.median() / norms).clamp(max=1.0)
+    return norms, [
+        sum(coef * g for coef, g in zip(coefs, of_param, strict=True))  # type: ignore[misc]
+        for of_param in zip(*gradients, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("criterion", [False, True])
+def test_preference_pairs_are_units(criterion: bool) -> None:
+    """DPO through ``Documents``: a pair is clipped once, by the norm over both of its rows."""
+    model, ids, labels, frozen_R = pairs()
+    norms, sums = one_pair_at_a_time(model, ids, labels, frozen_R)
+    wrapped = GradSampleModuleFlashClipping(
+        model, unit=Documents("pair"), loss_reduction="sum", max_grad_norm=norms.median().item()
+    )
+    number = torch.arange(PAIRS).repeat(2)
+    logits = wrapped(ids, pair=number).logits
+    if criterion:
+
+        class Preference(nn.Module):
+            reduction = "sum"
+
+            def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+                return preference_losses(logits, labels, frozen_R)
+
+        optimizer = FlashDPOptimizer(
+            torch.optim.SGD(model.parameters()),
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+            expected_batch_size=PAIRS,
+            loss_reduction="sum",
+        )
+        FlashLoss(wrapped, optimizer, Preference(), "sum")(logits, labels).backward()
+    else:
+        preference_losses(logits, labels, frozen_R).sum().backward()
+    assert_close(wrapped.get_norm_sample(), norms, 1e-9)
+    for param, expected in zip(model.parameters(), sums, strict=True):
+        assert_close(param.grad, expected, 1e-5)  # Opacus adds 1e-6 to norms
+
+
+def test_removing_a_pair_moves_the_sum_by_the_bound() -> None:
+    model, ids, labels, frozen_R = pairs()
+    wrapped = GradSampleModuleFlashClipping(
+        model, unit=Documents("pair"), loss_reduction="sum", max_grad_norm=0.5
+    )
+
+    def clipped_sum(kept: list[int]) -> Tensor:
+        rows = torch.tensor([*kept, *(PAIRS + pair for pair in kept)])
+        number = torch.arange(len(kept)).repeat(2)
+        model.zero_grad(set_to_none=True)
+        logits = wrapped(ids[rows], pair=number).logits
+        preference_losses(logits, labels[rows], frozen_R[rows]).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    whole = clipped_sum([0, 1, 2])
+    for kept in ([1, 2], [0, 2], [0, 1]):
+        assert (whole - clipped_sum(kept)).norm() <= 0.5 * (1 + 1e-4)
+
+
+class TwoTowers(nn.Module):
+    """CLIP in small: what is returned are embeddings, or similarities of the batch."""
+
+    def __init__(self, similarities: bool):
+        super().__init__()
+        self.image, self.text = nn.Linear(4, 3), nn.Linear(5, 3)
+        self.similarities = similarities
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        image, text = F.normalize(self.image(image)), F.normalize(self.text(text))
+        return image @ text.T if self.similarities else (image, text)
+
+
+def contrastive(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    found = model(*batch)
+    similarities = found if isinstance(found, Tensor) else found[0] @ found[1].T
+    return F.cross_entropy(similarities, torch.arange(len(similarities)))
+
+
+@pytest.mark.parametrize("similarities", [False, True])
+def test_in_batch_negatives_are_found_by_the_check(similarities: bool) -> None:
+    report = check(TwoTowers(similarities), (torch.randn(4, 4), torch.randn(4, 5)), contrastive)
+    assert not report.passed
+    assert any("depends on the other samples" in failure for failure in report.failures)
+    assert any("samples are not independent" in failure for failure in report.failures)
+
+
+def clip() -> Any:
+    shared = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.CLIPConfig(
+        text_config=shared | dict(vocab_size=17, max_position_embeddings=8, eos_token_id=16),
+        vision_config=shared | dict(image_size=4, patch_size=2),
+        projection_dim=4,
+    )
+    torch.manual_seed(0)
+    return transformers.CLIPModel(config).double()
+
+
+def test_the_loss_of_clip_is_refused() -> None:
+    """``return_loss=True``; with the scale frozen, which every pair of samples shares."""
+    model = clip()
+    model.logit_scale.requires_grad_(False)
+    wrapped = GradSampleModuleFlashClipping(model)
+    batch = {
+        "input_ids": torch.randint(16, (3, 8)),
+        "pixel_values": torch.randn(3, 3, 4, 4, dtype=torch.float64),
+    }
+    loss = wrapped(**batch, return_loss=True).loss
+    with raises("FC440", match="return_loss=True"):
+        loss.backward()

@@ -46,7 +46,7 @@ class EngineCase:
 class OfTexts(EngineCase):
     test_make_private_with_epsilon = not_applicable(
         "hands over inputs [T, batch] without batch_first=False; positions would be samples: "
-        "refused (tests/engine/test_counts_of_samples.py::"
+        "refused (tests/engine/test_criterion.py::"
         "test_time_first_input_is_refused_by_the_criterion)"
     )
 

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.compiled.regions import Region
-from tests.support.cases import check_case, step_case
+from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.models import Case, ids
-from tests.support.oracle import Truth
+from tests.support.oracle import Truth, per_sample_truth
 
 
 def slow(*values: Any) -> Any:
@@ -132,6 +132,17 @@ def compare(
         module.zero_grad(set_to_none=True)
         step_case(module, case, batch, "mean")
         check_case(module, truth, bound, tolerance)
+
+
+def compiled_exactly(case: Case, **options: Any) -> GradSampleModuleFlashClipping:
+    """Two steps in float32, compiled with these options, are those of single samples."""
+    model, batch = make_case(case, torch.float32)
+    truth = per_sample_truth(model, batch, case.loss)
+    bound = bound_between(truth)
+    module = wrap(model, max_grad_norm=bound)
+    module.compile(**options)
+    compare(module, truth, case, batch, bound)
+    return module
 
 
 def region_of(module: GradSampleModuleFlashClipping) -> Region:

@@ -19,8 +19,6 @@ from flash_clipping import FlashPrivacyEngine
 from tests.support.errors import raises
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
     pytest.mark.filterwarnings("error:Batches are not drawn"),
 ]
 

@@ -24,11 +24,6 @@ from tests.support.trainers import (
     weights,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
-]
-
 
 def focal(logits: Tensor, labels: Tensor) -> Tensor:
     """``[B]``: a loss that no model has."""

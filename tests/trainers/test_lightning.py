@@ -24,8 +24,6 @@ from tests.support.errors import raises
 from tests.support.trainers import privacy
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
 ]
 

@@ -34,11 +34,6 @@ from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.errors import raises
 from tests.support.trainers import arguments, privacy
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
-]
-
 VOCABULARY, LENGTH, COUNTED = 13, 8, 11
 
 

@@ -21,11 +21,6 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 ours = importlib.import_module("flash_clipping.trainers.trl")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
-]
-
 
 class WithReference(Trainer):
     """Arguments in the order of TRL's trainers of preferences."""

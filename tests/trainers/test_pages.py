@@ -32,12 +32,6 @@ from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.pages import ROOT, block, sides
 from tests.support.trainers import Texts, arguments, bert, llama, privacy, tokenizer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
-]
-
-
 PAGE = "docs/trainers.md"
 
 

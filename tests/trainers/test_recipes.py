@@ -55,7 +55,6 @@ from tests.support.errors import raises
 from tests.support.trainers import arguments, privacy
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
     pytest.mark.filterwarnings("ignore:Optimal order"),
 ]
 

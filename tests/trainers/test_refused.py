@@ -23,12 +23,6 @@ from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.errors import raises
 from tests.support.trainers import Texts, arguments, bert, privacy, trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
-]
-
-
 #: Of the installed version.
 
 

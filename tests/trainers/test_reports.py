@@ -1,4 +1,4 @@
-"""What is reported of ε and δ."""
+"""What is reported of a training."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import FlashPrivacyEngine, LargeDeltaWarning, Users
-from tests.support.errors import warns
+from flash_clipping.trainers.dashboard import ClippingStatistics, PrivacyDashboard, line
+from tests.support.errors import raises, warns
 from tests.support.trainers import trainer
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
-]
 
 
 def made(accountant: str = "rdp", **settings: Any) -> Any:
@@ -129,3 +127,156 @@ def test_trainers_report_what_the_engine_does(tmp_path: Path) -> None:
     assert report == private.run.engine.report(1e-3)
     assert report["delta"] == 1e-3 and report["parts"][0]["steps"] == 2
     assert json.loads(json.dumps(report)) == report
+
+
+def private(**options: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    engine = options.pop("engine", None) or FlashPrivacyEngine(accountant="gdp")
+    data = TensorDataset(torch.randn(24, 4), torch.randint(0, 2, (24,)))
+    made = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data, batch_size=6),
+        noise_multiplier=1.0,
+        max_grad_norm=options.pop("max_grad_norm", 0.5),
+        **options,
+    )
+    return engine, *made
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in ("local_scalar_dense", "_to_copy", "nonzero")):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.5, [0.1, 50.0, 0.1, 50.0]], ids=["flat", "per layer"])
+def test_what_it_says(max_grad_norm: Any) -> None:
+    clipping = "per_layer" if isinstance(max_grad_norm, list) else "flat"
+    engine, model, optimizer, criterion, loader = private(
+        max_grad_norm=max_grad_norm, clipping=clipping
+    )
+    statistics = ClippingStatistics(model)
+    norms, shares, lines = [], [], []
+    dashboard = PrivacyDashboard(engine, model, delta=1e-3, every=2, show=lines.append)
+    assert dashboard.values() == {}
+    with dashboard:
+        for x, y in loader:  # four steps, and one more
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            norms.append(model.get_norm_sample())
+            coef = model.get_clipping_coef()
+            shares.append((coef if coef.dim() == 2 else coef[None]).min(0).values < 1)
+            with Waits() as waits:
+                statistics.note_backward()
+            assert waits.count == 0
+            dashboard.update()
+            optimizer.step()
+            if len(norms) == 3:
+                break
+    with Waits() as waits:
+        reading = statistics.read()
+    assert waits.count <= 3  # of which rows count, and two numbers at once
+    assert reading.samples == sum(map(len, norms))
+    assert reading.median_norm == pytest.approx(torch.cat(norms).median().item())
+    assert reading.clipped_share == pytest.approx(torch.cat(shares).float().mean().item())
+    assert [text.split("   ")[0] for text in lines] == ["step 2", "step 3"]
+    assert f"ε = {engine.get_epsilon(1e-3):.2f}" in lines[1]
+    assert lines[0].endswith("(ε: add or remove one sample)") and "(ε" not in lines[1]
+    values = dashboard.values()
+    assert values["step"] == 3 and values["epsilon"] == engine.get_epsilon(1e-3)
+    assert values["median_norm"] == pytest.approx(norms[2].median().item())
+    assert values["clipped_share"] == pytest.approx(shares[2].float().mean().item())
+    assert values["samples_per_second"] > 0
+    first = torch.cat(shares[:2]).float().mean().item()
+    assert f"clipped {first:.0%}" in lines[0]
+
+
+@pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
+@pytest.mark.parametrize("of", ["nobody", "engine"])
+def test_reports_name_relation_and_seed(of: str) -> None:
+    """Loudly, in every line that has an ε."""
+    engine, model, optimizer, criterion, loader = private(
+        **{"engine": FlashPrivacyEngine(accountant="gdp", seed=41)} if of == "engine" else {},
+    )
+    lines: list[str] = []
+    with PrivacyDashboard(engine, model, delta=1e-3, every=1, show=lines.append) as dashboard:
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            dashboard.update()
+            optimizer.step()
+    summary = engine.summary(1e-3)
+    assert summary.startswith(f"ε = {engine.get_epsilon(1e-3):.4g} at δ = 0.001 (add or remove one")
+    assert len(lines) > 1
+    seed = {"nobody": None, "engine": 41}[of]
+    for text in (*lines, summary):
+        assert ("SEEDED" in text) == (seed is not None)
+        assert seed is None or f"SEEDED ({seed}): NO ε HOLDS" in text
+
+
+def test_parts_of_a_logical_batch_are_one_step() -> None:
+    engine, model, optimizer, criterion, loader = private()
+    lines: list[str] = []
+    parts = 0
+    with (
+        BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+        ) as physical,
+        PrivacyDashboard(engine, model, delta=1e-3, every=1, show=lines.append) as dashboard,
+    ):
+        for x, y in physical:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            dashboard.update()
+            optimizer.step()
+            parts += 1
+    assert parts > 4
+    assert [text.split("   ")[0] for text in lines] == [f"step {n}" for n in range(1, 5)]
+
+
+def test_samples_per_second_are_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epsilon takes time that a line's rate does not count."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    engine, model, optimizer, criterion, loader = private()
+
+    def slow(delta: float) -> float:
+        now[0] += 100.0
+        return 1.0
+
+    monkeypatch.setattr(engine, "get_epsilon", slow)
+    readings: list[Any] = []
+    read = ClippingStatistics.read
+
+    def kept(statistics: Any) -> Any:
+        readings.append(read(statistics))
+        return readings[-1]
+
+    monkeypatch.setattr(ClippingStatistics, "read", kept)
+    with PrivacyDashboard(engine, model, delta=1e-3, every=1, show=str) as dashboard:
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            dashboard.update()
+            optimizer.step()
+            now[0] += 1.0
+    assert [reading.seconds for reading in readings] == [1.0] * len(loader)
+
+
+def test_no_samples() -> None:
+    _, model, *_ = private()
+    reading = ClippingStatistics(model).read()
+    assert (reading.samples, reading.samples_per_second) == (0, 0.0)
+    assert "clipped nan%" in line(1, 0.5, reading)
+    with raises("FC302", ValueError, match="every: found 0"):
+        PrivacyDashboard(None, model, delta=1e-3, every=0)

@@ -29,11 +29,6 @@ from tests.support.faults import Fault
 from tests.support.graphs import assert_same_tensors, replay_by_hand
 from tests.support.trainers import Texts, arguments, bert, trained_with, trainer, weights
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
-]
-
 BOUND = 0.05
 RATE = 0.1
 SGD = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant"}

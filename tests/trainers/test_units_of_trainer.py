@@ -17,11 +17,6 @@ from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.errors import raises
 from tests.support.trainers import arguments, privacy, weights
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:GDP accounting is experimental"),
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off"),
-]
-
 VOCABULARY, BOUND, RATE = 13, 0.3, 0.1
 
 
