@@ -6,7 +6,7 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict, get_args
 
 import torch
@@ -159,21 +159,12 @@ _INSTEAD = {
 def check_keywords(given: dict[str, Any], mode: str = "flash") -> None:
     """Raise ``TypeError`` for an argument that nobody would read."""
     known = [*NoiseOptions.__annotations__, "criterion", "grad_sample_mode", "wrap_model"]
-    groups: list[tuple[str, Any]] = [("clipping", AdaptiveBound), ("unit", Users)]
-    groups += [("mechanism", wings.PoissonSampling), ("kernels", Kernels)]
-    within = {
-        field.name: f"{group}={kind.__name__}({field.name}=...)"
-        for group, kind in groups
-        for field in fields(kind)
-    }
-    if mode != "flash":  # Opacus is given the others
-        known += given.keys() - within.keys()
-    for name in given:
+    for name in given if mode == "flash" else ():  # Opacus' modes are given all
         if name in known:
             continue
         close = difflib.get_close_matches(name, known, n=1)
         advice = f"Did you mean {close[0]}?" if close else f"Known are {', '.join(sorted(known))}."
-        if instead := (_INSTEAD | within).get(name):
+        if instead := _INSTEAD.get(name):
             advice = f"In its place: {instead}."
         raise InvalidType(f"FC310 make_private: found {name}, which nothing would read. {advice}")
 

@@ -46,12 +46,6 @@ def test_strict_is_read(wrap_model: bool) -> None:
         ("units", r"Did you mean unit\?"),
         ("max_physical_batch_size", "Known are .* max_grad_norm.* strict"),
         ("target_epsilon", "Known are .* max_grad_norm.* strict"),
-        ("max_rows", r"unit=Users\(max_rows="),
-        ("max_batch_size", r"mechanism=PoissonSampling\(max_batch_size="),
-        ("noise_grid", r"mechanism=PoissonSampling\(noise_grid="),
-        ("backend", r"kernels=Kernels\(backend="),
-        ("cuda_graphs", r"kernels=Kernels\(cuda_graphs="),
-        ("min_clipbound", r"clipping=AdaptiveBound\(min_clipbound="),
     ],
 )
 def test_unknown_keywords_are_refused(keyword: str, advice: str) -> None:
@@ -112,17 +106,6 @@ def test_modes_of_opacus_take_all_that_it_knows() -> None:
     given = arguments(False) | {"noise_generator": torch.Generator(), "rand_on_empty": True}
     made = FlashPrivacyEngine().make_private(**given | {"grad_sample_mode": "hooks"})
     assert made[1].generator is given["noise_generator"]
-
-
-@pytest.mark.parametrize("name", ["make_private", "make_private_with_epsilon"])
-@pytest.mark.parametrize(
-    "gone", ["max_rows", "max_batch_size", "noise_grid", "backend", "min_clipbound"]
-)
-def test_modes_of_opacus_drop_no_argument_of_this_library(name: str, gone: str) -> None:
-    """Opacus would take it, and read nothing of it."""
-    given = arguments("epsilon" in name) | {"grad_sample_mode": "hooks", gone: None}
-    with raises("FC310", TypeError, match=f"found {gone}, which nothing would read"):
-        getattr(FlashPrivacyEngine(accountant="rdp"), name)(**given)
 
 
 @pytest.mark.parametrize(
