@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, SupportsFloat
@@ -37,6 +38,15 @@ class Coded(Exception):
 def without_code(text: str) -> str:
     """A message, or a part of another one, without its code."""
     return _CODE.sub("", text, count=1)
+
+
+class FlashClippingWarning(Coded, UserWarning):
+    """A warning of this library that has no class of its own."""
+
+
+def warn(message: str, stacklevel: int) -> None:
+    """Warn as ``warnings.warn`` does there, of a message with a code."""
+    warnings.warn(FlashClippingWarning(message), stacklevel=stacklevel + 1)
 
 
 class NamesItsPage(Coded):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flash_clipping.errors import warn
 
 
 class NonFiniteWarning:
@@ -45,7 +46,7 @@ class NonFiniteWarning:
 
     def _warn(self) -> None:
         self.warned = True
-        warnings.warn(
+        warn(
             "FC555 The gradient of at least one sample was not finite (inf or NaN). Such samples "
             "get clipping coefficient 0 and add nothing to the sum. Look for the input that is.",
             stacklevel=2,

@@ -8,7 +8,6 @@ A layer with a rule runs inside one ``torch.autograd.Function``
 
 from __future__ import annotations
 
-import warnings
 from itertools import repeat
 from typing import Any, NoReturn, TypeAlias
 
@@ -46,7 +45,7 @@ from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.capture.sample_loop import forward_by_sample
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import Proven, apply_proven_layer, apply_tapped_layer
-from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, InvalidValue, module_at
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, InvalidValue, module_at, warn
 from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 #: Grad mode, transforms of torch.func, Dynamo and declared rows, as the short way has them.
@@ -412,7 +411,7 @@ class Tap(FactorSource):
         except UnsupportedUse as unsupported:
             if getattr(unsupported.tap, "layer", None) not in [*self.layer.modules()]:
                 raise
-            warnings.warn(
+            warn(
                 f"FC150 {self.path}: this module's forward runs once for each sample, which is "
                 f"exact and slow: {unsupported.found}. A rule (flash_clipping.register_rule) makes "
                 "it fast.",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from flash_clipping._compat import is_alias_of, local_tensor, memory_id, never_c
 from flash_clipping.capture.draws import DrawnBatch, of_one_draw
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.engine.unsupported import refuse_lacking
-from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
+from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number, warn
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.ops.runtime.checks import check_on_device
@@ -295,7 +294,7 @@ class GradLedger:
                 continue
             if any(is_alias_of(x, p) for p in (*self.model.parameters(), *self.model.buffers())):
                 continue
-            warnings.warn(
+            warn(
                 f"FC515 the model: tensor {number} of {len(inputs)} among its inputs is a result "
                 "of an earlier call, from before the last backward(): gradients depend on that "
                 "batch, too. Begin every batch without it, unless row b is of one sample in both:\n"

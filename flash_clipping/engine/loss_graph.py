@@ -6,14 +6,13 @@ that meets a target ``[B]`` makes ``[B, B]`` differences, each of two samples.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from flash_clipping._compat import roots_of_backward, shape_of_result
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, warn
 
 #: Operations that broadcast.
 _BROADCASTING = frozenset(
@@ -96,7 +95,7 @@ class LossLook:
             self._crossed_with.remove(samples)  # who goes on is refused again
             raise FlashClippingError(text)
         if len(self._crossed_with) == 1:
-            warnings.warn(
+            warn(
                 text + "\n"
                 f"It is right only where the other {samples} are no samples, but as many by "
                 "chance; batches of other sizes will show it.",
@@ -113,7 +112,7 @@ class LossLook:
             and id(leaf) not in of_model
         ]
         if found:
-            warnings.warn(
+            warn(
                 f"FC451 the loss: found {len(found)} parameters, the first of shape "
                 f"{[*found[0].shape]}, that it reaches and that are not the private model's: "
                 "their gradients are neither clipped nor get noise. Make what has them a part of "

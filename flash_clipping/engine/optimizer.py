@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -30,7 +29,7 @@ from flash_clipping.engine.grad_ledger import (
 )
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.sampling.loaders import refuse_split_units
-from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed, checked_number
+from flash_clipping.errors import FlashClippingError, InvalidValue, NotServed, checked_number, warn
 from flash_clipping.factors import accumulation_dtype
 from flash_clipping.ops.noise import NoiseGrid, gated, noisy_means
 from flash_clipping.ops.runtime.backend import compile_ahead
@@ -297,7 +296,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _discard(self, because: str) -> None:
         """Let go of the sums of a logical batch that will never be complete; none was released."""
         if self.step_record is not None:
-            warnings.warn(
+            warn(
                 "FC513 The first parts of a logical batch had been added up when "
                 f"{because}. They are left out: nothing of them was released. Let every loop over "
                 "BatchMemoryManager's loader run to the end of a logical batch.",

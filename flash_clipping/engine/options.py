@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict, get_args
@@ -18,7 +17,7 @@ from flash_clipping.engine import wings
 from flash_clipping.engine.accounting import Mechanism, least_noise
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.sampling.units import Documents, Users
-from flash_clipping.errors import InvalidType, InvalidValue, check_one_of, checked_number
+from flash_clipping.errors import InvalidType, InvalidValue, check_one_of, checked_number, warn
 from flash_clipping.finish.clipping import Clipping
 
 Mode = Literal["one_pass", "two_pass", "one_by_one"]
@@ -190,17 +189,11 @@ def steps_of(epochs: float, batches: int) -> int:
     return int(round(epochs * batches, 6))
 
 
-def planned_noise(
-    accountant: IAccountant,
-    given: dict[str, Any],
-    *,
-    target_epsilon: float,
-    target_delta: float,
-    epochs: float,
-) -> float:
-    """The noise multiplier for this target; takes what accountants read out of ``given``."""
+def planned_noise(accountant: IAccountant, given: dict[str, Any], target: dict[str, Any]) -> float:
+    """The noise multiplier for a target of ``make_private_with_epsilon``, by its names; takes what
+    accountants read out of ``given``."""
     if len(accountant):
-        warnings.warn(
+        warn(
             f"FC567 make_private_with_epsilon: {len(accountant)} steps are accounted for already; "
             "the noise is for the target without them.",
             stacklevel=3,
@@ -209,9 +202,9 @@ def planned_noise(
     known = {name for function in functions for name in inspect.signature(function).parameters}
     known -= {"delta", "steps", "sample_rate", "accountant", "options"}
     options = {name: given.pop(name) for name in known & given.keys()}
-    options |= {"target_epsilon": target_epsilon, "target_delta": target_delta}
+    options |= {name: target[name] for name in ("target_epsilon", "target_delta")}
     check_groups(given)
     wings.requested_process(accountant, given)
     batches = len(given["data_loader"])
-    steps = steps_of(epochs, batches)
+    steps = steps_of(target["epochs"], batches)
     return least_noise(accountant, sample_rate=1 / batches, steps=steps, **options)

@@ -59,7 +59,7 @@ from flash_clipping.engine.sampling.loaders import (
 from flash_clipping.engine.sampling.mixing import warn_of_mixing
 from flash_clipping.engine.sampling.units import Documents, Users
 from flash_clipping.engine.unsupported import refuse_alone, refuse_frozen, refuse_lacking, validate
-from flash_clipping.errors import InvalidValue, checked_number
+from flash_clipping.errors import InvalidValue, checked_number, warn
 from flash_clipping.finish.clipping import Clipping, check_bounds
 from flash_clipping.ops.runtime.checks import device_checks
 from flash_clipping.randomness.stream import SecretStream, seed_notice
@@ -401,7 +401,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         check_target(target_epsilon, target_delta, epochs, options)
         target: Any = dict(target_epsilon=target_epsilon, target_delta=target_delta, epochs=epochs)
         if grad_sample_mode == "flash":
-            noise = planned_noise(self.accountant, options, **target)
+            noise = planned_noise(self.accountant, options, target)
             planned = len(self.accountant) + steps_of(epochs, len(data_loader))
             made = self.make_private(noise_multiplier=noise, **options)
             made[1].attach_step_hook(self._watch_plan(planned, target_epsilon, epochs))
@@ -473,7 +473,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         if self.dataset is None:
             self.dataset = dataset
         elif self.dataset is not dataset:
-            warnings.warn(
+            warn(
                 "FC560 This engine has accounted for another dataset object before. Epsilon is for "
                 "one dataset: use a new engine for another one, unless both are the same data.",
                 stacklevel=3,

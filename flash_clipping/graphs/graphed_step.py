@@ -7,7 +7,6 @@ kernels. What that Python decided is part of what a graph is found by, and what 
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,7 +33,7 @@ from flash_clipping.capture.session import GraphedResults
 from flash_clipping.engine.grad_ledger import Norms
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.unsupported import refuse_replay
-from flash_clipping.errors import InvalidType, InvalidValue
+from flash_clipping.errors import InvalidType, InvalidValue, warn
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.graphs.conditions import (
     PLAIN,
@@ -372,7 +371,7 @@ class GraphedStep:
         """Whether it meets others, with one warning where that lasts."""
         self._waited = self._waited + 1 if self._autograd_is_held() else 0
         if self._waited == PATIENCE:
-            warnings.warn(
+            warn(
                 f"FC706 GraphedStep, or cuda_graphs='auto': {PATIENCE} steps ran as they are that "
                 "could have been replayed, because something still holds autograd's graph of an "
                 "earlier one: a loss or an output in a list, say. Keep loss.detach().",

@@ -18,7 +18,6 @@ Shape suffixes: ``B`` samples, ``P`` parameters.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -50,7 +49,7 @@ from flash_clipping.engine.loss_graph import walk
 from flash_clipping.engine.model_watch import ParameterGuards, Structure
 from flash_clipping.engine.told_rows import draw_of
 from flash_clipping.engine.unsupported import PIPELINES, refuse_around, refuse_in_pipeline
-from flash_clipping.errors import FlashClippingError
+from flash_clipping.errors import FlashClippingError, warn
 from flash_clipping.factors import accumulation_dtype
 from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.clipping import Doubts, total_norm
@@ -136,7 +135,7 @@ class OneByOne:
         self._runs = False
         self._compiled = self.root._compiled_call_impl
         self.root._compiled_call_impl = self  # where nn.Module.compile() puts what replaces a call
-        warnings.warn(
+        warn(
             'FC180 mode="one_by_one": samples run through the model one at a time, forward and '
             "backward, so that a step takes as many runs as the batch has samples.",
             stacklevel=6,

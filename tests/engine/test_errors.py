@@ -24,7 +24,13 @@ from flash_clipping import (
     NotPoissonWarning,
     codes,
 )
-from flash_clipping.errors import InvalidType, InvalidValue, NotServed
+from flash_clipping.errors import (
+    FlashClippingWarning,
+    InvalidType,
+    InvalidValue,
+    NotServed,
+    warn,
+)
 from tests.support.autograd import check_by_autograd, float64s, squares
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
 from tests.support.errors import raises, warns
@@ -251,6 +257,13 @@ def test_a_message_has_a_line_for_problem_cause_and_fix() -> None:
     assert fix == "Write:" and line.startswith("    ")
     assert str(NotPoissonWarning("FC335 Odd. Even.")) == "FC335 Odd.\nEven."
     assert str(InvalidValue("No code. None.")) == "No code. None."
+
+
+def test_warnings_are_of_the_line_that_is_asked_for() -> None:
+    with pytest.warns(FlashClippingWarning) as found:
+        warn("FC555 Odd. Look for it.", stacklevel=1)
+    assert found[0].filename == __file__
+    assert str(found[0].message) == "FC555 Odd.\nLook for it."
 
 
 def test_backends_are_checked_by_name() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from flash_clipping.capture.no_trace import (
 )
 from flash_clipping.capture.proxies.parameter_proxy import circumstances
 from flash_clipping.capture.session import ClippingSession
-from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, warn
 
 if TYPE_CHECKING:
     from flash_clipping.capture.root_forward import WatchedForward
@@ -162,7 +161,7 @@ class Region:
                 if layout.uncompiled and not self.fullgraph:
                     if not self._warned:
                         why = layout.uncompiled
-                        warnings.warn(f"FC711 {self.path} runs uncompiled, as {why}", stacklevel=2)
+                        warn(f"FC711 {self.path} runs uncompiled, as {why}", stacklevel=2)
                     self._warned = True
                     return self.inner(*args, **kwargs)
                 return self._run(layout, args, kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.no_trace import random_state
+from flash_clipping.errors import warn
 
 
 def warn_of_mixing(loader: DataLoader[Any]) -> None:
@@ -47,7 +47,7 @@ def warn_of_mixing(loader: DataLoader[Any]) -> None:
     except Exception:  # noqa: BLE001  (it needs other items, or more of them)
         return
     name = getattr(collate, "__name__", type(collate).__name__)
-    warnings.warn(
+    warn(
         f"FC336 data_loader: its collate_fn ({name}) gives a sample another row beside another "
         "sample. If it mixes samples (mixup, cutmix, statistics of the batch), no clipping bounds "
         "one. Augment each sample alone, in the dataset:\n"
