@@ -550,7 +550,9 @@ REFUSED: dict[str, ModelCase] = {
 
 #: All rows of a batch of one sample are that sample's.
 OF_ONE_SAMPLE = {
-    f"{name} apart, of one sample": around(use, build, batch=rows(1, 8, 3))
+    f"{name} apart, of one sample": around(
+        use, build, batch=rows(1, 8, 3), without=("padded", "resized")
+    )
     for name, (use, build) in {**APART, "two axes": (two_axes, LAYER)}.items()
 }
 
