@@ -150,7 +150,7 @@ class ParameterSlots:
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def as_sharded(self, param: Any, shard: Tensor) -> Tensor:
+    def as_sharded(self, param: Tensor, shard: Tensor) -> Tensor:
         """What is sharded as a parameter, if that is, from this process's shard: a view of it, but
         where shards lie on other devices than their mesh is for (``CPUOffloadPolicy``)."""
         layout = self._layouts.get((id(param), shard.dtype))
@@ -169,7 +169,7 @@ class ParameterSlots:
         self._layouts[id(param), shard.dtype] = layout_of_dtensor(grad)
         return grad
 
-    def add_to_grad(self, param: Any, shard: Tensor) -> None:
+    def add_to_grad(self, param: Tensor, shard: Tensor) -> None:
         """Add this process's shard of a clipped sum into ``p.grad``, of which it may become a
         part."""
         grad = param.grad

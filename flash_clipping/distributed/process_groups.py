@@ -66,7 +66,7 @@ def shard_of(param: Any) -> int:
     return shard_number(param.placements, mesh.shape, mesh.get_coordinate())
 
 
-def device_of(mesh: Any) -> torch.device:
+def device_of(mesh: dist.DeviceMesh) -> torch.device:
     """This process's device of a mesh."""
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())

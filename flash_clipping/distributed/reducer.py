@@ -99,7 +99,7 @@ class _Bucket:
         shards: list[_Shard],
         dtype: torch.dtype,
         device: torch.device,
-        group: Any,
+        group: dist.ProcessGroup | None,
         replicas: tuple[Any, ...],
     ):
         self.places, self.shards, self.dtype, self.device = places, shards, dtype, device

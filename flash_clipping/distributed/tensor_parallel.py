@@ -108,7 +108,7 @@ class Layout:
     ids: bool = False
 
 
-def layout_of(rule: Rule, weight: Any, x: Any, axis: int) -> Layout:
+def layout_of(rule: Rule, weight: DTensor, x: DTensor, axis: int) -> Layout:
     """How a call lies: the table above.
 
     Raises:
@@ -284,7 +284,7 @@ def _adds_no_bias(layer: Any) -> bool:
     return is_term and weight.device_mesh.get_local_rank() != 0
 
 
-def _own_words(weight: Any) -> tuple[int, int]:
+def _own_words(weight: DTensor) -> tuple[int, int]:
     """Where this process's rows of a table begin, and how many they are."""
     mesh = weight.device_mesh
     each = -(-weight.shape[0] // mesh.size())

@@ -474,11 +474,11 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self._ledger.end_step()
         self._ledger.uncleared = True
 
-    def _own(self, tensor: Any) -> Any:
+    def _own(self, tensor: Tensor) -> Tensor:
         """The part of a parameter or its sum that this process has, as reals."""
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
-    def _placed(self, param: Any, own: Tensor) -> Tensor:
+    def _placed(self, param: Tensor, own: Tensor) -> Tensor:
         """A gradient as the parameter wants it, from what this process has of it."""
         if param.is_complex():
             return torch.view_as_complex(own.view(*param.shape, 2))

@@ -479,7 +479,7 @@ class FlashPrivacyEngine(PrivacyEngine):
                 stacklevel=3,
             )
 
-    def _optimizer(self, given: dict[str, Any], expected: float, group: Any) -> FlashDPOptimizer:
+    def _optimizer(self, given: dict[str, Any], expected: float, group: object) -> FlashDPOptimizer:
         """The private optimizer, of the class for how the model is spread over processes.
 
         ``expected``: the batch size, over all processes; ``group``: those of a pipeline.

@@ -68,10 +68,10 @@ class ShardedFlashDPOptimizer(FlashDPOptimizer):
             )
         return record
 
-    def _own(self, tensor: Any) -> Tensor:
+    def _own(self, tensor: Tensor) -> Tensor:
         return local_of(tensor)
 
-    def _placed(self, param: Any, own: Tensor) -> Tensor:
+    def _placed(self, param: Tensor, own: Tensor) -> Tensor:
         slots: ParameterSlots = self._module._sharded.slots
         return slots.as_sharded(param, own.view(local_of(param).shape))
 

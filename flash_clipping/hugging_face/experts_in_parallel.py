@@ -70,7 +70,7 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
 
 
 def _distribute(
-    path: str, layer: Any, rule: Any, mesh: Any, found: dict[int, nn.Parameter]
+    path: str, layer: Any, rule: Any, mesh: DeviceMesh, found: dict[int, nn.Parameter]
 ) -> None:
     """Cut one layer; ``found`` has the parts of parameters by the ``id`` of the whole: tied ones
     stay tied."""

@@ -417,7 +417,7 @@ def _by_rule(
 
 
 def _linear(
-    G: Tensor, needs: GradRequest, input: Tensor, weight: Tensor, bias: Any = None
+    G: Tensor, needs: GradRequest, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Grads | None:
     if weight.dim() != 2 or input.dim() < 2:
         return None
@@ -454,8 +454,8 @@ def _layer_norm(
     needs: GradRequest,
     input: Tensor,
     normalized_shape: Sequence[int],
-    weight: Any = None,
-    bias: Any = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Grads | None:
@@ -472,7 +472,7 @@ def _rms_norm(
     needs: GradRequest,
     input: Tensor,
     normalized_shape: Sequence[int],
-    weight: Any = None,
+    weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Grads | None:
     axes = list(range(-len(normalized_shape), 0))
@@ -491,7 +491,7 @@ def _convolution(
     needs: GradRequest,
     input: Tensor,
     weight: Tensor,
-    bias: Any = None,
+    bias: Tensor | None = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
