@@ -408,19 +408,6 @@ class ClippingSession:
         call.turns[path][1] += reads
         return True
 
-    def forget(self, path: str) -> None:
-        """Drop what was noted of this layer's reads: it starts again."""
-        self.begin_epoch()
-        self.known.forget([path])
-        call = self.current_forward
-        if call is not None:
-            call.turns.pop(path, None)
-            for read in [read for read in call.guesses if read[0] == path]:
-                del call.guesses[read]
-            if call.reads is not None:
-                for read in [read for read in call.reads if read[0] == path]:
-                    del call.reads[read]
-
     def live_calls(self) -> int:
         """Calls of the root whose norms have not been taken."""
         return len([*self._unspent()])

@@ -2,8 +2,7 @@
 
 A layer with a rule runs inside one ``torch.autograd.Function``
 (:mod:`flash_clipping.capture.tapped_layer`), any other module on stand-ins for its parameters
-(:mod:`flash_clipping.capture.proxies`), or, where these cannot follow a parameter, sample by sample
-(:mod:`flash_clipping.capture.sample_loop`).
+(:mod:`flash_clipping.capture.proxies`).
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ from flash_clipping.capture.proxies import (
 )
 from flash_clipping.capture.proxies.parameter_proxy import is_plain
 from flash_clipping.capture.row_layouts import Layout
-from flash_clipping.capture.sample_loop import forward_by_sample
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.tapped_layer import Proven, apply_proven_layer, apply_tapped_layer
-from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, InvalidValue, module_at, warn
+from flash_clipping.errors import ONE_BY_ONE, FlashClippingError, InvalidValue, module_at
 from flash_clipping.rules.registry import GradRequest, Rule, UnsupportedLayer
 
 #: Grad mode, transforms of torch.func, Dynamo and declared rows, as the short way has them.
@@ -132,7 +130,6 @@ class Tap(FactorSource):
                 "what it was copied from, belongs to. Call to_standard_module() there first."
             )
         self.by_function = by_function
-        self.loops = False  # its forward, and all below it, runs once for each sample
         self.borrows = False  # whether it uses parameters that another module owns
         self._rule_calls = rule is not None and _overrides(rule.call, Rule.call)
         self._rule_has_rows = rule is not None and _overrides(rule.rows, Rule.rows)
@@ -315,26 +312,15 @@ class Tap(FactorSource):
                 f"write a rule for it (flash_clipping.register_rule).{ONE_BY_ONE}"
             )
         if recorded and (units := session.rows.positions) is not None:
-            if self.loops:
-                refuse_layer(self.path, "its forward runs once for each sample")
             run = lambda rows: self._bare_forward((rows,), {})  # noqa: E731
             again = in_backward()
             return by_position(self.path, session, units, self.original, run, args, kwargs, again)
-        if self.loops:
-            session.count_use([p for p in self.layer.parameters() if p.requires_grad])
-        elif not recorded:
+        if not recorded:
             # The first forward of re-entrant checkpointing: how often each will be used is not
             # known yet, so none may pass for used once.
             session.count_use([*params, *params])
-        if not recorded:
             return unrecorded(session, self.original, args, kwargs)
-        if not self.loops:
-            return self._bare_forward(args, kwargs)
-        self._begin_call()
-        try:
-            return forward_by_sample(self, args, kwargs)
-        except ReadsNoSamples:
-            return self._constant_forward(args, kwargs)
+        return self._bare_forward(args, kwargs)
 
     def _begin_call(self) -> ForwardCall | None:
         """The call of the root that this call of a layer without a rule is a part of."""
@@ -399,27 +385,14 @@ class Tap(FactorSource):
         """The module's own forward on stand-ins for its parameters
         (:mod:`flash_clipping.capture.proxies`)."""
         call, session = self._begin_call(), self.session
-        try:
-            with parameter_proxies(self, self.owners):
-                output = self.original(*args, **kwargs)
-            looks = call is not None and call.reads is not None
-            if not (self._bypass_looked_for or looks or in_backward()):
-                refuse_bypassed(self, (args, kwargs), output)
-                # From now on backward alone will notice. Comparisons run without checkpoints.
-                self._bypass_looked_for = not self.session.mode.comparing
-            return output
-        except UnsupportedUse as unsupported:
-            if getattr(unsupported.tap, "layer", None) not in [*self.layer.modules()]:
-                raise
-            warn(
-                f"FC150 {self.path}: this module's forward runs once for each sample, which is "
-                f"exact and slow: {unsupported.found}. A rule (flash_clipping.register_rule) makes "
-                "it fast.",
-                stacklevel=2,
-            )
-        self.loops = True  # from now on
-        session.forget(self.path)  # drops what the stand-ins noted
-        return self(*args, **kwargs)
+        with parameter_proxies(self, self.owners):
+            output = self.original(*args, **kwargs)
+        looks = call is not None and call.reads is not None
+        if not (self._bypass_looked_for or looks or in_backward()):
+            refuse_bypassed(self, (args, kwargs), output)
+            # From now on backward alone will notice. Comparisons run without checkpoints.
+            self._bypass_looked_for = not session.mode.comparing
+        return output
 
     def _constant_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module on what is the same for all samples: a function of parameters alone, which

@@ -20,7 +20,7 @@ class ParameterReport:
         status: ``"PASS"``, ``"FAIL"``; or not covered: ``"frozen"``, or ``"unused"``, if the loss
             of this batch does not depend on it.
         rule: class of its rule; ``"bare"`` for a parameter that a module without a
-            rule reads itself; ``"sample by sample"`` of one whose forward runs once for each.
+            rule reads itself; ``"sample by sample"`` of a model that runs once for each.
         norms: norm of every sample's gradient, ``B`` numbers; ``oracle_norms`` by the oracle.
         norm_error: largest relative error over the samples.
         sum_error: error of the clipped sum, relative to its largest element.
@@ -88,7 +88,7 @@ _HEADER = (*("parameter", "shape", "rule", "norm", "oracle", "error", "sum error
 
 _RULES = {
     "bare": "read by a module without a rule",
-    "sample by sample": "its module's forward runs once for each sample, which is slow",
+    "sample by sample": "the model runs once for each sample, which is slow",
 }
 
 

@@ -114,12 +114,11 @@ class Flash:
 
     def rules(self) -> dict[str, str]:
         """The rules of the layers that use each parameter, by its name, or what takes it without:
-        ``"bare"`` use by its module, or ``"sample by sample"``."""
+        ``"bare"`` use by its module, or, without taps, ``"sample by sample"``."""
         names = {param: name for name, param in self.params.items()}
         found: dict[str, list[str]] = {name: [] for name in self.params}
         for tap in self.module._taps.all if self.has_taps else ():
-            without = "sample by sample" if tap.loops else "bare"
-            rule = without if tap.rule is None else type(tap.rule).__name__
+            rule = "bare" if tap.rule is None else type(tap.rule).__name__
             for owner in () if isinstance(tap, RootForward) else tap.owners:
                 for param in owner.parameters(recurse=False):
                     found[names[param]].append(rule)

@@ -5,7 +5,9 @@ Shape suffixes: ``B`` samples, ``L`` queries, ``S`` keys, ``E`` features, ``H`` 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -149,6 +151,31 @@ class MultiheadAttentionRule(Rule):
             for G, weight, wanted in zip(grads, weights, needs.inputs, strict=True)
         )
         return grad_inputs, factors
+
+
+def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """``F.multi_head_attention_forward`` by the functions that the rule is made of, each of which
+    has a factor."""
+    bound = _ATTENTION.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    rule = MultiheadAttentionRule()
+    layer: Any = SimpleNamespace(**given)  # what the rule reads of a layer
+    layer.batch_first, layer.dropout = True, given["dropout_p"]
+    layer.out_proj = lambda x: F.linear(x, given["out_proj_weight"], given["out_proj_bias"])
+    if given["use_separate_proj_weight"]:
+        layer.in_proj_weight = None
+    named = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
+    output, weights = rule.call(
+        layer,
+        lambda *inputs: rule.forward(layer, *inputs)[0],
+        tuple(given[name].transpose(0, 1) for name in ("query", "key", "value")),
+        {name: given[name] for name in named},
+    )
+    return output.transpose(0, 1), weights
+
+
+_ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 
 @register_rule(NonDynamicallyQuantizableLinear)

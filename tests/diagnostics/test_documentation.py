@@ -32,7 +32,6 @@ from tests.diagnostics.test_prose import DIALECT
 from tests.support.errors import raises
 from tests.support.models import Wrapped
 from tests.support.pages import ROOT, block
-from tests.support.uses import Scaling
 
 # -- a rule of one's own, as docs/layers.md shows it ----------------------------------------------
 
@@ -277,7 +276,7 @@ class Gated(nn.Module):
         self.head = nn.Linear(3, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(Scaling.apply(self.norm(x), self.block["gate"].bias))
+        return self.head(self.norm(x) * self.block["gate"].bias)
 
 
 def test_the_lines_on_the_page_of_errors_work(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_a_router_in_fp32_inside_a_model_in_float64() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:experts")
-def test_a_gate_with_parameters_runs_sample_by_sample() -> None:
+def test_a_gate_with_parameters_is_refused_and_exact_one_by_one() -> None:
     """As many rows as samples, sorted by expert: nothing but the gate's parameter tells."""
 
     class Learned(Plain):
@@ -314,7 +314,9 @@ def test_a_gate_with_parameters_runs_sample_by_sample() -> None:
             self.act_fn = nn.PReLU()
 
     learned = use_experts_implementation(type("Learned", (Learned,), {"forward": Plain.forward}))
-    check_by_autograd(block(learned, k=1), inputs(4, 1), squares)
+    with raises("FC201", match=r'experts \(Learned\)(?s:.*)mode="one_by_one"'):
+        squares(GradSampleModuleFlashClipping(block(learned, k=1)), inputs(4, 1)).backward()
+    check_by_autograd(block(learned, k=1), inputs(4, 1), squares, mode="one_by_one")
 
 
 def test_mixed_lengths_are_refused() -> None:

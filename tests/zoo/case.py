@@ -45,13 +45,11 @@ class ModelCase:
         losses: (model, batch) -> loss of each sample ``[B]``.
         pick: (batch, places) -> these samples of it.
         refused: the code, or codes ("FC201|FC202"), of the error in place of a step.
-        warned: the code of a warning in the first step.
         match: what the error says, as a regular expression.
         gate: the comparison before a first step refuses it; others are refused without that.
         alone: what is refused is exact where samples run one at a time.
         kind: the class of the error.
         without: ways that do not apply.
-        runs_again: its forward runs once more for each sample.
         lengths: to which the second axis of a batch may be cut.
         factors: names of the factors that its ``layer`` keeps.
         always: ways that are tried in every run of the tests.
@@ -65,7 +63,6 @@ class ModelCase:
     pick: Callable[[Batch, Sequence[int]], Batch] = pick
     refused: str = ""
     match: str = ""
-    warned: str = ""
     gate: bool = False
     alone: bool = False
     kind: Kinds = FlashClippingError
@@ -74,7 +71,6 @@ class ModelCase:
     draws: bool = False
     lengths: tuple[int, ...] = ()
     factors: frozenset[str] | set[str] = frozenset()
-    runs_again: bool = False
     tolerance: float = TOLERANCE
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -173,7 +169,7 @@ def _check(
         model.zero_grad(set_to_none=True)
         calls = getattr(model, "calls", 0)
         _step(case, flash if wrapper == "wrapped" else wrapped, batch, weights)
-        if step and not (case.runs_again or outer is Checkpointed or mode == "one_by_one"):
+        if step and not (outer is Checkpointed or mode == "one_by_one"):
             assert getattr(model, "calls", 1) - calls == 1, "its forward runs once in a step"
         if not case.draws or step:
             check_truth(flash, model, truth, bound, case.tolerance)

@@ -263,7 +263,13 @@ EXACT: dict[str, ModelCase] = {
     "heads without a parameter": around(
         heads(False), lambda: {"qkv": nn.Linear(D, 3 * D)}, batch=rows(3, 8, 3)
     ),
-    "columns": around(columns, lambda: {"gain": torch.randn(D)}, batch=rows(3, 8, 3)),
+    "columns": around(
+        columns,
+        lambda: {"gain": torch.randn(D)},
+        batch=rows(3, 8, 3),
+        refused="FC201",
+        alone=True,
+    ),
     "types": around(types("samples first"), mix(lambda: nn.Embedding(2, D))),
     "a mask that Python reads": around(
         mask_that_python_reads,

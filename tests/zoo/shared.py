@@ -170,7 +170,8 @@ TIED: dict[str, ModelCase] = {
         lambda m, ids: m.b(Scaling.apply(m.hidden(m.a(ids)), m.hidden.bias)),
         language,
         batch=ids(),
-        without=("checkpointed", "compiled"),
+        refused="FC140",
+        alone=True,
     ),
     "output of attention in a checkpoint": around(
         attend_recomputed, attending, without=("checkpointed", "compiled", "functorch")

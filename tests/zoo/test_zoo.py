@@ -83,18 +83,6 @@ def test_model_with_a_layer_of_its_own_keeps_the_factors_of_the_parent(name: str
     assert found[kind] == case.factors
 
 
-@pytest.mark.parametrize("name", [name for name, case in EXACT.items() if case.warned])
-def test_model_that_runs_by_sample_warns_once(name: str) -> None:
-    case = EXACT[name]
-    model, batch = case.make()
-    flash = case.wrap(model)
-    with warns(case.warned):
-        case.losses(flash, batch).mean().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        case.losses(flash, batch).mean().backward()
-
-
 def refusals() -> list[object]:
     marks = {True: [], False: [pytest.mark.without_gate]}
     return [pytest.param(name, marks=marks[case.gate], id=name) for name, case in REFUSED.items()]

@@ -276,6 +276,9 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "autograd_function_of_derived": lambda m, x: Scaling.apply(x, m.v.exp()),
     "layer_on_parameters_alone": lambda m, x: x + m.linear(m.square)[0],
+    "in_place_result_dropped": in_place_result_dropped,
+    "written_into": written_into,
+    "written_through_a_view": written_through_a_view,
 }
 
 
@@ -333,12 +336,11 @@ REFUSED_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
-#: Run sample by sample, which is said once.
-WARNED_USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "in_place_result_dropped": in_place_result_dropped,
-    "written_into": written_into,
-    "written_through_a_view": written_through_a_view,
-}
+#: No stand-in can follow a parameter there. Each is exact where samples run one at a time.
+ALONE = ("vmap", "vmap_over_it", "jvp", "grad", "autograd_grad", "autograd_function", "scripted")
+ALONE += ("as_subclass", "copied", "added_in_place", "diagonal", "slices_written", "written_into")
+ALONE += ("past_functions_of_a_childs", "reentrant_arguments", "autograd_function_of_derived")
+ALONE += ("in_place_result_dropped", "written_through_a_view")
 
 
 def dropped_out(m: Any, x: Tensor) -> Tensor:
@@ -349,12 +351,10 @@ def dropped_out(m: Any, x: Tensor) -> Tensor:
 #: What the ways do not run: PyTorch refuses a checkpoint or a compiler around it.
 NOT_INSIDE = ("checkpointed", "compiled")
 WITHOUT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(["grad", "autograd_grad"], NOT_INSIDE),
-    **dict.fromkeys(["checkpointed_arguments", "reentrant_arguments"], NOT_INSIDE),
-    "autograd_function_of_derived": ("checkpointed",),
+    "checkpointed_arguments": NOT_INSIDE,
     **dict.fromkeys(["functional_call", "functional_call_of_computed"], ("compiled",)),
     **dict.fromkeys(["function_of_a_childs_alone", "decomposed"], ("compiled",)),
-    **dict.fromkeys(["past_functions_of_a_childs", "compiled"], ("compiled",)),
+    "compiled": ("compiled",),
     # Its copies of samples, or of a parameter, have another dtype then.
     **dict.fromkeys(["masked_tokens", "scatter", "index_put"], ("autocast",)),
     # Numbers of rows that follow from values, of which none is finite.
@@ -363,15 +363,11 @@ WITHOUT: dict[str, tuple[str, ...]] = {
 
 CASES: dict[str, ModelCase] = {
     **{
-        name: around(
-            use,
-            all_kinds,
-            without=WITHOUT.get(name, ()),
-            runs_again=name in ("grad", "autograd_grad"),
-        )
+        name: around(use, all_kinds, without=WITHOUT.get(name, ()))
         for name, use in USES.items()
+        if name not in ALONE
     },
-    **{name: around(use, all_kinds, warned="FC150") for name, use in WARNED_USES.items()},
+    **{name: around(USES[name], all_kinds, refused="FC140", alone=True) for name in ALONE},
     **{
         name: around(use, all_kinds, refused="FC101|FC141|FC143", match=match)
         for name, (use, match) in REFUSED_USES.items()

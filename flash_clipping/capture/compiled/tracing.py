@@ -62,7 +62,7 @@ def kind_of(tap: Tap) -> tuple[Kind | None, str]:
             return "samples", ""
         kind = _kind_of_constant(tap) if path in shown.constants else None
         return kind, "" if kind else UNPROVEN
-    if tap.by_function or tap.loops:
+    if tap.by_function:
         return None, "its per-sample gradients are formed outside of compiled code"
     if tap.borrows:
         return None, "it uses parameters that another module owns"

@@ -97,12 +97,6 @@ class Knowledge:
             self.unreached.add(name)
             self.note_parts({name})
 
-    def note_loop(self, name: str) -> None:
-        """This module runs sample by sample: what it is called with is samples."""
-        self.forget([name])
-        self.laid_out.discard(name)
-        self.proven.add(name)
-
     def note_laid_out(self, name: str, key: str, layouts: Collection[Layout]) -> None:
         """Samples lie so in this layer, or in this use of its parameters (``key``)."""
         self.laid_out.add(name)

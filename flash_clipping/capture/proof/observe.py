@@ -60,7 +60,6 @@ def observe(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, list[Find
             and the same for all of them by turns.
     """
     shown, corrected = subject.session.known, set[Read]()
-    loops = {tap: tap.loops for tap in taps_of(subject.root)}
     while True:  # until no answer that was taken from sizes is wrong: each is corrected once
         try:
             small, whole, other = _look(subject, runs, seed)
@@ -77,8 +76,6 @@ def observe(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, list[Find
                 f"samples over the batch, x.expand(batch_size, ...).{ONE_BY_ONE}"
             )
         corrected |= wrong
-        for tap in loops:
-            tap.loops = loops[tap]  # what did not serve may have been given a wrong answer
         # Layers behind them have read something else.
         shown.forget({*shown.reads} - {path for path, *_ in corrected})
     if other is not None:

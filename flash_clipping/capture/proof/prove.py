@@ -79,8 +79,7 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
 
 
 def _confirm(subject: Subject, findings: Sequence[Finding]) -> None:
-    """Let the oracle confirm where samples lie in what these layers read. Modules without a rule
-    run sample by sample if it does not.
+    """Let the oracle confirm where samples lie in what these layers read.
 
     Raises:
         FlashClippingError: it does not.
@@ -90,35 +89,26 @@ def _confirm(subject: Subject, findings: Sequence[Finding]) -> None:
     if not session.proof.has_oracle:
         raise FlashClippingError(refusal(findings, batch_first))
     saved = session.known
-    taps = taps_of(subject.root)
-    unruled = [t for t in taps if t.path in paths and t.rule is None and not t.loops]
-    whys: dict[str, None] = {}
-    for loops in (False, True) if unruled else (False,):
-        session.known = saved.copied()
-        for tap in unruled if loops else ():
-            tap.loops = True
-            session.known.note_loop(tap.path)
-        try:
-            # The proof that follows looks at the other half of the samples.
-            table = examine(subject, audit=1)
-            found = [*table.unfit.values(), *table.losses.values()]
-            # Of a loss alone norms are compared, so that a row for each sample needs more.
-            of_values = any(finding.of_values for finding in findings)
-            if table.outputs or (table.fit_losses and not of_values):
-                lost = _not_shown(subject, taps, paths, table)
-                if not lost:
-                    return
-                found = [
-                    f"{', '.join(lost)}: no output of the model that has a row for each sample "
-                    "shows where gradients of what is read here go. Return what the loss is "
-                    "computed from, with a row for each sample."
-                ]
-            whys = {**whys, **dict.fromkeys(found)}
-        except (ModelsOwnError, FlashClippingError, torch.OutOfMemoryError):
-            pass
+    whys: list[str] = []
+    session.known = saved.copied()
+    try:
+        # The proof that follows looks at the other half of the samples.
+        table = examine(subject, audit=1)
+        whys = [*table.unfit.values(), *table.losses.values()]
+        # Of a loss alone norms are compared, so that a row for each sample needs more.
+        of_values = any(finding.of_values for finding in findings)
+        if table.outputs or (table.fit_losses and not of_values):
+            lost = _not_shown(subject, taps_of(subject.root), paths, table)
+            if not lost:
+                return
+            whys = [
+                f"{', '.join(lost)}: no output of the model that has a row for each sample shows "
+                "where gradients of what is read here go. Return what the loss is computed from, "
+                "with a row for each sample."
+            ]
+    except (ModelsOwnError, FlashClippingError, torch.OutOfMemoryError):
+        pass
     session.known = saved
-    for tap in unruled:
-        tap.loops = False
     # Without their lines to paste: the last line is the one that helps.
     found = [why.partition("\n    ")[0] for why in whys]
     raise FlashClippingError(refusal(findings, batch_first, found))

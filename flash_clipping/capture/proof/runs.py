@@ -216,20 +216,15 @@ class Runs:
         given: tuple[tuple[Any, ...], dict[str, Any]],
         places: Sequence[int],
         take: Callable[[Forward], T],
-        again: bool = False,
         **options: Any,
     ) -> T:
         """What is taken from a forward on a batch; arguments as of :meth:`_run`, errors as of
         :meth:`look`."""
-        epoch = self.session.proof.epoch
         try:
             return self._run(given, places, take, **options)
         except ModelsOwnError as error:
             if not options.get("taps"):
                 raise
-            by_sample = self.session.proof.epoch != epoch  # one has begun to run sample by sample
-            if by_sample and not again:
-                return self.run(given, places, take, again=True, **options)
             self._run(given, places, take, **{**options, "taps": False})
             raise _of_taps(error) from error.__cause__
 

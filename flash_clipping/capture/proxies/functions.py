@@ -80,7 +80,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if transforms_are_active():
         raise UnsupportedUse(tap, f"{name} inside a transform of torch.func (vmap, grad, jvp, ...)")
     if any([bare.requires_grad and not bare.value.requires_grad for bare in bares]):
-        raise UnsupportedUse(tap, "a re-entrant checkpoint returned what is computed from it alone")
+        found = "a re-entrant checkpoint, or another torch.autograd.Function, returned what is "
+        raise UnsupportedUse(tap, f"{found}computed from it alone")
     if torch.is_grad_enabled() and not any([bare.requires_grad for bare in bares]):
         return called(func, leaves, spec)  # all were computed with gradients off
     if name == "backward":

@@ -35,6 +35,7 @@ from flash_clipping.factors import (
     accumulation_dtype,
 )
 from flash_clipping.ops.runtime.backend import full_precision
+from flash_clipping.rules.attention import multi_head_attention
 
 #: What holds no other arguments. Most functions get nothing else, and small layers wait for the
 #: host: opening containers that are not there took it as long as the function itself.
@@ -376,6 +377,8 @@ class ParameterProxy(torch.Tensor):
     ) -> Any:
         if any(getattr(kind, "inside_regions", False) for kind in types):
             return NotImplemented  # it refuses what is not inside its region
+        if func is F.multi_head_attention_forward:
+            return multi_head_attention(*args, **kwargs or {})
         if func in _CELLS and not kwargs:
             return _CELLS[func](*args)
         with plain_functions():

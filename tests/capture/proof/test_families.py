@@ -20,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ("PerceiverForMaskedLM", "right"),
         ("Qwen2VLForConditionalGeneration", "right"),
         ("SwitchTransformersForConditionalGeneration", "left"),
-        ("TimesformerForVideoClassification", "whole"),
         ("ViltForQuestionAnswering", "right"),
         ("WavLMForCTC", "whole"),
     ],

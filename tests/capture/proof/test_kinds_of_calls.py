@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.coverage import VALUES
 from flash_clipping.diagnostics import check
-from tests.support.autograd import check_by_autograd, squares
 from tests.support.errors import raises
-from tests.support.uses import Scaling
 
 B, K = 4, 6
 
@@ -237,44 +233,3 @@ def test_inputs_of_dtypes_that_have_few_operations_are_looked_at(dtype: torch.dt
     model = nn.Sequential(Counts(), nn.Softmax(0))
     with raises("FC202|FC210", match="output 0: the outputs of a sample change"):
         GradSampleModuleFlashClipping(model)(torch.randint(0, 8, (B, K)).to(dtype)).sum().backward()
-
-
-class ScaledByFunction(nn.Module):
-    """Its parameter goes to an autograd function, where no stand-in follows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vector = nn.Parameter(torch.randn(K))
-
-    def forward(self, x: Tensor) -> Any:
-        return Scaling.apply(x, self.vector)
-
-
-class InCheckpoint(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.scaled, self.last = nn.Linear(K, K), ScaledByFunction(), nn.Linear(K, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.scaled, self.first(x), use_reentrant=False))
-
-
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-def test_a_look_goes_on_where_a_module_begins_to_run_sample_by_sample(mode: str) -> None:
-    """A checkpoint, which it began in, would be run again otherwise than at first."""
-    torch.manual_seed(0)
-    check_by_autograd(InCheckpoint().double(), (torch.randn(B, K).double(),), squares, mode=mode)
-
-
-class DropsAndScales(ScaledByFunction):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(F.dropout(x, 0.3))
-
-
-def test_a_module_that_runs_sample_by_sample_may_drop_features() -> None:
-    """It draws once for each sample, the model by itself once for all."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(K, K), DropsAndScales(), nn.Linear(K, 2)).double()
-    flash = GradSampleModuleFlashClipping(model)
-    flash(torch.randn(B, K).double()).square().sum().backward()
-    assert flash.get_norm_sample().shape == (B,)
