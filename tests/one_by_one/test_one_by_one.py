@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -869,7 +870,8 @@ def test_a_list_of_images_says_how_many_they_are(entries: int) -> None:
     images = [torch.randn(3, 4, 4) for _ in range(entries)]
     with raises("FC182", match=f"{entries} samples or 3") as error:
         wrapped(images)
-    exec(str(error.value).splitlines()[1].strip(), {"model": wrapped})
+    (line,) = re.findall(r"^ +model.*", str(error.value), flags=re.MULTILINE)
+    exec(line.strip(), {"model": wrapped})
     wrapped(images).square().sum().backward()
     assert wrapped.get_norm_sample().shape == (entries,)
 
