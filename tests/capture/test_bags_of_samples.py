@@ -17,8 +17,6 @@ from tests.support.errors import raises
 from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
-pytestmark = pytest.mark.without_gate
-
 
 class Ragged(nn.Module):
     """Called with the ids of all samples end to end."""

@@ -14,8 +14,6 @@ from tests.support.errors import raises
 from tests.zoo.declared import Experts, declared, outside, right, two_layers
 from tests.zoo.shared import held
 
-pytestmark = pytest.mark.without_gate
-
 
 @pytest.mark.parametrize("T", [1, 4])
 def test_reentrant_checkpoint_inside_of_samples_is_refused(T: int) -> None:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
-from flash_clipping.capture.proxies import operation
 from flash_clipping.factors import EmbeddingBagGrad
 from tests.support.autograd import TOLERANCE, check_truth, truth_of_one_forward
 from tests.support.errors import raises
-from tests.zoo.case import WAYS, ModelCase
+from tests.zoo.case import ModelCase
 from tests.zoo.folded import CASES, FOLDED, RepeatedPositions
 from tests.zoo.shared import rows
-
-pytestmark = pytest.mark.without_gate
 
 WINDOWS = CASES["declared windows"]
 
@@ -56,15 +52,6 @@ def test_declared_windows_through_the_engine_are_samples() -> None:
     )
     WINDOWS.losses(module, batch).mean().backward()
     assert module.get_norm_sample().shape == (3,)
-
-
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-def test_rows_repeated_for_every_sample_go_back_at_once(mode: str) -> None:
-    """As one sample's; by each row it was heads times as often, with gradients of every parameter
-    for each."""
-    case = CASES["positions repeated for 2 heads, 3 samples"]
-    with mock.patch.object(operation, "_through_rows", side_effect=AssertionError):
-        WAYS[mode](case)
 
 
 CHANGES: dict[str, Callable[[Tensor], Any]] = {

@@ -17,7 +17,7 @@ from tests.support.autograd import check_truth
 from tests.support.errors import raises
 from tests.support.oracle import Truth
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.without_gate]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: Of every sample, the patches of each of its images, down and across; 4 become one token.
 Sizes = Sequence[Sequence[tuple[int, int]]]

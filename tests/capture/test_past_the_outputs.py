@@ -16,9 +16,6 @@ from tests.support.models import CASES as CASES_of_input_gradients, Case
 from tests.support.oracle import assert_close, per_sample_truth
 from tests.zoo.outputs import CASES, CLOSED
 
-pytestmark = pytest.mark.without_gate
-
-
 B, D = 4, 6
 
 

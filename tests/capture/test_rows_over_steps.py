@@ -19,8 +19,6 @@ from tests.support.uses import D, Holder, make_around
 from tests.support.wrapping import MODES
 from tests.zoo.rows import CASES, OTHER, mix
 
-pytestmark = pytest.mark.without_gate
-
 
 class Around(nn.Module):
     """``inner`` between two layers that have the batch first."""

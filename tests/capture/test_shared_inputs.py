@@ -14,8 +14,6 @@ from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.oracle import assert_close, per_sample_truth
 from tests.zoo.attention import USES, Readers, all_of_them, first_unused, one_twice, reading
 
-pytestmark = pytest.mark.without_gate
-
 
 def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return model(*batch).square().flatten(1).sum(1)

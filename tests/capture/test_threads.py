@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.errors import raises
 
-pytestmark = pytest.mark.without_gate
-
 
 class Gate:
     """Lets another thread run where it stands."""

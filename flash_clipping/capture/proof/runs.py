@@ -345,7 +345,7 @@ class Runs:
         # Small ones of one shape together: each operator costs the host as much as a large one.
         groups: dict[Any, dict[int, Tensor]] = {}
         for n, g in grads.items():
-            if g is None:
+            if g is None or not g.numel():
                 continue
             g = g.detach() if g.layout == torch.strided else g.detach().to_dense()
             g = g.reshape(-1, g.shape[-1]) if g.dim() else g.view(1, 1)
