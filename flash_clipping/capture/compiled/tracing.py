@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +39,6 @@ from flash_clipping.capture.proxies.parameter_proxy import circumstances
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.rules.registry import UnsupportedLayer
 
-if TYPE_CHECKING:
-    from flash_clipping.capture.tap import Tap
-
 #: Of regions that run now, by the key of their model's session: the calls of each tap, by its
 #: number, and all wires, as a layout has them. Global, as Dynamo takes tensors that are reached
 #: through a module of PyTorch's to be of one shape for good.
@@ -50,7 +47,7 @@ ACTIVE: dict[int, tuple[Sequence[Any], Sequence[Tensor]]] = {}
 NOT_ONE_TENSOR = "it was called with something else than one tensor that has a batch axis"
 
 
-def kind_of(tap: Tap) -> tuple[Kind | None, str]:
+def kind_of(tap: Any) -> tuple[Kind | None, str]:
     """What was shown of what a layer reads, or why it can have no wires."""
     shown, rule, path = tap.session.known, tap.rule, tap.path
     if rule is not None:
@@ -75,12 +72,12 @@ def kind_of(tap: Tap) -> tuple[Kind | None, str]:
     return ("own", "") if shown.proven else (None, UNPROVEN)
 
 
-def _has_rows(tap: Tap) -> bool:
+def _has_rows(tap: Any) -> bool:
     """Whether what meets its parameters has a row for each sample, if it has samples."""
     return not (tap.folded or tap.session.options.batch_axis)
 
 
-def _kind_of_constant(tap: Tap) -> Kind | None:
+def _kind_of_constant(tap: Any) -> Kind | None:
     """That of a layer with a rule which reads what is the same for all samples."""
     if _has_rows(tap) and rule_of(tap).works_by_position(tap.layer):
         return "same for all"
@@ -157,7 +154,7 @@ def _note_misfit() -> bool:
     return True
 
 
-def traced_call(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def traced_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tapped layer while Dynamo traces it: on its wires, or between two graphs."""
     if not torch.is_grad_enabled():
         return tap.original(*args, **kwargs)
@@ -188,7 +185,7 @@ def _only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
 
 
 def _on_wires(
-    tap: Tap, slot: Slot, wires: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any, slot: Slot, wires: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
     """Whether a call is what the region has learned, and the layer's output on its wires."""
     params = [param for _, _, param in _own_parameters(tap)]
@@ -217,7 +214,7 @@ def _on_wires(
 
 
 def _inside_of_boundary(
-    tap: Tap, slot: Slot, wires: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any, slot: Slot, wires: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
     """The same of a layer that is cut over processes: wires are of this process's part."""
     layer, fits = tap.layer, []
@@ -239,7 +236,7 @@ def _inside_of_boundary(
     return fits[0], output
 
 
-def _own_parameters(tap: Tap) -> list[tuple[Any, str, Any]]:
+def _own_parameters(tap: Any) -> list[tuple[Any, str, Any]]:
     """Those that a module computes with itself and that are trainable, and where they are."""
     return [
         (owner, name, param)
@@ -250,7 +247,7 @@ def _own_parameters(tap: Tap) -> list[tuple[Any, str, Any]]:
 
 
 def _on_own_parameters(
-    tap: Tap, rows: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    tap: Any, rows: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The module's own forward, with its parameters as what is the same for all samples.
 
@@ -267,7 +264,7 @@ def _on_own_parameters(
 
 
 @never_compiled
-def by_itself(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def by_itself(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer as it is uncompiled, with all that it calls."""
     session = tap.session
     if session.options.layers_are_cut:
@@ -289,7 +286,7 @@ def by_itself(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # -- what runs before ------------------------------------------------------------------------------
 
 
-def noted_call(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def noted_call(tap: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The layer's own forward, while a region learns what its layers leave."""
     if tap.number < 0 or not tap.trainable()[1]:
         return tap.original(*args, **kwargs)
@@ -304,7 +301,7 @@ def noted_call(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _noted_call(
-    tap: Tap,
+    tap: Any,
     layer: Any,
     original: Callable[..., Any],
     args: tuple[Any, ...],
@@ -340,7 +337,7 @@ def _noted_call(
     return original(*args, **kwargs)
 
 
-def _noted_own_call(tap: Tap, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _noted_own_call(tap: Any, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module that uses its parameters itself, and may be called again inside."""
     params = [param for _, _, param in _own_parameters(tap)]
     forms, metas = forms_of_parameters(params, layout.batch_size)
