@@ -214,8 +214,8 @@ class Samples:
         Args:
             order: the number of the sample in each place.
             extreme: places whose samples are changed: floats are 100 times as large, some with the
-                other sign. Where none is negative they may be indices or probabilities, of which a
-                GPU ends the process: they are the largest or the smallest that a sample has there.
+                other sign. On a GPU, or where none is negative (indices, probabilities), they are
+                the largest or the smallest that a sample has there.
                 Integers, and masks (no entries but 0 and 1), stay.
             sparse: places whose samples have a quarter of their labels, and of what masks count.
             shorter, left: places whose samples are cut to this part, one entry at least: integers
@@ -327,7 +327,8 @@ class Samples:
         dtype, number = x.dtype, torch.arange(row.numel(), device=x.device).view(row.shape)
         if dtype.itemsize == 1:  # of which PyTorch has few operations
             x, row = x.float(), row.float()
-        if not bool((x < 0).any()):
+        # A GPU ends the process of a model that makes indices of floats that are out of range.
+        if x.is_cuda or not bool((x < 0).any()):
             return torch.where(number % 4 > 0, x.amax(axis), x.amin(axis)).to(dtype)
         # Some with the other sign: what compares entries with a threshold chooses others.
         return (row * torch.where(number % 4 == 0, -FAR, FAR).to(x.dtype)).to(dtype)
