@@ -232,7 +232,7 @@ def fail_at_operators(
                 if remember:
                     remembered.append(error)
         if not raised:
-            # vmap takes an error for one of its own, and runs the module sample by sample.
+            # vmap takes an error for one of its own, and the function goes sample by sample.
             shown = None
             for name, value in trainer.state().items():
                 torch.testing.assert_close(value, expected[name])
