@@ -62,7 +62,8 @@ def test_operation_of_every_size_returns_what_float64_says_and_repeats_its_bits(
             expected = case.dtype if is_rounded else wide
             assert result.dtype == expected or op.any_dtype, shapes
         assert all(torch.equal(x, y) for x, y in zip(operands, before, strict=True)), shapes
-        if op.repeats_bits(case):
+        is_slow = case.backend == "triton" and case.device == "cpu"  # the interpreter
+        if op.repeats_bits(case) and (not is_slow or shapes in (op.shapes[0], op.shapes[-1])):
             with monkeypatch.context() as patch:
                 poison_new_memory(patch)
                 again = run(op, case, operands, coef_B)
@@ -121,7 +122,8 @@ def test_sample_of_coefficient_zero_adds_nothing_whatever_it_holds(op: OpCase, c
         clean = op.operands(case, shapes)
         coef_B = torch.rand(len(clean[0]), device=case.device) + 0.1
         coef_B[1] = 0
-        for poisoned in (*([number] for number in range(len(clean))), range(len(clean))):
+        alone = [[number] for number in range(len(clean))] if shapes == op.shapes[0] else []
+        for poisoned in (*alone, range(len(clean))):
             operands = [x.clone() for x in clean]
             for number in poisoned:
                 operands[number][1] = torch.inf
