@@ -113,7 +113,7 @@ def recomputed(reentrant: bool, inside: bool) -> Callable[[Any, Tensor], Tensor]
     return use
 
 
-SHAPES = {"": (3, 5, 3), ", T is B": (5, 5, 3), ", one": (1, 5, 3), ", alone": (4, 1, 3)}
+SHAPES = {"": (3, 5, 3), ", T is B": (5, 5, 3), ", one": (1, 5, 3)}
 
 #: The kernel of a CPU for a norm of bf16 with a weight of fp32 does not go backward under ``vmap``.
 THROUGH_A_NORM = ("row", "mean", "vector", "through layers", "buffer", "mean of a buffer")

@@ -11,7 +11,7 @@ CASES: dict[str, ModelCase] = {
         model.batch,
         model.loss,
         options={"strict": False},
-        always=("two_pass", "units"),
+        always=("units",),
     )
     for name, model in MODELS.items()
 }
