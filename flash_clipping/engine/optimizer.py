@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -172,10 +173,12 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         plain = [p for p in self.params if type(p.data) is Tensor and p.is_cuda]
         if not plain or self.correlated is not None or self.noise_grid == "exact":
             return
-        sums = [p.new_zeros(1, dtype=accumulation_dtype(p.dtype)) for p in map(self._own, plain)]
-        draw = Draw(bytes(32), Purpose.NOISE, 0, self._rounds(sums))  # of no stream: never launched
         dtypes, grid = [self._noisy_dtype(p) for p in plain], bool(self.noise_grid)
-        compile_ahead(lambda: noisy_means(sums, 1.0, 1.0, draw=draw, dtypes=dtypes, grid=grid))
+        for start in (0, 1):  # sums may lie on multiples of 16 bytes, or not
+            sums = [self._own(p).new_zeros(2, dtype=accumulation_dtype(p.dtype)) for p in plain]
+            sums = [x[start:] for x in sums]
+            draw = Draw(bytes(32), Purpose.NOISE, 0, self._rounds(sums))  # never launched
+            compile_ahead(partial(noisy_means, sums, 1.0, 1.0, draw=draw, dtypes=dtypes, grid=grid))
 
     @staticmethod
     def check_alone(module: GradSampleHooksFlashClipping, optimizer: optim.Optimizer) -> None:
