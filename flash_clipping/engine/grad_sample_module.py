@@ -98,6 +98,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             refuses all buffers of trainable layers; here constants pass.
         force_functorch: use no rules: every function goes backward separately for each
             sample, under ``torch.func.vmap``. Exact, and slow.
+        use_ghost_clipping: accepted, as Opacus has it; norms are exact either way.
         max_grad_norm: clipping bound ``C``; a list with one bound per trainable parameter for
             ``clipping="per_layer"``.
         kernels: what computes (:class:`~flash_clipping.Kernels`).
@@ -135,6 +136,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         loss_reduction: Reduction = "mean",
         strict: bool = True,
         force_functorch: bool = False,
+        use_ghost_clipping: bool = True,
         max_grad_norm: float | Sequence[float] = 1.0,
         kernels: Kernels | None = None,
         mode: Mode = "one_pass",
@@ -184,6 +186,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             loss_reduction=loss_reduction,
             strict=strict,
             force_functorch=force_functorch,
+            use_ghost_clipping=use_ghost_clipping,
             max_grad_norm=max_grad_norm,
         )
         if self.cuda_graphs == "auto":

@@ -75,6 +75,7 @@ class WrapperOptions(ModelOptions, total=False):
     kernels: Kernels | None
     unit: Documents | None
     force_functorch: bool
+    use_ghost_clipping: bool
     max_grad_norm: float | Sequence[float]
     clipping: Clipping
 

@@ -267,6 +267,8 @@ class Samples:
             if not self._is_list(leaf):
                 return leaf
             taken = [leaf[b] for b in order]
+            for place in extreme:
+                taken[place] = map_tensors(_far, taken[place])
             return type(leaf)(taken)
 
         def cut(part: Any) -> Any:
@@ -332,6 +334,11 @@ class Samples:
             return torch.where(number % 4 > 0, x.amax(axis), x.amin(axis)).to(dtype)
         # Some with the other sign: what compares entries with a threshold chooses others.
         return (row * torch.where(number % 4 == 0, -FAR, FAR).to(x.dtype)).to(dtype)
+
+
+def _far(x: Tensor) -> Tensor:
+    """A tensor of one sample of a list, with nothing beside it that tells a range."""
+    return x * FAR if x.is_floating_point() and not x.is_cuda else x
 
 
 def _sparse(x: Tensor, row: Tensor, is_labels: bool) -> Tensor:
