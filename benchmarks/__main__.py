@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import certificate, memory, plot, report, step, survey, tables, trainer
-from benchmarks.lab import compiles, sharded, versions, walk
+from benchmarks.lab import hostwork, sharded, versions, walk
 from benchmarks.ops import hyper_connections, kernels, noise, product_key
 from benchmarks.options import UsageError, check_device
 
@@ -22,7 +22,7 @@ _OPS = (kernels, hyper_connections, product_key, noise)
 COMMANDS: tuple[Any, ...] = (
     *(step, memory, trainer, tables, plot, report, survey, certificate),
     *(module.BENCH for module in _OPS),
-    *(compiles, walk, sharded, versions),
+    *(hostwork, walk, sharded, versions),
 )
 
 

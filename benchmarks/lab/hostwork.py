@@ -1,17 +1,29 @@
-"""``compiles``: how many kernels the first step of a model asks Triton for on a Hopper GPU: what is
-compiled on a machine that has compiled nothing. Nothing is compiled, and references do the work.
+"""``hostwork``: what a private step costs the host, without the kernels.
 
-``no_kernels`` leaves kernels out on a CPU: every Triton launch is replaced by the look-up that
-finds its kernel, and the rest of a step is the host's work on the way that a GPU takes. Results of
-such a step are wrong, as nothing is computed; its gradients are never used.
+Small models wait for the host. On a CPU, every Triton launch is replaced by the look-up that finds
+its kernel; the rest of a step is the host's work on the way that a GPU takes. Figures: processor
+time of forward and backward beside the plain model's; that of the first step, which shows who is a
+sample, over a later one's, both with PyTorch's kernels; and calls per trainable layer, by the part
+of the library that makes them (as cProfile counts: Python functions and built-in ones, by their
+callers; calls that ``ops/`` makes are not counted).
+
+Results of such a step are wrong, as nothing is computed; its gradients are never used.
+
+``--kernels`` counts the kernels that a first step asks Triton for on a Hopper GPU: what is compiled
+on a machine that has compiled nothing. Nothing is compiled, and references do the work.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import importlib
 import os
+import pstats
+import statistics
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
@@ -26,14 +38,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+import flash_clipping
 from benchmarks import models
 from benchmarks.environment import describe
 from benchmarks.options import DTYPES, UsageError
 from benchmarks.records import write_json
-from benchmarks.survey.inputs import Inputs, image
+from benchmarks.survey.inputs import Inputs, image, text, text_to_text
 from benchmarks.survey.kinds import Kind
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof.gate import Gate
+
+#: Calls that these make are counted.
+PARTS = ("capture", "rules", "factors", "finish", "engine")
+
+LIBRARY = Path(flash_clipping.__file__).parent
 
 #: A model, and what it is called with.
 Model = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
@@ -55,7 +73,20 @@ def _named(name: str) -> Model:
     return workload.build(), (inputs,), {}
 
 
-#: Models beside those of :mod:`benchmarks.models`: attention, then
+#: Small models with as many layers as those that they are named after, or half of them.
+MODELS: dict[str, Callable[[], Model]] = {
+    "bert": partial(_kind, "BertForSequenceClassification", text(), num_hidden_layers=12),
+    "smollm": partial(
+        _kind, "LlamaForCausalLM", text(), num_hidden_layers=12, tie_word_embeddings=True
+    ),
+    "t5": partial(
+        _kind, "T5ForConditionalGeneration", text_to_text(), num_layers=6, num_decoder_layers=6
+    ),
+    "qwen3-moe": partial(_kind, "Qwen3MoeForCausalLM", text(), num_hidden_layers=6),
+    "wrn": partial(_named, "wrn-tiny"),
+}
+
+#: Models whose kernels are counted, beside those of :mod:`benchmarks.models`: attention, then
 #: convolutions up to the image's size.
 WIDE: dict[str, Callable[[], Model]] = {
     "dpt": partial(
@@ -79,11 +110,24 @@ WIDE: dict[str, Callable[[], Model]] = {
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "compiles", help="count the kernels that a first step compiles", description=__doc__
+        "hostwork",
+        help="count what a private step costs the host, with kernels left out",
+        description="Processor time of a step beside the plain model's and calls per trainable "
+        "layer, on a CPU with stubbed kernels.",
     )
-    parser.add_argument("models", nargs="+", choices=(*WIDE, *models.NAMES), metavar="MODEL")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts here")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        choices=(*WIDE, *models.NAMES),
+        metavar="MODEL",
+        help="count the kernels of these models instead: "
+        f"{', '.join(WIDE)}, or what `step --model` takes",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of --kernels")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each that are timed")
+    parser.add_argument("--calls", type=int, default=0, metavar="N", help="list the N most called")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.set_defaults(run=run)
 
 
@@ -113,6 +157,62 @@ def _loss(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) ->
     output = model(*args, **kwargs)
     tensor: Tensor = output if isinstance(output, Tensor) else output[0]
     return tensor.flatten(1).square().mean(1).mean()
+
+
+def _step(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+    model.zero_grad(set_to_none=True)
+    _loss(model, args, kwargs).backward()
+
+
+def measure(name: str, steps: int) -> tuple[dict[str, Any], Counter[str]]:
+    """Figures of one model, and the functions that its step calls most, per trainable layer."""
+    torch.manual_seed(0)
+    plain, *batch = MODELS[name]()
+    torch.manual_seed(0)
+    both = {"plain": plain, "private": GradSampleModuleFlashClipping(MODELS[name]()[0])}
+    _step(plain, *batch)
+    with_kernels: list[float] = []  # of the first step, in which all is proven, and later ones
+    for _ in range(6):
+        start = time.process_time()
+        _step(both["private"], *batch)
+        with_kernels.append(time.process_time() - start)
+    times: dict[str, list[float]] = {key: [] for key in both}
+    with no_kernels():
+        for number in range(steps + 4):
+            for key, model in both.items():
+                start = time.process_time()
+                _step(model, *batch)
+                if number >= 4:  # plans are made
+                    times[key].append(time.process_time() - start)
+        profile = cProfile.Profile()
+        both["private"].zero_grad(set_to_none=True)
+        profile.enable()
+        _loss(both["private"], *batch).backward()
+        profile.disable()
+    layers = sum(
+        any(p.requires_grad for p in module.parameters(recurse=False)) for module in plain.modules()
+    )
+    by_part: Counter[str] = Counter()
+    by_function: Counter[str] = Counter()
+    for callee, (_, _, _, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        for caller, counts in callers.items():
+            part = _part_of(caller[0])
+            if part is not None:
+                by_part[part] += counts[1]
+                where = f"{Path(caller[0]).relative_to(LIBRARY)}: {caller[2]} -> {callee[2]}"
+                by_function[where] += counts[1]
+    medians = {key: 1e3 * statistics.median(found) for key, found in times.items()}
+    row = {
+        "model": name,
+        "layers": layers,
+        "plain_ms": medians["plain"],
+        "private_ms": medians["private"],
+        "ratio": medians["private"] / medians["plain"],
+        "first_over_later": with_kernels[0] / statistics.median(with_kernels[2:]),
+        "calls_per_layer": sum(by_part.values()) / layers,
+        "calls_by_part": {part: count / layers for part, count in by_part.most_common()},
+    }
+    return row, Counter({where: round(count / layers, 1) for where, count in by_function.items()})  # type: ignore[misc]
 
 
 class _Hopper:
@@ -205,15 +305,52 @@ def kernels_of(name: str, dtype: torch.dtype) -> Counter[str]:
     return Counter(kernel for kernel, _ in found)
 
 
-def run(options: argparse.Namespace, console: Console) -> int:
+def _count_kernels(options: argparse.Namespace, console: Console) -> int:
     table = Table("model", "kernels", "of these")
     rows = []
-    for name in options.models:
+    for name in options.kernels:
         count = kernels_of(name, DTYPES[options.dtype])
         rows.append({"model": name, "dtype": options.dtype, "kernels": dict(sorted(count.items()))})
         each = ", ".join(f"{kernel} {n}" for kernel, n in sorted(count.items()))
         table.add_row(name, str(count.total()), each)
     console.print(table)
-    where = describe(torch.device("cpu"))
-    write_json(options.json, {"command": options.command, **where, "rows": rows})
+    write_json(options.json, _record(options, rows))
+    return 0
+
+
+def _record(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"command": options.command, **describe(torch.device("cpu")), "rows": rows}
+
+
+def _part_of(file: str) -> str | None:
+    path = Path(file)
+    if not path.is_relative_to(LIBRARY):
+        return None
+    part = path.relative_to(LIBRARY).parts[0]
+    return part if part in PARTS else None
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    if options.kernels:
+        return _count_kernels(options, console)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = []
+    try:
+        for name in options.models:
+            row, functions = measure(name, options.steps)
+            rows.append(row)
+            for where, count in functions.most_common(options.calls):
+                print(f"  {count:6.1f}  {where}", file=sys.stdout)
+    finally:
+        torch.set_num_threads(threads)
+    heads = "model", "layers", "plain ms", "private ms", "ratio", "first step", "calls a layer"
+    table = Table(*heads, "by part")
+    for row in rows:
+        parts = ", ".join(f"{part} {count:.0f}" for part, count in row["calls_by_part"].items())
+        figures = [f"{row[key]:.2f}" for key in ("plain_ms", "private_ms", "ratio")]
+        figures += [f"{row[key]:.0f}" for key in ("first_over_later", "calls_per_layer")]
+        table.add_row(row["model"], str(row["layers"]), *figures, parts)
+    console.print(table)
+    write_json(options.json, _record(options, rows))
     return 0
