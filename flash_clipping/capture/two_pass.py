@@ -144,10 +144,9 @@ class TwoWalks(BackwardPass):
         #: second walk, until all have.
         self.together: Counter[int] = Counter()
         self._awaiting: dict[int, list[PerSampleGrad]] = {}
-        #: By parameters' ``id``: factors that are handled next, and the parameters; and of how many
-        #: elements they may be, less those that are there.
-        self._held: dict[int, PerSampleGrad] = {}
-        self._params: dict[int, nn.Parameter] = {}
+        #: By parameters' ``id``: these, and factors that are handled next; and of how many elements
+        #: they may be, less those that are there.
+        self._held: dict[int, tuple[nn.Parameter, PerSampleGrad]] = {}
         elements = sum(param.numel() for param in session.options.trainable())
         self._most = self._room = max(HELD, elements // PART_HELD)
         #: Squared norms ``[B]`` of what the coefficients leave of each sample, as they were
@@ -275,17 +274,19 @@ class TwoWalks(BackwardPass):
         """Let a factor wait for others."""
         if id(param) in self._held:
             self._handle_held()
-        self._held[id(param)], self._params[id(param)] = factor, param
-        self._room -= sum(x.numel() for x in factor.operands() if isinstance(x, Tensor))
+        self._held[id(param)] = param, factor
+        sizes = [x.numel() for x in factor.operands() if isinstance(x, Tensor)]
+        self._room -= sum(sizes) if sizes else self._most + 1  # it does not say what it holds
         if self._room < 0:
             self._handle_held()
 
     def _handle_held(self) -> None:
         """Take norms of the factors that wait, and in the second walk their clipped sums."""
-        factors, self._held, self._room = self._held, {}, self._most
+        params, plans = [param for param, _ in self._held.values()], self.session.calls.plans
+        factors = {key: factor for key, (_, factor) in self._held.items()}
+        self._held, self._room = {}, self._most
         if not factors:
             return
-        params, plans = [*map(self._params.__getitem__, factors)], self.session.calls.plans
         layout = layout_of_step([*factors], [*factors.values()], params, self.backend)
         if (plan := plans.find(layout)) is None:
             plan = plan_of(factors, params, {key: self.paths[key] for key in factors})
@@ -303,7 +304,7 @@ class TwoWalks(BackwardPass):
 
     def _put_all(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
         for key, grad in zip(keys, grads, strict=True):
-            self._put(self._params[key], grad)
+            self._put(self.params[key], grad)
 
     def _add_left(self, total_B: Tensor | None, blocks: Blocks) -> Tensor | None:
         """Add squared norms ``[B]`` of what the coefficients leave of these gradients."""
@@ -312,8 +313,7 @@ class TwoWalks(BackwardPass):
             one = self.coef.one
             coef_nB = torch.stack([self.coef[key] for key in keys]) if one is None else one
             # What cancels may come out below zero.
-            left_nB = torch.where(coef_nB == 0, 0, coef_nB.square() * sq_nB).clamp(min=0)
-            left_B = left_nB.sum(0)
+            left_B = torch.where(coef_nB == 0, 0, coef_nB.square() * sq_nB).clamp(min=0).sum(0)
             total_B = left_B if total_B is None else total_B.to(left_B.device) + left_B
         return total_B
 

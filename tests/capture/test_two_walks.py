@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
+from flash_clipping.capture.two_pass import TwoWalks
+from flash_clipping.factors import StackedGrad
 from flash_clipping.finish.grouped_factors import GroupedFactors
 
 B, K, C = 6, 5, 1e-3
@@ -114,3 +116,28 @@ def test_norms_that_rounding_leaves_below_zero_are_as_large_as_they_were(
     monkeypatch.setattr(GroupedFactors, "sqnorms", negative)
     flash(torch.randn(B, 3, K)).sum().backward()
     assert flash.get_norm_sample().eq(0).all()
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(K, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x, x.tanh(), x.sin())[0]
+
+
+def test_a_gradient_that_does_not_say_what_it_holds_never_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hold, waits = TwoWalks._hold, []
+
+    def watched(self: Any, param: nn.Parameter, factor: Any) -> None:
+        hold(self, param, factor)
+        if isinstance(factor, StackedGrad):
+            waits.append(bool(self._held))
+
+    monkeypatch.setattr(TwoWalks, "_hold", watched)
+    flash = GradSampleModuleFlashClipping(_Attention(), mode="two_pass")
+    flash(torch.randn(B, 3, K)).sum().backward()
+    assert waits and not any(waits)
