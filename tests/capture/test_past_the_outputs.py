@@ -205,3 +205,23 @@ def test_checkpointed_layers_are_asked_for(reentrant: bool, mode: str) -> None:
     module(x).square().sum(1).mean().backward()
     assert_close(module.get_norm_sample(), truth.norms, 1e-9, "norms")
     assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+def test_parameters_that_backward_does_not_reach_have_sums_of_zeros(mode: str) -> None:
+    """A step adds noise to them as well: whether samples use a layer says something of these."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(D, 2), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.used(x), self.unused(x)
+
+    module = GradSampleModuleFlashClipping(Heads(), mode=mode)  # type: ignore[arg-type]
+    used, _ = module(torch.randn(B, D))
+    used.square().sum().backward()
+    heads = module._module
+    assert all(p.grad is not None and not p.grad.any() for p in heads.unused.parameters())
+    assert all(p.grad is not None and p.grad.any() for p in heads.used.parameters())
