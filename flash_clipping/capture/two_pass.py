@@ -1,9 +1,9 @@
 """``mode="two_pass"``: norms in one backward pass, clipped gradients in a second.
 
 What the root module returns is cut off from the model's own graph. When the gradient of the root's
-outputs arrives, that graph is walked twice: the first time every factor is reduced to norms and
-dropped, the second time to clipped sums. Nothing is kept between layers, and the loss may be
-anything, as both walks start from the same output gradients.
+outputs arrives, that graph is walked twice: the first time factors are reduced to norms and
+dropped, those of a few layers at a time, the second time to clipped sums. The loss may be anything,
+as both walks start from the same output gradients.
 
 Shape suffixes: ``B`` samples, ``P`` parameters.
 """
@@ -118,9 +118,9 @@ class _Call:
 
 
 class TwoWalks(BackwardPass):
-    """The first walk reduces every factor to norms and drops it; the second, once coefficients are
-    known, to clipped sums. Factors of parameters that are used several times are kept until all of
-    a walk's are there: a sample's uses are one gradient.
+    """The first walk reduces factors to norms and drops them, a few at a time; the second, once
+    coefficients are known, to clipped sums. Factors of parameters that are used several times are
+    kept until all of a walk's are there: a sample's uses are one gradient.
 
     What is recomputed in backward may come out otherwise in the second walk. Generators begin both
     walks alike, and norms are taken in both: nothing is released with a larger norm than was
@@ -310,8 +310,8 @@ class TwoWalks(BackwardPass):
         """Add squared norms ``[B]`` of what the coefficients leave of these gradients."""
         assert self.coef is not None
         for keys, sq_nB in blocks:
-            one = self.coef.one
-            coef_nB = torch.stack([self.coef[key] for key in keys]) if one is None else one
+            if (coef_nB := self.coef.one) is None:
+                coef_nB = torch.stack([self.coef[key] for key in keys])
             # What cancels may come out below zero.
             left_B = torch.where(coef_nB == 0, 0, coef_nB.square() * sq_nB).clamp(min=0).sum(0)
             total_B = left_B if total_B is None else total_B.to(left_B.device) + left_B

@@ -168,15 +168,14 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self._module, self._ledger = module, module.running_step
 
     def compile_ahead(self) -> None:
-        """Let a thread compile the kernel that draws noise: it takes seconds, and the first step
-        would wait for it at its end."""
+        """Let a thread compile the kernel that draws noise, which takes seconds."""
         plain = [p for p in self.params if type(p.data) is Tensor and p.is_cuda]
         if not plain or self.correlated is not None or self.noise_grid == "exact":
             return
-        dtypes, grid = [self._noisy_dtype(p) for p in plain], bool(self.noise_grid)
         for start in (0, 1):  # sums may lie on multiples of 16 bytes, or not
-            sums = [self._own(p).new_zeros(2, dtype=accumulation_dtype(p.dtype)) for p in plain]
-            sums = [x[start:] for x in sums]
+            own = map(self._own, plain)
+            sums = [x.new_zeros(2, dtype=accumulation_dtype(x.dtype))[start:] for x in own]
+            dtypes, grid = [*map(self._noisy_dtype, plain, sums)], bool(self.noise_grid)
             draw = Draw(bytes(32), Purpose.NOISE, 0, self._rounds(sums))  # never launched
             compile_ahead(partial(noisy_means, sums, 1.0, 1.0, draw=draw, dtypes=dtypes, grid=grid))
 
@@ -430,7 +429,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _noisy_means(self) -> list[Tensor]:
         std, divisor = self._noise_std(), self._divisor()
         sums, gate = [self._own(summed) for summed in self._sums()], device_checks.gate()
-        shards, dtypes = self._shards(), [self._noisy_dtype(p) for p in self.params]
+        shards, dtypes = self._shards(), [*map(self._noisy_dtype, self.params, sums)]
         rounds = self._rounds(sums)
         if self.correlated is not None:
             found: list[Tensor] = self.correlated.noisy_means(
@@ -491,8 +490,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         """This process's part of each parameter's noise, by number; ``None``: all of it."""
         return None
 
-    def _noisy_dtype(self, p: Tensor) -> torch.dtype:
-        """The dtype of noisy gradients: the parameter's, as optimizers want them."""
+    def _noisy_dtype(self, p: Tensor, summed: Tensor) -> torch.dtype:
+        """The dtype of a noisy sum: the parameter's, as optimizers want it."""
         return p.dtype.to_real()
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
@@ -638,9 +637,9 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
         sums = gated(self._sums(), device_checks.gate())
         self._release([summed / self._divisor() for summed in sums])
 
-    def _noisy_dtype(self, p: Tensor) -> torch.dtype:
+    def _noisy_dtype(self, p: Tensor, summed: Tensor) -> torch.dtype:
         # The other workers' part has no noise of its own: it is not rounded separately.
-        return self._ledger.sums[id(p)].dtype
+        return summed.dtype
 
     def reduce_gradients(self) -> None:
         super().reduce_gradients()  # type: ignore[no-untyped-call]

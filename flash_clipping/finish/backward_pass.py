@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -28,7 +27,7 @@ from flash_clipping.factors import PerSampleGrad, SumGrad, UnitMap, accumulation
 from flash_clipping.finish.clipping import ClipOptions, Coefficients, Doubts
 from flash_clipping.finish.grouped_factors import Blocks, GroupedFactors
 from flash_clipping.finish.plan import Plan, Plans, layout_of_step, plan_of
-from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE, full_precision
+from flash_clipping.ops.runtime.backend import full_precision
 from flash_clipping.ops.runtime.shapes import accumulator
 from flash_clipping.ops.runtime.tables import to_device
 
@@ -258,8 +257,7 @@ class BackwardPass:
         params = self.session.options.trainable()
         self.params = dict(zip(map(id, params), params, strict=True))
         keys = [*map(id, chain.from_iterable(self.used))]
-        backends = os.environ.get(ENVIRONMENT_VARIABLE), self.backend
-        layout = layout_of_step(keys, self.factors, params, *backends, tuple(self.paths))
+        layout = layout_of_step(keys, self.factors, params, self.backend, tuple(self.paths))
         plans = self.session.calls.plans
         plan = plans.find(layout)
         if plan is None:

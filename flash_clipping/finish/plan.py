@@ -8,6 +8,7 @@ tensor of a step.
 from __future__ import annotations
 
 import operator
+import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from flash_clipping._compat import laid_out_like
 from flash_clipping.errors import FlashClippingError
 from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad, SumGrad
 from flash_clipping.ops.rows import WIDE
+from flash_clipping.ops.runtime.backend import ENVIRONMENT_VARIABLE
 from flash_clipping.ops.runtime.shapes import ALIGNMENT, LaunchCache
 
 
@@ -74,8 +76,8 @@ class Layout(NamedTuple):
 class Plans:
     """The plans that were used last, by layout."""
 
-    #: Poisson batches come in this many sizes, or a few more.
-    SIZE = 64
+    #: Poisson batches come in some 64 sizes; ``two_pass`` has a plan for each few layers.
+    SIZE = 256
 
     def __init__(self) -> None:
         self._plans: OrderedDict[Hashable, tuple[Callable[..., bool], Plan]] = OrderedDict()
@@ -133,6 +135,7 @@ def layout_of_step(
         tuple(map(operator.mod, addresses, repeat(ALIGNMENT))),
         tensors[0].shape if tensors else None,
         tuple(map(id, params)),
+        os.environ.get(ENVIRONMENT_VARIABLE),
         *others,
     )
     once.update(zip(map(id, params), params, strict=True))

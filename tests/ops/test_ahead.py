@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import FlashPrivacyEngine
+from flash_clipping import FlashDPOptimizer, FlashPrivacyEngine
+from flash_clipping.engine import optimizer as optimizers
+from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
 from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.launches import launch
 
@@ -55,3 +57,30 @@ def test_nothing_is_done_ahead_where_nothing_is_compiled(monkeypatch: pytest.Mon
         monkeypatch.setattr(backend, "compiles_kernels", lambda: compiles)  # noqa: B023
         backend.compile_ahead(lambda: done.append(backend.only_compiles()))
     assert done == [True] and not backend.only_compiles()
+
+
+@pytest.mark.parametrize("kind", [FlashDPOptimizer, DistributedFlashDPOptimizer])
+def test_noise_is_compiled_before_there_are_sums(
+    monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    dtypes = torch.float32, torch.bfloat16, torch.complex64
+    params = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
+    plain = torch.optim.SGD(params, lr=0.1)
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 4}
+    private, wanted = kind(plain, **given), list[Any]()
+    monkeypatch.setattr(optimizers, "compile_ahead", wanted.append)
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(torch.Tensor, "is_cuda", True)
+        private.compile_ahead()
+    narrow = torch.float32 if kind is DistributedFlashDPOptimizer else torch.bfloat16
+    assert len(wanted) == 2
+    for work in wanted:
+        assert [x.dtype for x in work()] == [torch.float32, narrow, torch.float32]
+
+
+def test_what_fails_ahead_fails_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "compiles_kernels", lambda: True)
+    backend.compile_ahead(lambda: 1 / 0)
+    assert not backend.only_compiles()

@@ -236,13 +236,13 @@ def only_compiles() -> bool:
 
 
 def compile_ahead(work: Callable[[], object]) -> None:
-    """Let a thread compile each kernel that this would launch, and launch none. A kernel that does
-    not compile is met again where it is launched."""
+    """Let a thread compile each kernel that this would launch; launch none, and fail no step."""
     if not compiles_kernels():
         return
     before, _backward.only_compiles = _backward.only_compiles, True
     try:
-        work()
+        with contextlib.suppress(Exception):
+            work()
     finally:
         _backward.only_compiles = before
 
