@@ -35,13 +35,15 @@ from flash_clipping import GraphedStep, Kernels
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods of one comparison have in common."""
+    """What all methods of one comparison have in common. With ``autocast`` weights are fp32, and
+    forward runs under autocast to ``dtype``."""
 
     workload: Workload
     device: torch.device
     dtype: torch.dtype
     optimizer: bool = False
     compile: bool = False
+    autocast: bool = False
     max_grad_norm: float = 1.0
     noise_multiplier: float = 1.0
     seed: int = 0
@@ -53,7 +55,16 @@ class Setting:
             model = self.workload.build()
             if self.workload.lora:
                 model = add_lora(model, self.workload.lora)
-        return model.to(device=self.device, dtype=self.dtype).train()
+        return model.to(device=self.device, dtype=self.weights).train()
+
+    @property
+    def weights(self) -> torch.dtype:
+        """The dtype of parameters."""
+        return torch.float32 if self.autocast else self.dtype
+
+    def mixed(self) -> torch.autocast:
+        """What forward and the loss run under."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.autocast)
 
     def draw(self, number: int) -> list[tuple[Tensor, Tensor]]:
         """That many batches on the device, the same ones at every call."""
@@ -62,7 +73,7 @@ class Setting:
         for _ in range(number):
             inputs, targets = self.workload.draw(generator)
             if inputs.is_floating_point():
-                inputs = inputs.to(self.dtype)
+                inputs = inputs.to(self.weights)
             batches.append((inputs.to(self.device), targets.to(self.device)))
         return batches
 
@@ -125,7 +136,9 @@ class Method(ABC):
         (self._graphed or self._backward)(inputs, targets)
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> None:
-        loss(self.module(inputs), targets).backward()
+        with self.setting.mixed():
+            value = loss(self.module(inputs), targets)
+        value.backward()
 
     def update(self) -> None:
         """Noise and the optimizer's step."""
@@ -209,9 +222,11 @@ class OpacusGhost(_Opacus):
         self.module, self.optimizer, self._criterion, _ = self._make_private(model)
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> None:
-        logits = self.module(inputs)
-        shape = logits.shape if logits.dim() == 3 else None
-        self._criterion(logits.flatten(0, -2), targets.flatten(), shape=shape).backward()
+        with self.setting.mixed():
+            logits = self.module(inputs)
+            shape = logits.shape if logits.dim() == 3 else None
+            value = self._criterion(logits.flatten(0, -2), targets.flatten(), shape=shape)
+        value.backward()
 
     def norms(self) -> Tensor:
         return self.module.get_norm_sample()
@@ -322,6 +337,12 @@ class FlashGraph(Flash):
     graph = True
 
 
+class FlashTwoPassGraph(FlashTwoPass):
+    """The same, replayed."""
+
+    graph = True
+
+
 class FlashAuto(Flash):
     """Flash clipping whose forward and backward are replayed as CUDA graphs, unasked."""
 
@@ -423,6 +444,7 @@ METHODS: dict[str, type[Method]] = {
     "flash-graph": FlashGraph,
     "flash-auto-graphs": FlashAuto,
     "flash-two-pass": FlashTwoPass,
+    "flash-two-pass-graph": FlashTwoPassGraph,
     "opacus-ghost": OpacusGhost,
     "opacus-randomized": OpacusRandomized,
     "opacus-hooks": OpacusHooks,

@@ -55,6 +55,9 @@ def add_setting_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="module.compile(), every method alike",
     )
+    parser.add_argument(
+        "--autocast", action="store_true", help="fp32 weights, forward under autocast to --dtype"
+    )
     parser.add_argument("--optimizer", action="store_true", help="with noise and AdamW")
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--noise-multiplier", type=float, default=1.0)
@@ -119,6 +122,7 @@ def setting(options: argparse.Namespace, model: str, **shape: int | None) -> Set
         dtype=DTYPES[dtype_name(options)],
         optimizer=options.optimizer,
         compile=options.compile,
+        autocast=options.autocast,
         max_grad_norm=options.max_grad_norm,
         noise_multiplier=options.noise_multiplier,
         seed=options.seed,

@@ -244,6 +244,7 @@ def measure(
         save_strategy="no",
         dataloader_num_workers=4 if on_gpu else 0,
         learning_rate=1e-4,
+        max_grad_norm=bound,  # of a batch's gradient, or of a sample's: losses compare
     )
     given = {"model": model, "args": arguments, "train_dataset": data, "data_collator": collate}
     if (options := METHODS[method]) is not None:

@@ -71,6 +71,20 @@ def test_every_method_has_a_row_with_all_its_samples(step: Step, extra: tuple[st
     assert content["rows"][0]["summary"]["ratio"]["median"] == 1.0
 
 
+def test_weights_under_autocast_are_fp32(step: Step) -> None:
+    found = step("nonprivate,flash,opacus-ghost", "--dtype", "bf16", "--autocast")
+    assert found.status == 0, found.printed
+    assert "compared with one sample at a time in fp32" in found.printed
+    parser = argparse.ArgumentParser()
+    options.add_setting_options(parser)
+    arguments = parser.parse_args(["--device", "cpu", "--dtype", "bf16", "--autocast"])
+    setting = options.setting(arguments, "tiny")
+    assert {p.dtype for p in setting.build().parameters()} == {torch.float32}
+    with setting.mixed():
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
 def test_several_models_in_one_run(step: Step) -> None:
     found = step("nonprivate,flash,opacus-ghost", "--model", "tiny", "wrn-tiny")
     assert found.status == 0, found.printed
