@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.measure import PeakMemory, milliseconds
+from benchmarks.measure import PeakMemory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MiB = 2**20
@@ -38,15 +38,3 @@ def test_peak_sees_temporaries_inside_operators(device: str) -> None:
         with memory.measured():
             (values * values).exp_().sum()
     assert memory.peak >= 8 * MiB
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_error_inside_is_not_swallowed(device: str) -> None:
-    with pytest.raises(KeyError), PeakMemory(torch.device(device)):
-        raise KeyError
-
-
-def test_time_covers_the_call() -> None:
-    calls: list[int] = []
-    assert milliseconds(torch.device("cpu"), lambda: calls.append(1)) >= 0.0
-    assert calls == [1]

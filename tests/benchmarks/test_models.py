@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks import convolutional, huggingface, models
 from benchmarks.methods import Setting
 from benchmarks.session import Session
-from benchmarks.workload import Workload, loss
+from benchmarks.workload import Workload
 
 
 @pytest.mark.parametrize("name", models.OWN_NAMES)
@@ -51,49 +51,6 @@ def test_sizes(name: str, millions: float, batch: int, positions: int) -> None:
         parameters = sum(p.numel() for p in workload.build().parameters())
     assert parameters / 1e6 == pytest.approx(millions, rel=1e-3)
     assert (workload.batch, workload.positions) == (batch, positions)
-
-
-def test_batches_are_the_same_at_every_call_and_one_position_apart() -> None:
-    setting = Setting(models.workload("tiny"), torch.device("cpu"), torch.float32)
-    (ids, following), _ = setting.draw(2)
-    assert torch.equal(ids[:, 1:], following[:, :-1])
-    assert torch.equal(ids, setting.draw(1)[0][0])
-
-
-def test_every_build_has_the_same_weights() -> None:
-    setting = Setting(models.workload("tiny"), torch.device("cpu"), torch.float32)
-    for a, b in zip(setting.build().parameters(), setting.build().parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_lora_trains_adapters_of_every_linear_and_nothing_else() -> None:
-    setting = Setting(models.workload("tiny", lora=2), torch.device("cpu"), torch.float32)
-    model = setting.build()
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained
-    assert all(name.endswith(("down.weight", "up.weight")) for name in trained)
-    linears = [m for m in model.modules() if isinstance(m, models.LoRALinear)]
-    assert len(linears) == 8  # q, k, v, out, gate, up, down, head
-    assert len(trained) == 2 * len(linears)
-
-
-def test_checkpointing_changes_nothing_but_memory() -> None:
-    device = torch.device("cpu")
-    plain = Setting(models.workload("tiny"), device, torch.float32)
-    recomputed = Setting(models.workload("tiny", checkpointing=True), device, torch.float32)
-    inputs, targets = plain.draw(1)[0]
-    gradients = []
-    for setting in (plain, recomputed):
-        model = setting.build()
-        loss(model(inputs), targets).backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_overrides() -> None:
-    workload = models.workload("decoder-1", batch=2, seq=16, layers=1)
-    assert (workload.batch, workload.positions) == (2, 16)
 
 
 def test_unknown_names_and_overrides_say_what_to_give() -> None:

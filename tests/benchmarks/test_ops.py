@@ -59,12 +59,6 @@ def test_a_benchmark_measures_each_operation_beside_its_floor(
             assert result["of_floor"] == pytest.approx(result["rate"] / floor["rate"])
 
 
-def test_kernels_tell_what_the_cost_model_loses(run: Run, tmp_path: Path) -> None:
-    run(*small("kernels"), "--json", tmp_path / "found.json")
-    (choice,) = json.loads((tmp_path / "found.json").read_text())["choices"]
-    assert choice["chosen"] in choice["milliseconds"] and choice["regret"] >= 0
-
-
 def test_noise_is_timed_and_looked_at(run: Run, tmp_path: Path) -> None:
     sizes = ["--parameters", "1e4", "--draws", "1e6", "--turns", "1"]
     path = tmp_path / "noise.json"
@@ -94,29 +88,3 @@ def test_a_wrong_result_stops_a_benchmark(
     monkeypatch.setattr(where, what, lambda *args, **kwargs: scaled(right(*args, **kwargs)))
     status, printed = run(*small(name))
     assert status == 1 and words in printed and "nothing is timed" in printed, printed
-
-
-def test_other_experts_than_the_oracles_stop_product_keys(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = product_key.route
-
-    def wrong(*args: Any) -> tuple[Tensor, Tensor]:
-        scores, indices = right(*args)
-        return scores, indices.flip(1)
-
-    monkeypatch.setattr(product_key, "route", wrong)
-    status, printed = run(*small("product-key"))
-    assert status == 1 and "other experts" in printed, printed
-
-
-def test_the_plain_way_chooses_the_same_where_nothing_ties() -> None:
-    x, y = torch.randn(20, 16), torch.randn(20, 16)
-    for ours, plain in zip(product_key.route(x, y, 9), product_key.eager(x, y, 9), strict=True):
-        torch.testing.assert_close(ours, plain)
-
-
-def test_a_shape_has_four_numbers(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("kernels", "--shape", "8,1024")
-    assert "expected 4 positive integers" in capsys.readouterr().err

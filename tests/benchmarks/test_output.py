@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from benchmarks import certificate, models, step, tables
 from benchmarks.lab import versions
 from benchmarks.options import method_names
 from benchmarks.records import Record, Row, summaries
-from benchmarks.report import END, NOISE, PEERS_END, PEERS_START, SENSITIVITY, START
+from benchmarks.report import END, PEERS_END, PEERS_START, START
 from tests.benchmarks.conftest import Run
 from tests.certificate import search
 
@@ -54,13 +53,6 @@ def test_plot_writes_a_png_beside_each_file(results: Path, run: Run) -> None:
     assert run("plot", results / "step.json", "--output", results / "other.png")[0] == 0
     assert (results / "other.png").exists()
     assert run("plot", results / "nothing.json")[0] == run("plot", results / "memory.json")[0] == 2
-
-
-def test_plot_draws_rows_without_numbers(tmp_path: Path, run: Run) -> None:
-    rows = [Row("nonprivate", "m", 1, 1, milliseconds=[1.0], peak_bytes=1), Row("flash", "m", 1, 1)]
-    rows[1].status = "OOM"
-    Record("step", WHERE, "python", {}, rows).write(tmp_path / "step.json")
-    assert run("plot", tmp_path / "step.json")[0] == 0
 
 
 ROOT = Path(__file__).parents[2]
@@ -150,34 +142,6 @@ def test_report_says_what_was_measured_and_why_a_method_has_no_numbers(
     assert run(*arguments, "--check")[0] == 1
 
 
-def test_report_shows_kernels_beside_their_floors(tmp_path: Path, run: Run) -> None:
-    def result(group: str, name: str, floor: str, rate: float, share: float | None) -> dict:
-        return {"group": group, "name": name, "floor": floor, "rate": rate, "of_floor": share}
-
-    content = {
-        "kind": "kernels",
-        "environment": WHERE,
-        "command": "python -m benchmarks kernels",
-        "dtype": "bfloat16",
-        "results": [
-            result("T 4", "matmul", "", 700.0, None),
-            result("T 4", "gram", "matmul", 560.0, 0.8),
-            result("T 4", "copy", "", 4.0, None),
-            result("T 4", "weighted_sum", "copy", 3.0, 0.75),
-            result("T 8", "copy", "", 4.2, None),
-            result("T 8", "row_scale", "copy", 2.1, 0.5),
-        ],
-        "choices": [],
-    }
-    (tmp_path / "k.json").write_text(json.dumps(content))
-    arguments, page, _ = pages(tmp_path)
-    assert run(*arguments)[0] == 0
-    text = page.read_text()
-    assert "| matmul | gram |\n| --- | ---: | ---: |\n| T 4 | 700 TFLOP/s | 0.80 |" in text
-    assert "| copy | weighted_sum |\n| --- | ---: | ---: |\n| T 4 | 4 TB/s | 0.75 |" in text
-    assert "| copy | row_scale |\n| --- | ---: | ---: |\n| T 8 | 4.2 TB/s | 0.50 |" in text
-
-
 def test_report_needs_results_and_markers(tmp_path: Path, run: Run, results: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -195,43 +159,6 @@ def test_a_file_that_is_not_a_record_is_refused(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="not a benchmark record"):
         Record.read(path)
-
-
-def test_report_writes_the_tables_of_noise_and_of_attacks(
-    tmp_path: Path, run: Run, results: Path
-) -> None:
-    arguments, *_ = pages(results)
-    where = {"environment": WHERE | {"driver": None}}
-    speed = [{"noise": "a copy", "ms": 2.5}]
-    statistics = [{"name": "mean", "errors": -0.5}, {"name": "variance", "errors": 0.2}]
-    noise = {"kind": "noise", "command": "n", "speed": speed, "draws": 100, "largest": 2.345}
-    (results / "noise.json").write_text(json.dumps(where | noise | {"statistics": statistics}))
-    row = {"backend": "torch", "precision": "fp32", "tries": 4, "broken": 0, "failed": ""}
-    row |= {"other": {"sum": 1.5}}
-    search = [
-        row | {"rule": "Linear", "own": 0.5},
-        row | {"rule": "Linear", "own": 1.00002},
-        row | {"rule": "Conv2d", "own": 0.5},
-        row | {"rule": "LSTM", "own": 0.0, "failed": "error"},
-        row | {"rule": "Bag", "own": 0.0, "failed": "FlashClippingError: bag.weight"},
-        row | {"rule": "LSTM", "own": 1.0, "precision": "bf16"},
-    ]
-    found = where | {"kind": "certificate", "command": ["c", "e"], "search": search}
-    (results / "certificate.json").write_text(json.dumps(found))
-    noisy, evidence = results / "noise.md", results / "evidence.md"
-    noisy.write_text(f"{NOISE[0]}\n{NOISE[1]}\n")
-    evidence.write_text(f"{SENSITIVITY[0]}\n{SENSITIVITY[1]}\n")
-    assert run(*arguments)[0] == 0
-    assert "| a copy | 2.5 |" in noisy.read_text() and "git revision abc" in noisy.read_text()
-    assert '2.35 σ. Of 2 statistics the furthest off is "mean", by 0.5' in noisy.read_text()
-    text = evidence.read_text()
-    assert "| Linear | +2e-5 | not run |" in text and "| Conv2d | below C | not run |" in text
-    assert "| LSTM | failed | +0e+00 |" in text and "+0.50 (sum)" in text
-    assert "| Bag | refused | not run |" in text and "| CPU abc, fp32 |" in text
-    assert "24 attacks, 0 above" in text and "`c`\n\n`e`" in text and "revision abc" in text
-    assert run(*arguments, "--check")[0] == 0
-    noisy.write_text(noisy.read_text().replace("2.5", "2.4"))
-    assert run(*arguments, "--check")[0] == 1
 
 
 @pytest.mark.parametrize("name", [*tables.ON_A_GPU, *tables.ON_A_CPU])
@@ -273,40 +200,11 @@ def test_a_table_that_fails_leaves_the_others(
     assert run("tables", "--on", "cpu", "--only", "left")[0] == 2
 
 
-@pytest.mark.parametrize("at_once", [-1, 0, PROCESSORS + 1])
-def test_shares_that_a_machine_does_not_have(run: Run, tmp_path: Path, at_once: int) -> None:
-    command = ["tables", "--on", "cpu", "--results", tmp_path, f"--at-once={at_once}"]
-    status, printed = run(*command)
-    assert status == 2 and f"--at-once: found {at_once}; expected 1 to {PROCESSORS}" in printed
-
-
-@pytest.mark.parametrize(("visible", "gpu"), [(None, "1"), ("4,6", "6"), ("GPU-a, GPU-b", "GPU-b")])
-def test_a_share_is_of_the_gpus_that_are_visible(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: str
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert tables.gpu_of(1) == gpu
-
-
 #: Exact norms, and no rounding that could be seen: holds whatever the search draws.
 QUICK = ("certificate", "--device", "cpu", "--rules", "RMSNorm", "--tries", "3")
 
 
 FP64 = (*QUICK, "--backends", "torch", "--precisions", "fp64")
-
-
-@pytest.mark.slow
-def test_the_worst_of_every_row_is_written(run: Run, tmp_path: Path) -> None:
-    record = tmp_path / "certificate.json"
-    status, printed = run(*FP64, "--json", record)
-    assert status == 0, printed
-    content = json.loads(record.read_text())
-    (row,) = content["search"]
-    assert (row["rule"], row["tries"], row["broken"]) == ("RMSNorm", 6, 0)
-    assert 0 < row["own"] <= 1 + 1e-9 and "Attack(" in row["worst"]
-    assert printed.count("| RMSNorm |") == 1
 
 
 def test_a_broken_bound_is_an_exit_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,26 +219,6 @@ def test_a_broken_bound_is_an_exit_status(run: Run, monkeypatch: pytest.MonkeyPa
 def test_unknown_names_are_refused(run: Run, options: tuple[str, str]) -> None:
     status, printed = run("certificate", "--device", "cpu", *options)
     assert status == 2 and options[1] in printed
-
-
-def test_what_passed_is_written(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "test_of_this.py").write_text(
-        "import pytest\ndef test_right(): pass\ndef test_wrong(): assert 0\n"
-        "def test_skipped(): pytest.skip()\n"
-    )
-    page, results = tmp_path / "page.md", tmp_path / "versions.json"
-    page.write_text(f"Before\n{versions.START}\n{versions.END}\nAfter\n")
-    monkeypatch.setattr(versions, "PARTS", {"this": [str(tmp_path)], "other": ["nothing"]})
-    status, printed = run("versions", "--json", results, "--page", page, "--only", "this")
-    assert status == 1, printed
-    (row,) = json.loads(results.read_text()).values()
-    assert row["versions"]["torch"] == version("torch")
-    part = row["parts"]["this"]
-    assert [part[name] for name in versions.OUTCOMES] == [1, 1, 0, 1]
-    assert re.search(
-        rf"\| {re.escape(version('torch'))} .* 1 passed, 1 failed \|", page.read_text()
-    )
-    assert page.read_text().startswith("Before") and page.read_text().endswith("After\n")
 
 
 def test_every_oldest_version_was_run_and_passed() -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import agreement, methods, options, records
-from benchmarks.agreement import Errors, Fingerprint, allowed, one_at_a_time, shortened
-from benchmarks.methods import METHODS, Flash, Method, NonPrivate, OpacusGhost, OpacusHooks
+from benchmarks import methods, options, records
+from benchmarks.agreement import Errors, Fingerprint, allowed, shortened
+from benchmarks.methods import METHODS, Flash, Method, OpacusGhost, OpacusHooks
 from benchmarks.options import UsageError, stop_without_triton
 from benchmarks.records import Record, Row, Spread
 from benchmarks.session import Disagreement, Session
@@ -85,26 +83,6 @@ def test_weights_under_autocast_are_fp32(step: Step) -> None:
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
 
 
-def test_several_models_in_one_run(step: Step) -> None:
-    found = step("nonprivate,flash,opacus-ghost", "--model", "tiny", "wrn-tiny")
-    assert found.status == 0, found.printed
-    assert {row.model for row in Record.read(found.path).rows} == {"tiny", "wrn-tiny"}
-
-
-def test_the_plain_model_is_asked_what_it_rounds_where_a_method_is_further_off(
-    step: Step, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = step("nonprivate,flash", "--dtype", "bf16")
-    assert found.status == 0, found.printed
-    assert "allowed: 3.0e-02 for norms" in found.printed
-    assert "compared with one sample at a time in fp32" in found.printed
-    assert "the plain model's own rounding: " not in found.printed
-    monkeypatch.setitem(agreement.TOLERANCE, torch.bfloat16, 1e-9)
-    found = step("nonprivate,flash", "--dtype", "bf16")
-    assert found.status == 0, found.printed
-    assert "the plain model's own rounding: " in found.printed
-
-
 def test_norms_of_randomized_clipping_are_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "VECTORS", 20_000)
     layer, A, G = torch.nn.Linear(4, 3), torch.randn(2, 5, 4), torch.randn(2, 5, 3)
@@ -127,30 +105,6 @@ def test_graphs_on_a_gpu(step: Step, extra: tuple[str, ...]) -> None:
     found = step(methods, "--device", "cuda", *extra)
     assert found.status == 0, found.printed
     assert "compared with one sample at a time in fp32" in found.printed
-
-
-def test_a_capture_is_no_step_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[str] = []
-
-    class Counting(NonPrivate):
-        graph = True
-
-        def step(self, inputs: Tensor, targets: Tensor) -> None:
-            steps.append("timed" if timing else "before")
-
-    timing: list[bool] = []
-
-    def clock(device: torch.device, run: Callable[[], None], clock: str) -> float:
-        timing.append(True)
-        run()
-        return 1.0
-
-    monkeypatch.setitem(METHODS, "nonprivate", Counting)
-    monkeypatch.setattr("benchmarks.session.milliseconds", clock)
-    session = session_of("nonprivate")
-    session._turn("nonprivate", 0, steps=2, warmup=1, clock="wall")
-    # Three to warm up, one in which the graph is captured.
-    assert steps == ["before"] * 4 + ["timed"] * 2
 
 
 def test_graphs_need_a_gpu(step: Step) -> None:
@@ -209,57 +163,6 @@ def test_a_method_that_cannot_run_is_a_row_and_the_others_go_on(
     assert found.rows["flash"].norm_error is not None
 
 
-def test_what_does_not_fit_beside_the_others_gets_the_device_to_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    session = session_of("nonprivate", "opacus-hooks")
-
-    class Crowded(OpacusHooks):
-        def step(self, inputs: Tensor, targets: Tensor) -> None:
-            if set(session._built) - {"opacus-hooks"}:
-                raise torch.OutOfMemoryError
-            super().step(inputs, targets)
-
-    monkeypatch.setitem(METHODS, "opacus-hooks", Crowded)
-    session.measure_memory()
-    session.time(rounds=2, steps=1, warmup=1)
-    for row in session.rows.values():
-        assert row.status == "ok"
-        assert len(row.milliseconds) == 2
-
-
-def test_running_out_of_memory_while_timing_leaves_a_row_without_samples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Growing(NonPrivate):
-        steps = 0
-
-        def step(self, inputs: Tensor, targets: Tensor) -> None:
-            Growing.steps += 1
-            if Growing.steps > 4:
-                raise MemoryError
-            super().step(inputs, targets)
-
-    monkeypatch.setitem(METHODS, "nonprivate", Growing)
-    session = session_of("nonprivate", "opacus-ghost")
-    session.measure_memory()
-    session.time(rounds=3, steps=1, warmup=1)
-    assert session.rows["nonprivate"].status == "OOM"
-    assert session.rows["nonprivate"].milliseconds == []
-    assert len(session.rows["opacus-ghost"].milliseconds) == 3
-
-
-def test_flash_clipping_failing_is_an_error_exit(
-    step: Step, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Failing(Flash):
-        def backward(self, inputs: Tensor, targets: Tensor) -> None:
-            raise RuntimeError("no")
-
-    monkeypatch.setitem(METHODS, "flash", Failing)
-    assert step("nonprivate,flash").status == 1
-
-
 # -------------------------------------------------------------------------------- disagreement
 
 
@@ -300,13 +203,6 @@ def test_disagreement_is_an_error_exit_and_nothing_is_timed(
     assert "Nothing was timed" in found.printed
 
 
-def test_the_check_sees_the_setting_that_is_timed_but_no_noise() -> None:
-    session = session_of("flash", "opacus-hooks", optimizer=True)
-    session.check()
-    assert session.reference == "one sample at a time in fp64"
-    assert session.rows["flash"].gradient_error is not None
-
-
 class WrongPeer(OpacusGhost):
     def norms(self) -> Tensor:
         return super().norms() * 1.046
@@ -322,26 +218,6 @@ def test_a_peer_that_is_wrong_is_told_and_everything_is_timed(
     assert note == "off by 4.6e-02 from one sample at a time in fp64" and note in found.printed
     assert found.rows["flash"].norm_error < 1e-5
     assert all(len(row.milliseconds) == 2 for row in found.rows.values())
-
-
-def test_one_sample_at_a_time_is_plain_autograd() -> None:
-    """With the weights that the methods have, which are rounded to their dtype."""
-    setting = dataclasses.replace(session_of().setting, dtype=torch.bfloat16, max_grad_norm=0.5)
-    ((ids, targets),) = setting.draw(1)
-    taken = one_at_a_time(setting, ids, targets, torch.float32)
-    model = setting.build().float()
-    gradients = []
-    for b in range(len(ids)):
-        losses = torch.nn.functional.cross_entropy(model(ids[b : b + 1])[0], targets[b])
-        parts = torch.autograd.grad(losses, [*model.parameters()])
-        gradients.append(torch.cat([part.flatten() for part in parts]))
-    stacked = torch.stack(gradients).double()
-    norms = stacked.norm(dim=1)
-    torch.testing.assert_close(taken.norms_B, norms, rtol=1e-6, atol=0.0)
-    assert taken.gradients is not None
-    total = torch.cat([part.flatten() for part in taken.gradients]).double()
-    expected = (0.5 / norms).clamp(max=1.0) @ stacked
-    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_what_a_method_may_be_off_by() -> None:
@@ -363,30 +239,6 @@ def test_methods_are_compared_with_each_other_where_one_sample_does_not_fit(
     monkeypatch.setitem(METHODS, "flash-two-pass", WrongNorm)
     with pytest.raises(Disagreement, match="flash-two-pass is off by .* from flash, more than"):
         session_of("nonprivate", "flash", "flash-two-pass").check()
-
-
-@pytest.mark.parametrize("fits", ["fp32", "bf16"])
-def test_where_one_sample_does_not_fit_in_fp32_layers_are_recomputed_or_the_dtype_is_the_methods(
-    fits: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def half_of_it(
-        setting: Any, inputs: Tensor, targets: Tensor, dtype: torch.dtype, checkpointing: bool
-    ) -> Any:
-        if dtype == torch.float32 and not (checkpointing and fits == "fp32"):
-            raise torch.OutOfMemoryError("out of memory")
-        return one_at_a_time(setting, inputs, targets, dtype, checkpointing)
-
-    monkeypatch.setattr("benchmarks.agreement.one_at_a_time", half_of_it)
-    session = session_of("nonprivate", "flash", dtype="bf16")
-    session.measure_memory()
-    session.check()
-    assert session.reference == f"one sample at a time in {fits}"
-    assert session.rows["flash"].norm_error is not None
-    # Of a reference that is rounded as well, both errors count.
-    assert session.allowed.gradients == pytest.approx(3e-2 * (1 if fits == "fp32" else 2**0.5))
-    assert (
-        not session._one_at_a_time and "flash" in session._built
-    )  # methods lie side by side again
 
 
 # ------------------------------------------------------------------------------------- usage
@@ -417,22 +269,4 @@ def test_usage_errors_say_what_to_give(run: Run) -> None:
     assert "give one of decoder-1" in printed.replace("\n", " ")
 
 
-def test_turns_on_a_cpu_are_of_three_steps_by_default(tmp_path: Path, run: Run) -> None:
-    path = tmp_path / "step.json"
-    arguments = ("--device", "cpu", "--model", "tiny", "--rounds", "1", "--methods", "nonprivate")
-    assert run("step", *arguments, "--json", path)[0] == 0
-    assert Record.read(path).settings["steps"] == 3
-
-
 # ------------------------------------------------------------------------------------- peers
-
-
-@pytest.mark.parametrize("name", ["fastdp"])
-@pytest.mark.parametrize("model", ["tiny", "cnn-small"])
-def test_a_peer_that_is_installed_agrees(name: str, model: str, run: Run) -> None:
-    if reason := METHODS[name].missing(session_of(name).setting):
-        pytest.skip(reason)
-    arguments = ["--device", "cpu", "--model", model, "--rounds", "1", "--steps", "1"]
-    status, printed = run("step", *arguments, "--methods", f"nonprivate,opacus-ghost,{name}")
-    assert status == 0, printed
-    assert "failed" not in printed and "off by" not in printed

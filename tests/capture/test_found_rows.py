@@ -183,18 +183,6 @@ def test_one_condition_for_all_rows() -> None:
     found_by_check(OneCondition(), *float64s(3, 2, 3))
 
 
-class Pairs(Flat):
-    """The second half of each sample's positions is that of its neighbour."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        B, T = h.shape[:2]
-        neighbour = torch.arange(B) ^ 1
-        neighbour[neighbour >= B] = B - 1
-        h = torch.cat([h[:, : T // 2], h[neighbour, T // 2 :]], 1)
-        return self.head(self.ffn(self.norm(h.reshape(B * T, 4))).view(B, T, 4))
-
-
 @pytest.mark.parametrize("order", ["samples first", "positions first"])
 def test_without_the_oracle_values_tell_of_parts_that_lie_together(
     order: str, monkeypatch: pytest.MonkeyPatch

@@ -395,9 +395,6 @@ def test_in_one_of_two_calls(spoiled: int) -> None:
 # -- documents that reach each other ---------------------------------------------------------------
 
 
-DOCUMENTS = Documents("document")
-
-
 class ToEverybody(Reader):
     def mask(self, document: Tensor) -> Tensor:
         return torch.ones_like(super().mask(document))
@@ -503,18 +500,6 @@ class Declared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with samples(torch.zeros(len(x), dtype=torch.long), count=len(x)):
             return self.layer(x)
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(x) if x.shape[1] == 1 else self.scaled(x, x)
-
-    def scaled(self, *x: Tensor) -> Tensor:
-        return self.gain * x[0]
 
 
 LAYERS = {

@@ -14,7 +14,7 @@ from opacus import PrivacyEngine
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-from opacus.schedulers import ExponentialGradClip, ExponentialNoise, StepGradClip
+from opacus.schedulers import StepGradClip
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
@@ -23,11 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from flash_clipping import FlashLoss, FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping.noise import releases
 from flash_clipping.ops.error_bounds import ETA
-from tests.support.draws import drawn
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network, digits
 from tests.support.errors import raises
-from tests.support.sums import note_norms, note_sums
-from tests.support.wrapping import MODES
 
 
 @pytest.mark.usefixtures("randomness_of_opacus")
@@ -61,45 +58,6 @@ def test_same_epsilon_as_opacus() -> None:
         assert flash.engine.accountant.history == hooks.engine.accountant.history
         assert flash.engine.get_epsilon(1e-5) == hooks.engine.get_epsilon(1e-5)
         assert flash.engine.get_epsilon(1e-5) > 0
-
-
-@pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
-def test_noise_is_gaussian_of_the_right_variance(loss_reduction: str) -> None:
-    """noise = sigma C on the sum; a two-sided test of its variance and one of its distribution."""
-    stats = pytest.importorskip("scipy.stats")
-    training = EngineTraining(
-        FlashPrivacyEngine(),
-        model=nn.Sequential(nn.Flatten(), nn.Linear(64, 300), nn.Linear(300, 10)),
-        noise_multiplier=1.3,
-        max_grad_norm=0.7,
-        loss_reduction=loss_reduction,
-        poisson_sampling=False,
-        batch_size=32,
-    )
-    torch.manual_seed(2)
-    noises = []
-    for x, y in list(training.loader)[:2]:
-        training.optimizer.zero_grad()
-        training.criterion(training.model(x), y).backward()
-        clipped = [param.grad.clone() for param in training.plain.parameters()]
-        training.optimizer.step()
-        divisor = training.optimizer.expected_batch_size if loss_reduction == "mean" else 1
-        noises.append(
-            torch.cat(
-                [
-                    (param.grad * divisor - before).flatten()
-                    for param, before in zip(training.plain.parameters(), clipped, strict=True)
-                ]
-            ).double()
-            / (1.3 * 0.7)
-        )
-    for noise in noises:
-        chi2 = noise.square().sum().item()
-        tail = stats.chi2.cdf(chi2, len(noise))
-        assert 1e-4 < tail < 1 - 1e-4, f"variance {chi2 / len(noise):.4f} of {len(noise)} draws"
-        assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-4
-    correlation = stats.pearsonr(noises[0].numpy(), noises[1].numpy())
-    assert correlation.pvalue > 1e-4  # fresh noise at every step
 
 
 def test_make_private_with_epsilon() -> None:
@@ -136,41 +94,6 @@ def test_the_target_is_not_exceeded_after_the_last_step(
     assert 7.99 < engine.get_epsilon(1e-3) <= 8.0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_poisson_sampling_with_empty_batches(mode: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    few = TensorDataset(
-        torch.randn(40, 1, 8, 8, generator=generator),
-        torch.randint(0, 10, (40,), generator=generator),
-    )
-    training = EngineTraining(FlashPrivacyEngine(), dataset=few, batch_size=1, mode=mode, lr=1.0)
-    torch.manual_seed(3)
-    sizes, read = [], note_norms(training.wrapper, training.optimizer)
-    for x, y in training.loader:
-        before = training.state()
-        sizes.append(drawn(training.wrapper))
-        training.step(x, y)
-        assert len(x) == max(1, sizes[-1])
-        assert read[-1][0].shape == (sizes[-1],)
-        unchanged = all(
-            torch.equal(before[name], value) for name, value in training.state().items()
-        )
-        assert unchanged == (sizes[-1] == 0)
-    assert 0 in sizes and max(sizes) > 1
-    # Every batch counts for the budget, empty ones too.
-    assert sum(steps for *_, steps in training.engine.accountant.history) == len(sizes) == 40
-
-
-def test_empty_batch_gets_noise() -> None:
-    training = EngineTraining(FlashPrivacyEngine(), noise_multiplier=1.0)
-    before = training.state()
-    training.wrapper.expect_samples(0)
-    training.step(torch.full((1, 1, 8, 8), torch.inf), torch.zeros(1, dtype=torch.long))
-    for name, value in training.state().items():
-        assert torch.isfinite(value).all()
-        assert not torch.equal(value, before[name])
-
-
 @pytest.mark.usefixtures("randomness_of_opacus")
 @pytest.mark.parametrize(("mode", "poisson_sampling"), [("one_pass", True), ("two_pass", False)])
 def test_virtual_steps_equal_one_big_batch(mode: str, poisson_sampling: bool) -> None:
@@ -192,28 +115,6 @@ def test_virtual_steps_equal_one_big_batch(mode: str, poisson_sampling: bool) ->
     assert physical > 20
     assert_states_close(parts, whole, 1e-6)
     assert parts.engine.accountant.history == whole.engine.accountant.history
-
-
-def test_schedulers_change_noise_and_clipping() -> None:
-    training = EngineTraining(FlashPrivacyEngine(), noise_multiplier=1.0, poisson_sampling=False)
-    noise = ExponentialNoise(training.optimizer, gamma=0.5)
-    clip = ExponentialGradClip(training.optimizer, gamma=0.1)
-    sums = note_sums(training.optimizer)
-    read = note_norms(training.wrapper, training.optimizer)
-    expectations = ((1.0, 0.5), (0.5, 0.05), (0.25, 0.005))
-    for epoch, (expected_noise, expected_clip) in enumerate(expectations):
-        training.steps(1, seed=epoch)  # the same noise twice is refused
-        norms, coef = read.pop()
-        torch.testing.assert_close(coef, (expected_clip / (norms + 1e-6)).clamp(max=1))
-        total = torch.cat([summed.flatten() for summed in sums[-1]]).norm()
-        assert total <= expected_clip * len(norms) * (1 + 1e-5)
-        assert training.optimizer.noise_multiplier == pytest.approx(expected_noise)
-        expected_std = expected_noise * expected_clip * (1 + ETA)
-        assert training.optimizer._noise_std() == pytest.approx(expected_std)
-        noise.step()
-        clip.step()
-    multipliers = [multiplier for multiplier, *_ in training.engine.accountant.history]
-    assert multipliers == pytest.approx([1.0, 0.5, 0.25])
 
 
 def test_checkpoint_resumes_where_it_was() -> None:
@@ -312,89 +213,6 @@ def test_other_modes_are_opacus_own(
     assert type(ours.criterion) is type(opacus.criterion)
     assert_states_close(ours.steps(3), opacus.steps(3), 0.0)
     assert ours.engine.accountant.history == opacus.engine.accountant.history
-
-
-def test_other_modes_keep_their_clipping_and_epsilon() -> None:
-    options: dict[str, Any] = {"grad_sample_mode": "hooks", "poisson_sampling": False}
-    per_layer = {**options, "clipping": "per_layer", "max_grad_norm": [0.2] * 10}
-    assert_states_close(
-        EngineTraining(FlashPrivacyEngine(), **per_layer).steps(2),
-        EngineTraining(PrivacyEngine(), **per_layer).steps(2),
-        0.0,
-    )
-    budget = {**options, "target_epsilon": 2.0, "target_delta": 1e-5, "epochs": 1}
-    ours = EngineTraining(FlashPrivacyEngine(), **budget)
-    assert type(ours.wrapper) is GradSampleModule
-    opacus = EngineTraining(PrivacyEngine(), **budget)
-    assert ours.optimizer.noise_multiplier == opacus.optimizer.noise_multiplier
-
-
-def tiny_gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=31,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return transformers.GPT2LMHeadModel(config).double()
-
-
-def own_loss_norms(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Norms of all samples' gradients by plain autograd, one sample at a time; the gradients."""
-    grads: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
-    for row in ids:
-        model.zero_grad()
-        model(input_ids=row[None], labels=row[None]).loss.backward()
-        for name, param in model.named_parameters():
-            grads[name].append(param.grad.clone())
-    model.zero_grad()
-    stacked = {name: torch.stack(parts) for name, parts in grads.items()}
-    squares = [value.flatten(1).square().sum(1) for value in stacked.values()]
-    return torch.stack(squares).sum(0).sqrt(), stacked
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wrap_model", [True, False])
-def test_gpt2_with_its_own_loss(wrap_model: bool, mode: str) -> None:
-    """``position_ids`` of shape [1, T], a head tied to the embedding, a loss inside the model."""
-    model = tiny_gpt2()
-    assert model.lm_head.weight is model.transformer.wte.weight
-    ids = torch.randint(0, 31, (5, 9))
-    norms, grads = own_loss_norms(model, ids)
-    bound = norms.median().item()
-    engine = FlashPrivacyEngine()
-    wrapper, optimizer, _ = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(ids), batch_size=5),
-        noise_multiplier=0.0,
-        max_grad_norm=bound,
-        poisson_sampling=False,
-        wrap_model=wrap_model,
-        mode=mode,
-    )
-    callable_model = wrapper if wrap_model else model
-    for _ in range(2):
-        optimizer.zero_grad()
-        outputs = callable_model(input_ids=ids, labels=ids)
-        outputs.loss.backward()
-        # The model is in float64, but transformers computes the loss in float32.
-        torch.testing.assert_close(wrapper.get_norm_sample(), norms, rtol=1e-6, atol=0)
-        coef = (bound / (norms + 1e-6)).clamp(max=1)
-        for name, param in model.named_parameters():
-            clipped = torch.einsum("b,b...->...", coef, grads[name])
-            torch.testing.assert_close(param.grad, clipped, rtol=1e-5, atol=1e-7)
-    sums = note_sums(optimizer)
-    optimizer.step()
-    for param, summed in zip(model.parameters(), sums[0], strict=True):
-        assert param.grad is not None
-        assert (param.grad * 5 - summed).abs().max() < 1e-12
 
 
 def test_unwrapped_model_is_left_as_it_was() -> None:

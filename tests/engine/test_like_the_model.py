@@ -331,9 +331,6 @@ def test_a_layer_set_on_the_wrapper_is_refused() -> None:
         wrapped(torch.ones(2, 3))
 
 
-X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-
-
 def stepped(**options: Any) -> Private:
     private = Private(**options)
     private.step()

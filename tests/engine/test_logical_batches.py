@@ -43,11 +43,6 @@ def leave_after(private: Private, batches: int, loader: Any = None) -> None:
             step(private, x)
 
 
-def samples_in(released: Released) -> float:
-    """At most how many samples the last sum is made of: all are clipped, to 0.1."""
-    return released.releases[-1][0] / 0.1
-
-
 def a_new_loop(private: Private) -> None:
     with parts(private) as batches:
         for x, _ in batches:

@@ -140,16 +140,6 @@ def test_without_poisson_sampling_what_no_rate_describes_is_refused_too(name: st
         private(loader, poisson_sampling=False)
 
 
-def test_a_weighted_loader_had_a_rate_that_was_not_its_own() -> None:
-    """Opacus accounts 1/20 for it; a sample of weight 100 is drawn with certainty, nearly."""
-    weights = [100.0] + [1.0] * (N - 1)
-    loader = DataLoader(data(), batch_size=BATCH, sampler=WeightedRandomSampler(weights, 2 * N))
-    *_, opacus_loader = private(loader, PrivacyEngine())
-    assert opacus_loader.sample_rate == 1 / 20
-    with raises("FC330", ValueError, match="WeightedRandomSampler"):
-        private(loader)
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ordinary_loaders_are_accepted(shuffle: bool) -> None:
     *_, loader = private(DataLoader(data(), batch_size=BATCH, shuffle=shuffle))
@@ -220,15 +210,6 @@ def test_drawing_changes_no_state_of_a_generator(units: Any) -> None:
     assert np.random.get_state()[1].tolist() == before[1] and random.getstate() == before[2]
 
 
-def test_a_stream_of_a_seed_repeats_batches() -> None:
-    found = []
-    for _ in range(2):
-        with warns("FC570", SeededNoiseWarning):
-            loader = PoissonLoader.from_data_loader(numbered(), stream=SecretStream(seed=3))
-        found.append(batches(loader, 2))
-    assert found[0] == found[1] and found[0][:10] != found[0][10:]
-
-
 @pytest.mark.parametrize("units", [None, torch.arange(N) // 4])
 def test_the_engine_s_seed_is_the_loader_s(units: Any) -> None:
     found = []
@@ -252,13 +233,6 @@ def test_batches_are_drawn_in_the_main_process() -> None:
 def test_copies_of_a_loader_draw_other_batches(copied: Any) -> None:
     loader = PoissonLoader.from_data_loader(numbered())
     assert batches(copied(loader), 2) != batches(loader, 2)
-
-
-def test_secure_mode_needs_no_package_for_batches() -> None:
-    engine = FlashPrivacyEngine()
-    engine.secure_mode = True  # its generator may be any, or none
-    *_, loader = private(numbered(), engine)
-    assert len(batches(loader)) == 10
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -306,12 +280,6 @@ def test_a_seed_repeats_and_its_absence_does_not() -> None:
         torch.manual_seed(0)
         free.append(shards(1, 20))
     assert not torch.equal(*free)
-
-
-def test_empty_local_batches_are_batches() -> None:
-    drawn = shards(2, steps=200, rate=0.02, total=20)
-    sizes = drawn.sum(2)
-    assert (sizes == 0).any() and (sizes > 0).any()
 
 
 # -- announcements ---------------------------------------------------------------------------------
@@ -443,15 +411,6 @@ def test_items_may_be_anything_that_collates() -> None:
     module, *_, loader = private(DataLoader(NoIterableItems(), batch_size=1))
     assert min(len(batch) for batch in loader) == 1
     assert module._session.rows.draws.have_nobody
-
-
-def test_epsilon_says_what_it_is_for() -> None:
-    text = FlashPrivacyEngine.get_epsilon.__doc__ or ""
-    assert "added or removed" in text and "expected batch size" in text
-    engine = FlashPrivacyEngine(accountant="rdp")
-    module, optimizer, criterion, loader = private(DataLoader(data(), batch_size=BATCH), engine)
-    step(module, optimizer, criterion, *next(iter(loader)))
-    assert engine.get_epsilon(1e-5) == engine.accountant.get_epsilon(1e-5)
 
 
 class FetchesBatches(torch.utils.data.TensorDataset):

@@ -25,7 +25,6 @@ from flash_clipping import (
     PoissonSampling,
     Users,
 )
-from flash_clipping.diagnostics import check
 from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.engine.sampling.loaders import OrderedCollate
 from flash_clipping.engine.sampling.samplers import PoissonSampler
@@ -133,44 +132,6 @@ def test_at_most_so_many_rows_of_a_user() -> None:
     assert all(abs(count - 1500 / 21) < 5 * (1500 / 21) ** 0.5 for count in pairs.values())
 
 
-def test_every_kind_of_batch() -> None:
-    """Batches are what the loader's own collate function makes of rows."""
-
-    class Rows(Dataset[Any]):
-        def __len__(self) -> int:
-            return ROWS
-
-        def __getitem__(self, index: int) -> Any:
-            return {"x": torch.ones(6) * index, "name": str(index)}
-
-    def collate(rows: list[Any]) -> Any:
-        return {"x": torch.stack([row["x"] for row in rows]), "names": [r["name"] for r in rows]}
-
-    for function in (None, collate):
-        loader = DataLoader(Rows(), batch_size=BATCH, collate_fn=function)
-        module, *_, found = private(loader=loader)
-        for batch in found:
-            assert isinstance(batch, dict)
-            module(batch["x"]).square().sum(1).mean().backward()
-            module.zero_grad()
-
-
-class FetchesBatches(TensorDataset):
-    """Fetches a batch at once, as two tensors and not as a list of rows."""
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        return tuple(tensor[indices] for tensor in self.tensors)
-
-
-def test_a_dataset_that_fetches_batches() -> None:
-    dataset = FetchesBatches(*data().tensors)
-    module, optimizer, criterion, loader = private(
-        loader=DataLoader(dataset, batch_size=BATCH, collate_fn=tuple)
-    )
-    for x, rows in loader:
-        assert len(step(module, optimizer, criterion, x, rows)) == len(drawn_users(rows))
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_nobody_is_drawn(workers: int) -> None:
     """A step without units adds noise only."""
@@ -186,21 +147,6 @@ def test_nobody_is_drawn(workers: int) -> None:
     assert 0 in sizes
 
 
-def test_a_batch_without_units_may_be_left_out() -> None:
-    module, optimizer, criterion, loader = private(
-        unit=Users(torch.zeros(ROWS, dtype=torch.long)), loader=DataLoader(data(), batch_size=4)
-    )
-    torch.manual_seed(3)
-    left_out = 0
-    for _ in range(3):
-        for x, rows in loader:
-            if not drawn(module):
-                left_out += 1
-                continue
-            step(module, optimizer, criterion, x, rows)
-    assert left_out
-
-
 # -- what is accounted, and what is released -------------------------------------------------------
 
 
@@ -213,25 +159,6 @@ def test_epsilon_is_for_the_rate_of_units() -> None:
         expected = kind()
         expected.history = [(1.5, 1 / 6, 12)]
         assert engine.get_epsilon(1e-5) == expected.get_epsilon(1e-5)
-
-
-def test_a_target_epsilon() -> None:
-    engine = FlashPrivacyEngine(accountant="rdp")
-    model = TwoLayers()
-    module, optimizer, criterion, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(data(), batch_size=BATCH),
-        target_epsilon=8.0,
-        target_delta=1e-5,
-        epochs=2,
-        max_grad_norm=1.0,
-        unit=Users(IDS.tolist(), max_rows=3),
-    )
-    for x, rows in itertools.chain(loader, loader):
-        step(module, optimizer, criterion, x, rows)
-    assert 7 < engine.get_epsilon(1e-5) <= 8.0
 
 
 def test_gradients_are_divided_by_the_expected_number_of_units() -> None:
@@ -452,26 +379,6 @@ def test_a_forward_of_other_rows() -> None:
         module(torch.randn_like(x))
 
 
-def test_a_batch_after_a_refused_forward() -> None:
-    """It is announced; the batch that was refused has been skipped."""
-    module, _, _, loader = private()
-    batches = iter(loader)
-    x, _ = next(batches)
-    with raises("FC243", match=r"\d+"):
-        module(x[1:])
-    x, _ = next(batches)
-    module(x).sum().backward()
-
-
-def test_batches_that_are_fetched_ahead() -> None:
-    """Their rows are not those of the last batch, whose map would be theirs."""
-    module, _, _, loader = private()
-    batches = [batch for batch in loader if len(batch[0])]
-    for x, _ in batches[:-1]:
-        with raises("FC243"):
-            module(x)
-
-
 def test_private_again() -> None:
     """Of a loader that is private already, with other units, and without."""
     engine = FlashPrivacyEngine(accountant="rdp")
@@ -610,52 +517,6 @@ def test_preference_pairs_are_units(criterion: bool) -> None:
     assert_close(wrapped.get_norm_sample(), norms, 1e-9)
     for param, expected in zip(model.parameters(), sums, strict=True):
         assert_close(param.grad, expected, 1e-5)  # Opacus adds 1e-6 to norms
-
-
-def test_removing_a_pair_moves_the_sum_by_the_bound() -> None:
-    model, ids, labels, frozen_R = pairs()
-    wrapped = GradSampleModuleFlashClipping(
-        model, unit=Documents("pair"), loss_reduction="sum", max_grad_norm=0.5
-    )
-
-    def clipped_sum(kept: list[int]) -> Tensor:
-        rows = torch.tensor([*kept, *(PAIRS + pair for pair in kept)])
-        number = torch.arange(len(kept)).repeat(2)
-        model.zero_grad(set_to_none=True)
-        logits = wrapped(ids[rows], pair=number).logits
-        preference_losses(logits, labels[rows], frozen_R[rows]).sum().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    whole = clipped_sum([0, 1, 2])
-    for kept in ([1, 2], [0, 2], [0, 1]):
-        assert (whole - clipped_sum(kept)).norm() <= 0.5 * (1 + 1e-4)
-
-
-class TwoTowers(nn.Module):
-    """CLIP in small: what is returned are embeddings, or similarities of the batch."""
-
-    def __init__(self, similarities: bool):
-        super().__init__()
-        self.image, self.text = nn.Linear(4, 3), nn.Linear(5, 3)
-        self.similarities = similarities
-
-    def forward(self, image: Tensor, text: Tensor) -> Any:
-        image, text = F.normalize(self.image(image)), F.normalize(self.text(text))
-        return image @ text.T if self.similarities else (image, text)
-
-
-def contrastive(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    found = model(*batch)
-    similarities = found if isinstance(found, Tensor) else found[0] @ found[1].T
-    return F.cross_entropy(similarities, torch.arange(len(similarities)))
-
-
-@pytest.mark.parametrize("similarities", [False, True])
-def test_in_batch_negatives_are_found_by_the_check(similarities: bool) -> None:
-    report = check(TwoTowers(similarities), (torch.randn(4, 4), torch.randn(4, 5)), contrastive)
-    assert not report.passed
-    assert any("depends on the other samples" in failure for failure in report.failures)
-    assert any("samples are not independent" in failure for failure in report.failures)
 
 
 def clip() -> Any:

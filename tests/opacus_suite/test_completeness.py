@@ -56,7 +56,7 @@ NOT_RUN = {
     "gradient_accumulation_test.GradientAccumulationTestFunctorch": OTHER_MODE,
     "privacy_engine_test.PrivacyEngineConvNetEmptyBatchTest": "skipped by Opacus itself, "
     "'Incompatible with the new empty batch handling'; "
-    "tests/engine/test_engine.py steps on empty batches",
+    "tests/capture/test_empty_batches.py steps on empty batches",
     "privacy_engine_test.PrivacyEngineConvNetFrozenTestFunctorch": OTHER_MODE,
     "privacy_engine_test.PrivacyEngineConvNetTestExpandedWeights": OTHER_MODE,
     "privacy_engine_test.PrivacyEngineConvNetTestFunctorch": OTHER_MODE,

@@ -21,10 +21,6 @@ from tests.support.errors import raises
 
 STD, DIVISOR = 3.0, 8.0
 
-interpreted = pytest.mark.skipif(
-    not is_interpreting(), reason="kernels are compiled for the GPU in this run"
-)
-
 
 @pytest.fixture(autouse=True)
 def sizes_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,10 +110,6 @@ def test_a_layer_inside_a_transform_is_refused() -> None:
             module(torch.randn(4, 2, 3))
 
 
-def squares(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    return model(batch[0]).square().sum((1, 2))
-
-
 def test_a_parameter_replaced_between_steps() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         return model(batch[0]).square().sum(1)

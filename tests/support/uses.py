@@ -9,10 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.autograd import squares, truth_by_autograd
-from tests.support.oracle import Truth, assert_close
-from tests.support.wrapping import WRAPPERS
-
 B, T, D = 4, 5, 6
 
 Batch = tuple[Tensor, ...]
@@ -71,36 +67,6 @@ def seeded_batch() -> Batch:
 
 #: Every row of the table occurs, the padding of the tests below (2) in every sample.
 IDS = torch.tensor([[2, 2, 1, 0, 3], [1, 2, 2, 6, 6], [0, 1, 2, 3, 4], [2, 2, 2, 2, 2]])
-
-
-def measured(
-    model: nn.Module,
-    truth: Truth,
-    batch: Batch,
-    mode: str,
-    wrapper: str,
-    loss: Callable[[Any, Batch], Tensor] = squares,
-    **options: Any,
-) -> None:
-    """Two steps; norms and clipped sums are the oracle's."""
-    bound = truth.norms.median().item()
-    flash = WRAPPERS[wrapper](model, max_grad_norm=bound, mode=mode, strict=False, **options)
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        loss(flash if wrapper == "wrapped" else model, batch).backward()
-        assert_close(flash.get_norm_sample(), truth.norms, 1e-9, "norms")
-        for name, grad in truth.clipped(bound).items():
-            found = model.get_parameter(name).grad
-            assert found is not None and found.dtype == grad.dtype
-            scale = grad.abs().max().clamp(min=1e-3)
-            assert (found - grad).abs().max() <= 1e-8 * scale, name
-
-
-def exact(
-    middle: Callable[[], nn.Module], batch: Batch, mode: str, wrapper: str, **options: Any
-) -> None:
-    truth = truth_by_autograd(make_around(middle), batch, squares)
-    measured(make_around(middle), truth, batch, mode, wrapper, **options)
 
 
 def attention_layer() -> nn.Module:
