@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -33,23 +33,21 @@ from flash_clipping._compat import gate_of_experts
 from flash_clipping.capture.around import around
 from flash_clipping.capture.declared_rows import DeclaredRows, declare, declared
 from flash_clipping.capture.tap import RefusedByRule, Tap
-from flash_clipping.factors import PerSampleGrad
 from flash_clipping.layers.exchange import are_parts
-from flash_clipping.layers.factors import RearrangedGrad, factors_of
 from flash_clipping.layers.routed_rows import (
-    Arithmetic,
+    Described,
     Gradients,
     LowRank,
     Projection,
     RoutedRows,
+    RoutedRule,
     SideBySide,
-    compute,
     gated,
-    gradients,
     routing,
 )
 from flash_clipping.rules.registry import (
     GradRequest,
+    Grads,
     Rule,
     UnsupportedLayer,
     autocast_operands,
@@ -124,99 +122,47 @@ def arithmetic_of(
     return RoutedRows(projection(0), projection(half), between)
 
 
-class Described(NamedTuple):
-    """What experts compute with now: backward may come when other adapters are active.
-
-    Attributes:
-        tensors: all that they multiply with, or add.
-        arithmetic: what they compute with these, or with others in their places.
-        experts: how many there are.
-        arranged: by a parameter's name, how its gradient lies in it, where that is otherwise.
-    """
-
-    tensors: list[Tensor]
-    arithmetic: Arithmetic
-    experts: int
-    arranged: Mapping[str, Callable[[Tensor], Tensor]] = {}
-
-
 @register_family(are_experts)
-class ExpertsRule(Rule):
+class ExpertsRule(RoutedRule):
     """A rule for every implementation: its own forward takes the place of all of them.
 
     What such a block computes is checked when it runs for the first time.
     """
 
     allows_children = True  # an activation function
-    folds = True
 
     def __init__(self) -> None:
         #: Layers that compute what the rule does.
         self.checked: WeakSet[nn.Module] = WeakSet()
 
     def described(self, layer: Any) -> Described:
-        """What a forward of this layer computes with."""
         tensors = [getattr(layer, name) for name in names_of(layer)]
         return Described(tensors, lambda params: arithmetic_of(layer, params), layer.num_experts)
-
-    def routed(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Tokens ``[B, T, d]``, the experts chosen for each and their weights ``[B, T, k]``."""
-        return inputs
 
     def own_output(self, layer: Any, *inputs: Tensor) -> Tensor:
         """What the layer's own forward returns for the same inputs, ``[M, d]``."""
         output: Tensor = type(layer).forward(layer, *(x.flatten(0, 1) for x in inputs))
         return output
 
-    def works_by_position(self, layer: Any) -> bool:
-        return True
-
     def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        hidden_BTd, chosen_BTk, weight_BTk = self.routed(layer, *inputs)
-        tensors, arithmetic, experts, arranged = self.described(layer)
-        try:
-            in_parts = are_parts(tensors)
-        except ValueError as error:
-            raise UnsupportedLayer(str(error)) from error
-        output_BTd, saved = compute(
-            arithmetic, tensors, hidden_BTd, chosen_BTk, weight_BTk, experts
-        )
-        if layer not in self.checked and not in_parts:
-            with torch.no_grad():
-                own_Md = self.own_output(layer, *inputs)
-            if torch.isfinite(own_Md).all():  # else the next batch may tell
-                # Under autocast, that of the tokens that were multiplied. Weights of a router are
-                # often in fp32, and so is the sum of tokens times these then.
-                dtypes = (saved[0].dtype, weight_BTk.dtype)
-                narrowest = min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
-                found = difference(own_Md, output_BTd.flatten(0, 1), narrowest)
-                if found:
-                    raise UnsupportedLayer(
-                        "FC123 its attributes are those of experts that transformers can run by "
-                        f"any of its implementations, but they compute something else ({found}). "
-                        "Give it a rule of its own (flash_clipping.register_rule)."
-                    )
-                self.checked.add(layer)
-        return output_BTd, (*saved, arithmetic, arranged)
-
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: GradRequest
-    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, PerSampleGrad]]:
-        *saved_rows, arithmetic, arranged = saved
-        hidden_wanted, *others_wanted = needs.inputs
-        grad, grad_weight, found = gradients(
-            arithmetic,
-            tuple(saved_rows),
-            grad_output,
-            needs.params,
-            hidden_wanted,
-            any(others_wanted),
-        )
-        factors = factors_of(found)
-        for name, arrange in arranged.items():
-            if name in factors:
-                factors[name] = RearrangedGrad(factors[name], arrange)
-        return (grad, None, grad_weight)[: len(needs.inputs)], factors
+        output_BTd, saved = super().forward(layer, *inputs)
+        if layer in self.checked or are_parts([*layer.parameters()]):
+            return output_BTd, saved
+        with torch.no_grad():
+            own_Md = self.own_output(layer, *inputs)
+        if torch.isfinite(own_Md).all():  # else the next batch may tell
+            # Under autocast, that of the tokens that were multiplied. Weights of a router are
+            # often in fp32, and so is the sum of tokens times these then.
+            narrowest = min((x.dtype for x in saved[:2]), key=lambda dtype: torch.finfo(dtype).bits)
+            found = difference(own_Md, output_BTd.flatten(0, 1), narrowest)
+            if found:
+                raise UnsupportedLayer(
+                    "FC123 its attributes are those of experts that transformers can run by "
+                    f"any of its implementations, but they compute something else ({found}). "
+                    "Give it a rule of its own (flash_clipping.register_rule)."
+                )
+            self.checked.add(layer)
+        return output_BTd, saved
 
 
 _MODELS = "transformers.models."
@@ -348,16 +294,14 @@ class JetMoeExpertsRule(Rule):
         output = segments.unsorted(sorted_Np).unflatten(0, chosen_BN.shape)
         return output, (rows, weight, segments, rows_BNd.dtype)
 
-    def backward(
-        self, layer: Any, saved: tuple[Any, ...], grad_output: Tensor, needs: GradRequest
-    ) -> tuple[tuple[Tensor | None, ...], Mapping[str, PerSampleGrad]]:
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         rows, weight, segments, dtype = saved
         found = Gradients(segments, needs.params)
         x, g = segments.rows(rows), segments.rows(grad_output.flatten(0, 1))
         grad = Projection(weight, "weight").backward(x, g, found, needs.input)
         if grad is not None:
             grad = segments.unsorted(grad).to(dtype).unflatten(0, grad_output.shape[:2])
-        return (grad, None), factors_of(found)
+        return (grad, None), found.factors
 
 
 class _PickedRows(TorchFunctionMode):

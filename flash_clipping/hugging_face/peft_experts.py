@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping.hugging_face.experts import (
-    Described,
     ExpertsRule,
     are_experts,
     arithmetic_of,
     difference,
     names_of,
 )
-from flash_clipping.layers.routed_rows import LowRank, RoutedRows
+from flash_clipping.layers.routed_rows import Described, LowRank, RoutedRows
 from flash_clipping.rules.registry import UnsupportedLayer, register_family
 
 

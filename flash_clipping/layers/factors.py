@@ -18,7 +18,6 @@ from flash_clipping.factors.base import Factored
 from flash_clipping.factors.embedding import Scattered, TableGrad
 from flash_clipping.factors.units import UnitMap
 from flash_clipping.layers.exchange import Samples
-from flash_clipping.layers.routed_rows import Gradients
 from flash_clipping.ops import error_bounds
 from flash_clipping.ops.embedding import sums_of_weighted_rows
 from flash_clipping.ops.segments import (
@@ -27,7 +26,6 @@ from flash_clipping.ops.segments import (
     grouped_sums,
     segment_grads,
     segment_sqnorms,
-    segment_sums,
 )
 
 
@@ -288,19 +286,3 @@ class OfSeveralProcesses(PerSampleGrad):
 
     def dense(self) -> Tensor:
         raise NotImplementedError
-
-
-def factors_of(found: Gradients) -> dict[str, PerSampleGrad]:
-    """Factors of matrices ``[E, p, d]`` and of biases ``[E, p]``; of the samples of several
-    processes, if experts lie in several."""
-    segments = found.segments
-    factors: dict[str, PerSampleGrad] = {
-        name: SegmentedLinearGrad(A, G, segments) for name, (A, G) in found.operands.items()
-    }
-    for name, G_Np in found.rows.items():
-        sums_BEp = segment_sums(G_Np, segments).unflatten(0, (segments.groups, segments.samples))
-        factors[name] = DenseGrad(sums_BEp.transpose(0, 1))
-    if (exchange := found.exchange) is not None:
-        samples = exchange.samples
-        return {name: OfSeveralProcesses(whole, samples) for name, whole in factors.items()}
-    return factors

@@ -16,16 +16,15 @@ from torch.nn.utils import parametrize
 
 from flash_clipping.errors import InvalidValue
 from flash_clipping.layers.by_rule import by_rule
-from flash_clipping.layers.factors import factors_of
 from flash_clipping.layers.routed_rows import (
+    Described,
     LowRank,
     Projection,
     RoutedRows,
-    compute,
+    RoutedRule,
     gated,
-    gradients,
 )
-from flash_clipping.rules.registry import GradRequest, Grads, Rule, UnsupportedLayer, register_rule
+from flash_clipping.rules.registry import UnsupportedLayer, register_rule
 
 
 class MixtureOfExperts(nn.Module):
@@ -118,7 +117,7 @@ class MixtureOfExperts(nn.Module):
     def reset_parameters(self) -> None:
         """As ``nn.Linear``; LoRA's B are 0."""
         with torch.no_grad():
-            for name, param in zip(self._names, self._tensors(), strict=True):
+            for name, param in zip(self._names, self.tensors(), strict=True):
                 if name.endswith("_B"):
                     param.zero_()
                 else:
@@ -163,18 +162,13 @@ class MixtureOfExperts(nn.Module):
         Raises:
             ValueError: shapes that do not fit together, or ids that are no integers.
         """
-        params = dict(zip(self._names, self._tensors(), strict=True))
+        self.check(x, expert_ids, weights)
+        params = dict(zip(self._names, self.tensors(), strict=True))
         y: Tensor = by_rule(_Unwrapped(), self, (x, expert_ids, weights), params)
         return y
 
-    def compute(
-        self, x: Tensor, expert_ids: Tensor, weights: Tensor
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        """The output, and what :func:`~flash_clipping.layers.routed_rows.gradients` reads."""
-        self._check(x, expert_ids, weights)
-        return compute(self.arithmetic, self._tensors(), x, expert_ids, weights, self.experts)
-
-    def _check(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+    def check(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        """Raise ``ValueError`` for arguments of :meth:`forward` that do not fit."""
         fits = x.dim() >= 2 and x.shape[-1] == self.dim and expert_ids.shape == weights.shape
         fits = fits and expert_ids.shape[:-1] == x.shape[:-1] and expert_ids.dim() == x.dim()
         if not fits or expert_ids.is_floating_point() or not weights.is_floating_point():
@@ -185,7 +179,7 @@ class MixtureOfExperts(nn.Module):
                 "integers [B, ..., k] and floating-point numbers [B, ..., k] for the same tokens."
             )
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Its parameters, or what :mod:`torch.nn.utils.parametrize` computes in their place."""
         return [getattr(self, name) for name in self._names]
 
@@ -206,20 +200,21 @@ class MixtureOfExperts(nn.Module):
         )
 
 
+class _Unwrapped(RoutedRule):
+    """For an ordinary backward, in which matrices may be computed from anything."""
+
+    def described(self, layer: MixtureOfExperts) -> Described:
+        return Described(layer.tensors(), layer.arithmetic, layer.experts)
+
+
 @register_rule(MixtureOfExperts)
-class MixtureOfExpertsRule(Rule):
+class MixtureOfExpertsRule(_Unwrapped):
     """The layer's own arithmetic both ways, and factors in the place of sums over all rows."""
 
-    folds = True  # tokens [B·T, d], as blocks of transformers hand them on
     takes_samples = True
     allows_computed = True  # a frozen base that is kept in fewer bits, beside LoRA
 
-    def works_by_position(self, layer: MixtureOfExperts) -> bool:
-        return True
-
-    def forward(
-        self, layer: MixtureOfExperts, x: Tensor, expert_ids: Tensor, weights: Tensor
-    ) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, layer: MixtureOfExperts, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         computed: Any = layer.parametrizations if parametrize.is_parametrized(layer) else {}
         for name, of in computed.items():
             if any(param.requires_grad for param in of.parameters()):
@@ -229,25 +224,10 @@ class MixtureOfExpertsRule(Rule):
                     "with LoRA beside it (rank=)."
                 )
         try:
-            return layer.compute(x, expert_ids, weights)
+            layer.check(*inputs)
         except ValueError as error:
             raise UnsupportedLayer(str(error)) from error
-
-    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
-        x_wanted, _, weights_wanted = needs.inputs
-        grad_x, grad_weights, found = gradients(
-            layer.arithmetic, saved, grad_output, needs.params, x_wanted, weights_wanted
-        )
-        return (grad_x, None, grad_weights), factors_of(found)
-
-
-class _Unwrapped(MixtureOfExpertsRule):
-    """For an ordinary backward, in which matrices may be computed from anything."""
-
-    def forward(
-        self, layer: MixtureOfExperts, x: Tensor, expert_ids: Tensor, weights: Tensor
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        return layer.compute(x, expert_ids, weights)
+        return super().forward(layer, *inputs)
 
 
 class TopKRouter(nn.Module):

@@ -5,43 +5,59 @@ p output features of a projection, r rank; u features after the first projection
 second.
 
 Each projection is one grouped product over :class:`~flash_clipping.ops.segments.Segments`, so that
-nothing loops over experts. The gradient of a matrix is ``Σ g_n a_nᵀ`` over its rows. These
-*operands* ``(A_Nd, G_Np)`` are handed back as they are; who asked makes of them sums over all rows
-(an ordinary backward) or factors of every sample.
+nothing loops over experts. The gradient of a matrix is ``Σ g_n a_nᵀ`` over its rows: a factor of
+every sample, which an ordinary backward asks for the sum over all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from flash_clipping.factors import DenseGrad, PerSampleGrad
 from flash_clipping.layers.exchange import Exchange, are_parts
+from flash_clipping.layers.factors import OfSeveralProcesses, RearrangedGrad, SegmentedLinearGrad
 from flash_clipping.ops.runtime.backend import autocast_operands
-from flash_clipping.ops.segments import Rows, Segments, grouped_linear, sums_of_tokens
+from flash_clipping.ops.segments import (
+    Rows,
+    Segments,
+    grouped_linear,
+    segment_sums,
+    sums_of_tokens,
+)
+from flash_clipping.rules.registry import GradRequest, Grads, Rule, UnsupportedLayer
 
 
 @dataclass
 class Gradients:
-    """Gradients that one backward finds, by the name of the parameter.
+    """Gradients that one backward finds.
 
     Attributes:
         segments: which sample and which expert the rows are of.
         wanted: the parameters whose gradients are asked for.
-        operands: of matrices ``[E, p, d]``: A ``[N, d]`` and G ``[N, p]``.
-        rows: of biases ``[E, p]``: rows ``[N, p]`` to be added up.
-        exchange: where the rows come from, if experts lie in several processes.
+        factors: of these, by name: of matrices ``[E, p, d]`` and biases ``[E, p]``.
     """
 
     segments: Segments
     wanted: Set[str]
-    operands: dict[str, tuple[Rows, Rows]] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    exchange: Exchange | None = None
+    factors: dict[str, PerSampleGrad] = field(default_factory=dict)
+
+    def add(self, name: str, A: Rows, G: Rows) -> None:
+        """Note a matrix's gradient ``Σ g_n a_nᵀ``, if it is asked for."""
+        if name in self.wanted:
+            self.factors[name] = SegmentedLinearGrad(A, G, self.segments)
+
+    def add_bias(self, name: str, G_Np: Tensor) -> None:
+        """Note a bias's gradient, the sum of these sorted rows."""
+        sums_Sp, segments = segment_sums(G_Np, self.segments), self.segments
+        sums_EBp = sums_Sp.unflatten(0, (segments.groups, segments.samples))
+        self.factors[name] = DenseGrad(sums_EBp.transpose(0, 1))
 
 
 @dataclass(frozen=True)
@@ -79,15 +95,14 @@ class LowRank:
         parts = g_Np.split([B.shape[1] for B in self.Bs_Epr], dim=1)
         if not wanted.isdisjoint(self.B_names):
             shares = self._shares(x.sorted(), segments)
-            operands = zip(map(Rows, shares), map(Rows, parts), strict=True)
-            found.operands.update(zip(self.B_names, operands, strict=True))
+            for name, share, part in zip(self.B_names, shares, parts, strict=True):
+                found.add(name, Rows(share), Rows(part))
         if not input_wanted and self.A_name not in wanted:
             return None
         pairs = zip(parts, self.Bs_Epr, strict=True)
         through = torch.cat([grouped_linear(g, B.mT, segments) for g, B in pairs], dim=1)
         through_NR = through * self.scale
-        if self.A_name in wanted:
-            found.operands[self.A_name] = x, Rows(through_NR)
+        found.add(self.A_name, x, Rows(through_NR))
         return grouped_linear(through_NR, self.A_ERd.mT, segments) if input_wanted else None
 
 
@@ -122,8 +137,7 @@ class Projection:
         """Gradient of the input, if wanted, and those of matrices into ``found``."""
         g_Np = g.sorted() if input_wanted or self.low_ranks else g.X
         grad_x_Nd = grouped_linear(g_Np, self.W_Epd.mT, found.segments) if input_wanted else None
-        if self.name in found.wanted:
-            found.operands[self.name] = (g, x) if self.transposed else (x, g)
+        found.add(self.name, *((g, x) if self.transposed else (x, g)))
         for low_rank in self.low_ranks:
             more = low_rank.backward(x, g_Np, found, input_wanted)
             if grad_x_Nd is not None and more is not None:
@@ -215,7 +229,7 @@ class RoutedRows:
         grad_Nf = self.second.backward(Rows(weighted_Nf), grad, found, True)
         assert grad_Nf is not None
         if self.second.bias_name in found.wanted:
-            found.rows[self.second.bias_name] = grad.sorted() * weight_N1
+            found.add_bias(self.second.bias_name, grad.sorted() * weight_N1)
         grad_weight_Mk = None
         if weight_wanted:
             of_weight_N = (grad_Nf * between_Nf).sum(1, dtype=weight_Mk.dtype)
@@ -227,7 +241,7 @@ class RoutedRows:
         of_between_Nf = (grad_Nf * weight_N1).to(up_Nu.dtype)
         (grad_up_Nu,) = torch.autograd.grad(between, up, of_between_Nf)
         if self.first.bias_name in found.wanted:
-            found.rows[self.first.bias_name] = grad_up_Nu
+            found.add_bias(self.first.bias_name, grad_up_Nu)
         grad_x_Nd = self.first.backward(Rows(x_Md, tokens_N), Rows(grad_up_Nu), found, x_wanted)
         if grad_x_Nd is None:
             return None, grad_weight_Mk
@@ -238,63 +252,90 @@ class RoutedRows:
 Arithmetic: TypeAlias = Callable[[Sequence[Tensor]], RoutedRows]
 
 
-def compute(
-    arithmetic: Arithmetic,
-    tensors: Sequence[Tensor],
-    x: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    experts: int,
-) -> tuple[Tensor, tuple[Any, ...]]:
+class Described(NamedTuple):
+    """What experts compute with now: backward may come when other adapters are active.
+
+    Attributes:
+        tensors: all that they multiply with, or add.
+        arithmetic: what they compute with these, or with others in their places.
+        experts: how many there are.
+        arranged: by a parameter's name, how its gradient lies in it, where that is otherwise.
+    """
+
+    tensors: list[Tensor]
+    arithmetic: Arithmetic
+    experts: int
+    arranged: Mapping[str, Callable[[Tensor], Tensor]] = {}
+
+
+class RoutedRule(Rule):
     """Tokens ``[B, ..., d]`` through the experts ``[B, ..., k]`` that were chosen for them, as
-    autocast has it; and what :func:`gradients` reads: of a token the input once, however many
-    experts read it, and of every row what the first projection gave.
+    autocast has it. Where parameters lie in parts over a mesh, rows go to the processes that have
+    their experts."""
 
-    Where ``tensors`` lie in parts over a mesh, rows go to the processes that have their experts."""
-    parts: Sequence[Any] = tensors
-    exchange = None
-    if are_parts(parts):
-        exchange = Exchange(expert_ids, experts, parts[0].device_mesh)
-        parts = [part.to_local() for part in parts]
-    tokens, *params = autocast_operands(x, *parts)
-    # LoRA is often kept wider than what it is added to: it is read in the dtype of tokens.
-    params = [param.to(tokens.dtype) for param in params]
-    x_Md, weight_Mk = tokens.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1])
-    if exchange is None:
-        segments = routing(expert_ids, experts)
-    else:
-        x_Md, weight_Mk, segments = exchange.arrive(x_Md, weight_Mk)
-    y_Md, up_Nu = arithmetic(params).forward(x_Md, weight_Mk, segments)
-    saved = x_Md, weight_Mk, up_Nu, *params, segments, exchange, weights.shape, x.dtype
-    if exchange is not None:
-        y_Md = exchange.to_tokens(y_Md.to(tokens.dtype))
-    return y_Md.to(x.dtype).view(x.shape), saved
+    folds = True  # tokens [B·T, d], as blocks of transformers hand them on
 
+    @abstractmethod
+    def described(self, layer: Any) -> Described:
+        """What a forward of this layer computes with."""
 
-def gradients(
-    arithmetic: Arithmetic,
-    saved: tuple[Any, ...],
-    grad: Tensor,
-    wanted: Set[str],
-    x_wanted: bool,
-    weights_wanted: bool,
-) -> tuple[Tensor | None, Tensor | None, Gradients]:
-    """Gradients of tokens and of weights, if wanted, and what those of parameters are made of."""
-    x_Md, weight_Mk, up_Nu, *params, segments, exchange, shape, dtype = saved
-    found = Gradients(segments, wanted, exchange=exchange)
-    grad_Md = grad.reshape(-1, grad.shape[-1])
-    if exchange is not None:
-        grad_Md = exchange.to_experts(grad_Md.to(up_Nu.dtype))
-    grad_x_Md, grad_weight_Mk = arithmetic(params).backward(
-        grad_Md, x_Md, weight_Mk, up_Nu, found, x_wanted, weights_wanted
-    )
-    if exchange is not None:
-        grad_x_Md = None if grad_x_Md is None else exchange.to_tokens(grad_x_Md)
-        if grad_weight_Mk is not None:
-            grad_weight_Mk = exchange.to_choices(grad_weight_Mk[:, 0])
-    grad_x = None if grad_x_Md is None else grad_x_Md.to(dtype).view(grad.shape)
-    grad_weights = None if grad_weight_Mk is None else grad_weight_Mk.view(shape)
-    return grad_x, grad_weights, found
+    def routed(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Tokens, the experts that were chosen for each, and their weights."""
+        return inputs
+
+    def works_by_position(self, layer: Any) -> bool:
+        return True
+
+    def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        """Saves of a token the input once, however many experts read it, and of every row what the
+        first projection gave."""
+        x, expert_ids, weights = self.routed(layer, *inputs)
+        tensors, arithmetic, experts, arranged = self.described(layer)
+        parts: Sequence[Any] = tensors
+        exchange = None
+        try:
+            if are_parts(parts):
+                exchange = Exchange(expert_ids, experts, parts[0].device_mesh)
+                parts = [part.to_local() for part in parts]
+        except ValueError as error:
+            raise UnsupportedLayer(str(error)) from error
+        tokens, *params = autocast_operands(x, *parts)
+        # LoRA is often kept wider than what it is added to: it is read in the dtype of tokens.
+        params = [param.to(tokens.dtype) for param in params]
+        x_Md, weight_Mk = tokens.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        if exchange is None:
+            segments = routing(expert_ids, experts)
+        else:
+            x_Md, weight_Mk, segments = exchange.arrive(x_Md, weight_Mk)
+        y_Md, up_Nu = arithmetic(params).forward(x_Md, weight_Mk, segments)
+        others = segments, exchange, weights.shape, x.dtype, arithmetic, arranged
+        if exchange is not None:
+            y_Md = exchange.to_tokens(y_Md.to(tokens.dtype))
+        return y_Md.to(x.dtype).view(x.shape), (x_Md, weight_Mk, up_Nu, *params, *others)
+
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
+        x_Md, weight_Mk, up_Nu, *params = saved[:-6]
+        segments, exchange, shape, dtype, arithmetic, arranged = saved[-6:]
+        found = Gradients(segments, needs.params)
+        grad_Md = grad_output.reshape(-1, grad_output.shape[-1])
+        if exchange is not None:
+            grad_Md = exchange.to_experts(grad_Md.to(up_Nu.dtype))
+        x_wanted, *others_wanted = needs.inputs
+        grad_x_Md, grad_weight_Mk = arithmetic(params).backward(
+            grad_Md, x_Md, weight_Mk, up_Nu, found, x_wanted, any(others_wanted)
+        )
+        factors = found.factors
+        for name in arranged.keys() & factors.keys():
+            factors[name] = RearrangedGrad(factors[name], arranged[name])
+        if exchange is not None:
+            grad_x_Md = None if grad_x_Md is None else exchange.to_tokens(grad_x_Md)
+            if grad_weight_Mk is not None:
+                grad_weight_Mk = exchange.to_choices(grad_weight_Mk[:, 0])
+            of_all = exchange.samples
+            factors = {name: OfSeveralProcesses(whole, of_all) for name, whole in factors.items()}
+        grad_x = None if grad_x_Md is None else grad_x_Md.to(dtype).view(grad_output.shape)
+        grad_weights = None if grad_weight_Mk is None else grad_weight_Mk.view(shape)
+        return (grad_x, None, grad_weights)[: len(needs.inputs)], factors
 
 
 def routing(expert_ids: Tensor, experts: int) -> Segments:
