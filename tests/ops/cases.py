@@ -46,9 +46,12 @@ def _cases(
     itemsizes: tuple[int, ...] = (2, 4, 8),
     left_to_slow: torch.dtype | None = None,
     in_interpreter: bool | None = None,
+    half_on_cpu: bool = True,
 ) -> list[object]:
-    cases = [Case("torch", "cpu", dtype) for dtype in (torch.float64, torch.float32)]
-    cases += [Case("torch", "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)]
+    dtypes = [torch.float64, torch.float32, torch.bfloat16]
+    if itemsizes == (2,):  # elsewhere references treat both alike
+        dtypes.append(torch.float16)
+    cases = [Case("torch", "cpu", dtype) for dtype in dtypes]
     # Triton's interpreter multiplies the raw bits of bf16, so bf16 kernels run on a GPU only.
     interpreted = [Case("triton", "cpu", dtype) for dtype in (torch.float32, torch.float16)]
     on_gpu = [
@@ -68,6 +71,7 @@ def _cases(
         for group, marks in groups
         for case in group
         if case.dtype.itemsize in itemsizes and in_interpreter in (None, group is interpreted)
+        if half_on_cpu or case.device == "cuda" or case.dtype.itemsize > 2
     ]
 
 
@@ -78,6 +82,8 @@ every_case_interpreted_once = pytest.mark.parametrize("case", _cases(left_to_slo
 #: For what has more combinations than the interpreter has time for.
 every_case_but_interpreted = pytest.mark.parametrize("case", _cases(in_interpreter=False))
 every_interpreted_case = pytest.mark.parametrize("case", _cases(in_interpreter=True))
+#: For what is about places rather than numbers, where even references take long.
+every_case_wide_on_cpu = pytest.mark.parametrize("case", _cases(half_on_cpu=False))
 every_half_case = pytest.mark.parametrize("case", _cases(itemsizes=(2,)))
 
 

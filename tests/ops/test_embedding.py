@@ -48,7 +48,6 @@ class Ids:
         d: features of each.
         rows: of the table, if it is told.
         orders: whether ids are ranked, or sorted as those of samples with more positions are.
-        slow: other orders, of which every element is compared in ``test_ranks_are_a_stable_sort``.
         slack: of the tolerance.
     """
 
@@ -57,7 +56,6 @@ class Ids:
     padding: tuple[int | None, ...] = (None,)
     rows: int | None = None
     orders: tuple[str, ...] = ("ranked",)
-    slow: tuple[str, ...] = ()
     slack: int = 1
 
 
@@ -69,21 +67,17 @@ def runs_of(lengths: tuple[int, ...]) -> Tensor:
 
 LARGEST = torch.tensor([0, 1, 2**16, 2**20, 2**24, 2**31 - 2])[random_ids("cpu", 2, 139) % 6]
 BOTH: dict[str, Any] = {"orders": ("ranked", "sorted")}
-LATER: dict[str, Any] = {"orders": ("sorted",), "slow": ("ranked",)}
+LATER: dict[str, Any] = {"orders": ("sorted",)}
 IDS = {
-    **{f"{T} alike": Ids(torch.full((2, T), 4), 12, slack=2) for T in (5, 70, 128, 150)},
-    "alike, int32": Ids(torch.full((2, 70), 4, dtype=torch.int32), 12, slack=2),
-    **{
-        f"{T} distinct": Ids(torch.arange(2 * T).view(2, T).flip(1) * 1000, 12, slack=2)
-        for T in (5, 150)
-    },
+    **{f"{T} alike": Ids(torch.full((2, T), 4), 12, slack=2) for T in (5, 128, 150)},
+    "150 distinct": Ids(torch.arange(300).view(2, 150).flip(1) * 1000, 12, slack=2),
     "runs in one chunk and more": Ids(
         runs_of((10, 22, 33, 31, 96, 8)), padding=(None, 1), slack=2, **BOTH
     ),
     # They begin or end on the boundary of a chunk, or go through several.
     **{
         f"runs of {lengths}": Ids(runs_of(lengths), padding=(None, 1), slack=2, **LATER)
-        for lengths in ((200,), (31, 1, 168), (32, 32, 136), (1, 198, 1), (130, 35, 35))
+        for lengths in ((200,), (32, 32, 136), (1, 198, 1))
     },
     # As where texts are filled up with an id that is not the table's ``padding_idx``.
     "half alike": Ids(
@@ -92,16 +86,16 @@ IDS = {
     "the largest": Ids(LARGEST, **BOTH),
     "the largest, int32": Ids(LARGEST.int(), **BOTH),
     # More than one program covers.
-    **{f"{d} features": Ids(random_ids("cpu", 2, 140), d, padding=(2,)) for d in (8, 300, 1030)},
+    **{f"{d} features": Ids(random_ids("cpu", 2, 140), d, padding=(2,)) for d in (8, 1030)},
     # Token types: runs are so long that programs which follow them would be alone.
     **{
         f"{rows} rows": Ids(random_ids("cpu", 2, 200) % rows, 48, padding=(None, 1), rows=rows)
-        for rows in (1, 2, 3)
+        for rows in (1, 3)
     },
     # Positions that all samples share, and ids of a transposed batch.
     **{
         f"{T} {name}": Ids(ids, **how)
-        for T, how in ((20, {}), (150, {"slow": ("sorted",)}), (160, LATER))
+        for T, how in ((20, {}), (160, LATER))
         for name, ids in (
             ("shared", random_ids("cpu", 1, T).expand(2, -1)),
             ("transposed", random_ids("cpu", T, 2).T),
@@ -112,15 +106,7 @@ IDS = {
 
 @every_case_interpreted_once
 @pytest.mark.parametrize(
-    ("name", "order"),
-    [
-        *((name, order) for name, of in IDS.items() for order in of.orders),
-        *(
-            pytest.param(name, order, marks=pytest.mark.slow)
-            for name, of in IDS.items()
-            for order in of.slow
-        ),
-    ],
+    ("name", "order"), [(name, order) for name, of in IDS.items() for order in of.orders]
 )
 def test_norms_of_any_ids_match_the_oracle_and_repeat(
     case: Case, name: str, order: str, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +133,7 @@ def test_bitwise_equal_from_run_to_run_with_two_threads() -> None:
     ids, G = torch.zeros(2, 1024, dtype=torch.long), torch.randn(2, 1024, 128)
     torch.set_num_threads(2)
     try:
-        runs = [embedding_sqnorms(ids, G, backend="torch") for _ in range(50)]
+        runs = [embedding_sqnorms(ids, G, backend="torch") for _ in range(20)]
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(run, runs[0]) for run in runs)

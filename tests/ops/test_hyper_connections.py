@@ -15,26 +15,31 @@ from flash_clipping.layers.ops.hyper_connections import (
 )
 from flash_clipping.layers.ops.stream_mix import stream_mix, stream_mix_backward
 from flash_clipping.ops.runtime.backend import is_interpreting, is_triton_available
-from tests.ops.cases import Case, every_case, relative_error
+from tests.ops.cases import Case, every_case, every_case_wide_on_cpu, relative_error
 from tests.support.errors import raises
 from tests.support.hyper_connections import NAMES, Params, mix, params_of, sections, truth
 
 # Two, four and eight streams; rooms that are not full; more positions and features than a block.
 SHAPES = [
-    (2, 5, 2, 24),
     (2, 3, 3, 20),
     (3, 7, 4, 40),
     (2, 4, 8, 33),
     (1, 2, 2, 1100),
     (2, 19, 2, 40),
 ]
+#: In every dtype.
+ORDINARY = (3, 7, 4, 40)
 SETTINGS = Settings()
 
 
-def once(case: Case) -> None:
+def with_shapes(*shapes: tuple[int, ...]) -> pytest.MarkDecorator:
     """Nothing that fp32 does not show is worth the time that the interpreter takes."""
-    if case.device == "cpu" and case.dtype.itemsize == 2:
-        pytest.skip("shown in fp32")
+    rows = [
+        pytest.param(*case.values, shape, id=f"{shape}-{case.id}", marks=case.marks)
+        for shape in shapes
+        for case in (every_case if shape == ORDINARY else every_case_wide_on_cpu).args[1]
+    ]
+    return pytest.mark.parametrize(("case", "shape"), rows)
 
 
 @pytest.fixture(autouse=True)
@@ -106,11 +111,8 @@ def compare(case: Case, x: Tensor, params: Params, factor: float = 1.0) -> None:
             assert relative_error(grad, wanted[part]) <= tolerance, part
 
 
-@every_case
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@with_shapes(*SHAPES)
 def test_every_section_is_that_of_autograd(case: Case, shape: tuple[int, ...]) -> None:
-    if shape != SHAPES[2]:
-        once(case)
     compare(case, case.randn(*shape), params_on(case, *shape[2:]))
 
 
@@ -123,7 +125,6 @@ def test_half_precision_as_models_use_it(case: Case, monkeypatch: pytest.MonkeyP
         kernels = importlib.import_module("flash_clipping.layers.ops.hyper_connections.triton")
         monkeypatch.setattr(kernels, "_splits", lambda dtype: True)
     elif case.backend == "triton":
-        once(case)
         # As if few multiprocessors had to do it: blocks of positions as large as models have them.
         kernels = importlib.import_module("flash_clipping.layers.ops.hyper_connections.triton")
         monkeypatch.setattr(kernels.tiles, "sm_count", lambda device: 1)
@@ -148,11 +149,10 @@ def test_logits_of_forty_keep_the_iterations_gradients(case: Case, sharpness: fl
     compare(case, x, params, factor=sharpness)
 
 
-@every_case
+@every_case_wide_on_cpu
 def test_scale_of_the_streams(case: Case) -> None:
     """The mean square is that of the streams without gamma, and its gradient counts where streams
     are small as well as where they are large."""
-    once(case)
     for scale in (1e-3, 30.0):
         compare(case, scale * case.randn(2, 4, 2, 20), params_on(case, 2, 20))
 
@@ -166,9 +166,8 @@ def test_positions_in_several_chunks_match_the_oracle(monkeypatch: pytest.Monkey
     compare(case, case.randn(2, 45, 2, 24), params_on(case, 2, 24))
 
 
-@every_case
+@every_case_wide_on_cpu
 def test_gradients_that_are_not_asked_for_are_none(case: Case) -> None:
-    once(case)
     shape = (2, 3, 2, 24)
     x, params, grads = case.randn(*shape), params_on(case, 2, 24), upstream(case, shape)
     result = hyper_connections(x, *params, SETTINGS, backend=case.backend)
@@ -193,9 +192,8 @@ def test_gradients_that_are_not_asked_for_are_none(case: Case) -> None:
             assert one is None or torch.equal(one, expected), name
 
 
-@every_case
+@every_case_wide_on_cpu
 def test_strides_and_what_is_left_alone(case: Case) -> None:
-    once(case)
     x = case.randn(5, 2, 24, 4).permute(1, 0, 3, 2)
     params = params_on(case, 4, 24)
     strided = params._replace(phi=params.phi.T.contiguous().T, gamma=params.gamma.T.contiguous().T)
@@ -211,10 +209,9 @@ def test_strides_and_what_is_left_alone(case: Case) -> None:
         assert torch.equal(tensor, copy)
 
 
-@every_case
+@every_case_wide_on_cpu
 @pytest.mark.filterwarnings("ignore:.*(invalid value|All-NaN)")
 def test_a_sample_meets_no_other(case: Case) -> None:
-    once(case)
     shape = (3, 5, 2, 24)
     x, params, grads = case.randn(*shape), params_on(case, 2, 24), upstream(case, shape)
     clean = differentiate(case, x, params, grads)
@@ -226,12 +223,11 @@ def test_a_sample_meets_no_other(case: Case) -> None:
         assert torch.equal(found[[0, 2]], expected[[0, 2]])
 
 
-@every_case
+@every_case_wide_on_cpu
 def test_runs_are_equal_and_write_all_they_return(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the memory held something else before."""
-    once(case)
     shape = (2, 5, 3, 24)
     x, params, grads = case.randn(*shape), params_on(case, 3, 24), upstream(case, shape)
     first = (
@@ -276,14 +272,11 @@ def mix_inputs(case: Case, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     )
 
 
-@every_case
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("shape", [*SHAPES[:-1], (2, 9, 1, 5)], ids=str)
+@with_shapes(*SHAPES[:-1], (2, 9, 1, 5))
 def test_mixed_streams_are_those_of_autograd(
     case: Case, shape: tuple[int, ...], transposed: bool
 ) -> None:
-    if shape != SHAPES[2]:
-        once(case)
     *inputs, grad = mix_inputs(case, shape)
     B, S, n, D = shape
     wide = [tensor.cpu().double().requires_grad_() for tensor in inputs]

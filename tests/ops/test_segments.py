@@ -84,6 +84,7 @@ def test_segments_match_the_oracle(shape: tuple, how: str, case: Case) -> None:
     check_segments(shape, how, case)
 
 
+@pytest.mark.every_pair
 @every_interpreted_case
 @spreads_interpreted
 @shapes_interpreted
@@ -131,6 +132,7 @@ def test_rows_and_products_match_the_oracle(shape: tuple, how: str, case: Case) 
     check_rows_and_products(shape, how, case)
 
 
+@pytest.mark.every_pair
 @every_interpreted_case
 @spreads_interpreted
 @shapes_interpreted
