@@ -320,20 +320,6 @@ def mean(delta: float) -> dict[str, Any]:
     return statistics_report("mean", sensitivity=1.0, standard_deviation=9.0, delta=delta)
 
 
-def test_reports_compose_to_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mean.json"
-    file.write_text(json.dumps(mean(1e-5)))
-    assert main(["compose", str(file), str(file), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert main(["compose", str(file), str(file)]) == 0
-    table = capsys.readouterr().out
-    found = report["epsilon"]["gdp"]["epsilon"]
-    assert re.search(rf"gdp +{found:.4g} +a bound", table), table
-    assert re.search("prv +- +knows Poisson batches", table), table
-    assert f"δ = 1e-05; {report['relation']}; {report['unit']}" in table
-    assert "assumptions: mean: the sensitivity is as given" in table
-
-
 def test_failures_have_one_line_for_a_cause_which_is_wrapped(
     factories: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

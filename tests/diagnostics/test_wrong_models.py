@@ -13,14 +13,11 @@ from flash_clipping import (
     LinearGrad,
     register_rule,
 )
-from flash_clipping.capture.proof import gate
-from flash_clipping.capture.proof.oracle import Table
-from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.diagnostics import BadBatchError, check
 from flash_clipping.factors import SumGrad
 from flash_clipping.rules.linear import LinearRule
 from tests.capture.proof.mixers import RIGHT, SEEN_BY_CHECK, Around, B, K, T
-from tests.support.diagnosed import QKV, Fused, Windows, of, statuses
+from tests.support.diagnosed import QKV, Fused, of, statuses
 from tests.support.errors import raises
 from tests.support.factors import Own
 
@@ -111,41 +108,6 @@ def test_batch_norm_is_refused_with_the_error_itself() -> None:
     assert "mixes samples" in report.failures[0] and "GroupNorm" in report.failures[0]
 
 
-class Positions(nn.Module):
-    """Tokens and positions; the positions are the same for all samples."""
-
-    def __init__(self, per_sample: bool = False):
-        super().__init__()
-        self.per_sample = per_sample
-        self.tokens, self.positions = nn.Embedding(11, 6), nn.Embedding(16, 6)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1])
-        if self.per_sample:
-            positions = positions.expand(ids.shape)
-        return self.head(torch.tanh(self.tokens(ids) + self.positions(positions)))
-
-
-def test_a_constant_input_with_the_batch_size_as_length_is_exact() -> None:
-    for shape in ((5, 5), (5, 6), (5, 3)):
-        for per_sample in (False, True):
-            report = check(Positions(per_sample=per_sample), torch.randint(0, 11, shape))
-            assert report.passed and statuses(report)["positions.weight"] == "PASS", report
-
-
-def test_folded_windows() -> None:
-    x = torch.randn(5, 6, 4)
-    assert check(Windows(), x, dtype=torch.float64).passed
-    assert check(Windows(), x, folded_modules=["window"], dtype=torch.float64).passed
-    # A sample's rows lie apart: refused, also where they are declared.
-    for folded in ([], ["window"]):
-        report = check(
-            Windows(together=False), x, folded_modules=folded, dtype=torch.float64, strict=False
-        )
-        assert not report.passed and "window" in "".join(report.failures), report
-
-
 class Centre(nn.Module):
     """Mixes samples, and has no parameter for a rule to look at."""
 
@@ -174,19 +136,6 @@ def test_a_scale_that_this_batch_does_not_need_is_caught() -> None:
     assert "outputs of a sample change with the others in its batch" in failure
     assert "Where the values of sample 0 are extreme" in beside
     assert all(status == "PASS" for status in statuses(report).values())
-
-
-def test_two_audits_follow_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-
-    def examine(subject: Subject, audit: int = 0) -> Table:
-        looked.append(audit)
-        return original(subject, audit=audit)
-
-    original = gate.examine
-    monkeypatch.setattr(gate, "examine", examine)
-    assert check(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), torch.randn(5, 4)).passed
-    assert [audit for audit in looked if audit] == [1, 2]
 
 
 def test_a_mixing_layer_that_one_sample_at_a_time_changes_is_caught() -> None:

@@ -322,21 +322,6 @@ def test_buffers_of_nan_and_of_inference_mode() -> None:
 # -- models of transformers -----------------------------------------------------------------------
 
 
-def siglip() -> nn.Module:
-    import transformers
-
-    config = transformers.SiglipVisionConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=8,
-        patch_size=4,
-    )
-    torch.manual_seed(0)
-    return transformers.SiglipVisionModel(config).double()
-
-
 def gemma(**more: Any) -> nn.Module:
     import transformers
 
@@ -353,27 +338,6 @@ def gemma(**more: Any) -> nn.Module:
     )
     torch.manual_seed(0)
     return transformers.GemmaForCausalLM(config).double()
-
-
-def pooled(model: Any, images: tuple[Tensor, ...]) -> Tensor:
-    return model(*images).pooler_output.square().sum(1).mean()
-
-
-def test_siglip() -> None:
-    pytest.importorskip("transformers")
-    model = siglip()
-    assert any(True for _ in model.buffers())
-    check_by_autograd(model, (torch.randn(B, 3, 8, 8, dtype=torch.float64),), pooled)
-
-
-def test_gemma() -> None:
-    pytest.importorskip("transformers")
-    from tests.support.mixtures import language_loss, tokens
-
-    model = gemma()
-    assert any(True for _ in model.buffers())
-    # Its normalizations are in fp32, and round otherwise in other batches.
-    check_by_autograd(model, tokens(), language_loss, tolerance=5e-7)
 
 
 @pytest.mark.parametrize("strict", [True, False])

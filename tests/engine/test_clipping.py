@@ -201,23 +201,6 @@ def test_backward_for_all_parameters_by_name_is_backward(input_grad: bool) -> No
         assert torch.equal(plain, by_name)
 
 
-def test_a_part_of_the_gradients_with_hooks_disabled_in_between_is_autograds() -> None:
-    module, plain = GradSampleModuleFlashClipping(network(), max_grad_norm=0.1), network()
-    x, y = next(iter(DataLoader(data(), batch_size=16)))
-    x.requires_grad_()
-    loss, expected = F.cross_entropy(module(x), y), F.cross_entropy(plain(x), y)
-    module.disable_hooks()
-    params, plain_params = list(module.parameters()), list(plain.parameters())
-    for leaf, plain_leaf in zip([x, *params], [x, *plain_params], strict=True):
-        (grad,) = torch.autograd.grad(loss, [leaf], retain_graph=True)
-        (truth,) = torch.autograd.grad(expected, [plain_leaf], retain_graph=True)
-        assert_close(grad, truth, 1e-6)
-    loss.backward(inputs=[x], retain_graph=True)
-    assert all(p.grad is None for p in params)
-    loss.backward(inputs=[params[-1]])
-    assert [p.grad is None for p in params] == [True] * (len(params) - 1) + [False]
-
-
 PER_LAYER = {"clipping": "per_layer", "max_grad_norm": [0.01, 0.02, 0.03, 0.04]}
 
 

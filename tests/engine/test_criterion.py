@@ -732,29 +732,6 @@ def test_time_first_input_is_refused_by_the_criterion(mode: str) -> None:
             criterion(flash(ids), target)
 
 
-def test_tokens_are_refused_by_the_criterion() -> None:
-    """``[total]``: every token a sample, but one loss for each sequence."""
-    from opacus.optimizers import DPOptimizerFastGradientClipping
-
-    from flash_clipping.engine.criterion import FlashLoss
-
-    class Sequences(Recurrent):
-        def forward(self, ids_N: Tensor) -> Tensor:
-            return self.head(self.embed(ids_N)).unflatten(0, (4, -1)).mean(1)
-
-    model = Sequences()
-    flash = GradSampleModuleFlashClipping(model)
-    optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=4,
-    )
-    criterion = FlashLoss(flash, optimizer, nn.CrossEntropyLoss(), "mean")
-    with raises("FC241", match="4 losses, .*16 samples"):
-        criterion(flash(torch.randint(9, (16,))), torch.randint(3, (4,)))
-
-
 def test_check_counts_losses() -> None:
     from flash_clipping.diagnostics import check as compare
 

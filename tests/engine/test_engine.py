@@ -62,8 +62,8 @@ def test_same_epsilon_as_opacus() -> None:
 
 def test_make_private_with_epsilon() -> None:
     options = {"target_epsilon": 3.0, "target_delta": 1e-5, "epochs": 2, "batch_size": 200}
-    hooks = EngineTraining(PrivacyEngine(), **options)
-    flash = EngineTraining(FlashPrivacyEngine(), mode="two_pass", **options)
+    hooks = EngineTraining(PrivacyEngine(accountant="rdp"), **options)
+    flash = EngineTraining(FlashPrivacyEngine(accountant="rdp"), mode="two_pass", **options)
     assert flash.optimizer.noise_multiplier == hooks.optimizer.noise_multiplier
     flash.steps(2 * len(flash.loader))
     assert 2.9 < flash.engine.get_epsilon(1e-5) <= 3.01
@@ -71,8 +71,9 @@ def test_make_private_with_epsilon() -> None:
     assert flash.wrapper.mode == "two_pass"
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
-@pytest.mark.parametrize(("epochs", "batches", "steps"), [(3, 75, 225), (1 / 49, 49, 1)])
+@pytest.mark.parametrize(
+    ("accountant", "epochs", "batches", "steps"), [("rdp", 3, 75, 225), ("pld", 1 / 49, 49, 1)]
+)
 def test_the_target_is_not_exceeded_after_the_last_step(
     epochs: float, batches: int, steps: int, accountant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 import re
 import traceback
@@ -34,7 +33,6 @@ from flash_clipping.errors import (
 from tests.support.autograd import check_by_autograd, float64s, squares
 from tests.support.engine import EngineTraining, assert_states_close, convolutional_network
 from tests.support.errors import raises, warns
-from tests.support.sums import note_norms
 from tests.support.wrapping import MODES
 
 
@@ -185,22 +183,6 @@ def test_error_of_a_rule_names_the_layer(layer: nn.Module, x: Tensor, text: str,
     model.forward = lambda x: model["body"](x)  # type: ignore[method-assign]
     with raises("FC102|FC117|FC203", ValueError, match=text):
         wrapped(model, mode=mode)(x)
-
-
-def test_error_of_an_attention_names_it_once() -> None:
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x, x, x)[0]
-
-    with raises(
-        "FC203", ValueError, match=r"attention .*expected a query of 3.*unsqueeze"
-    ) as error:
-        wrapped(Attending())(torch.zeros(3, 4))
-    assert str(error.value).count("(MultiheadAttention)") == 1
 
 
 class TransposedFirst(nn.Module):
@@ -397,36 +379,3 @@ def test_error_second_backward_in_two_passes() -> None:
     loss.backward(retain_graph=True)
     with raises("FC413"):
         loss.backward()
-
-
-def test_wrapped_module_takes_the_engines_bound() -> None:
-    """Noise for one bound beside clipping by another would break the promise."""
-    module = wrapped(convolutional_network(), max_grad_norm=100.0)
-    training = EngineTraining(FlashPrivacyEngine(), model=module, max_grad_norm=0.01)
-    read = note_norms(module, training.optimizer)
-    training.steps(1)
-    assert training.wrapper is module
-    norms, coef = read[0]
-    torch.testing.assert_close(coef, (0.01 / (norms + 1e-6)).clamp(max=1))
-    assert math.isclose(module.max_grad_norm, 0.01)
-
-
-def test_model_that_runs_on_one_batch_size_only() -> None:
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.second = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x) * self.second(torch.cos(x).view(6, 4))
-
-    torch.manual_seed(0)
-    model, x = Fixed(), torch.randn(6, 4)
-    plain = copy.deepcopy(model)
-    module = wrapped(model, loss_reduction="sum", max_grad_norm=1e6)
-    module(x).sum().backward()
-    assert module.get_norm_sample().shape == (6,)
-    plain(x).sum().backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)

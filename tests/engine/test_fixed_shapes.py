@@ -268,26 +268,6 @@ def test_a_bound_that_processes_cannot_share_is_refused() -> None:
 # -- one shape -------------------------------------------------------------------------------------
 
 
-def test_a_compiled_model_sees_one_shape() -> None:
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    _, model, module, optimizer, criterion, loader = private()
-    module.compile(backend=backend)
-    counts = set()
-    for number, (x, y, _) in enumerate(loader):
-        counts.add(module._session.rows.draws.waiting[-1].samples)
-        optimizer.zero_grad()
-        criterion(module(x), y).backward()
-        optimizer.step()
-        if number == 1:
-            seen = len(graphs)
-    assert len(counts) > 2 and len(graphs) == seen
-
-
 def test_replays_read_the_mask_of_their_own_batch() -> None:
     """One graph for all batches, whatever was drawn."""
 
@@ -348,16 +328,6 @@ def test_a_forward_of_another_batch_is_refused() -> None:
         module(ahead[0])
 
 
-def test_two_batches_in_one_backward_are_refused() -> None:
-    _, _, module, optimizer, criterion, loader = private()
-    batches = iter(loader)
-    x, *_ = next(batches)
-    first = module(x).sum()
-    x, *_ = next(batches)
-    with raises("FC275"):
-        (first + module(x).sum()).backward()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -375,19 +345,6 @@ def test_what_is_not_accounted_for_is_refused(options: dict[str, Any], message: 
         options = {"engine": FlashPrivacyEngine(accountant=options["engine"])}
     with raises("FC302|FC313|FC316", ValueError, match=message):
         private(**options)
-
-
-def test_a_step_on_two_batches_is_refused() -> None:
-    """Which a step of the accountant's would have covered."""
-    engine, _, module, optimizer, criterion, loader = private(noise_multiplier=1.0)
-    for x, y, _ in loader:
-        with raises("FC283"):
-            optimizer.signal_skip_step(True)
-        optimizer.signal_skip_step(False)
-        criterion(module(x), y).backward()
-        optimizer.step()
-        break
-    assert len(engine.accountant) == 1
 
 
 def test_which_are_left_comes_from_other_words_than_who_is_drawn() -> None:

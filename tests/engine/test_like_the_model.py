@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -171,35 +170,6 @@ def test_a_model_may_change_its_dtype_between_steps(dtype: torch.dtype, mode: st
     private.to_standard_module()(x.to(dtype)).sum().backward()
     assert {p.grad_dtype for p in model.parameters()} == {dtype}
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
-
-
-@pytest.mark.filterwarnings("ignore:mode=:UserWarning")
-@pytest.mark.parametrize("mode", ["one_pass", "one_by_one"])
-def test_layers_may_change_their_dtype_one_after_the_other(mode: str) -> None:
-    """Seen by their parameters, as nobody calls the wrapper; what was not converted is as ever."""
-    x, layers = torch.randn(5, 3), [nn.Linear(3, 3) for _ in range(3)]
-    model = nn.Sequential(*layers)
-    private = GradSampleModuleFlashClipping(model, mode=mode)
-    for count in range(3):
-        for layer in layers[:count]:
-            layer.bfloat16()
-        with torch.autocast("cpu", torch.bfloat16):
-            private(x).float().sum().backward()
-        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-        private.zero_grad(set_to_none=True)
-    plain = private.to_standard_module()
-    assert [p.grad_dtype for p in plain.parameters()] == [p.dtype for p in plain.parameters()]
-    layers[2].double()
-    assert layers[2].weight.grad_dtype == torch.float64
-
-
-def test_hooks_come_and_go(scaled: tuple[GradSampleModuleFlashClipping, Scaled]) -> None:
-    wrapped, model = scaled
-    wrapped.remove_hooks()
-    wrapped.add_hooks()
-    wrapped(torch.ones(2, 3)).sum().backward()
-    assert wrapped.to_standard_module() is model
-    assert not hasattr(model, "autograd_grad_sample_hooks")
 
 
 def test_state_dicts_of_either_form(scaled: tuple[GradSampleModuleFlashClipping, Scaled]) -> None:
@@ -372,15 +342,6 @@ def test_a_trace_without_gradients_is_of_the_model() -> None:
     with torch.no_grad():
         traced = torch.jit.trace(private.model._module, x)
         torch.testing.assert_close(traced(x), private.model(x))
-
-
-@pytest.mark.parametrize("wrap_model", [True, False])
-def test_members_of_what_is_returned_can_be_listed(wrap_model: bool) -> None:
-    private = Private(wrap_model=wrap_model)
-    for _ in range(2):
-        for made in (private.wrapper, private.model, private.criterion, private.loader):
-            assert {"__class__"} < {name for name, _ in inspect.getmembers(made)}
-        private.step()
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

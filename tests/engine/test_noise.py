@@ -18,10 +18,10 @@ from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import BandedInverseNoise, BandedNoise, BufferedNoise
 from flash_clipping.ops.error_bounds import ETA
 from flash_clipping.ops.noise import grid_of, noisy_means
-from flash_clipping.randomness import Draw, Purpose, SecretStream, SeededNoiseWarning
+from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.chacha import Keystream
-from tests.support.errors import raises, warns
-from tests.support.private import Private, data
+from tests.support.errors import raises
+from tests.support.private import Private
 
 seeded = pytest.mark.filterwarnings("ignore::flash_clipping.randomness.SeededNoiseWarning")
 
@@ -153,13 +153,6 @@ def test_equal_seeds_are_equal_noise() -> None:
         optimizer_of(parameter(), generator=torch.Generator())
 
 
-def test_a_seed_is_said_once() -> None:
-    with warns("FC570", SeededNoiseWarning) as said:
-        private = Private(engine=FlashPrivacyEngine(accountant="rdp", seed=5))
-        private.step()
-    assert len([w for w in said if w.category is SeededNoiseWarning]) == 1
-
-
 @seeded
 def test_a_seed_in_secure_mode_is_refused() -> None:
     with raises("FC311", ValueError, match="seed=5"):
@@ -177,25 +170,6 @@ def test_secure_mode_needs_no_other_package_and_nothing_is_said() -> None:
             private.step()
             assert private.optimizer.stream is private.engine.stream
             assert not private.engine.stream.is_seeded
-
-
-def test_modes_of_opacus_behave_as_there() -> None:
-    plain: dict[str, Any] = {"grad_sample_mode": "hooks"}
-    with pytest.raises(ImportError, match="torchcsprng"):
-        Private(engine=FlashPrivacyEngine(secure_mode=True), **plain)
-    with pytest.warns(UserWarning, match="Secure RNG turned off"):
-        engine = FlashPrivacyEngine()
-        module = nn.Linear(6, 3)
-        engine.make_private(
-            module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-            data_loader=torch.utils.data.DataLoader(data(), batch_size=8),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            **plain,
-        )
-    with raises("FC313", ValueError, match="mechanism"):
-        Private(mechanism=PoissonSampling(noise_grid=True), **plain)
 
 
 @seeded

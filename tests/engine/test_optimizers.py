@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus import schedulers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import DataLoader
@@ -84,33 +82,6 @@ def test_copies_of_a_wrapped_model_have_no_optimizer(copied: Callable[[Any], Any
     with raises("FC170", match="head"):
         twin(x)
     private.wrapper(x)
-
-
-def test_checkpoints_in_the_middle_of_training(released: Released) -> None:
-    private = Private(max_grad_norm=0.3)
-    scheduler = schedulers.ExponentialGradClip(private.optimizer, gamma=0.5)
-    private.step()
-    scheduler.step()
-    private.optimizer.zero_grad()
-    file = io.BytesIO()
-    private.engine.save_checkpoint(
-        path=file,
-        module=private.wrapper,
-        optimizer=private.optimizer,
-        grad_clip_scheduler=scheduler,
-    )
-    file.seek(0)
-    private.backward()
-    state = private.optimizer.state_dict()
-    private.engine.load_checkpoint(
-        path=file,
-        module=private.wrapper,
-        optimizer=private.optimizer,
-        grad_clip_scheduler=scheduler,
-    )
-    private.optimizer.load_state_dict(state)
-    private.optimizer.step()
-    assert released.releases[-1][1] == pytest.approx(0.15) and released.ratio() <= SLACK
 
 
 # -- optimizers of parts of a model ----------------------------------------------------------------
@@ -295,23 +266,6 @@ def test_the_plain_optimizer_is_refused_where_nobody_holds_the_private_one() -> 
         plain.step()
 
 
-def test_the_plain_optimizer_of_several_private_ones() -> None:
-    model = TwoLayers()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = Private(model, optimizer=plain)
-    for _ in range(3):
-        private.wrapper, private.optimizer, *_ = private.engine.make_private(
-            module=private.wrapper,
-            optimizer=private.optimizer,
-            data_loader=DataLoader(data(), batch_size=16),
-            noise_multiplier=1.0,
-            max_grad_norm=0.1,
-            poisson_sampling=False,
-        )
-        assert _refuses(plain, private)
-        assert not plain._optimizer_step_pre_hooks
-
-
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_the_plain_optimizer_steps_without_privacy(wrap_model: bool) -> None:
     model = TwoLayers()
@@ -338,21 +292,6 @@ def test_the_plain_optimizer_steps_without_privacy(wrap_model: bool) -> None:
     assert not torch.equal(model.head.bias, before["head.bias"])
     again = Private(model, optimizer=plain)
     assert _refuses(plain, again)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_compiled_step_of_the_plain_optimizer_is_refused(when: str) -> None:
-    model = TwoLayers()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled: Any = torch.compile(plain.step, backend="eager")
-    if when == "before":  # the private optimizer calls it
-        plain.step = compiled  # type: ignore[method-assign]
-    private = Private(model, optimizer=plain)
-    for _ in range(2):
-        private.step(4)
-        private.backward(4)
-        with raises("FC539", match="SGD itself"):
-            compiled()
 
 
 def test_sums_are_not_looked_for_while_a_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

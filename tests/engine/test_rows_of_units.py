@@ -59,8 +59,8 @@ def found_deltas(rows: int, epsilon: float) -> tuple[float, float]:
     return tuple(p.get_delta_for_epsilon(epsilon) for p in (pair._pmf_remove, pair._pmf_add))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("epsilon", [0.1, 0.5, 1.5])
+@pytest.mark.parametrize("rows", [3, 8])
+@pytest.mark.parametrize("epsilon", [0.1, 1.5])
 def test_one_step_is_a_mixture_of_gaussians(rows: int, epsilon: float) -> None:
     at = np.linspace(-15, 25, 20_001)
     drawn = stats.binom.pmf(range(rows + 1), rows, RATE)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opacus.accountants import RDPAccountant
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 
 from flash_clipping import (
@@ -473,23 +472,6 @@ def test_an_ascent_step_is_refused(clears: bool, wrap_model: bool, released: Rel
     private.optimizer.discard_step()
     private.step(4)
     assert len(released.releases) == 2
-
-
-def test_ordinary_accumulation_is_not_refused(released: Released) -> None:
-    private = Private()
-    for start in (0, 4, 8):
-        private.optimizer.signal_skip_step(start < 8)
-        private.optimizer.zero_grad()
-        private.backward(4, start)
-        private.optimizer.step()
-    with BatchMemoryManager(
-        data_loader=private.loader, max_physical_batch_size=4, optimizer=private.optimizer
-    ) as parts:
-        for x, y in parts:
-            private.optimizer.zero_grad()
-            private.criterion(private.model(x), y).backward()
-            private.optimizer.step()
-    assert len(released.releases) == 5
 
 
 def test_parameters_may_be_written_between_steps(released: Released) -> None:

@@ -125,10 +125,8 @@ CASES = {
 }
 #: Where the sample is not finite, and what is there instead.
 POISONS = [
-    ("input", math.inf),
     ("input", math.nan),
     ("activation", math.inf),
-    ("activation", math.nan),
     ("gradient", math.inf),
     ("gradient", math.nan),
     ("middle_gradient", math.inf),

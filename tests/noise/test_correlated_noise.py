@@ -245,12 +245,6 @@ def test_iterators_give_batches_by_their_numbers(workers: int) -> None:
     assert refused or not workers
 
 
-def test_a_step_on_two_batches_is_refused() -> None:
-    _, module, optimizer, loader = private(FixedOrder(BandedNoise(2)))
-    with raises("FC283"):
-        optimizer.signal_skip_step()
-
-
 def test_copies_are_refused() -> None:
     _, module, optimizer, loader = private(FixedOrder(BandedNoise(2)))
     with raises("FC537"):

@@ -24,8 +24,7 @@ from flash_clipping.noise.releases import (
 )
 from flash_clipping.noise.samplers import AllocationSampler, ShuffledSampler
 from flash_clipping.randomness import Purpose, SecretStream
-from flash_clipping.randomness.chacha import Keystream
-from flash_clipping.randomness.choices import _below, allocations
+from flash_clipping.randomness.choices import allocations
 from tests.noise.training import in_parts, private, step
 from tests.support.errors import raises
 
@@ -190,19 +189,6 @@ def test_noise_changes_between_rounds_only(mechanism: Mechanism) -> None:
 
 
 # -- what is drawn ---------------------------------------------------------------------------------
-
-
-def test_uniform_numbers_below_a_bound() -> None:
-    draw = SecretStream(key=bytes(32)).draw(Purpose.SAMPLING)
-    for bound in (1, 7, 8, 100):
-        counts = np.bincount(_below(Keystream(draw), 100_000, bound).astype(int), minlength=bound)
-        assert len(counts) == bound
-        assert abs(counts - 100_000 / bound).max() < 5 * (100_000 / bound) ** 0.5
-    # Of a bound that half of all words exceed, those are drawn again.
-    bound = (1 << 63) + 1
-    numbers = _below(Keystream(draw), 1000, bound)
-    assert (numbers < bound).all() and len(set(numbers.tolist())) == 1000
-    assert abs(numbers.astype(float).mean() / 2**62 - 1) < 0.1
 
 
 def test_every_set_of_steps_is_as_probable() -> None:

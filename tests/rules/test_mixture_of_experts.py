@@ -280,19 +280,6 @@ def test_rule_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     assert {*factors} == {*layer._names}
 
 
-def test_an_update_is_seen() -> None:
-    layer = layer_of(4, 6, 5, 2)
-    x, w, _ = drawn(3, 5, 6, 2)
-    ids = routed(3, 5, 4, 2)
-    first = layer(x, ids, w.double())
-    with torch.no_grad():
-        layer.gate_up_A.mul_(2)
-    params = dict(layer.named_parameters())
-    expected = plain(params, 1.5, x, ids, w.double())
-    assert not torch.equal(first, layer(x, ids, w.double()))
-    assert_close(layer(x, ids, w.double()), expected, 1e-12)
-
-
 def test_a_split_over_ranks_adds_up() -> None:
     """Gate and up by rows of f with their B, down by columns of f with its A."""
     whole = layer_of(4, 6, 8, 2)

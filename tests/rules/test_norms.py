@@ -29,12 +29,10 @@ pytestmark = pytest.mark.without_gate
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-#: Any two of dtype, reduction and mode meet in one of them.
+#: The mean in float64, in either mode: ``tests/zoo``.
 WAYS = [
-    pytest.param(torch.float64, "mean", "one_pass", id="fp64-mean-one_pass"),
     pytest.param(torch.float64, "sum", "two_pass", id="fp64-sum-two_pass"),
-    pytest.param(torch.float32, "sum", "one_pass", id="fp32-sum-one_pass"),
-    pytest.param(torch.float32, "mean", "two_pass", id="fp32-mean-two_pass"),
+    pytest.param(torch.float32, "mean", "one_pass", id="fp32-mean-one_pass"),
 ]
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.survey.kinds import all_kinds
 from flash_clipping import GradSampleModuleFlashClipping
@@ -89,18 +87,6 @@ def test_families_with_dropout_match_one_forward(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_in_two_passes_match_autograd(family: str) -> None:
     check_by_autograd(small(family), texts(family), mean_loss, mode="two_pass", tolerance=ROUNDED)
-
-
-@pytest.mark.without_gate
-@pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointed_families_match_autograd(family: str) -> None:
-    model = small(family)
-    if model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    else:  # JetMoE
-        for layer in model.model.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    check_by_autograd(model, texts(family), mean_loss, tolerance=ROUNDED)
 
 
 @pytest.mark.without_gate

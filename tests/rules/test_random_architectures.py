@@ -6,7 +6,6 @@ forty times as many.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 
@@ -14,18 +13,14 @@ import pytest
 import torch
 from hypothesis import assume, given
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from flash_clipping import (
     Documents,
-    FlashClippingError,
     GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
 )
 from tests.support.autograd import truth_by_autograd
 from tests.support.errors import raises
-from tests.support.families import SelfAttention
-from tests.support.models import Scale
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 from tests.support.plans import Plan, RandomModel, batch_of, losses, plans
 from tests.support.profiles import PROFILE, profile
@@ -166,165 +161,6 @@ def check_norms(
 ) -> None:
     found, expected = norms_of_own_gradients(model, batch, shared)
     assert_close(found, expected, TOLERANCE, "norms")
-
-
-@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
-def test_in_place_activation_after_linear(kind: str) -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(4, 6) if kind == "Linear" else Conv1D(6, 4)
-    model = nn.Sequential(layer, nn.ReLU(inplace=True), nn.Linear(6, 3)).double()
-    check_norms(model, (torch.randn(3, 5, 4).double(),))
-
-
-def test_multihead_attention_with_frozen_projections() -> None:
-    torch.manual_seed(0)
-    model = SelfAttention(lambda: nn.MultiheadAttention(4, 2, batch_first=True)).double()
-    model.attention.in_proj_weight.requires_grad_(False)
-    model.attention.in_proj_bias.requires_grad_(False)
-    check_norms(model, (torch.randn(3, 5, 4).double(),))
-
-
-class PositionsFromRange(nn.Module):
-    """Positions as ``arange(T)``, without a batch axis; added to ``[B, T, d]`` by broadcasting."""
-
-    def __init__(self, length: int, width: int):
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(9, width), nn.Embedding(length, width)
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        positions = self.positions(torch.arange(ids.shape[1]))
-        return self.head(torch.tanh(self.tokens(ids) + positions))
-
-
-class BiasFromTable(nn.Module):
-    """A small network over a buffer of coordinates, one row per position."""
-
-    def __init__(self, length: int, width: int):
-        super().__init__()
-        self.register_buffer("table", torch.linspace(-1, 1, length)[:, None])
-        self.network = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, width))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(x + self.network(self.table)))
-
-
-def positions_case(kind: str, batch_size: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    torch.manual_seed(0)
-    if kind == "range":
-        return PositionsFromRange(5, 4).double(), (torch.randint(0, 9, (batch_size, 5)),)
-    return BiasFromTable(5, 4).double(), (torch.randn(batch_size, 5, 4).double(),)
-
-
-@pytest.mark.parametrize("kind", ["range", "table"])
-@pytest.mark.parametrize("batch_size", [4, 5])
-def test_positions_are_no_samples(kind: str, batch_size: int) -> None:
-    """Exact, also where there are as many positions as samples."""
-    model, batch = positions_case(kind, batch_size=batch_size)
-    check_norms(model, batch)
-
-
-class RangeTimesTheta(nn.Module):
-    """A constant made in forward meets a bare parameter; then one that was transposed."""
-
-    def __init__(self, transposed: bool):
-        super().__init__()
-        self.transposed = transposed
-        self.theta = nn.Parameter(torch.randn(4))
-        self.mix = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.transposed:
-            return torch.tanh(self.mix(x.transpose(0, 1))).transpose(0, 1)
-        waves = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * self.theta
-        return torch.tanh(self.mix(x) + waves)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_constants_and_transposed_inputs_with_as_many_rows(transposed: bool) -> None:
-    torch.manual_seed(0)
-    model = RangeTimesTheta(transposed).double()
-    if transposed:
-        model.theta.requires_grad_(False)
-    with contextlib.suppress(FlashClippingError):
-        check_norms(model, (torch.randn(5, 5, 4).double(),))
-
-
-class SecondInput(nn.Module):
-    """Only a table that is read through an input without a batch axis is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(5, 4)
-        self.tokens.requires_grad_(False)
-
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return torch.tanh(self.tokens(ids) + self.positions(positions))
-
-
-def test_batch_size_is_that_of_the_first_input() -> None:
-    """Exact or refused: an input of another leading size does not redefine the batch."""
-    torch.manual_seed(0)
-    model = SecondInput().double()
-    with contextlib.suppress(FlashClippingError):
-        check_norms(model, (torch.randint(0, 9, (3, 5)),), (torch.arange(5),))
-
-
-def test_part_of_a_wrapped_model_in_another_model() -> None:
-    """Exact or refused: a deep copy of a wrapped model's layer brings its tap along."""
-    torch.manual_seed(0)
-    first = nn.Sequential(nn.Linear(4, 4), Scale(4)).double()
-    GradSampleModuleFlashClipping(first)
-    model = nn.Sequential(nn.Linear(4, 4).double(), copy.deepcopy(first[1]))
-    with contextlib.suppress(FlashClippingError, ValueError):
-        check_norms(model, (torch.randn(5, 5, 4).double(),))
-
-
-class TimeFirstInside(nn.Module):
-    """Turns ``[B, T, d]`` into ``[T, B, d]`` for a while, behind a tapped layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = torch.tanh(self.mix(self.embed(ids).transpose(0, 1)))
-        return self.head(x.transpose(0, 1))
-
-
-class TimeFirstGain(nn.Module):
-    """The same around a bare parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.gain = nn.Embedding(9, 4), nn.Parameter(torch.randn(4))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return torch.tanh(self.embed(ids).transpose(0, 1) * self.gain).transpose(0, 1)
-
-
-@pytest.mark.parametrize("model_type", [TimeFirstInside, TimeFirstGain])
-def test_time_first_inside_with_as_many_positions_as_samples(model_type: type[nn.Module]) -> None:
-    """Exact or refused, but never a wrong norm."""
-    torch.manual_seed(0)
-    with contextlib.suppress(FlashClippingError):
-        check_norms(model_type().double(), (torch.randint(0, 9, (5, 5)),))
-
-
-def test_batch_first_false_with_as_many_positions_as_samples() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x = torch.randn(4, 4, 3).double()  # [T, B, d]
-    plain = copy.deepcopy(model)
-    flash = GradSampleModuleFlashClipping(model, loss_reduction="sum", batch_first=False)
-    flash(x).square().sum().backward()
-    expected = []
-    for b in range(4):
-        loss = plain(x[:, b : b + 1]).square().sum()
-        grads = torch.autograd.grad(loss, list(plain.parameters()))
-        expected.append(torch.cat([g.flatten() for g in grads]).norm())
-    assert_close(flash.get_norm_sample(), torch.stack(expected), TOLERANCE, "norms")
 
 
 class MaskedAttention(nn.Module):

@@ -76,17 +76,6 @@ def test_tokens_end_to_end(B: int, positions: tuple[int, ...], mode: str) -> Non
     check_by_autograd(Flat(2), inputs(B, *positions), squares, mode=mode)
 
 
-def test_tokens_end_to_end_checkpointed() -> None:
-    model = Flat()
-    model.uses, model.checkpointing = 2, True
-    check_by_autograd(model, inputs(3, 40), squares)
-
-
-@pytest.mark.parametrize("r", [0, 2])
-def test_one_sample_matches_autograd(r: int) -> None:
-    check_by_autograd(Model(r), inputs(1, 5), squares)
-
-
 @pytest.mark.parametrize("r", [0, 2])
 def test_used_twice_and_checkpointed(r: int) -> None:
     model = Model(r)
@@ -179,21 +168,6 @@ def test_removing_a_sample_changes_the_sum_by_the_bound_at_most(r: int) -> None:
     assert (sums[0] - sums[1]).norm() <= 0.5 * (1 + 1e-4)
 
 
-def test_the_second_step_is_as_the_first() -> None:
-    """A forward without a backward in between leaves nothing behind; results are bitwise equal."""
-    model, batch = Model(2), inputs(4, 30)
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    steps = []
-    for _ in range(2):
-        flash.zero_grad()
-        squares(flash, batch).backward()
-        steps.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
-        squares(flash, batch)
-        with torch.no_grad():
-            flash(*batch)
-    assert all(map(torch.equal, *steps))
-
-
 def test_a_change_before_backward_is_noticed() -> None:
     for model in (Model(2), Model(0)):
         loss = squares(model, inputs(3, 5))
@@ -204,11 +178,6 @@ def test_a_change_before_backward_is_noticed() -> None:
 
 
 # -- the router ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_the_router_is_trained(normalize: bool) -> None:
-    check_by_autograd(Model(normalize=normalize), inputs(4, 5), squares)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -248,19 +217,6 @@ def test_balancing_of_samples_matches_autograd() -> None:
 def test_balancing_of_a_batch_is_not_offered() -> None:
     with raises("FC106", ValueError):
         TopKRouter(6, 5, 2, balance="batch")
-
-
-def test_another_router_matches_autograd() -> None:
-    """Scores and choices of whatever sees one token at a time."""
-
-    class Hashed(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            ids = (x[..., :2] * 10).long() % 5
-            return ids.to(torch.int32), x[..., 2:4].sigmoid()
-
-    model = Model(2)
-    model.mixture.router = Hashed()
-    check_by_autograd(model, inputs(4, 7), squares)
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -30,16 +30,3 @@ def note_sums(optimizer: Any) -> list[list[Tensor]]:
 
     optimizer.add_noise = noting
     return found
-
-
-def note_norms(flash: Any, optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """A list that gets norms and clipping coefficients of each step, before its noise."""
-    found: list[tuple[Tensor, Tensor]] = []
-    accumulate = optimizer.accumulate
-
-    def noting() -> None:
-        found.append((flash.get_norm_sample(), flash.get_clipping_coef()))
-        accumulate()
-
-    optimizer.accumulate = noting
-    return found
