@@ -24,7 +24,7 @@ from flash_clipping.capture.no_trace import without_gradients
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.told_rows import Told, draw_of
-from flash_clipping.errors import FlashClippingError, InvalidValue
+from flash_clipping.errors import FlashClippingError, InvalidType, InvalidValue
 from flash_clipping.graphs.choice import Choice, excess_of_memory
 from flash_clipping.graphs.conditions import (
     PLAIN,
@@ -100,23 +100,14 @@ class GraphedModel(GraphedStep):
         waits = self._waiting is not None and self._waiting() is not None
         if self.off is not None or waits or not self.model._session.mode.enabled or in_backward():
             return None
-        return super()._call(args, kwargs)
-
-    def _device(self, modules: list[nn.Module], tensors: list[Tensor]) -> torch.device | None:
-        with suppress(InvalidValue):  # a model on several devices runs as it is
-            return super()._device(modules, tensors)
+        with suppress(InvalidType, InvalidValue):  # other arguments, a model on several devices
+            return super()._call(args, kwargs)
         return None
 
-    def _foreign(self, leaf: Any) -> None:
-        """It runs as it is."""
-
-    def _is_audited(
-        self, models: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        gate = self.model._watch.gate
-        if gate.is_next and self._graphs:  # the call itself need not run as it is
-            self.model.look_at_call(args, kwargs)
-        return bool(gate.is_next)
+    def _is_audited(self, call: Call) -> bool:
+        if super()._is_audited(call) and self._graphs:  # the call itself need not run as it is
+            self.model.look_at_call(call.args, call.kwargs)
+        return super()._is_audited(call)
 
     def _graph_for(self, call: Call) -> Graph | None:
         try:

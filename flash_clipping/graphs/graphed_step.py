@@ -227,7 +227,7 @@ class GraphedStep:
         """
         self.calls += 1
         call = self._call(args, kwargs)
-        if call is None:
+        if call is None or self._is_audited(call):  # replays prove nothing
             return self._run(args, kwargs)
         graph = self._graph_for(call)
         if graph is None:
@@ -252,8 +252,12 @@ class GraphedStep:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *PLAIN)):
-                self._foreign(leaf)
-                return None
+                raise InvalidType(
+                    f"FC702 GraphedStep: found {type(leaf).__name__} in the step's arguments; "
+                    "expected tensors and plain values (numbers, strings, None) in lists, tuples "
+                    "and dicts, as it knows nothing else by its contents. Pass dict(batch) where a "
+                    "tokenizer made the batch."
+                )
         modules = list(self._module().modules())  # once: walking the tree is most of a call's time
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         device = self._device(modules, tensors)
@@ -261,24 +265,14 @@ class GraphedStep:
             return None
         private = [m for m in (self.model, *modules) if isinstance(m, GradSampleHooksFlashClipping)]
         models = list({id(m): m for m in private}.values())
-        if may_be_nobody(tensors, models) or self._is_audited(models, args, kwargs):
+        if may_be_nobody(tensors, models):
             return None
         key = key_of(leaves, structure, modules, models, device)
         return Call(args, kwargs, leaves, structure, tensors, modules, models, device, key, [])
 
-    def _is_audited(
-        self, models: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether the call runs as it is because an audit is due: replays prove nothing."""
-        return any(wrapped._watch.gate.is_next for wrapped in models)
-
-    def _foreign(self, leaf: Any) -> None:
-        """An argument is neither a tensor nor a plain value."""
-        raise InvalidType(
-            f"FC702 GraphedStep: found {type(leaf).__name__} in the step's arguments; expected "
-            "tensors and plain values (numbers, strings, None) in lists, tuples and dicts, as it "
-            "knows nothing else by its contents. Pass dict(batch) where a tokenizer made the batch."
-        )
+    def _is_audited(self, call: Call) -> bool:
+        """Whether an audit of the call is due."""
+        return any(wrapped._watch.gate.is_next for wrapped in call.models)
 
     def _device(self, modules: list[nn.Module], tensors: list[Tensor]) -> torch.device | None:
         """The GPU that everything is on, or ``None`` without one."""

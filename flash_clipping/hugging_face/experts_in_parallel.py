@@ -74,8 +74,7 @@ def _distribute(
 ) -> None:
     """Cut one layer; ``found`` has the parts of parameters by the ``id`` of the whole: tied ones
     stay tied."""
-    is_own = isinstance(rule, MixtureOfExpertsRule)
-    experts, n = layer.experts if is_own else layer.num_experts, mesh.size(mesh.ndim - 1)
+    experts, n = rule.described(layer).experts, mesh.size(mesh.ndim - 1)
     if experts % n:
         raise InvalidValue(
             f"FC630 {path}: found {experts} experts and {n} processes along the mesh's last "
@@ -87,7 +86,7 @@ def _distribute(
             f"FC630 {path}: found parameters on the meta device, or DTensors; expected whole ones. "
             "Call distribute_experts before fully_shard, on a model whose weights are loaded."
         )
-    if not is_own:
+    if isinstance(rule, ExpertsRule):
         _compare(path, layer, rule, experts)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     for module in layer.modules():

@@ -37,13 +37,11 @@ _INPUTS = (
 
 @dataclass(frozen=True)
 class Patches:
-    """The patches of one argument, and the sample of each patch, row and image."""
+    """The patches of one argument, the sample of each, and of each row and image."""
 
     pixels: Tensor
     grids: Tensor
-    count: int
-    sample_N: Tensor
-    sample_M: Tensor
+    rows: DeclaredRows
     sample_I: Tensor
 
 
@@ -78,8 +76,7 @@ class _Tower(Tap):
         rows = None
         for found in () if is_dynamo_compiling() else self.patches:
             if found.grids is grids:
-                merged = DeclaredRows(found.sample_M, found.count)
-                rows = DeclaredRows(found.sample_N, found.count, merged)
+                rows = found.rows
         with nullcontext() if rows is None else declared(rows):
             return self.original(*args, **kwargs)
 
@@ -112,7 +109,7 @@ def parts_of_samples(root: nn.Module, kwargs: Mapping[str, Any]) -> dict[int, Te
     for module in root.modules():
         if (tower := _tower_of(module)) is not None:
             for found in _patches(module, tower, kwargs):
-                parts |= {id(found.pixels): found.sample_N, id(found.grids): found.sample_I}
+                parts |= {id(found.pixels): found.rows.index_M, id(found.grids): found.sample_I}
     return parts
 
 
@@ -149,8 +146,9 @@ def _patches(module: Any, tower: Any, given: Mapping[str, Any]) -> tuple[Patches
             f"samples of input_ids; expected as many {token_name} in each sample as its images in "
             f"{grids_name} have rows.",
         )
-        sample_N = sample_M.repeat_interleave(merged)
-        found.append(Patches(pixels, grids, len(ids_BT), sample_N, sample_M, sample_I))
+        rows = DeclaredRows(sample_M, len(ids_BT))
+        rows = DeclaredRows(sample_M.repeat_interleave(merged), rows.count, rows)
+        found.append(Patches(pixels, grids, rows, sample_I))
     return tuple(found)
 
 

@@ -171,10 +171,10 @@ class PldAccountant(CountsSteps, IAccountant):
         return "pld"
 
 
-def releases_of(accountant: IAccountant) -> list[list[Release]]:
+def releases_of(accountant: IAccountant) -> list[tuple[Release, ...]]:
     """What all steps released, as it is for each of the neighbours that there are."""
     runs = [process_of(accountant).releases(*entry) for entry in accountant.history]
-    return [[*neighbour] for neighbour in zip(*runs, strict=True)]
+    return [*zip(*runs, strict=True)]
 
 
 def requested_process(accountant: IAccountant, given: dict[str, Any]) -> Mechanism:

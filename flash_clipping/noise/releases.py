@@ -27,7 +27,6 @@ Shape suffixes: ``K`` points of a grid.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -103,13 +102,8 @@ def _losses_of_one(release: Release, h: float) -> Any:
     return pld.from_mixture_gaussian_mechanism(noise, rows, probabilities, **on_grid)
 
 
-def epsilon_by_pld(releases: Sequence[Release], delta: float) -> float:
-    """See :func:`_epsilon_by_pld`, which is asked once for the same releases."""
-    return _epsilon_by_pld(tuple(releases), delta)
-
-
 @lru_cache(maxsize=64)
-def _epsilon_by_pld(releases: tuple[Release, ...], delta: float) -> float:
+def epsilon_by_pld(releases: tuple[Release, ...], delta: float) -> float:
     """ε of releases one after the other, by their privacy loss distributions.
 
     Guarantees:
@@ -122,7 +116,7 @@ def _epsilon_by_pld(releases: tuple[Release, ...], delta: float) -> float:
         return math.inf
     known = tuple(release.as_if_known for release in releases)
     if any(release.noise_multiplier < LEAST_NOISE for release in known):
-        releases = tuple(known)
+        releases = known
     if all(release.takes_part == "always" for release in releases):
         total = sum(release.times / release.noise_multiplier**2 for release in releases) ** -0.5
         return float(dp_accounting().get_epsilon_gaussian(total, delta))

@@ -238,7 +238,7 @@ def _largest(
 
 def _by_pld(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
     try:
-        return epsilon_by_pld(releases, delta), ""
+        return epsilon_by_pld(tuple(releases), delta), ""
     except ImportError as error:
         return None, str(error)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flash_clipping.errors import InvalidType
+
 __all__ = ["private"]
 
 
@@ -30,6 +32,26 @@ def private(trainer: type) -> Any:
         ValueError: when the trainer is made: a ``compute_loss`` of its own, without
             ``compute_sample_losses``; what else a private trainer does not support.
     """
-    from flash_clipping.trainers.any_trainer import private_of
+    from flash_clipping.trainers import transformers as hf
 
-    return private_of(trainer)
+    if not (isinstance(trainer, type) and issubclass(trainer, hf.Trainer)):
+        raise InvalidType(
+            f"FC809 private: found {trainer!r}; expected a subclass of transformers.Trainer:\n"
+            "    trainer = private(Trainer)(model, args, privacy=privacy, ...)"
+        )
+    if issubclass(trainer, hf.PrivateTrainer):
+        return trainer
+    forms: list[type] = [hf.PrivateTrainer, hf.PrivateSeq2SeqTrainer]
+    if any(cls.__module__.partition(".")[0] == "trl" for cls in trainer.__mro__):
+        from flash_clipping.trainers import trl
+
+        forms += [trl.PrivateSFTTrainer, trl.PrivateDPOTrainer, trl.PrivateRewardTrainer]
+    own = {form.__bases__[-1]: form for form in forms}  # by the trainer that it is a form of
+    known: Any = next(cls for cls in trainer.__mro__ if cls in own)
+    if known is trainer:
+        return own[trainer]
+    theirs: Any = trainer
+    members = {"__module__": trainer.__module__}
+    if hasattr(theirs, "compute_sample_losses"):
+        members["compute_sample_losses"] = theirs.compute_sample_losses
+    return type(f"Private{trainer.__name__}", (own[known], trainer), members)

@@ -211,12 +211,20 @@ def test_no_noise_promises_nothing_and_no_steps_cost_nothing() -> None:
 )
 def test_next_to_no_noise_costs_at_most_one_gaussian(sampled: releases.Release, reach: int) -> None:
     """Where distributions of privacy losses would not fit in memory; and that is more."""
-    found = releases.epsilon_by_pld([sampled], 1e-5)
+    found = releases.epsilon_by_pld((sampled,), 1e-5)
     assert found == pytest.approx(gaussian(3**0.5 * reach / sampled.noise_multiplier), rel=1e-6)
     tiny = replace(sampled, noise_multiplier=1e-4)
-    assert math.isfinite(releases.epsilon_by_pld([tiny, releases.Release(1.0)], 1e-5))
+    assert math.isfinite(
+        releases.epsilon_by_pld(
+            (
+                tiny,
+                releases.Release(1.0),
+            ),
+            1e-5,
+        )
+    )
     more = replace(sampled, noise_multiplier=0.1001 * reach)
-    assert releases.epsilon_by_pld([more], 1e-5) < 1.001 * found
+    assert releases.epsilon_by_pld((more,), 1e-5) < 1.001 * found
 
 
 @pytest.mark.usefixtures("_coarse")

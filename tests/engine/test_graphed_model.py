@@ -370,17 +370,23 @@ def test_a_model_hears_of_a_capture_only_where_it_has_to(
     assert training.replays == 2 and HEARD.count(True) == waits
 
 
-def test_a_model_on_several_devices_runs_as_it_is() -> None:
+@pytest.mark.parametrize(("places", "given"), [((0, 1), 0), ((0,), None)])
+def test_a_model_on_several_devices_runs_as_it_is(places: tuple[int, ...], given: Any) -> None:
     def on(device: str) -> Any:
         return SimpleNamespace(device=torch.device(device))
 
     def layer(device: str) -> Any:
         return SimpleNamespace(_parameters={"weight": on(device)}, _buffers={})
 
-    graphs, first, last = GraphedModel(Training(False).model, print), *map(layer, GPUS)
-    assert graphs._device([first], [on(GPUS[0])]) == torch.device(GPUS[0])
-    assert graphs._device([first, last], [on(GPUS[0])]) is None
-    assert graphs._device([first], [on("cpu")]) is None
+    class Spread(GraphedModel):
+        def _device(self, modules: Any, tensors: Any) -> Any:
+            x = on("cpu" if given is None else GPUS[given])
+            return super()._device([layer(GPUS[n]) for n in places], [x])
+
+    graphs = Spread(Training(False).model, print)
+    with raises("FC702", ValueError):
+        graphs._device([], [])
+    assert graphs._call((torch.zeros(2),), {}) is None
 
 
 GPUS = "cuda:0", "cuda:1"

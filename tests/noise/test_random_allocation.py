@@ -99,8 +99,8 @@ def test_moments_are_those_of_a_mean_of_lognormals_and_never_less(noise: float, 
 
 def test_one_step_is_a_gaussian() -> None:
     for noise, times in ((1.0, 1), (0.8, 3), (5.0, 40)):
-        found = epsilon_by_pld([Release(noise, times, "one_of", size=1)], 1e-5)
-        exact = epsilon_by_pld([Release(noise, times)], 1e-5)
+        found = epsilon_by_pld((Release(noise, times, "one_of", size=1),), 1e-5)
+        exact = epsilon_by_pld((Release(noise, times),), 1e-5)
         assert exact <= found <= 1.001 * exact
 
 
@@ -110,10 +110,10 @@ def test_one_step_is_a_gaussian() -> None:
 def test_at_most_what_poisson_batches_cost_and_one_gaussian(
     noise: float, steps: int, epochs: int
 ) -> None:
-    found = epsilon_by_pld([Release(noise, epochs, "one_of", size=steps)], 1e-5)
-    poisson = epsilon_by_pld([Release(noise, epochs * steps, "poisson", 1 / steps)], 1e-5)
+    found = epsilon_by_pld((Release(noise, epochs, "one_of", size=steps),), 1e-5)
+    poisson = epsilon_by_pld((Release(noise, epochs * steps, "poisson", 1 / steps),), 1e-5)
     assert 0.5 * poisson < found <= poisson
-    assert found < epsilon_by_pld([Release(noise, epochs)], 1e-5)
+    assert found < epsilon_by_pld((Release(noise, epochs),), 1e-5)
 
 
 def test_the_numbers_of_the_page() -> None:
@@ -123,7 +123,7 @@ def test_the_numbers_of_the_page() -> None:
         Release(1.0, 1000, "poisson", 0.01),
         Release(1.0, 10),
     ]
-    found = [epsilon_by_pld([run], 1e-5) for run in runs]
+    found = [epsilon_by_pld((run,), 1e-5) for run in runs]
     assert "| ε = {:.2f} | ε = {:.2f} | ε = {:.2f} |".format(*found) in page
 
 
@@ -140,15 +140,15 @@ def test_a_shuffled_epoch_has_every_sample_once() -> None:
 
 
 def test_any_grid_gives_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    fine = epsilon_by_pld([Release(1.0, 3, "one_of", size=50)], 1e-5)
+    fine = epsilon_by_pld((Release(1.0, 3, "one_of", size=50),), 1e-5)
     for coarse in (0.1, 0.5):
         monkeypatch.setattr(releases, "_FINENESS", coarse)
         monkeypatch.setattr(releases, "_COARSEST", 1.0)
-        releases._epsilon_by_pld.cache_clear()  # constants of the module are in no key
-        found = epsilon_by_pld([Release(1.0, 3, "one_of", size=50)], 1e-5)
+        releases.epsilon_by_pld.cache_clear()  # constants of the module are in no key
+        found = epsilon_by_pld((Release(1.0, 3, "one_of", size=50),), 1e-5)
         assert found > fine
         fine = found
-    releases._epsilon_by_pld.cache_clear()
+    releases.epsilon_by_pld.cache_clear()
 
 
 def accountant(process: Mechanism, *history: tuple[float, int]) -> PldAccountant:
@@ -261,8 +261,8 @@ def test_training_draws_samples_once_a_round(mechanism: Mechanism, release: Rele
     )
     assert optimizer.expected_batch_size == 6
     assert engine.accountant.history == [(1.0, 0.2, 10)]
-    assert releases_of(engine.accountant) == [[release]]
-    assert engine.get_epsilon(1e-3) == pytest.approx(epsilon_by_pld([release], 1e-3))
+    assert releases_of(engine.accountant) == [(release,)]
+    assert engine.get_epsilon(1e-3) == pytest.approx(epsilon_by_pld((release,), 1e-3))
 
 
 def test_a_checkpoint_of_the_middle_of_a_round_begins_another() -> None:
@@ -302,7 +302,7 @@ def test_a_target_finds_its_noise() -> None:
     planner = accountant(RandomAllocation().on(cycle=20))
     target = {"target_epsilon": 2.0, "target_delta": 1e-5}
     noise = least_noise(planner, **target, sample_rate=0.05, steps=60, epsilon_tolerance=0.05)
-    found = epsilon_by_pld([Release(noise, 3, "one_of", size=20)], 1e-5)
+    found = epsilon_by_pld((Release(noise, 3, "one_of", size=20),), 1e-5)
     assert 1.95 <= found <= 2.0
 
 

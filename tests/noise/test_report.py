@@ -187,11 +187,11 @@ def test_random_allocation_composes_with_others() -> None:
     assert len(found["releases"]) == 2 and len(found["parts"]) == 3
     by_hand = max(
         epsilon_by_pld(
-            [
+            (
                 Release(1.5, 2, "one_of", size=5),
                 Release(1.5, 10, "truncated", 0.2, 12, samples),
                 Release(3.0, 2),
-            ],
+            ),
             DELTA,
         )
         for samples in (SIZE, SIZE + 1)
