@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import memory_id, pytree
 from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.capture.proxies import ParameterProxy, repeated, to_samples
+from flash_clipping.capture.proxies import ParameterProxy, along
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.rules.registry import Rule, UnsupportedLayer
@@ -116,38 +116,25 @@ def samples_in(
         )
         return args if samples else None
     inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
-    # Expanded beside samples, or beside parts of them: a row for each.
-    beside = {
-        id(x): other
-        for x in inputs
-        if isinstance(x, ParameterProxy) and x.is_repeated(axis)
-        for other in inputs
-        if not isinstance(other, ParameterProxy) and other.shape[axis] == x.shape[axis]
-    }
     of_rule = type(rule).batch_axis is not Rule.batch_axis  # the rule's own axis
     if of_rule and axis and call.batch_size:
         # Along that axis: each sample meets a place of its own there.
-        along = {
-            id(x): to_samples(x, call.batch_size, path, axis)
+        placed = {
+            id(x): along(x, call.batch_size, axis)
             for x in inputs
-            if isinstance(x, ParameterProxy)
-            and id(x) not in beside
-            and x.shape[axis] == call.batch_size
+            if isinstance(x, ParameterProxy) and x.shape[axis] == call.batch_size
         }
-        args = tuple(along.get(id(x), x) for x in args)
-        inputs = [along.get(id(x), x) for x in inputs]
+        args = tuple(placed.get(id(x), x) for x in args)
+        inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
     kinds: dict[int, bool] = {}
     for x in inputs:
-        if id(x) in kinds or id(x) in beside:
+        if id(x) in kinds:
             continue
         if isinstance(x, ParameterProxy):
-            kinds[id(x)] = x.row is not None and session.is_batched(
-                path, x.value.detach(), axis, sure=False
-            )
+            kinds[id(x)] = False
         else:
             sure = x.requires_grad or call.batch_size is None
             kinds[id(x)] = session.is_batched(path, x, axis, sure=sure)
-    kinds |= {key: kinds[id(other)] for key, other in beside.items()}
     if inputs and not any(kinds.values()):
         return None
     if not all(kinds.values()):
@@ -157,20 +144,7 @@ def samples_in(
             "all samples, and another one is not. Expand it over the batch, x.expand(batch_size, "
             "...)."
         )
-    count, expanded = call.batch_size or 1, dict[int, Tensor]()
-    for x in inputs:
-        if isinstance(x, ParameterProxy) and id(x) in beside and id(x) not in expanded:
-            found = x.shape[axis]
-            parts = found // count if path in session.known.folded and not found % count else 1
-            expanded[id(x)] = repeated(x, axis, parts)
-    return tuple(
-        expanded[id(x)]
-        if id(x) in expanded
-        else to_samples(x, count, path)
-        if isinstance(x, ParameterProxy)
-        else x
-        for x in args
-    )
+    return args
 
 
 def rows_by_sample(

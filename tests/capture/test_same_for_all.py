@@ -243,7 +243,7 @@ class Using(nn.Module):
         return self.last(self.use(self.embed(torch.arange(x.shape[1])[None]), x))
 
 
-@pytest.mark.parametrize("name", ["sum of rows", "dropout"])
+@pytest.mark.parametrize("name", ["rows laid flat", "dropout"])
 def test_misuse_is_refused_with_a_name_before_it_is_compiled(name: str, compiler: Any) -> None:
     module = compiler(Using(MISUSED[name]).double())
     with raises("FC710", match=r"embed \(Embedding\): it computes what is the sa"):

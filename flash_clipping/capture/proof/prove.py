@@ -22,6 +22,7 @@ from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.observe import Finding, observe, refusal, taps_of
 from flash_clipping.capture.proof.oracle import Table, examine
+from flash_clipping.capture.proof.reads import REPEATED
 from flash_clipping.capture.proof.repeatable import perturbed
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.session import ClippingSession
@@ -130,7 +131,7 @@ def _not_shown(
     counts = Counter(key for _, keys in reached for key in keys)
     called = {tap.path for tap in taps if any(uses[id(param)] for param in tap.trainable()[1])}
     lost = []
-    for path in sorted(paths):
+    for path in sorted({path.removesuffix(REPEATED) for path in paths}):
         own = {key for name, keys in reached if name == path for key in keys}
         if not own and path in called:
             known.note_unreached(path)

@@ -20,6 +20,9 @@ from flash_clipping.errors import FlashClippingError
 #: root, and which read in that call.
 Read: TypeAlias = tuple[str, int, int]
 
+#: After the path of a layer: repetitions of its parameters, which may be one for each sample.
+REPEATED = ", repeated"
+
 
 @dataclass
 class Note:

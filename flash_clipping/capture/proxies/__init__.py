@@ -13,10 +13,13 @@ Where the operation is that of a layer with a rule (``F.linear(x, weight)``, ``w
 its gradient is a factor: no more is kept than the rule would keep. Before, the parameter may have
 been transposed, cast, or the like (``AffineView``).
 
+Repetitions of a stand-in, one for each sample (``token.expand(len(x), -1, -1)``), are such an
+operation as well: an ordinary tensor from there on, whose rows are samples (``_over_samples``).
+
 Only such operations are checked again in backward, never the module's forward.
 """
 
-from flash_clipping.capture.proxies.functions import repeated as repeated, to_samples as to_samples
+from flash_clipping.capture.proxies.functions import along as along
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy as ParameterProxy,
     UnsupportedUse as UnsupportedUse,

@@ -20,7 +20,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.borrowed import refuse_until_lent
 from flash_clipping.capture.factor_source import FactorSource
-from flash_clipping.capture.proof.reads import Read
+from flash_clipping.capture.proof.reads import REPEATED, Read
 from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
@@ -35,6 +35,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 )
 from flash_clipping.capture.proxies.proxy_ops import (
     SHORT_WAYS,
+    expanded,
     mixed,
     note_served,
     of_samples,
@@ -49,8 +50,6 @@ _MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__", "vi
 _MOVES_ROWS |= {"permute", "transpose", "movedim", "swapaxes"}
 #: Functions that keep them where they are.
 _KEEPS_ROWS = {"to", "contiguous", "clone"}
-#: Functions that change nothing along the first axis, if it keeps its length.
-_KEEPS_FIRST_AXIS = _KEEPS_ROWS | {"permute", "transpose", "movedim", "swapaxes", "__get__mT"}
 _EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _DETACHING = {"detach", "__get__data"}
 #: Functions of one tensor that return none.
@@ -59,8 +58,6 @@ _ASKING = {"__get__dtype", "__get__shape", "__get__device", "__get__ndim", "dim"
 _BY_ELEMENT = {"where", "masked_fill"}
 _LOOKUP = inspect.signature(F.embedding)
 _as_they_are = partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x, lambda x: x)
-#: Functions that draw random numbers: one draw for all rows is not one draw per row.
-_RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial")
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,11 +107,11 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     is_by_element = name in _BY_ELEMENT or (name in ADDITION and len(leaves) == 2)
     if any(batched):
         if is_by_element:
-            whole = max(others, key=Tensor.dim).shape
+            shape = max(others, key=Tensor.dim).shape
             leaves = [
                 x.of_one_row
                 if isinstance(x, ParameterProxy)
-                and (x.dim(), x.shape[:1]) == (len(whole), whole[:1])
+                and (x.dim(), x.shape[:1]) == (len(shape), shape[:1])
                 else x
                 for x in leaves
             ]
@@ -128,8 +125,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         reads = _last_reads(tap, len(batched))
         by_sample = all(batched) and not axis and layout is None
         if by_sample and is_by_element and _stays_whole(bares, others):
-            expanded = of_samples(bares[0], len(others[0]), others[0].dim())
-            result = called(func, leaves, spec, lambda _: expanded)
+            whole = of_samples(bares[0], len(others[0]), others[0].dim())
+            result = called(func, leaves, spec, lambda _: whole)
         else:
             if by_sample and short is not None:
                 note_served(func, bares[0], others[0])
@@ -148,18 +145,14 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     # they go backward alone, for each sample, in the midst of a backward. Each of that
     # would run the whole checkpoint again, and under vmap, where dropout fails.
     with _as_they_are() if saved_tensors_hooks_now() else nullcontext():
-        changed = [leaves[0]] if in_place and leaves[0].row is not None else []
         result = called(func, leaves, spec)
-        for bare in changed:
-            bare.rows_version = bare.value._version  # its rows are changed below
         if writes:
             return result  # what it wrote into, with gradients off
         if name in _METADATA_ONLY and is_plain(leaves[0]):
             return result  # only the parameter's shape, dtype or device went into it
-        rows = _row_of(func, name, leaves, spec, result)
-        for bare in changed:
-            bare.rows = rows
-        made = _stand_ins(func, name, leaves, spec, result, rows, bool(kwargs), in_place)
+        if name in _EXPANDING and (samples := _over_samples(leaves[0], name, result)) is not None:
+            return samples
+        made = _stand_ins(func, name, leaves, spec, result, bool(kwargs), in_place)
         if in_place and isinstance(made, ParameterProxy):  # which may be dropped
             if made.leaves.keys() != leaves[0].leaves.keys() and made.value._is_view():
                 raise UnsupportedUse(tap, f"{name} writes it into a view in place")
@@ -168,7 +161,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             of_one = _of_one_row(leaves, bares[0])
             if of_one is not None:
                 row = called(func, of_one, spec)
-                made.one = _stand_ins(func, name, of_one, spec, row, None, bool(kwargs))
+                made.one = _stand_ins(func, name, of_one, spec, row, bool(kwargs))
     return made
 
 
@@ -178,15 +171,12 @@ def _stand_ins(
     leaves: list[Any],
     spec: Any,
     result: Any,
-    rows: Any,
     named: bool,
     in_place: bool = False,
 ) -> Any:
     """The result of a function of parameters and constants, with stand-ins for its tensors.
 
-    Args:
-        rows: what one sample's row of it is; see :func:`_row_of`.
-        named: arguments were given by name, in whatever order.
+    ``named``: arguments were given by name, in whatever order.
     """
     bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
     tap = bares[0].tap
@@ -197,26 +187,20 @@ def _stand_ins(
         lookup = _table_rows(func, name, leaves, spec, bare, result)
         if (known := bare.kept_origin) is not None and not in_place:
             source = origin_of(name, leaves, named, bare.value, known, result)
-        is_other = lookup is None and source is None and rows is None and not in_place
+        is_other = lookup is None and source is None and not in_place
         if is_other and bare.kept_lookup and result.shape == bare.shape:
             parent = bare
             if not named:
                 kept = _kept_of(name, leaves)
 
-    def derived(value: Tensor, row: Tensor | None) -> Tensor:
+    def derived(value: Tensor) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             return value
         if not value.requires_grad and torch.is_grad_enabled():
             return value
-        return ParameterProxy.wrap(value, origin, tap, row, lookup, source, parent, kept)
+        return ParameterProxy.wrap(value, origin, tap, lookup, source, parent, kept)
 
-    if isinstance(result, Tensor):
-        return derived(result, rows)
-    if rows is None:
-        return pytree.tree_map_only(Tensor, lambda value: derived(value, None), result)
-    return pytree.tree_map(
-        lambda value, row: derived(value, row) if isinstance(value, Tensor) else value, result, rows
-    )
+    return pytree.tree_map_only(Tensor, derived, result)
 
 
 ParameterProxy.run = staticmethod(_run)
@@ -288,7 +272,6 @@ def _stays_whole(bares: list[ParameterProxy], others: list[Tensor]) -> bool:
             and all([n in (1, m) for n, m in zip(x.shape[1:], shape, strict=True)])
             for x in others
         )
-        and bare.row is None
         and bare.value.requires_grad
         and bare.kept_origin is None
         and torch.is_grad_enabled()
@@ -302,61 +285,38 @@ def _last_reads(tap: FactorSource, count: int) -> list[Read]:
     return [(tap.path, of_call, end - 1 - n) for n in range(count)]
 
 
-def _row_of(
-    func: Callable[..., Any], name: str, leaves: list[Any], spec: Any, result: Any
-) -> Any | None:
-    """What one sample's rows of ``result`` are, where its first axis may be the batch.
+def _over_samples(bare: Any, name: str, result: Tensor) -> Tensor | None:
+    """A stand-in that was repeated along the batch axis as often as there are samples: an ordinary
+    tensor from here on, in which every sample has a repetition, or several that lie together.
 
-    An expansion over a leading axis of 1 makes rows that are all the same; what is computed from
-    such rows alone is the same function of one row. Several rows that are repeated as often as
-    there are samples (heads, in DeBERTa) are one sample's, if rows turn out to be parts of samples.
+    That the repetitions are the samples' is shown as of anything that a layer reads. ``None`` where
+    they are not: a function of parameters alone.
     """
-    bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
-    if name in _EXPANDING and isinstance(result, Tensor) and result.dim():
-        bare, call = bares[0], bares[0].tap.session.current_forward
-        first = 1 if bare.dim() < result.dim() else len(bare)
-        samples = 0 if call is None or bare.row is not None else call.batch_size or 0
-        if first == 1 or len(result) == first * samples:
-            return _first_of_repeated(bare.value, first, result)
-    if all(bare.row is None for bare in bares):
+    tap, session = bare.tap, bare.tap.session
+    call, axis = session.current_forward, session.options.batch_axis
+    new = result.dim() - bare.dim()
+    if call is None or not call.batch_size or tap.reads_constants or result.dim() <= axis:
         return None
-    if any(word in name for word in _RANDOM):
+    length = 1 if axis < new else bare.shape[axis - new]
+    if length == 0 or result.shape[axis] == 0 or session.rows.positions is not None:
         return None
-    sizes = {bare.shape[0] for bare in bares if bare.row is not None}
-    lengths = {len(bare.row) for bare in bares if bare.row is not None}
-    if lengths != {1} and (len(lengths) > 1 or name not in _KEEPS_FIRST_AXIS):
+    times = result.shape[axis] // length
+    # By an element of its own: the memory of a parameter is never samples.
+    like = result.detach().new_zeros(()).expand(times)
+    are_samples = session.is_batched(tap.path + REPEATED, like, 0, sure=False)
+    if not are_samples or times % call.batch_size:
         return None
-    try:
-        rows = called(func, leaves, spec, lambda x: x.value if x.row is None else x.row)
-    except (RuntimeError, IndexError, ValueError):  # asks for the whole batch, x[3] or view(B, -1)
-        return None
-    values, found = pytree.tree_leaves(result), pytree.tree_leaves(rows)
-    by_row = len(values) == len(found) and all(
-        not isinstance(value, Tensor)
-        or (
-            value.dim() > 0
-            and value.shape[0] in sizes
-            and row.shape == (*lengths, *value.shape[1:])
-        )
-        for value, row in zip(values, found, strict=True)
-    )
-    return rows if by_row else None
-
-
-def _first_of_repeated(value: Tensor, first: int, result: Tensor) -> Tensor:
-    """The first rows of what repeats a tensor, computed from it alone: a part of the whole would go
-    back through the whole."""
-    shape = [1] * (result.dim() - value.dim()) + list(value.shape)
-    times = [n // m if m else 1 for n, m in zip(result.shape[1:], shape[1:], strict=True)]
-    return value.reshape(shape)[:first].repeat(1, *times)
+    if name in ("repeat", "tile") and not result.is_contiguous():
+        result = result.contiguous()
+    return expanded(bare, result, axis, call.batch_size)
 
 
 def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuse functions of samples and parameters whose result for one sample needs the others."""
     trains = name == "batch_norm" and (kwargs.get("training") or any(x is True for x in args[5:6]))
     by_count = "embedding" in name and kwargs.get("scale_grad_by_freq")
-    if trains or by_count or name == "masked_scatter":
-        instead = "group_norm or layer_norm" if trains else "torch.where(mask, parameter, x)"
+    if trains or by_count:
+        instead = "group_norm or layer_norm"
         if by_count:
             name, instead = f"{name}(scale_grad_by_freq=True)", "scale_grad_by_freq=False"
         raise FlashClippingError(
@@ -470,32 +430,12 @@ def _carry_samples(tap: FactorSource, tensors: list[Tensor], axis: int) -> list[
     return [belongs(x, is_sure) for x, is_sure in zip(tensors, sure, strict=True)]
 
 
-def to_samples(x: ParameterProxy, batch_size: int, path: str, axis: int = 0) -> Tensor:
-    """A bare parameter that was expanded over the batch and is handed to a layer; ``axis``: along
-    which."""
-    if axis:
-        shape = [1] * x.dim()
-        shape[axis] = batch_size
-        like = torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
-        leaves, spec = flattened((like, x), {})
-        with plain_functions():
-            return mixed(torch.add, leaves, spec, [True], 0, Layout(axis), batch_size)
-    if x.row is None or len(x.row) != 1 or x.shape[0] != batch_size:
-        raise FlashClippingError(
-            f"FC220 {path}: its input has shape {tuple(x.shape)} and is computed from parameters "
-            f"alone, or from parameters of {x.tap.path} and tensors whose first axis is not the "
-            f"batch ({batch_size}). Expand it over the batch, x.expand(batch_size, ...)."
-        )
+def along(x: ParameterProxy, batch_size: int, axis: int) -> Tensor:
+    """A stand-in that is handed to a layer in which each sample meets a place of its own along this
+    axis."""
+    shape = [1] * x.dim()
+    shape[axis] = batch_size
+    like = torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
+    leaves, spec = flattened((like, x), {})
     with plain_functions():
-        return of_samples(ParameterProxy.wrap(x.row, x.leaves, x.tap), batch_size, x.dim())
-
-
-def repeated(x: ParameterProxy, axis: int, parts: int) -> Tensor:
-    """A bare parameter that was expanded along this axis, as a tensor whose rows there are samples,
-    or so many parts of each that lie together."""
-    with plain_functions():
-        one = x.row if axis == 0 else None
-        if one is None:
-            one = x.value.narrow(axis, 0, 1).transpose(0, axis)
-        bare = ParameterProxy.wrap(one, x.leaves, x.tap)
-        return of_samples(bare, x.shape[axis], x.dim(), parts).transpose(0, axis)
+        return mixed(torch.add, leaves, spec, [True], 0, Layout(axis), batch_size)

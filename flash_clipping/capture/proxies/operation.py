@@ -183,34 +183,18 @@ def _per_sample_factors(
     operation: ProxyOp, plain: list[Tensor], G: Tensor
 ) -> Iterator[tuple[nn.Parameter, PerSampleGrad]]:
     """For every parameter that took part, its gradient per sample ``[B, *parameter]``."""
-    bares = operation.bares
     parts = operation.tap.parts(operation.count or len(G), operation.samples)
-    # The first axis is the batch, the rows of each sample the same.
-    alike = [
-        x.row is not None
-        and x.dim() == G.dim()
-        and x.shape[0] != 1
-        and parts % max(1, len(x.row)) == 0
-        for x in bares
-    ]
     try:
         if operation.after is not None and operation.name not in _SAME_ALONE:
             raise NotServed("it may compute something else of a sample without the others")
-        operand_grads = _operand_grads(operation, plain, G, alike)
+        operand_grads = _operand_grads(operation, plain, G)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
-        # An operation that vmap does not have, or that does not take one row of an operand alone.
-        alike = [False] * len(bares)
+        # An operation that vmap does not have, or that does not take a sample alone.
         operand_grads = _operand_grads_in_turn(operation, plain, G)
-    for bare, grads_B, same in zip(bares, operand_grads, alike, strict=True):
-        origin = bare.row if same else bare.value
-        assert origin is not None
-        if not origin.requires_grad:
+    for bare, grads_B in zip(operation.bares, operand_grads, strict=True):
+        if not bare.value.requires_grad:
             continue  # computed with gradients off
-        if same and len(origin) > 1:
-            grads_B = grads_B.reshape(-1, *origin.shape)
-            found = through(origin, bare.leaves, in_samples(grads_B, parts // len(origin)))
-        else:
-            found = through(origin, bare.leaves, in_samples(grads_B, parts))
+        found = through(bare.value, bare.leaves, in_samples(grads_B, parts))
         yield from ((param, DenseGrad(grads)) for param, grads in found)
 
 
@@ -244,14 +228,8 @@ def through(
     yield from zip(used, found, strict=True)
 
 
-def _operand_grads(
-    operation: ProxyOp, plain: list[Tensor], G: Tensor, rowwise: list[bool]
-) -> list[Tensor]:
-    """Gradient of the operation per sample with respect to each bare operand: ``[B, *operand]``.
-
-    Of an operand that has a row per sample (``rowwise``), with respect to that: ``[B, 1, *row]``.
-    """
-
+def _operand_grads(operation: ProxyOp, plain: list[Tensor], G: Tensor) -> list[Tensor]:
+    """Gradient of the operation per sample with respect to each bare operand: ``[B, *operand]``."""
     before, after, B = operation.before, operation.after, operation.count
     lies_first = before is None or after is None
     if before is not None and after is not None:
@@ -269,13 +247,10 @@ def _operand_grads(
         vjp: Any = torch.func.vjp(run, *operands)[1]
         return vjp(G_1.unsqueeze(0) if lies_first else G_1)
 
-    operands = [
-        bare.value.detach().unsqueeze(1) if row else bare.value.detach()
-        for bare, row in zip(operation.bares, rowwise, strict=True)
-    ]
+    operands = [bare.value.detach() for bare in operation.bares]
     in_dims: tuple[Any, ...] = (
         0,
-        [0 if row else None for row in rowwise],
+        [None] * len(operands),
         [0 if batched else None for batched in operation.batched],
     )
     return list(torch.func.vmap(one_sample, in_dims=in_dims)(G, operands, plain))
@@ -352,9 +327,8 @@ def _pointwise(
         return None
     (bare,), (other,), (origin,) = operation.bares, values, operation.origins
     product, shape = operation.name in MULTIPLICATION, other.shape
-    by_row = len(shape) == G.dim() and shape[0] != 1
-    value = bare.row if by_row else bare.value
-    if value is None or (by_row and len(value) != 1) or samples.shape != G.shape:
+    value = bare.value
+    if (len(shape) == G.dim() and shape[0] != 1) or samples.shape != G.shape:
         return None
     grad_input = None
     if is_wanted:
@@ -362,7 +336,7 @@ def _pointwise(
     if not value.requires_grad:
         return grad_input, []  # computed with gradients off
     G = G * samples if product else G
-    grads_B = _reduce_to(G, (1, *shape[1:]) if by_row else shape)
+    grads_B = _reduce_to(G, shape)
     grads_B = in_samples(grads_B, operation.tap.parts(len(G), operation.samples))
     if origin is not None:
         return grad_input, [(bare.leaves[origin.leaf], DenseGrad(origin.grads(grads_B)))]

@@ -279,8 +279,6 @@ class ParameterProxy(torch.Tensor):
 
     value: Tensor  # the ordinary tensor, with autograd's graph back to ``leaves``
     leaves: dict[Tensor, nn.Parameter]  # a detached stand-in for each parameter -> the parameter
-    rows: Tensor | None  # those of one sample, where every sample's are the same
-    rows_version: int  # of the ``value`` for which ``rows`` holds
     lookup: TableRows | None  # for rows of a table, which ones
     origin: AffineView | None  # what ``value`` is of one parameter, if little more than that
     version: int  # of ``value`` as it was made
@@ -296,7 +294,6 @@ class ParameterProxy(torch.Tensor):
         value: Tensor,
         leaves: dict[Tensor, nn.Parameter],
         tap: FactorSource,
-        row: Tensor | None = None,
         lookup: TableRows | None = None,
         origin: AffineView | None = None,
         parent: ParameterProxy | None = None,
@@ -305,7 +302,6 @@ class ParameterProxy(torch.Tensor):
         # It requires grad so that a gradient which got past these functions is noticed.
         bare: ParameterProxy = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.tap = value, leaves, tap
-        bare.rows, bare.rows_version = row, value._version
         bare.lookup, bare.origin, bare.version = lookup, origin, value._version
         bare.parent, bare.kept, bare.one = parent, kept, None
         if value.requires_grad:
@@ -330,26 +326,13 @@ class ParameterProxy(torch.Tensor):
         vars(leaf)[_STANDS_IN] = True
         # Per-sample gradients are asked for, never accumulated: whatever is has got past.
         leaf.register_post_accumulate_grad_hook(partial(_bypassed, tap))
-        return ParameterProxy.wrap(leaf, {leaf: param}, tap, None, None, AffineView(leaf))
+        return ParameterProxy.wrap(leaf, {leaf: param}, tap, None, AffineView(leaf))
 
     @property
     def is_kept(self) -> bool:
         """Whether ``value`` was not changed in place since, by this name or another."""
         with plain_functions():
             return self.value._version == self.version
-
-    @property
-    def row(self) -> Tensor | None:
-        """Rows of one sample, where those of all samples are the same: no longer once ``value`` was
-        changed by another name, in whatever rows."""
-        return self.rows if self.value._version == self.rows_version else None
-
-    def is_repeated(self, axis: int) -> bool:
-        """Whether all that lies along this axis is the same, as ``expand`` makes it."""
-        with plain_functions():
-            if axis == 0 and self.row is not None:
-                return len(self.row) == 1
-            return self.is_kept and self.value.stride(axis) == 0
 
     @property
     def kept_origin(self) -> AffineView | None:

@@ -21,7 +21,6 @@ from flash_clipping.capture.proxies.operation import (
     READS_ROWS,
     ProxyOp,
     gradients,
-    in_samples,
     through,
 )
 from flash_clipping.capture.proxies.parameter_proxy import (
@@ -36,7 +35,7 @@ from flash_clipping.capture.proxies.parameter_proxy import (
 )
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import FlashClippingError
-from flash_clipping.factors import DenseGrad, PerSampleGrad, merge
+from flash_clipping.factors import DenseGrad, PerSampleGrad, accumulation_dtype, merge
 from flash_clipping.finish.backward_pass import Readers
 from flash_clipping.rules.linear import linear_backward
 from flash_clipping.rules.registry import GradRequest, own
@@ -104,73 +103,105 @@ def note_recomputation(tap: FactorSource, recomputed: bool) -> None:
         tap.session.calls.recomputed[tap.path] = functools.partial(recomputable, tap)
 
 
-def of_samples(bare: ParameterProxy, count: int, rank: int, parts: int = 0) -> Tensor:
-    """What stands in for parameters, expanded over the samples: an ordinary tensor from here on.
+def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
+    """What stands in for parameters, expanded over so many rows of samples: an ordinary tensor from
+    here on.
 
-    What reaches a row of it is the gradient of one sample. Layers that all add one table of biases
-    to their scores share it, and autograd adds up what comes back from them.
+    Layers that all add one table of biases to their scores share it, and autograd adds up what
+    comes back from them.
 
     Args:
         bare: ``[1, ...]`` of this rank, or ``[...]`` of a lower one.
-        count: how many samples there are.
-        rank: of the result.
-        parts: how many rows, of these ``count``, are one sample's; 0: as the module's are.
     """
     session, recomputed = bare.tap.session, in_backward()
     call = session.current_forward
-    key = bare, count, rank, parts, bare.value._version
+    key = bare, count, rank, bare.value._version
     may_share = not recomputed and bare.tap.entered in (None, circumstances())
     shared = {} if call is None or call.ended or not may_share else call.expansions
     if (found := shared.get(key)) is not None:
         return found
-    if bare.parent is not None and may_share and bare.parent.is_kept:
-        parents: list[Any] = [of_samples(bare.parent, count, rank, parts)]
-    else:
+    value = bare.value.detach()
+    shape = value.shape[1:] if value.dim() == rank else value.shape
+    whole = value.expand(count, *[1] * (rank - 1 - len(shape)), *shape)
+    samples = count // bare.tap.parts(count, None if call is None else call.batch_size)
+    parent = bare.parent if may_share and bare.parent is not None and bare.parent.is_kept else None
+    above = None if parent is None else of_samples(parent, count, rank)
+    shared[key] = expanded(bare, whole, 0, samples, above)
+    return shared[key]
+
+
+def expanded(
+    bare: ParameterProxy, whole: Tensor, axis: int, samples: int, parent: Tensor | None = None
+) -> Tensor:
+    """``whole``, which repeats a stand-in along its axes, as an ordinary tensor.
+
+    What reaches the repetitions of one sample, which lie together along ``axis``, is its gradient.
+
+    Args:
+        samples: how many there are.
+        parent: the stand-in's parent, expanded likewise, to which the gradient goes back.
+    """
+    recomputed = in_backward()
+    parents: list[Any] = [parent]
+    if parent is None:
         parents = list(dict.fromkeys(bare.leaves.values()))
-        session.count_use(parents)
+        bare.tap.session.count_use(parents)
         note_recomputation(bare.tap, recomputed)
-    samples = None if call is None else call.batch_size
     # In a tuple: a stand-in is a tensor, which autograd must not see.
-    output: Tensor = _apply_expansion((bare, count, rank, parts, samples, recomputed), *parents)
-    shared[key] = output
+    given = bare, whole.detach(), axis, samples, recomputed
+    output: Tensor = _apply_expansion(given, *parents)
     return output
 
 
+def _of_repetitions(G: Tensor, shape: Sequence[int], axis: int, samples: int) -> Tensor:
+    """The gradient of what repeats a tensor of this shape along its axes as gradients ``[B,
+    *shape]`` of the tensor."""
+    shape = [1] * (G.dim() - len(shape)) + list(shape)
+    sizes, repetitions, front = list[int](), list[int](), 0
+    for n, (whole, size) in enumerate(zip(G.shape, shape, strict=True)):
+        times = whole // max(size, 1)
+        if n == axis:
+            front, times = len(sizes), times // samples
+            sizes.append(samples)
+        if times > 1:
+            repetitions.append(len(sizes))
+            sizes.append(times)
+        sizes.append(size)
+    G = G.reshape(sizes)
+    if repetitions:
+        G = G.sum(repetitions, dtype=accumulation_dtype(G.dtype))
+    return G.movedim(front - sum(n < front for n in repetitions), 0)
+
+
 class _Expansion(torch.autograd.Function):
-    """See :func:`of_samples`."""
+    """See :func:`expanded`."""
 
     @staticmethod
     def forward(ctx: Any, given: tuple[Any, ...], *parents: Tensor) -> Tensor:
-        bare, count, rank, ctx.parts, samples, recomputed = given
+        bare, whole, ctx.axis, ctx.samples, ctx.recomputed = given
         ctx.bare, ctx.parents, ctx.rows = bare, parents, bare.kept_lookup
-        ctx.given = recomputed, None, samples
         if bare.kept is not None:
             ctx.save_for_backward(bare.kept)
-        value = bare.value.detach()
-        shape = value.shape[1:] if value.dim() == rank else value.shape
-        return own(value.expand(count, *[1] * (rank - 1 - len(shape)), *shape))
+        return own(whole)
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> Any:
-        bare, rows = ctx.bare, ctx.rows
+        bare, rows, shape = ctx.bare, ctx.rows, G.shape
         refuse_second(bare.tap)
-        from_parent = not isinstance(ctx.parents[0], nn.Parameter)
-        if not from_parent:  # whose rows are as many as these
-            G = in_samples(G, ctx.parts or bare.tap.parts(len(G), ctx.given[2]))
-        if rows is not None and G.dim() > -rows.feature:
-            factors = [(bare.leaves[rows.table], rows.factor(G, 0))]
-            return None, *_recorded(bare.tap, ctx.parents, factors, *ctx.given)
-        if from_parent and bare.kept is not None:
-            (kept,) = ctx.saved_tensors
-            return None, torch.where(kept, G, 0)
-        grads_B = G.reshape(len(G), *bare.shape)
-        if from_parent:
+        given = bare.tap, ctx.parents, ctx.recomputed, None, ctx.samples
+        if not isinstance(ctx.parents[0], nn.Parameter):
+            if bare.kept is not None:
+                (kept,) = ctx.saved_tensors
+                return None, torch.where(kept, G, 0)
             parent: Any = bare.parent.value
-            ((_, found_B),) = through(bare.value, {parent: parent}, grads_B)
-            return None, found_B.reshape(G.shape)
-        found = through(bare.value, bare.leaves, grads_B)
-        of_params = ((param, DenseGrad(grads)) for param, grads in found)
-        return None, *_recorded(bare.tap, ctx.parents, of_params, *ctx.given)
+            G = G.reshape(len(G), *bare.shape)
+            ((_, found_B),) = through(bare.value, {parent: parent}, G)
+            return None, found_B.reshape(shape)
+        grads_B = _of_repetitions(G, bare.shape, ctx.axis, ctx.samples)
+        if rows is not None:
+            return None, *_recorded(*given, [(bare.leaves[rows.table], rows.factor(grads_B, 0))])
+        found = through(bare.value, bare.leaves, grads_B.reshape(len(grads_B), *bare.shape))
+        return None, *_recorded(*given, ((param, DenseGrad(grads)) for param, grads in found))
 
 
 def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: Tensor) -> Tensor:
@@ -184,7 +215,7 @@ def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: 
         B, rank = len(samples), samples.dim()
         if bare.shape[:1] == (B,) and bare.dim() == rank:
             bare = bare.of_one_row
-        if bare.row is None and (bare.dim() < rank or len(bare) == 1) and bare.value.requires_grad:
+        if (bare.dim() < rank or len(bare) == 1) and bare.value.requires_grad:
             return of_samples(bare, B, rank)
         zeros = samples.new_zeros((), dtype=bare.dtype).expand(B, *[1] * (rank - 1))
         sum_leaves, sum_spec = flattened((zeros, bare), {})
@@ -253,7 +284,7 @@ class _MixedFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[2 : 2 + n_plain]
         grads, factors = gradients(operation, plain, values, needs, G)
         given = operation.recomputed, operation.readers, operation.samples
-        return None, None, *grads, *_recorded(operation.tap, operation.params, factors, *given)
+        return None, None, *grads, *_recorded(operation.tap, operation.params, *given, factors)
 
 
 def refuse_second(tap: FactorSource) -> None:
@@ -265,10 +296,10 @@ def refuse_second(tap: FactorSource) -> None:
 def _recorded(
     tap: FactorSource,
     params: Sequence[nn.Parameter],
-    factors: Iterable[tuple[nn.Parameter, PerSampleGrad]],
     recomputed: bool,
     readers: Readers | None,
     samples: int | None,
+    factors: Iterable[tuple[nn.Parameter, PerSampleGrad]],
 ) -> list[Tensor | None]:
     """Record factors, of which some may be of one parameter; what backward returns for each."""
     by_param: dict[nn.Parameter, PerSampleGrad] = {}
@@ -359,7 +390,7 @@ def _short_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
         if x.__class__ is not Tensor or not x.requires_grad:
             return None
     query, rank = args[0], args[0].dim()
-    if mask.row is not None or not (mask.requires_grad and mask.value.requires_grad):
+    if not (mask.requires_grad and mask.value.requires_grad):
         return None
     if mask.dim() == rank and len(mask.value) != 1:
         return None

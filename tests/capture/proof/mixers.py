@@ -273,6 +273,10 @@ def in_halves(m: Any, h: Tensor) -> Tensor:
 
 
 WRONG: dict[str, Inner] = {
+    "repetitions of a parameter that move": lambda m, h: (
+        h + m.gate.expand(len(h), D).roll(1, 0)[:, None]
+    ),
+    "mean of repetitions of a parameter": lambda m, h: h + m.gate.expand(len(h), D).mean(0),
     "flat, time first": flat_time_first,
     "halves": in_halves,
     "mixup": mixup(lambda m, n: torch.randperm(n)),
