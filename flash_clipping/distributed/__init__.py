@@ -47,7 +47,8 @@ _WORKS = (
 _TENSOR_WORKS = (
     "What works: parallelize_module over a mesh of one dimension; or that over mesh['tp'] of a "
     "mesh with the dimensions (data, tensor), and then fully_shard over mesh['dp'] on blocks and "
-    "on the model itself; before the model is wrapped and before its optimizer is made."
+    "on the model itself; before the model is wrapped and before its optimizer is made. Leave a "
+    "layer whole that has fewer rows than there are processes."
 )
 
 
@@ -124,31 +125,23 @@ def refuse_sharding(root: nn.Module) -> None:
             "Compile it in place:\n"
             "    model.compile()  # in the place of model = torch.compile(model)"
         )
-    if parts and parts[0]:
-        raise NotServed(
-            f"FC606 {parts[0]}: found fully_shard on parts of the model, and not on the model "
-            f"({type(root).__name__}) itself. Call fully_shard(model) last. {_WORKS}"
-        )
     shards: dict[str, Any] = {
         name: param for name, param in root.named_parameters() if hasattr(param, "placements")
     }
-    is_tensor_parallel = _is_tensor_parallel(root)
-    if is_tensor_parallel:
+    if is_tensor_parallel := _is_tensor_parallel(root):
         _refuse_tensor_parallel(root, shards, dims=2 if parts else 1)
-    for name, param in root.named_parameters():
-        if parts and name not in shards and param.requires_grad:
-            raise NotServed(
-                f"FC606 {name}: found a trainable parameter that fully_shard does not manage "
-                "(ignored_params, or a parameter that came later). Let fully_shard manage it, or "
-                f"freeze it. {_WORKS}"
-            )
     meshes = [] if is_tensor_parallel else [param.device_mesh for param in shards.values()]
-    for mesh in meshes:
-        if mesh != meshes[0]:
-            raise NotServed(
-                f"FC606 the model: found parameters on several device meshes ({meshes[0]} and "
-                f"{mesh}). Shard all of it over one. {_WORKS}"
-            )
+    others = [mesh for mesh in meshes if mesh != meshes[0]]
+    apart = [n for n, param in root.named_parameters() if param.requires_grad and n not in shards]
+    found = ""
+    if parts and parts[0]:
+        found = f"{parts[0]}: found fully_shard on parts, and not on the model itself"
+    elif parts and apart:
+        found = f"{apart[0]}: found a trainable parameter that fully_shard does not manage"
+    elif others:
+        found = f"the model: found parameters on several device meshes ({meshes[0]}, {others[0]})"
+    if found:
+        raise NotServed(f"FC606 {found}. Call fully_shard(model) last, over one mesh. {_WORKS}")
 
 
 def _refuse_tensor_parallel(root: nn.Module, shards: Mapping[str, Any], dims: int) -> None:
@@ -162,34 +155,18 @@ def _refuse_tensor_parallel(root: nn.Module, shards: Mapping[str, Any], dims: in
             "alone, and shard all else over their mesh, blocks first:\n"
             "    fully_shard(model, mesh=mesh, ignored_params=distribute_experts(model, mesh))"
         )
-    whole: Any = None
+    whole: Any = next((p.device_mesh for p in shards.values() if p.device_mesh.ndim == dims), None)
     for name, param in shards.items():
         mesh, placements = param.device_mesh, tuple(param.placements)
-        if mesh.ndim > dims:
-            raise NotServed(
-                f"FC621 {name}: found a DTensor over a mesh of {mesh.ndim} dimensions "
-                f"({mesh.mesh_dim_names}), with placements {placements}. Replicas beside (data, "
-                f"tensor) are not built. {_TENSOR_WORKS}"
-            )
-        if any(placement.is_partial() for placement in placements):
-            raise NotServed(
-                f"FC621 {name}: found a DTensor that is a sum over processes ({placements}). "
-                f"{_TENSOR_WORKS}"
-            )
-        if mesh.ndim < dims:
-            continue
-        whole = mesh if whole is None else whole
-        ranks, last = mesh.size(-1), placements[-1]
+        last, ranks, found = placements[-1], mesh.size(-1), ""
         rows = param.shape[last.dim] if last.is_shard() else ranks
-        if -(-rows // ranks) * (ranks - 1) >= rows:
-            raise NotServed(
-                f"FC621 {name}: found {rows} rows or columns cut into {ranks} parts, some of them "
-                "empty. Use fewer processes, or leave this layer whole."
-            )
-    for name, param in shards.items():
-        mesh = param.device_mesh
-        if mesh != (whole if mesh.ndim == dims else whole[whole.mesh_dim_names[0]]):
-            raise NotServed(
-                f"FC621 {name}: found a DTensor over {mesh}; expected {whole}, as of other "
-                f"parameters, or its first dimension. {_TENSOR_WORKS}"
-            )
+        if mesh.ndim > dims:
+            found = f"over a mesh of {mesh.ndim} dimensions ({mesh.mesh_dim_names})"
+        elif any(placement.is_partial() for placement in placements):
+            found = f"that is a sum over processes ({placements})"
+        elif mesh.ndim == dims and -(-rows // ranks) * (ranks - 1) >= rows:
+            found = f"of {rows} rows or columns, cut into {ranks} parts, some of them empty"
+        elif whole and mesh != (whole if mesh.ndim == dims else whole[whole.mesh_dim_names[0]]):
+            found = f"over {mesh}, and others over {whole}"
+        if found:
+            raise NotServed(f"FC621 {name}: found a DTensor {found}. {_TENSOR_WORKS}")

@@ -207,9 +207,6 @@ class GradLedger:
         self.record: StepRecord | None = None
         self.sums: dict[int, Tensor] = {}
         self.norms: Norms | None = None
-        #: Whether ``p.grad`` is what a step has left. Wrappers of optimizers (Lightning's) copy an
-        #: optimizer's attributes, so that it cannot be one of these.
-        self.uncleared = False
         self.clipped_backwards = 0
         self.counts_unclipped = False
         self.awaits_backward = self.inputs_want_gradients = False
@@ -230,7 +227,7 @@ class GradLedger:
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of a wrapped model start between steps, with no optimizer.
         state = self.__dict__.copy()
-        state.update(record=None, sums={}, norms=None, uncleared=False, _follower=None)
+        state.update(record=None, sums={}, norms=None, _follower=None)
         state.update(_left={}, _versions={}, _foreign=set(), _elements=None, _written=None)
         del state["returned_after"]
         return state

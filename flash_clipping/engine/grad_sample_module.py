@@ -47,7 +47,6 @@ from flash_clipping.engine.sampling.units import Documents
 from flash_clipping.engine.told_rows import Told, ToldRows
 from flash_clipping.engine.unsupported import (
     refuse_export,
-    refuse_new_class,
     refuse_one_by_one,
     refuse_replay,
     refuse_unsupported,
@@ -560,8 +559,3 @@ class GradSampleModuleFlashClipping(
         self._session.forget_calls(self.running_step.draw)
         super().zero_grad(set_to_none)
         self.running_step.note_cleared(self._module.parameters())
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__":
-            refuse_new_class(self, value)
-        super().__setattr__(name, value)

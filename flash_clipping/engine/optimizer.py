@@ -78,6 +78,9 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     #: Whether parameters may be shards.
     _serves_shards = False
 
+    #: The grids that noisy sums may be rounded to; the last for this class alone.
+    _grids: tuple[NoiseGrid, ...] = (False, True, "exact")
+
     #: The record of the sums that the running step has taken so far.
     step_record: StepRecord | None = None
 
@@ -106,11 +109,12 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
         if expected_batch_size is not None:
             checked_number("expected_batch_size", expected_batch_size, "(0, inf)", example=64)
-        if noise_grid == "exact" and type(self) is not FlashDPOptimizer:
+        grids = self._grids if type(self) is FlashDPOptimizer else self._grids[:2]
+        if noise_grid not in grids:
             raise NotServed(
-                f"FC317 noise_grid='exact': found {type(self).__name__}, as for several processes; "
-                "expected FlashDPOptimizer: discrete noise is for whole parameters in one process. "
-                "Use noise_grid=True."
+                f"FC317 noise_grid={noise_grid!r}: found {type(self).__name__}; expected one of "
+                f"{grids}. Discrete noise is for whole parameters in one process; and where sums "
+                "of other workers are added to a rounded one, fully_shard has grids."
             )
         #: Called when noise was added, in this order. The first is the engine's, which accounts.
         self.step_hooks: list[Callable[[Any], None]] = []
@@ -272,7 +276,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         caller = sys._getframe(1)
         if not caller.f_code.co_flags & inspect.CO_GENERATOR:
             if do_skip:
-                refuse_split_units(self._module, by_hand=True)
+                refuse_split_units(self._module, "optimizer.signal_skip_step()")
             self._loop = None
             super().signal_skip_step(do_skip)  # type: ignore[no-untyped-call]
             return
@@ -293,7 +297,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def _refuse_parts_of(self, sampler: object) -> None:
         """Raise ``FlashClippingError`` if batches of this sampler may not be split by others."""
-        refuse_split_units(self._module)
+        refuse_split_units(self._module, "BatchMemoryManager")
 
     def _discard(self, because: str) -> None:
         """Let go of the sums of a logical batch that will never be complete; none was released."""
@@ -314,7 +318,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def _let_go(self) -> None:
         self.step_record = None
-        self._is_last_step_skipped = self._ledger.uncleared = False
+        self._is_last_step_skipped = False
         self._ledger.sums = {}
 
     def _all_params(self) -> list[Any]:
@@ -355,11 +359,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             raise InvalidValue(
                 "FC531 This optimizer was replaced by that of a later make_private(): use the one "
                 "that was returned last."
-            )
-        if self._ledger.uncleared:
-            raise InvalidValue(
-                "FC532 Gradients haven't been cleared since the last optimizer step: they would be "
-                "released a second time. Call optimizer.zero_grad() after each step."
             )
         if self._module is None:
             if any(p.grad is None for p in params):
@@ -474,7 +473,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         for p, grad in zip(self.params, grads, strict=True):
             p.grad = self._placed(p, grad)
         self._ledger.end_step()
-        self._ledger.uncleared = True
 
     def _own(self, tensor: Tensor) -> Tensor:
         """The part of a parameter or its sum that this process has, as reals."""
@@ -621,14 +619,7 @@ class DistributedFlashDPOptimizer(FlashDPOptimizer, DistributedDPOptimizerFastGr
         NotImplementedError: ``noise_grid``: the other workers' sums are added after the noise.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        if kwargs.get("noise_grid"):
-            raise NotServed(
-                f"FC317 noise_grid={kwargs['noise_grid']!r}: found data-parallel training, where "
-                "sums of other workers are added to the rounded one. Use fully_shard, or one "
-                "process."
-            )
-        super().__init__(*args, **kwargs)
+    _grids = (False,)
 
     def add_noise(self) -> None:
         if self.rank == 0:

@@ -20,13 +20,11 @@ from torch import Tensor, distributed as dist, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.prune import BasePruningMethod as _Pruning
 
 from flash_clipping._compat import (
     BATCH_NORMS,
     applied_to,
     awaits_gradient,
-    hooks_of_module,
     hooks_of_parameter,
     is_flattened,
     is_replica,
@@ -172,14 +170,6 @@ def refuse_export(module: nn.Module) -> NoReturn:
     )
 
 
-def refuse_new_class(module: nn.Module, new: Any) -> None:
-    """Refuse to become a module of another class, as fully_shard and replicate do with modules."""
-    raise FlashClippingError(
-        f"FC601 {type(module).__name__}: found something that would make it a {new.__name__}, as "
-        f"torch.distributed's fully_shard and replicate do. {_UNREDUCED}"
-    )
-
-
 def refuse_lacking(module: nn.Module, optimizer: Any) -> None:
     """Raise ``ValueError`` unless the optimizer has all trainable parameters of the module."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -233,12 +223,6 @@ def refuse_alone(module: Any, distributed: Any) -> None:
 
 
 # -- layers and parameters -------------------------------------------------------------------------
-
-#: Modules whose hooks compute a weight, and the functions that put them there.
-_COMPUTING_HOOKS = {
-    "torch.nn.utils.spectral_norm": "spectral_norm",
-    "torch.nn.utils.weight_norm": "weight_norm",
-}
 
 #: Layers that read their parameters past any stand-in, and what to use instead.
 _REPLACED_LAYERS = {nn.LSTM: "DPLSTM", nn.GRU: "DPGRU", nn.RNN: "DPRNN"}
@@ -299,7 +283,6 @@ def refuse_unsupported(root: nn.Module) -> None:
         refuse_complex(name, param)
     _refuse_in_any_mode(root)
     for path, module in root.named_modules():
-        _refuse_hooked(path, module)
         wings.refuse_rounding(path, module)
         if type(module) in _REPLACED_LAYERS and _trains(module):
             _refuse_recurrent(path, module)
@@ -428,29 +411,6 @@ def _refuse_recurrent(path: str, module: Any) -> NoReturn:
         f"FC110 {path or 'the model'} ({type(module).__name__}) has no per-sample gradients. "
         f"{advice}:{line}"
     )
-
-
-def _refuse_hooked(path: str, module: nn.Module) -> None:
-    """Refuse a trainable weight that a hook of ``torch.nn.utils`` computes before the forward."""
-    before_forward: Any = hooks_of_module(module)[0]
-    for hook in before_forward.values() if isinstance(before_forward, dict) else ():
-        is_pruned = isinstance(hook, _Pruning)
-        kind = "prune" if is_pruned else _COMPUTING_HOOKS.get(type(hook).__module__)
-        name = getattr(hook, "_tensor_name" if is_pruned else "name", "")
-        sources = [module._parameters.get(f"{name}{end}") for end in ("_orig", "_g", "_v")]
-        if kind is None or not any(x is not None and x.requires_grad for x in sources):
-            continue
-        if is_pruned:
-            line = f'torch.nn.utils.prune.remove({module_at(path)}, "{name}")'
-        else:
-            line = f"layer = {module_at(path)}; torch.nn.utils.remove_{kind}(layer); "
-            line += f"torch.nn.utils.parametrizations.{kind}(layer)"
-        raise NotServed(
-            f"FC114 {path or 'the model'} ({type(module).__name__}): its {name} is computed by a "
-            f"hook (torch.nn.utils.{kind}) before the layer runs, so what it is computed from has "
-            "no per-sample gradients; expected a parametrization (exact), or a plain parameter:\n"
-            f"    {line}"
-        )
 
 
 def refuse_unloaded(root: nn.Module) -> None:

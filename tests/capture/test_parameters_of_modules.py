@@ -24,7 +24,7 @@ from flash_clipping._compat import has_lasting_node
 from flash_clipping.capture import proxies
 from flash_clipping.capture.proxies.parameter_proxy import ParameterProxy
 from flash_clipping.rules import registry
-from tests.support.autograd import squares
+from tests.support.autograd import squares, truth_by_autograd
 from tests.support.errors import raises
 from tests.support.oracle import assert_close
 from tests.support.uses import (
@@ -250,20 +250,35 @@ HOOKED: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+def hooked(name: str) -> Callable[[], nn.Module]:
+    return lambda: Holder(plainly, layer=HOOKED[name](nn.Linear(D, D)))
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", HOOKED)
-def test_weight_of_a_hook_is_refused_with_lines_that_help(name: str) -> None:
-    model = make_around(lambda: Holder(plainly, layer=HOOKED[name](nn.Linear(D, D))))
-    with raises("FC114", NotImplementedError, match=rf"middle\.layer .*hook .*{name}") as error:
-        WRAPPERS["wrapped"](model)
-    exec(str(error.value).splitlines()[-1].strip(), {"model": model, "torch": torch})
-    squares(WRAPPERS["wrapped"](model), seeded_batch()).backward()
+@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("name", ["weight_norm", "prune"])
+def test_weight_that_a_hook_computes_is_exact(name: str, mode: str) -> None:
+    truth = truth_by_autograd(make_around(hooked(name)), seeded_batch(), squares)
+    model, bound = make_around(hooked(name)), truth.norms.median().item()
+    flash = WRAPPERS["wrapped"](model, max_grad_norm=bound, mode=mode)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        squares(flash, seeded_batch()).backward()
+        assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
+        for key, total in truth.clipped(bound).items():
+            assert_close(model.get_parameter(key).grad, total, 1e-8, key)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_vectors_that_a_hook_writes_are_refused() -> None:
+    with raises("FC130", NotImplementedError, match=r"middle\.layer .*'weight_u'"):
+        squares(WRAPPERS["wrapped"](make_around(hooked("spectral_norm"))), seeded_batch())
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", HOOKED)
 def test_weight_of_a_hook_that_is_frozen_is_supported(name: str) -> None:
-    model = make_around(lambda: Holder(plainly, layer=HOOKED[name](nn.Linear(D, D))))
+    model = make_around(hooked(name))
     model.middle.requires_grad_(False)
     squares(WRAPPERS["wrapped"](model, strict=False), seeded_batch()).backward()
     assert model.first.weight.grad is not None

@@ -289,9 +289,9 @@ class RunningMean(nn.Module):
 def test_buffers_that_remember_samples_are_caught() -> None:
     model = nn.Sequential(RunningMean(), nn.Linear(4, 2))
     report = check(model, torch.randn(5, 4))
-    refused, found = report.failures
-    assert "buffer 'mean' is changed" in refused and "buffers: 0.mean." in found
-    assert len(check(model, torch.randn(5, 4), strict=False).failures) == 1
+    (refused,) = report.failures
+    assert "buffer 'mean' is changed" in refused
+    assert check(model, torch.randn(5, 4), strict=False).passed  # as the user says
     assert model[0].steps == 0  # the copies were fed, not the model
     assert check(model.eval(), torch.randn(5, 4)).passed
 
@@ -326,7 +326,7 @@ def test_removals_are_limited_and_spread() -> None:
         return model(x).square().sum(1)
 
     assert check(nn.Linear(4, 3), x, loss, removals=3).passed
-    assert without == [0, 0, 3, 6]  # once for what buffers keep
+    assert without == [0, 3, 6]
 
 
 @pytest.mark.parametrize(

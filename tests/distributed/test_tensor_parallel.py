@@ -202,7 +202,7 @@ REFUSED = {
     "functional": "uses a trainable parameter that another module owns",
     "of samples": "cut along axis 0, that of the samples",
     "a sum": "head.weight: found a DTensor that is a sum",
-    "empty shards": "embed.weight: found 1 rows or columns cut into 2",
+    "empty shards": "embed.weight: found a DTensor of 1 rows or columns, cut into 2",
     "two meshes": "norm.weight: found a DTensor over a mesh of 2 dimensions",
     "a DTensor": "the model: called with a DTensor",
     "not laid out": r"norm \(RMSNorm\): it has parameters that are DTensors, and was called with",

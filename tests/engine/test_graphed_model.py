@@ -478,7 +478,7 @@ def test_training_with_poisson_batches(physical: int, noise: float) -> None:
 
 
 def test_a_step_without_zero_grad_is_refused_as_without_graphs() -> None:
-    """The optimizer's mark on a sum that it has used is not lost with a copy of it."""
+    """What a step has left is known from a sum, in a copy of it too."""
     plain = small_network()
     model, optimizer, _, _ = FlashPrivacyEngine().make_private(
         module=plain,
@@ -496,7 +496,7 @@ def test_a_step_without_zero_grad_is_refused_as_without_graphs() -> None:
         optimizer.step()
     step(x)
     assert step.replays == 4
-    with raises("FC532", ValueError):
+    with raises("FC503", ValueError):
         optimizer.step()
 
 

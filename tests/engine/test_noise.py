@@ -257,8 +257,9 @@ def test_noisy_sums_on_a_grid() -> None:
     private.step()
     cells = torch.cat([p.grad.flatten() for p in private.plain.parameters()]) * 16 / grid
     assert not torch.equal(cells, cells.round())
+    given = dict.fromkeys(("noise_multiplier", "max_grad_norm", "expected_batch_size"), 1.0)
     with raises("FC317", NotImplementedError):
-        DistributedFlashDPOptimizer(None, noise_grid=True)
+        DistributedFlashDPOptimizer(private.optimizer.original_optimizer, noise_grid=True, **given)
 
 
 @pytest.mark.gpu

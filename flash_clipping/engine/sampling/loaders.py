@@ -335,14 +335,9 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
             )
         return
     sampler: Any = batches.sampler
-    if type(sampler) is DistributedSampler and poisson_sampling:
-        if not distributed and sampler.num_replicas > 1:
-            _refuse(
-                f"a DistributedSampler for {sampler.num_replicas} processes, and a model of one",
-                "Wrap the model in opacus.distributed.DifferentiallyPrivateDistributedDataParallel",
-            )
-        return
     is_plain = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == size
+    if type(sampler) is DistributedSampler:
+        is_plain = distributed or sampler.num_replicas == 1
     replaces = isinstance(sampler, RandomSampler) and sampler.replacement
     is_odd = isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler) or replaces
     is_odd |= isinstance(sampler, RandomSampler) and len(sampler) != size
@@ -427,22 +422,16 @@ def _refuse(found: str, advice: str) -> None:
     raise InvalidValue(f"FC330 data_loader: found {found}. {advice}.")
 
 
-def refuse_split_units(module: Any, *, by_hand: bool = False) -> None:
-    """Raise ``FlashClippingError`` for steps on other batches than were drawn: parts that somebody
-    else cut, or several together (``by_hand``)."""
-    if module is None or not module._session.rows.whole_batches:
-        return
-    if by_hand:
+def refuse_split_units(module: Any, by: str) -> None:
+    """Raise ``FlashClippingError`` for steps ``by`` this on other batches than were drawn: parts of
+    them, or several together."""
+    if module is not None and module._session.rows.whole_batches:
         raise FlashClippingError(
-            "FC283 optimizer.signal_skip_step(): found a loader whose batches must come whole "
-            "(units, max_batch_size or batches in an order). Nothing was released. Call "
-            "optimizer.step() after every batch; for larger steps use a larger batch_size."
+            f"FC283 {by}: found a loader whose batches must come whole (units, max_batch_size or "
+            "batches in an order): parts of one unit would be clipped one by one. Nothing was "
+            "released. Call optimizer.step() after every batch, and use a loader with another "
+            "batch_size, Users(ids, max_rows=...), or activation checkpointing (mode='two_pass')."
         )
-    raise FlashClippingError(
-        "FC283 BatchMemoryManager: found with a loader whose batches must come whole (units): "
-        "parts of one unit would be clipped one by one. Use a loader with a smaller batch_size, "
-        "Users(ids, max_rows=...), or activation checkpointing (mode='two_pass')."
-    )
 
 
 def watch_sampling(engine: Any, module: Any, optimizer: Any, loader: Any) -> None:

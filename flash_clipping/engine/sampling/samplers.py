@@ -23,7 +23,6 @@ from torch import Tensor
 
 from flash_clipping.capture.draws import DrawnBatch, Draws
 from flash_clipping.engine.sampling.units import Users
-from flash_clipping.errors import InvalidValue
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import coin_tosses
 
@@ -106,7 +105,6 @@ class PoissonSampler(UniformWithReplacementSampler):
     _most = 0
     _last: Draw | None = None
     _loops = 0
-    _sample_rate: float
 
     def __init__(
         self,
@@ -119,7 +117,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         world_size: int = 1,
         units: Users | None = None,
     ):
-        self.num_samples, self.sample_rate = num_samples, sample_rate
+        self.num_samples, self._sample_rate = num_samples, sample_rate
         self.units, self.steps = units, steps
         self.stream = SecretStream() if stream is None else stream
         self.rank, self.world_size = rank, world_size
@@ -133,19 +131,9 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.parts: deque[int] = deque()
 
     @property
-    def sample_rate(self) -> float:
-        """The probability that is drawn with, and accounted."""
+    def sample_rate(self) -> float:  # type: ignore[override]  # writeable there
+        """The probability that is drawn with, and accounted: it cannot be set."""
         return self._sample_rate
-
-    @sample_rate.setter
-    def sample_rate(self, value: float) -> None:
-        if hasattr(self, "_sample_rate"):
-            raise InvalidValue(
-                f"FC333 batch_sampler.sample_rate: found {value} for a sampler that draws with "
-                f"{self._sample_rate}, as it is accounted. Call make_private with another loader:\n"
-                "    DataLoader(dataset, batch_size=..., shuffle=True)"
-            )
-        self._sample_rate = value
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._batches(self._limit_for(sys._getframe(1)), self.gives_a_row)
