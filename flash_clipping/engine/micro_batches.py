@@ -39,10 +39,17 @@ class Parts:
         """These samples of a part that has so many, as a part."""
         raise NotImplementedError
 
-    def split(self, place: int, most: int) -> None:
-        """Put equal parts of so many samples at most in the place of one."""
+    def split(self, place: int, most: int, step: int = 1) -> None:
+        """Put equal parts of so many samples at most in the place of one; all but the last have a
+        multiple of ``step``, where that is possible."""
         part, size = self.parts[place], self.sizes[place]
-        pairs = bounds_of(0, size, -(-size // most))
+        count = -(-size // most)
+        pairs = [
+            (start * step, min(stop * step, size))
+            for start, stop in bounds_of(0, -(-size // step), count)
+        ]
+        if any(not 0 < stop - start <= most for start, stop in pairs):
+            pairs = bounds_of(0, size, count)
         self.parts[place : place + 1] = [self.samples(part, size, *pair) for pair in pairs]
         self.sizes[place : place + 1] = [stop - start for start, stop in pairs]
 

@@ -3,6 +3,9 @@
 Rows that are no samples (copies of the last one) fill a batch up to one of a few sizes; they add
 exactly 0 to the clipped sum. Padding on the right fills texts up to one of a few lengths.
 No text gets longer than the longest that the collator has made: nobody else knows what fits.
+
+A draw that is larger than a usual batch is cut: a replay of one more part costs the host little,
+and memory is that of a usual batch.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from flash_clipping.engine.micro_batches import Parts
 
 #: What texts are padded with, by the argument of the model: ``None`` is the token for padding.
 _TEXTS: dict[str, int | None] = {
@@ -36,10 +41,25 @@ class FewShapes:
     """
 
     def __init__(self, usual: int, enabled: bool):
-        self.enabled = enabled
+        self.usual, self.enabled = usual, enabled
         self.step = 1 << max(0, math.floor(math.log2(max(1, usual)) / 2))
         #: Of each argument ``[B, T]``: the longest T that was met.
         self._widest: dict[str, int] = {}
+
+    def cut(self, batch: Parts, hooks: Any) -> None:
+        """Cut parts that are larger than a usual batch, where the model's calls are replayed."""
+        for place in reversed(range(len(batch.parts))):
+            part, size = batch.parts[place], batch.sizes[place]
+            if size > self.usual and self._fills(part, size, hooks):
+                batch.split(place, self.usual, self.step)
+
+    def _fills(self, part: Any, size: int, hooks: Any) -> bool:
+        """Whether calls are replayed, and it is known which rows of a part are samples."""
+        graphs, device = hooks._graphs, next(hooks._module.parameters()).device
+        # A table that has as many rows by chance must not be filled: other parts tell it.
+        self.enabled = self.enabled and _has_rows(part, size)
+        counts_rows = hooks.running_step.counts_unclipped
+        return self.enabled and not counts_rows and graphs is not None and graphs.may_replay(device)
 
     def rounded(
         self, part: Any, size: int, most: int, hooks: Any, prepare: Callable[[Any], Any]
@@ -53,21 +73,18 @@ class FewShapes:
             hooks: those of the model.
             prepare: moves a part to the device.
         """
-        inputs, graphs = prepare(part), hooks._graphs
-        device = next(hooks._module.parameters()).device
-        counts_rows = hooks.running_step.counts_unclipped
-        # A table that has as many rows by chance must not be filled: other parts tell it.
-        self.enabled = self.enabled and _has_rows(inputs, size)
-        if not self.enabled or counts_rows or graphs is None or not graphs.may_replay(device):
+        inputs = prepare(part)
+        if not self._fills(inputs, size, hooks):
             return inputs, None
         tensors = {key: x for key, x in inputs.items() if isinstance(x, Tensor)}
         wider = self._wider(part, tensors, getattr(hooks._module, "config", None))
         rows = min(max(1, -(-size // self.step)) * self.step, max(1, size, most))
         if rows != size:
+            device = next(hooks._module.parameters()).device
             row_R = torch.arange(rows, device=device).clamp_(max=max(0, size - 1))
             wider = {key: x.index_select(0, row_R) for key, x in wider.items()}
         drawn, filled = (sum(x.numel() for x in of.values()) for of in (tensors, wider))
-        graphs.choice.fill = drawn / max(1, filled)
+        hooks._graphs.choice.fill = drawn / max(1, filled)
         return type(inputs)({**inputs, **wider}), rows  # as Trainer rebuilds batches
 
     def _wider(self, part: Any, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:

@@ -87,9 +87,10 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
 
     Meaning of ``TrainingArguments`` here:
         per_device_train_batch_size: samples that are on the device at a time, ``b``. A draw of more
-            than ``a b`` samples runs in ``a`` parts as well, each of at most ``b + 5 √b``; when
-            that runs out of memory, parts have at most ``b`` from then on. Models in shards, and
-            ``PrivacyArguments.max_physical_batch_size``, keep to their limit from the start.
+            than ``a b`` samples is cut into equal parts of at most ``b`` while steps are replayed
+            as CUDA graphs. Otherwise it runs in ``a`` parts as well, each of at most ``b + 5 √b``;
+            when that runs out of memory, parts have at most ``b`` from then on. Models in shards,
+            and ``PrivacyArguments.max_physical_batch_size``, keep to their limit from the start.
         gradient_accumulation_steps: ``a``; the expected batch of a step has ``a b n`` samples, in
             ``n`` processes with samples of their own. A step draws every one of the ``N`` samples
             with probability ``1 / ceil(N / (a b n))``, and there are ``ceil(N / (a b n))`` steps in
@@ -287,6 +288,7 @@ class PrivateTrainer(ReportsPrivacy, Trainer):
             losses = losses.detach().float()[:size]
             return torch.where(losses.isfinite(), losses, 0.0).sum()
 
+        self._shapes.cut(inputs, hooks)
         try:
             totals = parts.run(inputs, backward)
         except torch.OutOfMemoryError as error:

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from flash_clipping import Kernels
+from flash_clipping.engine.micro_batches import Parts
 from flash_clipping.trainers.few_shapes import FewShapes, round_up
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.graphs import replay_by_hand
@@ -142,6 +143,44 @@ def test_no_part_has_more_rows_than_fit(size: int, most: int, rows: int) -> None
     assert FewShapes(64, True).rounded(part, size, most, Hooks(), lambda x: x)[1] == rows
 
 
+class RowsOnly(Parts):
+    def samples(self, part: Any, size: int, start: int, stop: int) -> Any:
+        return {key: x[start:stop] for key, x in part.items()}
+
+
+@pytest.mark.parametrize(
+    ("usual", "size", "sizes"),
+    [
+        (64, 64, [64]),
+        (64, 65, [40, 25]),
+        (64, 100, [56, 44]),
+        (64, 129, [48, 48, 33]),
+        (50, 99, [50, 49]),
+        (1, 3, [1, 1, 1]),
+    ],
+)
+def test_large_draws_are_cut_while_calls_are_replayed(
+    usual: int, size: int, sizes: list[int]
+) -> None:
+    part = texts(size, 8)
+    batch = RowsOnly([part], [size])
+    FewShapes(usual, True).cut(batch, Hooks())
+    assert batch.sizes == sizes and [len(x["labels"]) for x in batch.parts] == sizes
+    assert torch.equal(torch.cat([x["labels"] for x in batch.parts]), part["labels"])
+
+
+@pytest.mark.parametrize("why", ["no graphs", "rows", "off"])
+def test_draws_that_are_not_cut(why: str) -> None:
+    hooks, part = Hooks(), texts(65, 8)
+    if why == "rows":
+        part["more"] = torch.zeros(130)
+    elif why == "no graphs":
+        hooks._graphs = None
+    batch = RowsOnly([part], [65])
+    FewShapes(64, why != "off").cut(batch, hooks)
+    assert batch.parts == [part] and batch.sizes == [65]
+
+
 def cut(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """A batch whose texts are as long as its longest."""
     batch = default_data_collator([{k: x for k, x in s.items() if k != "index"} for s in samples])
@@ -211,14 +250,22 @@ def trained(
     return private, met
 
 
+def parts_of_four(count: int) -> list[int]:
+    """Rows of the parts of a draw, of four at most, in steps of two."""
+    pairs, parts = max(1, -(-count // 2)), max(1, -(-count // 4))
+    return [2 * (pairs // parts + (n < pairs % parts)) for n in range(parts)]
+
+
 def test_a_training_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, sums and noise: with a seed the weights are those of batches as they were drawn."""
     few, met = trained(tmp_path, True, monkeypatch)
     plain, drawn = trained(tmp_path, False, monkeypatch)
-    assert len(met) == len(drawn) and len({width for _, width in drawn}) > 1
-    for n, ((rows, width), (count, _)) in enumerate(zip(met, drawn, strict=True)):
-        assert width == max(width for _, width in drawn[: n + 1])
-        assert rows == max(2, count + count % 2)
+    assert len({width for _, width in drawn}) > 1
+    expected = []
+    for n, (count, _) in enumerate(drawn):
+        width = max(width for _, width in drawn[: n + 1])
+        expected += [(rows, width) for rows in parts_of_four(count)]
+    assert met == expected and max(rows for rows, _ in met) == 4 < max(n for n, _ in drawn)
     for one, other in zip(weights(few.model).values(), weights(plain.model).values(), strict=True):
         assert_close(one, other, 1e-9, "weights")
     assert few.epsilon == plain.epsilon
