@@ -41,10 +41,10 @@ from flash_clipping.layers.routed_rows import (
     Projection,
     RoutedRows,
     RoutedRule,
-    SideBySide,
     gated,
     routing,
 )
+from flash_clipping.ops.segments import grouped_linear
 from flash_clipping.rules.registry import (
     GradRequest,
     Grads,
@@ -116,7 +116,7 @@ def arithmetic_of(
         bias, of_bias = (params[i + 1], prefix + names[i + 1]) if layer.has_bias else (None, "")
         matrices = params[i].mT if transposed else params[i]
         added = () if low_ranks is None else low_ranks.get(names[i], ())
-        return Projection(matrices, prefix + names[i], bias, of_bias, transposed, added)
+        return Projection((matrices,), (prefix + names[i],), bias, of_bias, transposed, added)
 
     between = gate_of_experts(layer) if layer.has_gate else layer.act_fn
     return RoutedRows(projection(0), projection(half), between)
@@ -194,8 +194,8 @@ class DbrxExpertsRule(ExpertsRule):
         def arithmetic(params: Sequence[Tensor]) -> RoutedRows:
             # As many as there are: a process may have some of the experts.
             gate, up, down = (param.unflatten(0, (-1, layer.ffn_hidden_size)) for param in params)
-            first = SideBySide([Projection(gate, "mlp.w1"), Projection(up, "mlp.v1")])
-            second = Projection(down.mT, "mlp.w2", transposed=True)
+            first = Projection((gate, up), ("mlp.w1", "mlp.v1"))
+            second = Projection((down.mT,), ("mlp.w2",), transposed=True)
             return RoutedRows(first, second, gated(layer.mlp.activation_fn))
 
         tensors = [layer.mlp.w1, layer.mlp.v1, layer.mlp.w2]
@@ -236,7 +236,7 @@ class Llama4ExpertsRule(ExpertsRule):
         def arithmetic(params: Sequence[Tensor]) -> RoutedRows:
             names = ("gate_up_proj", "down_proj")
             first, second = (
-                Projection(param.mT, name, transposed=True)
+                Projection((param.mT,), (name,), transposed=True)
                 for param, name in zip(params, names, strict=True)
             )
             return RoutedRows(first, second, gated(layer.act_fn))
@@ -290,7 +290,7 @@ class JetMoeExpertsRule(Rule):
         rows_BNd, chosen_BN = inputs
         segments = routing(chosen_BN, layer.num_experts)
         rows, weight = autocast_operands(rows_BNd.flatten(0, 1), layer.weight)
-        sorted_Np = Projection(weight, "weight").forward(segments.rows(rows).sorted(), segments)
+        sorted_Np = grouped_linear(segments.rows(rows).sorted(), weight, segments)
         output = segments.unsorted(sorted_Np).unflatten(0, chosen_BN.shape)
         return output, (rows, weight, segments, rows_BNd.dtype)
 
@@ -298,7 +298,7 @@ class JetMoeExpertsRule(Rule):
         rows, weight, segments, dtype = saved
         found = Gradients(segments, needs.params)
         x, g = segments.rows(rows), segments.rows(grad_output.flatten(0, 1))
-        grad = Projection(weight, "weight").backward(x, g, found, needs.input)
+        grad = Projection((weight,), ("weight",)).backward(x, g, found, needs.input)
         if grad is not None:
             grad = segments.unsorted(grad).to(dtype).unflatten(0, grad_output.shape[:2])
         return (grad, None), found.factors

@@ -17,7 +17,6 @@ from flash_clipping.hugging_face.experts import DbrxExpertsRule, ExpertsRule, Ll
 from flash_clipping.hugging_face.experts_backward import ExpertsBackwardPass
 from flash_clipping.layers.by_rule import by_rule
 from flash_clipping.layers.mixture_of_experts import MixtureOfExpertsRule
-from flash_clipping.layers.routed_rows import SideBySide
 from flash_clipping.rules import find_rule
 from flash_clipping.rules.registry import Rule, UnsupportedLayer
 
@@ -104,8 +103,7 @@ def _compare(path: str, layer: Any, rule: ExpertsRule, experts: int) -> None:
     """See that a layer computes what its rule does, while all of its matrices are here: a token for
     every expert."""
     tensors, arithmetic, *_ = rule.described(layer)
-    first = arithmetic(tensors).first
-    matrices = (first.parts[0] if isinstance(first, SideBySide) else first).W_Epd
+    matrices, *_ = arithmetic(tensors).first.Ws_Epd
     tokens = torch.arange(experts * matrices.shape[2], device=matrices.device) * 0.7
     x_1Ed = tokens.sin().to(matrices.dtype).view(1, experts, -1)
     routes: tuple[Tensor, ...] = ()

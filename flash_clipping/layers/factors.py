@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_clipping.factors import DenseGrad, EmbeddingGrad, PerSampleGrad, accumulation_dtype
+from flash_clipping.factors import EmbeddingGrad, PerSampleGrad, accumulation_dtype
 from flash_clipping.factors.base import Factored
 from flash_clipping.factors.embedding import Scattered, TableGrad
 from flash_clipping.factors.units import UnitMap
@@ -35,12 +34,20 @@ class SegmentedLinearGrad(Factored):
     Args:
         A, G: inputs ``[N, d]`` and output gradients ``[N, p]`` of all rows, sorted as ``segments``
             says, or with the place of each.
+        arrange: turns ``[..., E, p, d]`` into ``[..., *parameter]``, where that has its elements
+            elsewhere; a plain function, the same object for every use.
     """
 
-    def __init__(self, A: Rows | Tensor, G: Rows | Tensor, segments: Segments):
+    def __init__(
+        self,
+        A: Rows | Tensor,
+        G: Rows | Tensor,
+        segments: Segments,
+        arrange: Callable[[Tensor], Tensor] | None = None,
+    ):
         self.A = A if isinstance(A, Rows) else Rows(A)
         self.G = G if isinstance(G, Rows) else Rows(G)
-        self.segments = segments
+        self.segments, self.arrange = segments, arrange
 
     @property
     def batch_size(self) -> int:
@@ -59,10 +66,13 @@ class SegmentedLinearGrad(Factored):
         return _sqnorms(A, G, segments, backend)
 
     def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        return grouped_sums(self.A, self.G, self.segments, coef_B, backend=backend)
+        return self._arranged(grouped_sums(self.A, self.G, self.segments, coef_B, backend=backend))
 
     def dense(self) -> Tensor:
-        return segment_grads(self.A, self.G, self.segments)
+        return self._arranged(segment_grads(self.A, self.G, self.segments))
+
+    def _arranged(self, grads: Tensor) -> Tensor:
+        return grads if self.arrange is None else self.arrange(grads).contiguous()
 
     def is_worth_storing(self, readers: Callable[[], int]) -> bool:
         """Where that takes no more memory than the operands: low ranks, and experts that read much
@@ -75,10 +85,12 @@ class SegmentedLinearGrad(Factored):
 
     @classmethod
     def concatenate(cls, factors: Sequence[SegmentedLinearGrad]) -> PerSampleGrad:
+        if len({factor.arrange for factor in factors}) > 1:
+            return super().concatenate(factors)
         segments = Segments.end_to_end([factor.segments for factor in factors])
         A_Nd = torch.cat([factor.A.sorted() for factor in factors])
         G_Np = torch.cat([factor.G.sorted() for factor in factors])
-        return cls(segments.rows(A_Nd), segments.rows(G_Np), segments)
+        return cls(segments.rows(A_Nd), segments.rows(G_Np), segments, factors[0].arrange)
 
 
 def _sqnorms(A: Rows, G: Rows, segments: Segments, backend: str) -> tuple[Tensor, Tensor]:
@@ -86,57 +98,6 @@ def _sqnorms(A: Rows, G: Rows, segments: Segments, backend: str) -> tuple[Tensor
     doubts."""
     sq_S, doubt_S = segment_sqnorms(A, G, segments, backend=backend)
     return segments.by_sample(sq_S), segments.by_sample(doubt_S)
-
-
-@dataclass(eq=False)
-class RearrangedGrad(PerSampleGrad):
-    """A gradient whose parameter has its elements elsewhere.
-
-    Args:
-        inner: the gradient as it is computed.
-        arrange: turns ``[..., *inner's shape]`` into ``[..., *parameter]``; a plain function, the
-            same object for every use.
-    """
-
-    inner: PerSampleGrad
-    arrange: Callable[[Tensor], Tensor]
-
-    @property
-    def batch_size(self) -> int:
-        return self.inner.batch_size
-
-    def operands(self) -> tuple[Any, ...]:
-        return type(self.inner), self.arrange, *self.inner.operands()
-
-    def sqnorms(self, backend: str) -> Tensor:
-        return self.inner.sqnorms(backend)
-
-    def error_bound(self, backend: str) -> Tensor | None:
-        return self.inner.error_bound(backend)
-
-    def clipped_sum(self, coef_B: Tensor | None, backend: str) -> Tensor:
-        return self.arrange(self.inner.clipped_sum(coef_B, backend)).contiguous()
-
-    def dense(self) -> Tensor:
-        return self.arrange(self.inner.dense())
-
-    def by_units(self, units: UnitMap) -> PerSampleGrad:
-        return RearrangedGrad(self.inner.by_units(units), self.arrange)
-
-    def is_worth_storing(self, readers: Callable[[], int]) -> bool:
-        return self.inner.is_worth_storing(readers)
-
-    def stored(self, backend: str) -> DenseGrad:
-        return DenseGrad(self.dense().contiguous())
-
-    @classmethod
-    def concatenate(cls, factors: Sequence[RearrangedGrad]) -> PerSampleGrad:
-        first = factors[0]
-        inner = [factor.inner for factor in factors]
-        alike = {(type(factor.inner), factor.arrange) for factor in factors}
-        if len(alike) > 1:
-            return DenseGrad.sum_of(factors)
-        return cls(type(first.inner).concatenate(inner), first.arrange)
 
 
 BUFFER = 1 << 25

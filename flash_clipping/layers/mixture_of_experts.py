@@ -194,8 +194,8 @@ class MixtureOfExperts(nn.Module):
             first.append(LowRank(of["gate_up_A"], Bs, s, "gate_up_A", ("gate_B", "up_B")))
             second.append(LowRank(of["down_A"], (of["down_B"],), s, "down_A", ("down_B",)))
         return RoutedRows(
-            Projection(of["gate_up"], "gate_up", low_ranks=first),
-            Projection(of["down"], "down", low_ranks=second),
+            Projection((of["gate_up"],), ("gate_up",), low_ranks=first),
+            Projection((of["down"],), ("down",), low_ranks=second),
             gated(torch.nn.functional.silu),
         )
 

@@ -11,6 +11,7 @@ every sample, which an ordinary backward asks for the sum over all of them.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from flash_clipping.factors import DenseGrad, PerSampleGrad
 from flash_clipping.layers.exchange import Exchange, are_parts
-from flash_clipping.layers.factors import OfSeveralProcesses, RearrangedGrad, SegmentedLinearGrad
+from flash_clipping.layers.factors import OfSeveralProcesses, SegmentedLinearGrad
 from flash_clipping.ops.runtime.backend import autocast_operands
 from flash_clipping.ops.segments import (
     Rows,
@@ -41,17 +42,20 @@ class Gradients:
     Attributes:
         segments: which sample and which expert the rows are of.
         wanted: the parameters whose gradients are asked for.
+        arranged: how the gradients of some lie in the parameter, by name.
         factors: of these, by name: of matrices ``[E, p, d]`` and biases ``[E, p]``.
     """
 
     segments: Segments
     wanted: Set[str]
+    arranged: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     factors: dict[str, PerSampleGrad] = field(default_factory=dict)
 
     def add(self, name: str, A: Rows, G: Rows) -> None:
         """Note a matrix's gradient ``Σ g_n a_nᵀ``, if it is asked for."""
         if name in self.wanted:
-            self.factors[name] = SegmentedLinearGrad(A, G, self.segments)
+            arrange = self.arranged.get(name)
+            self.factors[name] = SegmentedLinearGrad(A, G, self.segments, arrange)
 
     def add_bias(self, name: str, G_Np: Tensor) -> None:
         """Note a bias's gradient, the sum of these sorted rows."""
@@ -85,7 +89,7 @@ class LowRank:
 
     def forward(self, x_Nd: Tensor, segments: Segments) -> Tensor:
         shares = zip(self._shares(x_Nd, segments), self.Bs_Epr, strict=True)
-        return torch.cat([grouped_linear(share, B, segments) for share, B in shares], dim=1)
+        return _side_by_side([grouped_linear(share, B, segments) for share, B in shares])
 
     def backward(
         self, x: Rows, g_Np: Tensor, found: Gradients, input_wanted: bool
@@ -108,25 +112,25 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Projection:
-    """``y_n = W_e x_n + b_e``, and what low ranks add to ``W_e``.
+    """``y_n = W_e x_n + b_e``, and what low ranks add to ``W_e``; of several ``W`` side by side.
 
     Attributes:
-        W_Epd: ``[E, p, d]``.
-        name: of this parameter.
+        Ws_Epd: ``[E, p, d]`` each.
+        names: of these parameters.
         bias_Ep, bias_name: ``[E, p]``, or ``None``; likewise.
-        transposed: the parameter is ``[E, d, p]``, and its operands change places.
+        transposed: parameters are ``[E, d, p]``, and their operands change places.
         low_ranks: what is added.
     """
 
-    W_Epd: Tensor
-    name: str
+    Ws_Epd: Sequence[Tensor]
+    names: Sequence[str]
     bias_Ep: Tensor | None = None
     bias_name: str = ""
     transposed: bool = False
     low_ranks: Sequence[LowRank] = ()
 
     def forward(self, x_Nd: Tensor, segments: Segments) -> Tensor:
-        y_Np = grouped_linear(x_Nd, self.W_Epd, segments)
+        y_Np = _side_by_side([grouped_linear(x_Nd, W, segments) for W in self.Ws_Epd])
         for low_rank in self.low_ranks:
             y_Np = y_Np + low_rank.forward(x_Nd, segments)
         if self.bias_Ep is not None:
@@ -135,34 +139,23 @@ class Projection:
 
     def backward(self, x: Rows, g: Rows, found: Gradients, input_wanted: bool) -> Tensor | None:
         """Gradient of the input, if wanted, and those of matrices into ``found``."""
-        g_Np = g.sorted() if input_wanted or self.low_ranks else g.X
-        grad_x_Nd = grouped_linear(g_Np, self.W_Epd.mT, found.segments) if input_wanted else None
-        found.add(self.name, *((g, x) if self.transposed else (x, g)))
-        for low_rank in self.low_ranks:
-            more = low_rank.backward(x, g_Np, found, input_wanted)
-            if grad_x_Nd is not None and more is not None:
-                grad_x_Nd = grad_x_Nd + more
-        return grad_x_Nd
+        shares, grads = [g], []
+        if input_wanted or self.low_ranks or len(self.Ws_Epd) > 1:
+            g_Np = g.sorted()
+            parts = g_Np.split([W.shape[1] for W in self.Ws_Epd], dim=1)
+            shares = [g] if len(parts) == 1 else [*map(Rows, parts)]
+            grads = [low.backward(x, g_Np, found, input_wanted) for low in self.low_ranks]
+        for name, share in zip(self.names, shares, strict=True):
+            found.add(name, *((share, x) if self.transposed else (x, share)))
+        if not input_wanted:
+            return None
+        pairs = zip(parts, self.Ws_Epd, strict=True)
+        grads += [grouped_linear(part, W.mT, found.segments) for part, W in pairs]
+        return functools.reduce(torch.add, grads)  # type: ignore[arg-type]  # none is None
 
 
-@dataclass(frozen=True)
-class SideBySide:
-    """Projections of the same rows, whose outputs lie side by side; without biases."""
-
-    parts: Sequence[Projection]
-    bias_name: str = ""
-
-    def forward(self, x_Nd: Tensor, segments: Segments) -> Tensor:
-        return torch.cat([part.forward(x_Nd, segments) for part in self.parts], dim=1)
-
-    def backward(self, x: Rows, g: Rows, found: Gradients, input_wanted: bool) -> Tensor | None:
-        """Gradient of the input, if wanted, and those of matrices into ``found``."""
-        shares = g.sorted().split([part.W_Epd.shape[1] for part in self.parts], dim=1)
-        grads = [
-            part.backward(x, Rows(share), found, input_wanted)
-            for part, share in zip(self.parts, shares, strict=True)
-        ]
-        return sum(grads) if input_wanted else None  # type: ignore[arg-type, return-value]  # none is None then
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=1)
 
 
 #: What stands between the projections: rows ``[N, u]`` to rows ``[N, f]``, each separately, without
@@ -189,7 +182,7 @@ class RoutedRows:
         between: what stands between them.
     """
 
-    first: Projection | SideBySide
+    first: Projection
     second: Projection
     between: Between
 
@@ -316,7 +309,7 @@ class RoutedRule(Rule):
     def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
         x_Md, weight_Mk, up_Nu, *params = saved[:-6]
         segments, exchange, shape, dtype, arithmetic, arranged = saved[-6:]
-        found = Gradients(segments, needs.params)
+        found = Gradients(segments, needs.params, arranged)
         grad_Md = grad_output.reshape(-1, grad_output.shape[-1])
         if exchange is not None:
             grad_Md = exchange.to_experts(grad_Md.to(up_Nu.dtype))
@@ -325,8 +318,6 @@ class RoutedRule(Rule):
             grad_Md, x_Md, weight_Mk, up_Nu, found, x_wanted, any(others_wanted)
         )
         factors = found.factors
-        for name in arranged.keys() & factors.keys():
-            factors[name] = RearrangedGrad(factors[name], arranged[name])
         if exchange is not None:
             grad_x_Md = None if grad_x_Md is None else exchange.to_tokens(grad_x_Md)
             if grad_weight_Mk is not None:

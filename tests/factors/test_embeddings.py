@@ -12,7 +12,7 @@ from flash_clipping.factors import EmbeddingBagGrad, EmbeddingGrad, LinearGrad, 
 from flash_clipping.factors.base import UnitGrad
 from flash_clipping.factors.embedding import TiedEmbeddingGrad
 from flash_clipping.factors.units import UnitMap
-from flash_clipping.layers.factors import RearrangedGrad, ScaledEmbeddingGrad
+from flash_clipping.layers.factors import ScaledEmbeddingGrad
 from flash_clipping.ops.error_bounds import ETA, upper_bound
 from tests.ops.cases import OWN
 
@@ -94,8 +94,7 @@ def test_what_a_row_may_lose_is_in_the_bound_of_its_unit() -> None:
     ids, G = torch.zeros(2, T, dtype=torch.long), torch.zeros(2, T, 1)
     G[0], G[0, 0], G[0, -1], G[1, 0] = 2.0**-24, 1, -1, 0.3
     ids[1, 1:] = torch.arange(1, T)
-    rows = RearrangedGrad(EmbeddingGrad(ids, G, V), torch.clone)
-    unit = rows.by_units(UnitMap(torch.zeros(2, dtype=torch.long), 1))
+    unit = EmbeddingGrad(ids, G, V).by_units(UnitMap(torch.zeros(2, dtype=torch.long), 1))
     bound = upper_bound(unit.sqnorms("auto").sqrt(), unit.error_bound("auto"))
     released = unit.clipped_sum(torch.full((1,), 0.51), "auto").double().norm() / 0.51
     assert released <= bound[0] * OWN

@@ -18,7 +18,6 @@ from flash_clipping.factors.embedding import EmbeddingGrad, TiedEmbeddingGrad
 from flash_clipping.factors.units import UnitMap
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.layers.factors import (
-    RearrangedGrad,
     ScaledEmbeddingGrad,
     SegmentedLinearGrad,
 )
@@ -177,6 +176,13 @@ def released_of(factor: PerSampleGrad, coefficient: float) -> float:
     return factor.clipped_sum(coef, "auto").double().norm().item() / coef[0].item()
 
 
+def rearranged(A: Tensor, G: Tensor) -> SegmentedLinearGrad:
+    """Of rows of samples, in one group, with its elements elsewhere."""
+    M, T, _ = A.shape
+    segments = Segments(torch.arange(M).repeat_interleave(T), M)
+    return SegmentedLinearGrad(A.flatten(0, 1), G.flatten(0, 1), segments, torch.clone)
+
+
 @pytest.mark.parametrize("rows", ["linear", "convolution", "rearranged", "own"])
 def test_many_rows_of_a_unit_are_in_the_bound(rows: str) -> None:
     """Rows that are each lost beside the first, and rounded up as they are released."""
@@ -193,7 +199,7 @@ def test_many_rows_of_a_unit_are_in_the_bound(rows: str) -> None:
             of_uses = [ConvolutionGrad(x, g / 2, *geometry).by_units(units) for _ in range(2)]
             factor = merge(of_uses)
         elif rows == "rearranged":
-            factor = RearrangedGrad(factor, torch.clone).by_units(units)
+            factor = rearranged(A, G).by_units(units)
         elif rows == "own":
             factor = DenseGrad(factor.dense()).by_units(units)
         else:
@@ -216,7 +222,7 @@ def test_rearranged_rows_of_units_are_not_rounded_before_they_are_added_up() -> 
     generator = torch.Generator().manual_seed(0)
     A, G = (torch.randn(16, 3, 8, generator=generator).bfloat16() for _ in range(2))
     units = UnitMap(torch.arange(16) % 2, 2)
-    factor = RearrangedGrad(LinearGrad(A, G), torch.clone).by_units(units)
+    factor = rearranged(A, G).by_units(units)
     assert released_of(factor, 0.7) == pytest.approx(bound_of(factor), rel=1e-5)
 
 
