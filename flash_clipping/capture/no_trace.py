@@ -34,47 +34,79 @@ def own_errors() -> Iterator[None]:
         raise ModelsOwnError(f"{type(error).__name__}: {error}") from error
 
 
-@contextlib.contextmanager
-def untouched(root: nn.Module) -> Iterator[None]:
-    """Put back buffers and attributes of all modules; writing in place hits copies of buffers.
+class Holdings:
+    """What the modules of a model hold, to be put back as often as it is run.
 
-    Containers among the attributes are put back as well: a model that hooks its own layers once,
-    and notes that in a list, would otherwise do it again in the next forward.
+    Buffers, attributes, containers among the attributes (a model that hooks its own layers once,
+    and notes that in a list, would otherwise do it again in the next forward), and generators.
     """
-    modules = list(root.modules())
-    before = [(vars(module).copy(), module._buffers.copy()) for module in modules]
-    slots = [
-        (slot, module, _in_slot(slot, module))
-        for module in modules
-        for slot in _slots_of(cast(Hashable, type(module)))
-    ]
-    values = [x for _, _, x in slots]
-    for attributes, _ in before:
-        values += [x for name, x in attributes.items() if name not in _OF_MODULES]
-    held = _contents(values)
-    copies: dict[int, Tensor] = {}
-    try:
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    copies[id(buffer)] = copies.get(id(buffer), buffer.detach().clone())
-                    module._buffers[name] = copies[id(buffer)]
-        yield
-    finally:
-        for module, (attributes, buffers) in zip(modules, before, strict=True):
-            now = vars(module)
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            now.update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for slot, module, value in slots:
-            if value is not _EMPTY:
-                slot.__set__(module, value)
-            elif _in_slot(slot, module) is not _EMPTY:
-                slot.__delete__(module)
-        for container, content in held:
-            _refill(container, content)
+
+    def __init__(self, root: nn.Module):
+        modules = self._modules = list(root.modules())
+        self._before = [(vars(module).copy(), module._buffers.copy()) for module in modules]
+        self._slots = [
+            (slot, module, _in_slot(slot, module))
+            for module in modules
+            for slot in _slots_of(cast(Hashable, type(module)))
+        ]
+        kinds = _HOLDERS + _generators()
+        values = [x for _, _, x in self._slots if isinstance(x, kinds)]
+        for attributes, _ in self._before:
+            for name, x in attributes.items():
+                if isinstance(x, kinds) and name not in _OF_MODULES:
+                    values.append(x)
+        self._states = [_state_of(x) for x in values if not isinstance(x, _HOLDERS)]
+        self._held = _contents(values)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put all of it back; writing in place hits copies of buffers."""
+        copies: dict[int, Tensor] = {}
+        try:
+            for module in self._modules:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        copies[id(buffer)] = copies.get(id(buffer), buffer.detach().clone())
+                        module._buffers[name] = copies[id(buffer)]
+            yield
+        finally:
+            for module, (attributes, buffers) in zip(self._modules, self._before, strict=True):
+                now = vars(module)
+                for name in now.keys() - attributes.keys():
+                    del now[name]
+                now.update(attributes)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+            for slot, module, value in self._slots:
+                if value is not _EMPTY:
+                    slot.__set__(module, value)
+                elif _in_slot(slot, module) is not _EMPTY:
+                    slot.__delete__(module)
+            for container, content in self._held:
+                _refill(container, content)
+            for put_back, state in self._states:
+                put_back(state)
+
+
+def untouched(root: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Put back what the modules of a model hold."""
+    return Holdings(root).kept()
+
+
+def _generators() -> tuple[type, ...]:
+    """Kinds of generators, of PyTorch, Python and, where it is in use, NumPy."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return torch.Generator, random.Random
+    return torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
+
+
+def _state_of(generator: Any) -> tuple[Callable[[Any], Any], Any]:
+    """What sets a generator's state, and the state that it has."""
+    if isinstance(generator, torch.Generator):
+        return generator.set_state, generator.get_state()
+    held = getattr(generator, "bit_generator", generator)
+    return held.__setstate__, held.__getstate__()
 
 
 #: Attributes of every module that are not looked into.
@@ -86,6 +118,10 @@ LOOKED_INTO = 1000
 #: Containers, and what may hold some.
 _CONTAINERS = dict, list, set, deque
 _HOLDERS = (*_CONTAINERS, tuple)
+
+#: Of these it is known what their truth value says; and what empty ones hold.
+_PLAIN: frozenset[type] = frozenset((dict, OrderedDict, list, set))
+_NOTHING: list[Any] = []
 
 _EMPTY = object()
 
@@ -108,7 +144,9 @@ def _contents(values: list[Any]) -> list[tuple[Any, list[Any]]]:
     found: dict[int, tuple[Any, list[Any]]] = {}
     while values:
         value = values.pop()
-        if id(value) not in found and isinstance(value, _HOLDERS):
+        if type(value) in _PLAIN and not value:  # most hooks
+            found[id(value)] = value, _NOTHING
+        elif id(value) not in found and isinstance(value, _HOLDERS):
             found[id(value)] = value, _content(value)
             content = found[id(value)][1]
             if len(content) <= LOOKED_INTO:
@@ -130,6 +168,8 @@ def _content(value: Any) -> list[Any]:
 
 def _refill(container: Any, content: list[Any]) -> None:
     """Have a container hold what it held, if it holds anything else."""
+    if content is _NOTHING and not container:
+        return
     now = _content(container)
     if len(now) == len(content) and all(map(operator.is_, now, content)):
         return

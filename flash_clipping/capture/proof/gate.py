@@ -13,7 +13,7 @@ from torch import nn
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.coverage import kind_of
-from flash_clipping.capture.proof.oracle import examine
+from flash_clipping.capture.proof.oracle import FIRST, Examination, examine
 from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoWalks
@@ -44,6 +44,10 @@ class Gate:
         #: Calls that were counted, and at which of them the next audit is due.
         self.calls, self.next_audit = 0, FIRST_AUDIT
         self._alike = 0
+        #: Kinds of calls whose own losses were compared: chance does not decide what these are.
+        self._compared: set[Hashable] = set()
+        #: Whether audits make chance alike for all samples, as one was needed that did.
+        self._watched = False
 
     def due(self) -> int:
         """The number of the audit that the call that begins is due for, or 0. What chance decides
@@ -73,6 +77,7 @@ class Gate:
         if trainable != self._trainable:
             self._trainable = trainable
             self._why.clear()
+            self._compared.clear()
         session, args, kwargs = subject.session, subject.args, subject.kwargs
         if session.calls.backward_pass_class not in (BackwardPass, TwoWalks):
             return  # somebody else watches
@@ -80,9 +85,14 @@ class Gate:
             return
         if not self._why:
             logger.info("checking which rows are samples")
+        kind = kind_of(subject.root, args, kwargs)
+        how = FIRST
+        if audit:
+            losses = kind not in self._compared
+            how = Examination(audit, brief=True, watched=self._watched, losses=losses)
         for small in subject.smaller(seed=audit):
             try:
-                table = examine(small, audit=audit)
+                table = examine(small, how)
                 break
             except ModelsOwnError:
                 pass
@@ -91,12 +101,14 @@ class Gate:
         else:
             return  # the model's own forward will raise it
         for doubt in table.doubts:
-            self.next_audit = self.calls + 1
+            self.next_audit, self._watched = self.calls + 1, True
             logger.warning("rounding, or to be seen again in the next call: %s", doubt)
         if small.samples().are_alike and self._alike < ALIKE:
             self._alike += 1
             self.next_audit = self.calls + 1
-        known = self._why.setdefault(kind_of(subject.root, args, kwargs), {})
+        if table.losses or table.fit_losses:
+            self._compared.add(kind)
+        known = self._why.setdefault(kind, {})
         # A loss that the model computes itself may read what is unfit.
         other = next(iter(table.unfit.values()), "")
         for number in range(table.returned):  # what was shown once stays

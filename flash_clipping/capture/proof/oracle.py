@@ -42,7 +42,13 @@ from torch import Tensor
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import LEFT
-from flash_clipping.capture.proof.repeatable import computed_in, perturbed, rounded_otherwise
+from flash_clipping.capture.proof.repeatable import (
+    computed_in,
+    moved,
+    perturbed,
+    rounded_otherwise,
+    scaled,
+)
 from flash_clipping.capture.proof.runs import MASKED, Forward, Gradient, Runs, Subject
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.ops.runtime.backend import compiled_side_by_side, compiles_kernels
@@ -168,7 +174,32 @@ class _NotFinite(Exception):
         self.finite = finite
 
 
-def examine(subject: Subject, *, audit: int = 0) -> Table:
+@dataclass(frozen=True)
+class Examination:
+    """How a call is examined.
+
+    Attributes:
+        audit: 0 before the first step, then the number of the audit: another one swaps halves, and
+            draws otherwise.
+        brief: two runs are compared, and one sample goes backward: what chance decides, or what
+            has begun since, is looked for once more.
+        watched: whether chance is made alike for all samples at once; otherwise only where
+            something was found.
+        losses: whether the model's own losses are compared.
+        seed: another one draws other numbers, and moves parameters otherwise.
+    """
+
+    audit: int = 0
+    brief: bool = False
+    watched: bool = True
+    losses: bool = True
+    seed: int = 0
+
+
+FIRST = Examination()
+
+
+def examine(subject: Subject, how: Examination = FIRST) -> Table:
     """A round of the oracle on one batch, and more where it finds something.
 
     A finding may be rounding. It holds if the model, computed in a wider dtype, shows it too, with
@@ -177,15 +208,14 @@ def examine(subject: Subject, *, audit: int = 0) -> Table:
 
     Args:
         subject: a call of a model.
-        audit: 0 before the first step, then the number of the audit: another one swaps halves, and
-            draws otherwise.
+        how: before the first step, or in an audit.
 
     Raises:
         FlashClippingError: the forward through the taps does.
         torch.OutOfMemoryError: two samples do not fit.
         ModelsOwnError: the model raises on this batch.
     """
-    found = _round_of(subject, audit, 0)
+    found = _round_of(subject, how)
     floats = {kind for kind in found.dtypes if kind.is_floating_point}
     if found.failed or not found.findings or floats <= {torch.float64}:
         return found
@@ -194,13 +224,14 @@ def examine(subject: Subject, *, audit: int = 0) -> Table:
     # It may not run in another dtype, nor fit.
     with suppress(ModelsOwnError, FlashClippingError, torch.OutOfMemoryError):
         for seed in range(SEEDS):
-            table = _in_dtype(subject, audit, seed, wide)
+            table = _in_dtype(subject, replace(how, watched=True, seed=seed), wide)
             hold |= set() if table.failed else table.findings
             if found.findings <= hold:
                 return found
     rest = found.findings - hold
-    for seed in range(1, SEEDS):
-        rest &= _round_of(subject, audit, seed).findings if rest else rest
+    for seed in range(how.watched, SEEDS):
+        again = replace(how, watched=True, seed=seed)
+        rest &= _round_of(subject, again).findings if rest else rest
     for kind, number in found.findings - hold - rest:
         found.doubts.append(getattr(found, kind).pop(number))
         if kind == "unfit":
@@ -208,7 +239,7 @@ def examine(subject: Subject, *, audit: int = 0) -> Table:
     return found
 
 
-def _in_dtype(subject: Subject, audit: int, seed: int, dtype: torch.dtype) -> Table:
+def _in_dtype(subject: Subject, how: Examination, dtype: torch.dtype) -> Table:
     """A round of a model that is computed in this dtype."""
 
     def of(x: Tensor) -> Tensor:
@@ -216,23 +247,22 @@ def _in_dtype(subject: Subject, audit: int, seed: int, dtype: torch.dtype) -> Ta
 
     args, kwargs = map_tensors(of, (subject.args, subject.kwargs), packed=True)
     with computed_in(subject.root, dtype):
-        return _round_of(replace(subject, args=args, kwargs=kwargs), audit, seed)
+        return _round_of(replace(subject, args=args, kwargs=kwargs), how)
 
 
-def _round_of(subject: Subject, audit: int, seed: int) -> Table:
-    """The result of all rounds; another ``seed`` draws other numbers, and moves parameters
-    otherwise."""
-    chosen = subject.chosen_samples()
+def _round_of(subject: Subject, how: Examination) -> Table:
+    """The result of all rounds."""
+    chosen, params = subject.chosen_samples(), subject.session.options.trainable()
     try:
-        with perturbed(subject.session.options.trainable(), seed=7 + seed):
-            return _Oracle(subject, audit, seed).table()
+        with perturbed(params, scaled if how.brief else moved, seed=7 + how.audit + how.seed):
+            return _Oracle(subject, how).table()
     except _NotFinite as error:
         kept = error.finite
     except torch.OutOfMemoryError:
         if len(chosen) <= 2:
             raise
         kept = chosen[: len(chosen) // 2]
-    return _round_of(replace(subject, chosen=kept), audit, seed) if kept else Table()
+    return _round_of(replace(subject, chosen=kept), how) if kept else Table()
 
 
 @dataclass
@@ -288,16 +318,17 @@ class _Verdict:
 class _Oracle:
     """Rounds on one batch, for outputs together and, where that fails, one by one."""
 
-    def __init__(self, subject: Subject, audit: int, seed: int) -> None:
-        self.samples, self.audit, self.seed = subject.samples(), audit, seed
+    def __init__(self, subject: Subject, how: Examination) -> None:
+        self.samples, self.how = subject.samples(), how
         #: Numbers of the samples that are checked, and of some others.
         self.chosen = subject.chosen_samples()
         self.B = len(self.chosen)
         self.rest = [b for b in range(self.samples.count) if b not in self.chosen]
         self.runs = Runs(subject)
-        names = {id(p): name for name, p in subject.root.named_parameters()}
-        self.names = [names.get(id(p), "a parameter") for p in self.runs.params]
-        self.S, self.R = _halves(self.B, audit, by_turns=self.tolerance == TOLERANCE_WIDE)
+        self.S, self.R = _halves(self.B, how.audit, by_turns=self.tolerance == TOLERANCE_WIDE)
+        #: The sample whose norm is compared, and those that go backward.
+        self.one = self.S[how.audit % len(self.S) if how.brief else 0] if self.S else 0
+        self.scale = dict.fromkeys([self.one] if how.brief else self.S, 1.0)
         found = (getattr(module, "padding_idx", None) for module in subject.root.modules())
         self.samples.padding = next((n for n in found if isinstance(n, int)), 0)
         #: Outputs of the first run that have a row for each sample.
@@ -309,7 +340,7 @@ class _Oracle:
         #: Whether the second batch of the last round had an extreme sample.
         self.runs_on_extremes = False
         #: The seed of what is drawn at random.
-        self.draws = 1 + audit + (seed << 8)
+        self.draws = 1 + how.audit + (how.seed << 8)
 
     @property
     def tolerance(self) -> float:
@@ -320,7 +351,7 @@ class _Oracle:
     def _rounded(self) -> AbstractContextManager[None]:
         """Parameters moved by one unit of rounding; where a finding is repeated, of the lowest
         dtype of a run: autocast rounds more than parameters tell."""
-        low = self.runs.dtypes & TOLERANCE.keys() if self.seed else ()
+        low = self.runs.dtypes & TOLERANCE.keys() if self.how.seed else ()
         unit = max((torch.finfo(kind).eps for kind in low), default=0.0)
         return perturbed(self.runs.params, partial(rounded_otherwise, unit=unit))
 
@@ -333,7 +364,7 @@ class _Oracle:
         if not self.B or not self.runs.params:
             return Table()
         # In every other audit R stands in the first run as it is.
-        shorter = self.samples.may_be_shorter and not self.audit % 2
+        shorter = self.samples.may_be_shorter and not self.how.audit % 2
         whole = _Round(LEFT[0] if shorter else LEFT[-1])
         found = self._judge(whole)
         why, outputs, unfit = found.why, found.outputs, dict(found.unfit)
@@ -354,7 +385,7 @@ class _Oracle:
             unfit = {n: unfit.get(n, str(why)) for n in sorted(outputs)}
         fit = tuple(sorted(outputs - unfit.keys()))
         failed = isinstance(why, FlashClippingError)
-        losses = self._losses()
+        losses = self._losses() if self.how.losses else {}
         fit_losses = tuple(sorted(self.compared - losses.keys()))
         return Table(unfit, fit, self.runs.returned, losses, fit_losses, self.runs.dtypes, failed)
 
@@ -392,7 +423,8 @@ class _Oracle:
             wrong = self._other_values(taps, again, fit, self.S)
             if not wrong or not other.drawn == again.drawn == taps.drawn:
                 return self._verdict(replace(settings, varies=False))
-        if not wrong and self.R and (of_R := self._of_R(settings)) is not None:
+        of_R = self._of_R(settings) if self.R and not (wrong or self.how.brief) else None
+        if of_R is not None:
             wrong = self._other_values(taps, of_R, fit, self.R)
             if wrong and taps.drawn and settings.varies:
                 return self._verdict(replace(settings, varies=False))
@@ -423,8 +455,13 @@ class _Oracle:
             values = {n: x.detach() for n, x in forward.outputs.items()}
             return _Outcome(given, places, values, forward.drawn, gradients)
 
-        draws: dict[str, Any] = {"seed": self.draws, "orders": True, "varies": settings.varies}
-        if taps and scales and not self.audit and compiles_kernels():
+        draws: dict[str, Any] = {
+            "seed": self.draws,
+            "watched": self.how.watched,
+            "orders": True,
+            "varies": settings.varies,
+        }
+        if taps and scales and not self.how.audit and compiles_kernels():
             # In a run of its own, as what is recomputed in backward may draw.
             backward = methodcaller("backward", scales[0], settings.only)
             with compiled_side_by_side():
@@ -433,12 +470,11 @@ class _Oracle:
 
     def _first(self, settings: _Round) -> tuple[_Outcome, _Round]:
         """The batch, through the taps, with R as short as the model runs on."""
-        alone = dict.fromkeys(self.S, 1.0)
         for left in [left for left in LEFT if left >= settings.left]:
             given = self.samples.batch(self.chosen, shorter=self.R, left=left)
             settings = replace(settings, left=left)
             try:
-                run = self._run(given, range(self.B), settings, [alone], taps=True)
+                run = self._run(given, range(self.B), settings, [self.scale], taps=True)
             except FlashClippingError as error:
                 if left == LEFT[-1]:
                     raise
@@ -504,22 +540,22 @@ class _Oracle:
         return self.samples.batch(order, far, shorter=shorter, left=settings.left), places
 
     def _among(self, given: Any, places: Sequence[int], settings: _Round) -> _Outcome:
-        S = self.S
-        scales = [dict.fromkeys(S, 1.0), {S[0]: 1.0}][: len(S)]  # of one both are the same
-        return self._run(given, places, settings, scales)
+        scales = [self.scale, {self.one: 1.0}]
+        return self._run(given, places, settings, scales[: len(self.scale)])
 
     def _gradients(self, found: Gradient, other: _Outcome, settings: _Round) -> str | None:
-        """What is wrong with the gradients of S."""
-        S, R = self.S, self.R
+        """What is wrong with the gradients of the samples that went backward."""
+        others = [b for b in range(self.B) if b not in self.scale]
         expected, one, each = other.gradients[0], other.gradients[-1].norms, found.each
         if each is None:
-            each = torch.zeros(len(self.names), self.B, dtype=torch.float64)
-        if R:
-            gap = each[:, R].amax(1) / found.norms.norm().clamp(min=1e-300)
+            each = torch.zeros(len(self.runs.params), self.B, dtype=torch.float64)
+        if others:
+            gap = each[:, others].amax(1) / found.norms.norm().clamp(min=1e-300)
             if why := self._complain("STRAY", gap, STRAY):
                 return why
-        error_bound = 0.0 if found.bounds is None else found.bounds[:, S[0]] - each[:, S[0]]
-        error = ((each[:, S[0]] - one).abs() - error_bound).clamp(min=0)
+        of_each = each[:, self.one]
+        error_bound = 0.0 if found.bounds is None else found.bounds[:, self.one] - of_each
+        error = ((of_each - one).abs() - error_bound).clamp(min=0)
         of_one = self._gap(error[:, None], torch.zeros_like(error[:, None]), one)
         of_all = self._gap(found.projections, expected.projections, expected.norms)
         if bool((torch.maximum(of_one, of_all) > self.tolerance).any()):
@@ -617,7 +653,9 @@ class _Oracle:
         wrong = ~(gap <= (self.tolerance if most is None else most))  # NaN is no rounding
         if not wrong.any():
             return None
-        names = [self.names[n] for n in wrong.nonzero().flatten().tolist()]
+        known = {id(p): name for name, p in self.runs.root.named_parameters()}
+        params = [self.runs.params[n] for n in wrong.nonzero().flatten().tolist()]
+        names = [known.get(id(p), "a parameter") for p in params]
         return _finding(part, names, float(gap.nan_to_num(torch.inf, torch.inf).max()))
 
     def _other_values(

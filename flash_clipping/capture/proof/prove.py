@@ -21,7 +21,7 @@ import torch
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.observe import Finding, observe, refusal, taps_of
-from flash_clipping.capture.proof.oracle import Table, examine
+from flash_clipping.capture.proof.oracle import Examination, Table, examine
 from flash_clipping.capture.proof.reads import REPEATED
 from flash_clipping.capture.proof.repeatable import perturbed
 from flash_clipping.capture.proof.runs import Runs, Subject
@@ -94,7 +94,7 @@ def _confirm(subject: Subject, findings: Sequence[Finding]) -> None:
     session.known = saved.copied()
     try:
         # The proof that follows looks at the other half of the samples.
-        table = examine(subject, audit=1)
+        table = examine(subject, Examination(audit=1))
         whys = [*table.unfit.values(), *table.losses.values()]
         # Of a loss alone norms are compared, so that a row for each sample needs more.
         of_values = any(finding.of_values for finding in findings)

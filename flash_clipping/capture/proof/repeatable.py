@@ -12,7 +12,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from flash_clipping._compat import (
     checkpoints_replaced,
     is_autocasting,
     pytree,
+    saved_tensors_hooks_now,
 )
 from flash_clipping.capture.draws import scrambled
-from flash_clipping.capture.no_trace import PlainCheckpoint, random_state, untouched
+from flash_clipping.capture.no_trace import Holdings, PlainCheckpoint, random_state
 from flash_clipping.ops.runtime.backend import without_tf32
 
 #: Entries of a parameter that tell how far they are spread.
@@ -72,18 +73,22 @@ class Repeatable(DispatchMode):  # type: ignore[misc]  # a private class
     def __init__(self, orders: bool, varies: bool, until: ExitStack) -> None:
         super().__init__()
         self._orders, self._varies, self._until = orders, varies, until
-        #: Whether any operator did something else than without this mode.
-        self._changed = False
+        #: Whether backward may draw once more what was drawn in forward, which it recomputes.
+        self._is_recomputed = False
         #: How many operators have drawn.
         self.drawn = 0
         #: Dtypes that floats were cast to: by autocast in the model's own code, say.
         self.casts: set[torch.dtype] = set()
 
     def end_forward(self) -> None:
-        """Operators of backward are watched only where checkpoints might draw there what was
-        changed in forward."""
-        if not self._changed:
+        """Operators of backward are watched only where it might recompute what was drawn."""
+        if not self._is_recomputed:
             self._until.close()
+
+    def _note_draw(self) -> None:
+        """Checkpoints draw in a forward that saves nothing, or what hooks say."""
+        if not torch.is_grad_enabled() or saved_tensors_hooks_now():
+            self._is_recomputed = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -96,15 +101,16 @@ class Repeatable(DispatchMode):  # type: ignore[misc]  # a private class
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if kwargs.get("generator") is not None:
-            kwargs, self._changed = {**kwargs, "generator": None}, True
+            kwargs = {**kwargs, "generator": None}
+            self._note_draw()
         if name == "randperm":
-            self._changed = True
+            self._note_draw()
             like = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
             return torch.arange(args[0], **{"dtype": torch.int64, **like}).roll(1)
         plain_args, plain_kwargs = without_dropout(func, args, kwargs)
         if _place_of_dropout(func) is not None and (plain_args, plain_kwargs) == (args, kwargs):
             return func(*args, **kwargs)  # its probability is 0 already, or left out
-        self._changed = True
+        self._note_draw()
         return self._alike(func, name, plain_args, plain_kwargs)
 
     def _alike(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,16 +149,6 @@ class Repeatable(DispatchMode):  # type: ignore[misc]  # a private class
         return x
 
 
-def _own_generators(root: nn.Module) -> list[tuple[Any, Any]]:
-    """Generators of NumPy's and Python's that modules hold, and their states."""
-    kinds: tuple[Any, ...] = (random.Random,)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kinds += numpy.random.Generator, numpy.random.RandomState
-    held = [x for module in root.modules() for x in vars(module).values() if isinstance(x, kinds)]
-    holders = [getattr(generator, "bit_generator", generator) for generator in held]
-    return [(holder, holder.__getstate__()) for holder in holders]
-
-
 @contextmanager
 def _draws_outside(seed: int) -> Iterator[None]:
     """Functions of ``random`` and ``numpy.random`` begin again in each draw.
@@ -189,20 +185,22 @@ def _draws_outside(seed: int) -> Iterator[None]:
 
 @contextmanager
 def repeatable(
-    root: nn.Module,
+    held: Holdings,
     devices: Sequence[torch.device],
     seed: int,
+    watched: bool = True,
     orders: bool = False,
     varies: bool = False,
 ) -> Iterator[Repeatable]:
-    """Runs of ``root`` in here draw what ``seed`` says, and leave no trace; ``orders`` and
-    ``varies`` as of :class:`Repeatable`.
+    """Runs of a model in here draw what ``seed`` says, and leave no trace; ``orders`` and
+    ``varies`` as of :class:`Repeatable`, which is left out of what is not ``watched``: batches of
+    one size mostly draw alike from one seed.
 
-    Buffers, attributes of modules and all generators are put back. Products of fp32 are in fp32: by
+    What the model has ``held`` and all generators are put back. Products of fp32 are in fp32: by
     TF32, which PyTorch allows in convolutions, runs of two batches would differ by more than a sum
     over a batch does.
     """
-    generators, new_seed = _own_generators(root), torch.seed
+    new_seed = torch.seed
     plans = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         # cuDNN plans attention for each new shape, up to a second long.
@@ -210,21 +208,20 @@ def repeatable(
         # A seed from the system would be another one in every run (Reformer).
         torch.seed = torch.initial_seed
         with (
-            untouched(root),
+            held.kept(),
             without_tf32(),
             random_state(list(devices), seed),
             checkpoints_replaced(PlainCheckpoint),
-            _draws_outside(seed),
+            _draws_outside(seed) if watched else nullcontext(),
             ExitStack() as until,
         ):
             draws = Repeatable(orders, varies, until)
-            until.enter_context(draws)
+            if watched:
+                until.enter_context(draws)
             yield draws
     finally:
         torch.seed = new_seed
         torch.backends.cuda.enable_cudnn_sdp(plans)
-        for holder, state in generators:
-            holder.__setstate__(state)
 
 
 def moved(data: Tensor, generator: torch.Generator) -> Tensor:
@@ -241,6 +238,12 @@ def moved(data: Tensor, generator: torch.Generator) -> Tensor:
     spread = some.float().std(correction=0)
     along = along * torch.where(spread > 1e-4, 0.1 * spread, 0.05)
     return torch.addr(rows, down.to(data.dtype), along.to(data.dtype)).view(data.shape)
+
+
+def scaled(data: Tensor, generator: torch.Generator) -> Tensor:
+    """Moved by a tenth, column by column: once steps have moved what was 0 this is enough."""
+    columns = data.shape[-1] if data.dim() else 1
+    return data * torch.randn(columns, generator=generator).mul_(0.1).add_(1).to(data)
 
 
 def rounded_otherwise(data: Tensor, generator: torch.Generator, unit: float = 0.0) -> Tensor:

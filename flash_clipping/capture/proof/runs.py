@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from flash_clipping._compat import compiled_module
 from flash_clipping.capture.declared_rows import parts_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
-from flash_clipping.capture.no_trace import ModelsOwnError, own_errors, without_activations
+from flash_clipping.capture.no_trace import (
+    Holdings,
+    ModelsOwnError,
+    own_errors,
+    without_activations,
+)
 from flash_clipping.capture.proof.batches import Samples, Window
 from flash_clipping.capture.proof.coverage import kind_of
 from flash_clipping.capture.proof.reads import Reads, layout_of
@@ -147,6 +152,7 @@ class Runs:
         tensors = batched_inputs(subject.args, subject.kwargs)
         devices = {x.device for x in (*tensors, *self.session.options.state()) if x.is_cuda}
         self._devices = list(devices)
+        self._held = Holdings(self.root)
         self._signs: dict[Hashable, Tensor] = {}
         #: Dtypes of inputs, of parameters, and that floats are cast to.
         self.dtypes = {x.dtype for x in (*tensors, *self.params)}
@@ -181,7 +187,7 @@ class Runs:
             call = session.begin_forward(batched_inputs(args, kwargs), reads, self._units)
             try:
                 with (
-                    repeatable(self.root, self._devices, seed, varies=seed > 0),
+                    repeatable(self._held, self._devices, seed, varies=seed > 0),
                     nullcontext() if self.saves else without_activations(),
                     collectives_refused(),
                     own_errors(),
@@ -236,6 +242,7 @@ class Runs:
         *,
         taps: bool = False,
         seed: int = 0,
+        watched: bool = True,
         orders: bool = False,
         varies: bool = False,
     ) -> T:
@@ -247,7 +254,7 @@ class Runs:
                 backward from its outputs.
             take: asks the forward for outputs and gradients.
             taps: whether gradients are taken as they will be clipped.
-            seed, orders, varies: what is drawn at random, as of :func:`repeatable`.
+            seed, watched, orders, varies: what is drawn at random, as of :func:`repeatable`.
 
         Raises:
             ModelsOwnError: the model raises, or its taps do.
@@ -262,7 +269,7 @@ class Runs:
         try:
             with (
                 session.apart(),
-                repeatable(self.root, self._devices, seed, orders, varies) as random,
+                repeatable(self._held, self._devices, seed, watched, orders, varies) as random,
                 torch.enable_grad(),
             ):
                 if taps:
@@ -279,7 +286,7 @@ class Runs:
                 if call is not None:
                     call.end()
                 random.end_forward()
-                self.dtypes |= random.casts
+                self.dtypes |= random.casts if watched else _autocast(self.params)
                 forward = Forward(self, tensors, numbers, places, taps)
                 forward.drawn = random.drawn
                 forward.uses = Counter() if call is None else call.uses
@@ -533,6 +540,12 @@ class _Collects(BackwardPass):
         self.each, self.scale = norms_PB, doubts.scale
         self.bounds = doubts.bound_each([id(param) for param in params], norms_PB)
         return torch.ones_like(norms_PB[0])
+
+
+def _autocast(params: Sequence[nn.Parameter]) -> set[torch.dtype]:
+    """Dtypes that autocast computes in where these parameters are."""
+    kinds = {param.device.type for param in params}
+    return {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
 
 def _may_be_of_samples(x: Tensor) -> bool:

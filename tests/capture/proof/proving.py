@@ -14,7 +14,7 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof import prove as proofs
 from flash_clipping.capture.proof.gate import Gate
-from flash_clipping.capture.proof.oracle import Table, examine
+from flash_clipping.capture.proof.oracle import Examination, Table, examine
 from flash_clipping.capture.proof.runs import Subject
 
 
@@ -66,7 +66,7 @@ def prove(
 
 
 def _proven(subject: Subject, audit: int) -> Table:
-    table = examine(subject, audit=audit)
+    table = examine(subject, Examination(audit, brief=audit > 0, watched=not audit))
     if table.unfit and not table.outputs:
         raise FlashClippingError("\n".join(dict.fromkeys(table.unfit.values())))
     return table

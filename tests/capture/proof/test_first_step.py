@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping._compat import pytree
 from flash_clipping.capture.proof import oracle
+from flash_clipping.capture.proof.runs import Runs
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -129,6 +131,37 @@ def test_a_first_step_and_audits_are_small(
             looked_at, whole = sum(a * b for a, b in looks), sizes[-1][0] * sizes[-1][1]
             assert looked_at <= (2 if step == "first" else 1) * whole
     assert most["first"] <= most["second"] and most["audit"] <= most["second"]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_audit_is_two_runs_with_a_backward_each(
+    reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a model with dropout, and with a loss of its own, which is compared once."""
+    torch.manual_seed(0)
+    model = bert(16).train()
+    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, loss_reduction=reduction)
+    inputs, counts = given_to(model, 8, 16), Counter[str]()
+    run, gradient_of = Runs._run, Runs.gradient_of
+
+    def counted_run(*args: Any, **options: Any) -> Any:
+        counts["forward"] += 1
+        return run(*args, **options)
+
+    def counted_backward(*args: Any, **options: Any) -> Any:
+        counts["backward"] += 1
+        return gradient_of(*args, **options)
+
+    monkeypatch.setattr(Runs, "_run", counted_run)
+    monkeypatch.setattr(Runs, "gradient_of", counted_backward)
+    for audit in range(3):
+        counts.clear()
+        flash._watch.gate.next_audit = flash._watch.gate.calls + 1
+        flash.zero_grad(set_to_none=True)
+        losses = flash(**inputs).logits.square().sum(1)
+        (losses.mean() if reduction == "mean" else losses.sum()).backward()
+        if audit:
+            assert counts == {"forward": 2, "backward": 2}
 
 
 class OfWholeTexts(nn.Module):

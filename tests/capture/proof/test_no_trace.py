@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.no_trace import untouched
+from flash_clipping.capture.no_trace import Holdings, untouched
 from flash_clipping.capture.proof.repeatable import Repeatable, repeatable
 from tests.support.errors import raises
 
@@ -156,6 +156,6 @@ def test_nothing_of_a_look_is_kept() -> None:
 def test_no_attention_is_planned_in_compared_runs() -> None:
     enabled = torch.backends.cuda.cudnn_sdp_enabled
     before = enabled()
-    with repeatable(nn.Linear(2, 2), [], seed=0):
+    with repeatable(Holdings(nn.Linear(2, 2)), [], seed=0):
         assert not enabled()
     assert enabled() == before
