@@ -25,7 +25,7 @@ from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import IndependentNoise
 from flash_clipping.noise.process import PoissonSampling
 from flash_clipping.noise.releases import Release, dp_accounting, epsilon_by_pld
-from flash_clipping.noise.samplers import RoundSampler
+from flash_clipping.noise.samplers import OrderedSampler
 
 
 class DiscreteGaussianAccountant(StepsOfRdpAccountant):
@@ -206,7 +206,7 @@ def requested_process(accountant: IAccountant, given: dict[str, Any]) -> Mechani
 def begin(mechanism: Mechanism, accountant: Any, optimizer: Any, sampler: Any) -> None:
     """Let a private optimizer make the noise of this mechanism, and the accountant know that it is
     used: after a checkpoint was loaded, noise and rounds of the sampler begin again."""
-    begins_anew = sampler.begin_run if isinstance(sampler, RoundSampler) else None
+    begins_anew = sampler.begin_run if isinstance(sampler, OrderedSampler) else None
     noise = getattr(mechanism, "noise", IndependentNoise())
     if not isinstance(noise, IndependentNoise):
         optimizer.correlated = CorrelatedNoise(noise, sampler.check_step)

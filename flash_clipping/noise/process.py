@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
 
 from flash_clipping.engine.accounting import ZERO_OUT, Mechanism
 from flash_clipping.engine.sampling.samplers import PoissonSampler
@@ -11,14 +15,9 @@ from flash_clipping.engine.sampling.units import Users
 from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.noise.mechanisms import BandedNoise, IndependentNoise, NoiseMechanism
 from flash_clipping.noise.releases import Release
-from flash_clipping.noise.samplers import (
-    AllocationSampler,
-    CyclicPoissonSampler,
-    FixedOrderSampler,
-    FixedShapeSampler,
-    RowsOfUnitsSampler,
-    ShuffledSampler,
-)
+from flash_clipping.noise.samplers import FixedShapeSampler, OrderedSampler, RowsOfUnitsSampler
+from flash_clipping.randomness import Draw
+from flash_clipping.randomness.choices import allocations, coin_tosses, subset
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,7 @@ class RandomAllocation(Mechanism):
 
     participations: int = 1
 
+    repeats: ClassVar[bool] = False
     is_in_order = True
     takes_part = (
         "Every sample chooses its steps of a round uniformly and for itself; a round that has "
@@ -117,8 +117,20 @@ class RandomAllocation(Mechanism):
     def round_steps(self) -> int:  # type: ignore[override]  # by its fields
         return self.participations * self.cycle
 
+    def drawn_together(self, steps: int) -> int:
+        """So many of its steps are a round, of so many in an epoch."""
+        return self.participations * steps
+
     def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
-        return AllocationSampler(participations=self.participations, **options)
+        return OrderedSampler(rounds=self, **options)
+
+    def round(self, draw: Draw, sampler: PoissonSampler, number: int) -> Sequence[Tensor]:
+        """Batches of samples that chose their steps, each uniformly for itself."""
+        steps, k = self.drawn_together(sampler.steps), self.participations
+        steps_NK = allocations(draw, sampler.num_samples, steps, k)
+        by_step = steps_NK.flatten().argsort(stable=True) // k
+        sizes = steps_NK.flatten().bincount(minlength=steps)
+        return torch.split(by_step, sizes.tolist())
 
     def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
         # A round that has begun counts in full. k steps of a round are one step in each of k parts
@@ -142,10 +154,11 @@ class FixedOrder(Mechanism):
 
     noise: NoiseMechanism = field(default_factory=IndependentNoise)
 
-    kind: ClassVar[type[PoissonSampler]] = FixedOrderSampler
     is_in_order = True
     takes_part = "Every sample takes part once in an epoch, in the same step of each."
     relation = ZERO_OUT
+    #: Whether all rounds are as the first.
+    repeats: ClassVar[bool] = True
     #: What ``noise`` may be.
     _served: ClassVar[Any] = NoiseMechanism
 
@@ -172,6 +185,18 @@ class FixedOrder(Mechanism):
             )
         return super().on(samples, cycle, unit)
 
+    def drawn_together(self, steps: int) -> int:
+        """So many of its steps are a round, of so many in an epoch."""
+        return steps
+
+    def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
+        return OrderedSampler(rounds=self, **options)
+
+    def round(self, draw: Draw, sampler: PoissonSampler, number: int) -> Sequence[Tensor]:
+        """Parts of the dataset at random, which differ by one sample in size at most."""
+        order = subset(draw, sampler.num_samples, sampler.num_samples)
+        return [order[place :: sampler.steps] for place in range(sampler.steps)]
+
     def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
         # Whatever the order is, a sample takes part once in every epoch: nothing is amplified.
         return [Release(noise_multiplier / self.noise.sensitivity(steps, self.cycle))]
@@ -187,7 +212,7 @@ class Shuffled(FixedOrder):
 
     noise: NoiseMechanism = field(default_factory=IndependentNoise, init=False, repr=False)
 
-    kind = ShuffledSampler
+    repeats = False
     takes_part = "Every sample takes part once in an epoch. Its order amplifies nothing."
 
     @property
@@ -204,6 +229,7 @@ class CyclicPoisson(FixedOrder):
         noise: :class:`~flash_clipping.noise.BandedNoise`.
     """
 
+    repeats = False
     takes_part = "Every step draws every sample of its group independently."
     _served = BandedNoise
 
@@ -212,8 +238,15 @@ class CyclicPoisson(FixedOrder):
         vars(found)["cycle"] = self.noise.count  # type: ignore[attr-defined]  # is BandedNoise: _served
         return found
 
-    def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
-        return CyclicPoissonSampler(cycle=self.cycle, **options)
+    def drawn_together(self, steps: int) -> int:
+        return 1
+
+    def round(self, draw: Draw, sampler: PoissonSampler, number: int) -> Sequence[Tensor]:
+        """A Poisson batch of the next group, which has the samples of every ``cycle``-th number."""
+        group = number % self.cycle
+        members = len(range(group, sampler.num_samples, self.cycle))
+        mask = coin_tosses(draw, members, self.cycle * sampler.sample_rate)
+        return [mask.nonzero().flatten() * self.cycle + group]
 
     def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
         # Columns of one sample's steps are orthogonal: each is a release of its own

@@ -16,8 +16,8 @@ from flash_clipping.capture.draws import DrawnBatch
 from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.engine.sampling.units import Users
 from flash_clipping.errors import FlashClippingError, InvalidValue, checked_number
-from flash_clipping.randomness import Draw, Purpose
-from flash_clipping.randomness.choices import allocations, coin_tosses, subset
+from flash_clipping.randomness import Purpose
+from flash_clipping.randomness.choices import coin_tosses, subset
 
 
 class WholeBatchSampler(PoissonSampler):
@@ -79,9 +79,24 @@ class FixedShapeSampler(WholeBatchSampler):
 
 
 class OrderedSampler(WholeBatchSampler):
-    """Batches by the number of their step."""
+    """Batches by the number of their step. Those of a round are drawn together, and kept until it
+    has ended.
+
+    Args:
+        rounds: the mechanism, which says how many steps a round has, and draws one.
+        **kwargs: as in :class:`PoissonSampler`.
+    """
 
     taken: int = 0
+
+    def __init__(self, *, rounds: Any, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.rounds = rounds
+        self._kept: dict[int, Sequence[Tensor]] = {}
+
+    def begin_run(self) -> None:
+        """Begin with a new round: steps from now on are accounted for separately."""
+        self.taken, self._kept = 0, {}
 
     def check_step(self, draw: DrawnBatch | None) -> None:
         """Raise ``FlashClippingError`` for a step on another batch than this step's: the loop has
@@ -94,63 +109,16 @@ class OrderedSampler(WholeBatchSampler):
                 "Call optimizer.step() once for each."
             )
 
-
-class RoundSampler(OrderedSampler):
-    """The batches of a round of steps (``round_steps``: an epoch, unless a subclass says otherwise)
-    are drawn together, and kept until it has ended."""
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.round_steps = self.steps
-        self._rounds: dict[int, Sequence[Tensor]] = {}
-
-    def begin_run(self) -> None:
-        """Begin with a new round: steps from now on are accounted for separately."""
-        self.taken, self._rounds = 0, {}
-
     def _batch(self, number: int) -> list[int]:
-        which, place = divmod(number, self.round_steps)
-        if which not in self._rounds:
-            running = self.taken // self.round_steps
-            self._rounds = {n: kept for n, kept in self._rounds.items() if n >= running}
-            self._rounds[which] = self._round(self.stream.draw(Purpose.SAMPLING))
-        return self._own(self._rounds[which][place])
-
-    def _round(self, draw: Draw) -> Sequence[Tensor]:
-        """The indices of every batch of a round."""
-        raise NotImplementedError
-
-
-class ShuffledSampler(RoundSampler):
-    """Every epoch cuts the dataset into batches at random, again; every sample is in one of them.
-    Batches differ by one sample in size at most."""
-
-    def _round(self, draw: Draw) -> Sequence[Tensor]:
-        order = subset(draw, self.num_samples, self.num_samples)
-        return [order[place :: self.steps] for place in range(self.steps)]
-
-
-class FixedOrderSampler(ShuffledSampler):
-    """Every epoch has the same batches in the same order, drawn at random, once."""
-
-    def _batch(self, number: int) -> list[int]:
-        return super()._batch(number % self.round_steps)
-
-
-class AllocationSampler(RoundSampler):
-    """Every sample takes part in ``participations`` steps of a round, chosen uniformly for each
-    sample alone: with one of ``len(loader)`` steps, balls in bins."""
-
-    def __init__(self, *, participations: int, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.participations = participations
-        self.round_steps = participations * self.steps
-
-    def _round(self, draw: Draw) -> Sequence[Tensor]:
-        steps_NK = allocations(draw, self.num_samples, self.round_steps, self.participations)
-        by_step = steps_NK.flatten().argsort(stable=True) // self.participations
-        sizes = steps_NK.flatten().bincount(minlength=self.round_steps)
-        return torch.split(by_step, sizes.tolist())
+        steps = self.rounds.drawn_together(self.steps)
+        which, place = divmod(number, steps)
+        which = 0 if self.rounds.repeats else which
+        if which not in self._kept:
+            running = self.taken // steps
+            self._kept = {n: kept for n, kept in self._kept.items() if n >= running}
+            draw = self.stream.draw(Purpose.SAMPLING)
+            self._kept[which] = self.rounds.round(draw, self, which)
+        return self._own(self._kept[which][place])
 
 
 class RowsOfUnitsSampler(PoissonSampler):
@@ -171,19 +139,3 @@ class RowsOfUnitsSampler(PoissonSampler):
 
     def _batch(self, number: int) -> list[int]:
         return [self._kept[place] for place in super()._batch(number)]
-
-
-class CyclicPoissonSampler(OrderedSampler):
-    """Samples are in ``cycle`` groups, by their number modulo ``cycle``; each step draws from the
-    next one, every sample independently, with probability ``cycle * sample_rate``."""
-
-    def __init__(self, *, cycle: int, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.cycle = cycle
-
-    def _batch(self, number: int) -> list[int]:
-        group = number % self.cycle
-        members = len(range(group, self.num_samples, self.cycle))
-        draw = self.stream.draw(Purpose.SAMPLING)
-        mask = coin_tosses(draw, members, self.cycle * self.sample_rate)
-        return self._own(mask.nonzero().flatten() * self.cycle + group)

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flash_clipping import CyclicPoisson, FixedOrder, FlashPrivacyEngine, RandomAllocation
+from flash_clipping import (
+    CyclicPoisson,
+    FixedOrder,
+    FlashPrivacyEngine,
+    RandomAllocation,
+    Shuffled,
+)
 from flash_clipping.engine.grad_ledger import sensitivity_of
 from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import (
@@ -20,12 +26,6 @@ from flash_clipping.noise.mechanisms import (
     BufferedNoise,
     IndependentNoise,
     NoiseMechanism,
-)
-from flash_clipping.noise.samplers import (
-    AllocationSampler,
-    CyclicPoissonSampler,
-    FixedOrderSampler,
-    ShuffledSampler,
 )
 from flash_clipping.randomness import Purpose, SecretStream
 from tests.noise.training import BATCHES, SIZE, in_parts, private, step
@@ -291,19 +291,15 @@ def test_workers_of_parts_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"),
-    [
-        (FixedOrderSampler, {}),
-        (ShuffledSampler, {}),
-        (CyclicPoissonSampler, {"cycle": 2}),
-        (AllocationSampler, {"participations": 1}),
-    ],
+    "mechanism",
+    [FixedOrder(), Shuffled(), CyclicPoisson(BandedNoise(2)), RandomAllocation()],
+    ids=lambda mechanism: type(mechanism).__name__,
 )
-def test_processes_have_parts_of_the_batch_of_one(kind: Any, more: dict[str, int]) -> None:
+def test_processes_have_parts_of_the_batch_of_one(mechanism: Any) -> None:
     """Of one key; none has more than one sample more than another."""
-    options = {"num_samples": 50, "sample_rate": 0.2, "steps": 5} | more
+    options: dict[str, Any] = {"num_samples": 50, "sample_rate": 0.2, "steps": 5}
     alone, *parts = (
-        kind(**options, **part, stream=SecretStream(key=bytes(32)))
+        mechanism.on(50, 5).sampler(**options, **part, stream=SecretStream(key=bytes(32)))
         for part in ({}, *({"rank": rank, "world_size": 3} for rank in range(3)))
     )
     for whole, *own in zip(alone, *parts, strict=True):

@@ -22,7 +22,7 @@ from flash_clipping.noise.releases import (
     epsilon_by_pld,
     grid_step,
 )
-from flash_clipping.noise.samplers import AllocationSampler, ShuffledSampler
+from flash_clipping.noise.samplers import OrderedSampler
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.choices import allocations
 from tests.noise.training import in_parts, private, step
@@ -129,7 +129,7 @@ def test_the_numbers_of_the_page() -> None:
 
 def test_a_shuffled_epoch_has_every_sample_once() -> None:
     stream = SecretStream(key=bytes(32))
-    found = ShuffledSampler(num_samples=52, sample_rate=0.2, steps=5, stream=stream)
+    found: Any = Shuffled().sampler(num_samples=52, sample_rate=0.2, steps=5, stream=stream)
     epochs = []
     for _ in range(2):
         epochs.append([*found])
@@ -200,10 +200,12 @@ def test_every_set_of_steps_is_as_probable() -> None:
         allocations(SecretStream(key=bytes(32)).draw(Purpose.SAMPLING), 3, 5, 6)
 
 
-def sampler(participations: int = 1, **options: Any) -> AllocationSampler:
+def sampler(participations: int = 1, **options: Any) -> OrderedSampler:
     options = {"num_samples": 50, "sample_rate": 0.2, "steps": 5} | options
     stream = SecretStream(key=bytes(32))
-    return AllocationSampler(participations=participations, stream=stream, **options)
+    found: Any = RandomAllocation(participations).sampler(stream=stream, **options)
+    assert isinstance(found, OrderedSampler)
+    return found
 
 
 @pytest.mark.parametrize("participations", [1, 3])
@@ -222,7 +224,7 @@ def test_every_sample_takes_part_so_often_in_every_round(participations: int) ->
             range(50), participations
         )
     assert rounds[0] != rounds[1] and len({len(batch) for batch in rounds[0]}) > 1
-    assert len(found._rounds) <= 2
+    assert len(found._kept) <= 2
 
 
 def test_a_round_that_has_begun_stays_as_it_is() -> None:
