@@ -178,17 +178,14 @@ def test_a_table_names_models_and_methods_that_there_are(name: str) -> None:
 PROCESSORS = len(os.sched_getaffinity(0))
 
 
-@pytest.mark.parametrize(
-    "at_once", [1, pytest.param(2, marks=pytest.mark.skipif(PROCESSORS < 2, reason="of two"))]
-)
 def test_a_table_that_fails_leaves_the_others(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_once: int
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tiny = "step --device cpu --methods flash --rounds 1 --steps 1 --model"
     chosen = {"wrong": tables.Table(f"{tiny} nothing"), "right": tables.Table(f"{tiny} tiny")}
     monkeypatch.setattr(tables, "ON_A_CPU", chosen)
     command = ["tables", "--on", "cpu", "--results", tmp_path, "--revision", "abc"]
-    status, printed = run(*command, "--at-once", at_once)
+    status, printed = run(*command, "--at-once", min(2, PROCESSORS))
     assert status == 1 and "not measured, or in part: wrong" in printed, printed
     assert "unknown model 'nothing'" in (tmp_path / "cpu-wrong.log").read_text()
     found = json.loads((tmp_path / "cpu-right.json").read_text())

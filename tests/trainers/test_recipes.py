@@ -14,39 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
-    BertForMaskedLM,
     BertForQuestionAnswering,
     BertForSequenceClassification,
-    BertForTokenClassification,
-    DataCollatorForLanguageModeling,
-    DataCollatorForMultipleChoice,
     DataCollatorForSeq2Seq,
-    DataCollatorForTokenClassification,
     DataCollatorWithPadding,
-    ElectraConfig,
-    ElectraForPreTraining,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForMultipleChoice,
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
-    ViTConfig,
-    ViTForImageClassification,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
     default_data_collator,
 )
 
@@ -69,21 +53,6 @@ SIZES = dict(
     intermediate_size=32,
     max_position_embeddings=32,
     initializer_range=0.1,
-)
-#: Of encoders with decoders.
-OF_TWO_HALVES = dict(
-    vocab_size=VOCABULARY,
-    d_model=16,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=32,
-    decoder_ffn_dim=32,
-    pad_token_id=0,
-    bos_token_id=2,
-    eos_token_id=3,
-    init_std=0.1,
 )
 
 
@@ -195,14 +164,6 @@ def glue(rng: Any) -> dict[str, Any]:
     return encoded(sentence(rng, range(16)) + [f"w{16 + label}"], labels=label)
 
 
-# -- token-classification/run_ner.py -------------------------------------------------------------
-
-
-def ner(rng: Any) -> dict[str, Any]:
-    words = sentence(rng, range(WORDS))
-    return encoded(words, labels=[-100, *(int(word[1:]) % 3 for word in words), -100])
-
-
 # -- question-answering/run_qa.py, which pads to one length --------------------------------------
 
 
@@ -221,7 +182,7 @@ def exact_match(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((found == np.stack(prediction.label_ids[:2])).all(0).mean())}
 
 
-# -- language-modeling/run_clm.py and run_mlm.py -------------------------------------------------
+# -- language-modeling/run_clm.py ----------------------------------------------------------------
 
 TEXT = "".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
 
@@ -240,37 +201,6 @@ def next_token(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(right.mean())}
 
 
-def mlm(rng: Any) -> dict[str, Any]:
-    """One word, again and again: it can be told from those that are not masked."""
-    word = f"w{rng.integers(6)}"
-    return encoded([word] * int(rng.integers(8, 14)))
-
-
-def discriminated(rng: Any) -> dict[str, Any]:
-    """ELECTRA's: which words were replaced."""
-    words = [int(word[1:]) for word in sentence(rng, range(16), 6, 14)]
-    replaced = rng.random(len(words)) < 0.4
-    text = [f"w{16 + word % 8 if is_new else word}" for word, is_new in zip(words, replaced)]  # noqa: B905
-    return encoded(text, labels=[0, *replaced.astype(int).tolist(), 0])
-
-
-def signs(prediction: Any) -> dict[str, float]:
-    counted = prediction.label_ids != -100
-    right = (prediction.predictions > 0) == (prediction.label_ids > 0)
-    return {"accuracy": float(right[counted].mean())}
-
-
-# -- multiple-choice/run_swag.py -----------------------------------------------------------------
-
-
-def swag(rng: Any) -> dict[str, Any]:
-    label = int(rng.integers(4))
-    endings = [sentence(rng, range(16)) for _ in range(4)]
-    endings[label].append("w20")
-    rows = [encoded(ending) for ending in endings]
-    return {name: [row[name] for row in rows] for name in rows[0]} | {"labels": label}
-
-
 # -- summarization/run_summarization.py ----------------------------------------------------------
 
 
@@ -279,17 +209,6 @@ def summary(rng: Any) -> dict[str, Any]:
     words = sentence(rng, range(16), 3, 8) + [f"w{16 + topic}"] * 2
     labels = encoded([f"w{20 + topic}"] * (1 + topic % 3))["input_ids"]
     return encoded(words, labels=labels)
-
-
-def bart() -> nn.Module:
-    return BartForConditionalGeneration(
-        BartConfig(
-            max_position_embeddings=32,
-            decoder_start_token_id=3,
-            forced_eos_token_id=3,
-            **OF_TWO_HALVES,
-        )
-    )
 
 
 def t5() -> nn.Module:
@@ -309,26 +228,7 @@ def t5() -> nn.Module:
     )
 
 
-# -- image-classification/run_image_classification.py --------------------------------------------
-
-DIGITS = load_digits()
-
-
-def digit(rng: Any) -> dict[str, Any]:
-    index = int(rng.integers(len(DIGITS.images)))
-    image = torch.tensor(DIGITS.images[index] / 8 - 1, dtype=torch.float32)
-    return {"pixel_values": image[None], "labels": int(DIGITS.target[index])}
-
-
-def vit() -> nn.Module:
-    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-    sizes["initializer_range"] = 0.1
-    return ViTForImageClassification(
-        ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=10, **sizes)
-    )
-
-
-# -- speech-recognition/run_speech_recognition_ctc.py and ..._seq2seq.py -------------------------
+# -- speech-recognition/run_speech_recognition_ctc.py --------------------------------------------
 
 
 def sounds(rng: Any) -> tuple[list[int], np.ndarray]:
@@ -396,53 +296,12 @@ def letters_right(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(np.mean(right))}
 
 
-def whisper() -> nn.Module:
-    return WhisperForConditionalGeneration(
-        WhisperConfig(
-            num_mel_bins=8,
-            max_source_positions=10,
-            max_target_positions=12,
-            decoder_start_token_id=2,
-            **OF_TWO_HALVES,
-            apply_spec_augment=True,
-            mask_time_prob=0.1,
-            mask_time_length=2,
-        )
-    )
-
-
-def spoken(rng: Any) -> dict[str, Any]:
-    topic = int(rng.integers(4))
-    features = 0.3 * torch.tensor(rng.standard_normal((8, 20)), dtype=torch.float32)
-    features[topic * 2] += 2
-    return {"input_features": features, "labels": [20 + topic] * (1 + topic % 3) + [3]}
-
-
-def padded_whisper(rows: list[Any]) -> dict[str, Tensor]:
-    """As the script's ``DataCollatorSpeechSeq2SeqWithPadding``: labels only, of -100 at the end."""
-    labels = [torch.tensor(row["labels"]) for row in rows]
-    return {
-        "input_features": torch.stack([row["input_features"] for row in rows]),
-        "labels": nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100),
-    }
-
-
 PAD = DataCollatorWithPadding(TOKENIZER)
-TOKENS = DataCollatorForTokenClassification(TOKENIZER)
-MASKS = DataCollatorForLanguageModeling(TOKENIZER, mlm_probability=0.2)
-CHOICES = DataCollatorForMultipleChoice(TOKENIZER)
 GPT2 = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=1, n_head=2)
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "glue": lambda: Recipe(
         lambda: BertForSequenceClassification(BertConfig(**SIZES)), glue, PAD, accuracy, 0.9
-    ),
-    "ner": lambda: Recipe(
-        lambda: BertForTokenClassification(BertConfig(**SIZES, num_labels=3)),
-        ner,
-        TOKENS,
-        accuracy,
-        0.9,
     ),
     "qa": lambda: Recipe(
         lambda: BertForQuestionAnswering(BertConfig(**SIZES)),
@@ -454,30 +313,10 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "clm": lambda: Recipe(
         lambda: GPT2LMHeadModel(GPT2), clm, default_data_collator, next_token, 0.15
     ),
-    "mlm": lambda: Recipe(
-        lambda: BertForMaskedLM(BertConfig(**SIZES)), mlm, MASKS, accuracy, 0.7, epochs=10
-    ),
-    "electra": lambda: Recipe(
-        lambda: ElectraForPreTraining(ElectraConfig(**SIZES, embedding_size=16)),
-        discriminated,
-        TOKENS,
-        signs,
-        0.9,
-    ),
-    "swag": lambda: Recipe(
-        lambda: RobertaForMultipleChoice(RobertaConfig(**SIZES)), swag, CHOICES, accuracy, 0.9
-    ),
-    "summarization": lambda: Recipe(
-        bart, summary, DataCollatorForSeq2Seq(TOKENIZER), accuracy, 0.8
-    ),
     "summarization, T5": lambda: Recipe(
         t5, summary, DataCollatorForSeq2Seq(TOKENIZER), accuracy, 0.8
     ),
-    "image classification": lambda: Recipe(
-        vit, digit, default_data_collator, accuracy, 0.6, size=192, epochs=10
-    ),
     "ctc": lambda: Recipe(wav2vec2, speech, padded_speech, letters_right, 0.8, epochs=14),
-    "whisper": lambda: Recipe(whisper, spoken, padded_whisper, accuracy, 0.9),
 }
 
 
