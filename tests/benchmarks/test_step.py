@@ -14,11 +14,10 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import methods, options, records
-from benchmarks.agreement import Errors, Fingerprint, allowed, shortened
+from benchmarks.agreement import Errors, allowed
 from benchmarks.methods import METHODS, Flash, Method, OpacusGhost, OpacusHooks
 from benchmarks.options import UsageError, stop_without_triton
 from benchmarks.records import Record, Row, Spread
-from benchmarks.session import Disagreement, Session
 from tests.benchmarks.conftest import Run
 
 OURS_AND_OPACUS = "nonprivate,flash,flash-two-pass,opacus-ghost,opacus-hooks"
@@ -38,13 +37,6 @@ def step(run: Run, quick: tuple[str, ...], tmp_path: Path) -> Step:
         return SimpleNamespace(status=status, printed=printed, rows=rows, path=path)
 
     return step
-
-
-def session_of(*methods: str, optimizer: bool = False, dtype: str = "fp32") -> Session:
-    parser = argparse.ArgumentParser()
-    options.add_setting_options(parser)
-    arguments = ["--device", "cpu", "--dtype", dtype] + (["--optimizer"] if optimizer else [])
-    return Session(options.setting(parser.parse_args(arguments), "tiny"), methods)
 
 
 # ------------------------------------------------------------------------------------- right rows
@@ -107,12 +99,6 @@ def test_graphs_on_a_gpu(step: Step, extra: tuple[str, ...]) -> None:
     assert "compared with one sample at a time in fp32" in found.printed
 
 
-def test_graphs_need_a_gpu(step: Step) -> None:
-    found = step("nonprivate,nonprivate-graph")
-    assert found.status == 0
-    assert "nonprivate-graph: CUDA graphs need a CUDA device, found cpu" in found.printed
-
-
 def test_statistics() -> None:
     slow = Row("flash", "m", batch=4, positions=10, milliseconds=[12.0, 24.0, 18.0], peak_bytes=30)
     base = Row("nonprivate", "m", 4, 10, milliseconds=[10.0, 20.0, 10.0], peak_bytes=20)
@@ -164,14 +150,6 @@ def test_a_method_that_cannot_run_is_a_row_and_the_others_go_on(
 
 
 # -------------------------------------------------------------------------------- disagreement
-
-
-def test_how_much_further_than_their_norm_samples_are_clipped() -> None:
-    norms = torch.tensor([2.0, 4.0, 8.0, 0.5])
-    coefs = torch.tensor([0.5, 0.2, 0.125, 1.0])  # the second would be 0.25
-    found = shortened(Fingerprint(norms, coefs, None), 1.0)
-    assert found is not None and found.tolist() == pytest.approx([0.0, 0.2, 0.0])
-    assert shortened(Fingerprint(norms, None, None), 1.0) is None
 
 
 class WrongNorm(Flash):
@@ -227,18 +205,6 @@ def test_what_a_method_may_be_off_by() -> None:
     assert not Errors(1e-3, None).exceed(allowed(bf16, None))
     assert Errors(1e-3, 0.05).exceed(allowed(bf16, None))
     assert Errors(float("nan"), 0.0).exceed(allowed(bf16, None))
-
-
-def test_methods_are_compared_with_each_other_where_one_sample_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr("benchmarks.agreement.one_at_a_time", full)
-    monkeypatch.setitem(METHODS, "flash-two-pass", WrongNorm)
-    with pytest.raises(Disagreement, match="flash-two-pass is off by .* from flash, more than"):
-        session_of("nonprivate", "flash", "flash-two-pass").check()
 
 
 # ------------------------------------------------------------------------------------- usage

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
@@ -155,24 +154,3 @@ def test_parameters_of_different_dtypes(head: torch.dtype, body: torch.dtype, mo
         wide = torch.promote_types(param.dtype, torch.float32)
         assert param.grad is not None and param.grad.dtype == wide, name
         assert_close(param.grad, grad, max(4 * unit, 1e-5), name)
-
-
-class OfChannels(nn.LayerNorm):
-    """Normalizes the channels of images, by a forward of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.permute(0, 2, 3, 1)
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias).permute(0, 3, 1, 2)
-
-
-@pytest.mark.parametrize("own", [torch.bfloat16, torch.float32])
-def test_a_normalization_of_ones_own_in_16_bits(own: torch.dtype) -> None:
-    """The kernel of a CPU keeps means in the dtype that input and weight have, or in fp32."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), OfChannels(4), nn.Conv2d(4, 2, 1)).bfloat16()
-    model[1].to(own)
-    batch = (torch.randn(4, 3, 6, 6, dtype=torch.bfloat16),)
-    truth = truth_by_autograd(copy.deepcopy(model), batch, squares)
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    squares(flash, batch).backward()
-    assert_close(flash.get_norm_sample(), truth.norms, torch.finfo(torch.bfloat16).eps, "norms")

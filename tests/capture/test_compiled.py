@@ -17,13 +17,10 @@ from flash_clipping import FlashClippingError, GradSampleModuleFlashClipping, Ru
 from flash_clipping.capture.compiled.regions import Region
 from flash_clipping.factors import DenseGrad
 from flash_clipping.rules import GradRequest, registry
-from flash_clipping.rules.normalization import FoundRMSNormRule
-from flash_clipping.rules.registry import find_rule
 from tests.support.cases import bound_between, check_case, make_case, step_case
 from tests.support.compiled import (
     LM,
     Backend,
-    Block,
     Language,
     Transformer,
     compare,
@@ -31,7 +28,6 @@ from tests.support.compiled import (
     last_layout,
     lm_loss,
     slow,
-    with_adapters,
     wrap,
 )
 from tests.support.errors import raises
@@ -139,23 +135,6 @@ def test_unfrozen_between_steps() -> None:
         compare(module, per_sample_truth(plain, batch, lm_loss), case, batch, 0.5, steps=1)
 
 
-def test_adapters() -> None:
-    case, backend = Case(with_adapters, LM.batch, lm_loss), Backend()
-    module = compiled_exactly(case, backend=backend, fullgraph=True)
-    assert backend.graphs == 1
-    assert len(last_layout(module).slots) == 4  # two for each adapter
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rms_norm_without_eps(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.RMSNorm(6)).to(dtype)
-    x = (torch.randn(4, 3, 6) * 1e-3).to(dtype)
-    expected = copy.deepcopy(model)(x)
-    module = GradSampleModuleFlashClipping(model, max_grad_norm=0.5)
-    module.compile(backend="aot_eager", fullgraph=True)
-    assert_close(module(x).float(), expected.float(), 1e-2, "outputs")
-
-
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -218,39 +197,6 @@ def test_recurrent_layers_run_by_themselves() -> None:
 
     case = Case(Recurrent, floats(5, 3, 4))
     compiled_exactly(case, backend="aot_eager")
-
-
-class OtherNorm(nn.Module):
-    """An RMS norm as models of transformers have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(4)), 1e-5
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(x.dtype)
-
-
-def test_a_norm_that_reads_another_dtype_than_its_rule_serves() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm, self.last = nn.Linear(4, 4), OtherNorm(), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.norm(self.first(x).double()).to(self.last.weight.dtype))
-
-    case, backend = Case(Mixed, floats(5, 3, 4)), Backend()
-    model, batch = make_case(case, torch.float32)
-    assert type(find_rule(model.norm)) is FoundRMSNormRule
-    truth = per_sample_truth(model, batch, case.loss)
-    bound = bound_between(truth)
-    module = wrap(model, max_grad_norm=bound)
-    module.compile(backend=backend, fullgraph=True)
-    compare(module, truth, case, batch, bound)
-    assert backend.graphs == 1
 
 
 @pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
@@ -327,24 +273,6 @@ def test_compiled_blocks_in_a_compiled_model() -> None:
     module = wrap(model, max_grad_norm=0.5)
     module.compile(backend=backend, fullgraph=True)
     compare(module, truth, case, batch, 0.5)
-    assert backend.graphs == 1
-
-
-def test_a_block_that_is_called_twice() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.block = nn.Linear(4, 8), Block(8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(self.block(self.first(x)))
-
-    case, backend = Case(Twice, floats(5, 3, 4)), Backend()
-    model, batch = make_case(case, torch.float32)
-    truth = per_sample_truth(model, batch, case.loss)
-    bound = bound_between(truth)
-    model.block.compile(backend=backend, fullgraph=True)
-    compare(wrap(model, max_grad_norm=bound), truth, case, batch, bound)
     assert backend.graphs == 1
 
 
@@ -495,34 +423,6 @@ def test_samples_along_the_second_axis() -> None:
     compare(module, truth, case, batch, 1.0)
 
 
-class TwoOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = torch.tanh(self.first(x))
-        return self.left(x), self.right(x)
-
-
-def test_an_output_that_is_not_used() -> None:
-    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        return model(*batch)[0].square().flatten(1).sum(1)
-
-    case = Case(TwoOutputs, floats(5, 7, 4), loss)
-    model, batch = make_case(case, torch.float32)
-    truth = per_sample_truth(model, batch, loss)
-    module = wrap(model, max_grad_norm=1.0)
-    module.compile(backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        module.zero_grad(set_to_none=True)
-        step_case(module, case, batch, "mean")
-        assert_close(module.get_norm_sample(), truth.norms, 1e-5)
-        assert_close(model.first.weight.grad, truth.clipped(1.0)["first.weight"], 1e-5)
-        assert model.right.weight.grad is not None and not model.right.weight.grad.any()
-
-
 @pytest.mark.parametrize(
     "name", ["generic", "torch_attention", slow("embedding_bag_sum"), slow("mixed")]
 )
@@ -571,40 +471,6 @@ def test_without_breaks_other_layers_are_refused() -> None:
     module.compile(backend="aot_eager", fullgraph=True)
     with raises("FC710", match="EmbeddingBagRule.*traced"):
         case.loss(module, batch)
-
-
-def test_a_layer_on_both_sides_of_a_break() -> None:
-    """What follows a break does not use the wires again."""
-
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.layer(x))
-            torch._dynamo.graph_break()
-            for _ in range(2):
-                x = self.half(x)
-            return x
-
-        def half(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.layer(x))
-            torch._dynamo.graph_break()
-            return x + 1
-
-    case = Case(Broken, floats(5, 3, 4))
-    model, batch = make_case(case, torch.float32)
-    plain = copy.deepcopy(model)
-    eager = wrap(plain, max_grad_norm=0.5)
-    module = wrap(model, max_grad_norm=0.5)
-    module.compile(backend="aot_eager")
-    for _ in range(3):
-        for which in (eager, module):
-            which.zero_grad(set_to_none=True)
-            step_case(which, case, batch, "mean")
-        assert_close(module.get_norm_sample(), eager.get_norm_sample(), 1e-5)
-        assert_close(model.layer.weight.grad, plain.layer.weight.grad, 1e-5)
 
 
 # -- programs that compiled code runs and rehearsals might not -------------------------------------

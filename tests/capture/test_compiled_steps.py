@@ -16,7 +16,6 @@ from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from flash_clipping._compat import has_lasting_node
 from flash_clipping.capture.compiled.regions import Region
 from flash_clipping.capture.compiled.tracing import ACTIVE, traces
-from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from tests.support.autograd import float64s, squares, truth_by_autograd
 from tests.support.cases import check_case, make_case, step_case
 from tests.support.compiled import LM, Backend, Borrowing, compare, lm_loss, slow, wrap
@@ -82,18 +81,6 @@ def test_engine_with_poisson_batches(wrap_model: bool) -> None:
         assert_close(q, p, 1e-5)
 
 
-def test_hooks_without_a_wrapper() -> None:
-    case = CASES["linear_3d"]
-    model, batch = make_case(case, torch.float32)
-    truth = per_sample_truth(model, batch, case.loss)
-    hooks = GradSampleHooksFlashClipping(model, max_grad_norm=0.5)
-    backend = Backend()
-    hooks.compile(backend=backend, fullgraph=True)
-    case.loss(model, batch).mean().backward()
-    assert_close(hooks.get_norm_sample(), truth.norms, 1e-5)
-    assert backend.graphs == 1
-
-
 def test_copies_are_not_compiled() -> None:
     case = CASES["linear_3d"]
     model, batch = make_case(case, torch.float32)
@@ -108,45 +95,6 @@ def test_copies_are_not_compiled() -> None:
         step_case(which, case, batch, "mean")
         check_case(which, truth, 0.5, 1e-5)
     assert backend.graphs == 1
-
-
-def test_dropout_draws_as_without_wires() -> None:
-    """Learning shapes leaves generators as they were."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 3))
-    plain, x = copy.deepcopy(model), torch.randn(5, 4)
-    module = wrap(model)
-    module.compile(backend="aot_eager", fullgraph=True)
-    outputs: list[Tensor] = []
-    run: Callable[[Tensor], Tensor]
-    for run in (plain, module, module):
-        torch.manual_seed(3)
-        outputs.append(run(x))
-    assert_close(outputs[1], outputs[0], 1e-6)
-    assert_close(outputs[2], outputs[0], 1e-6)
-
-
-@pytest.mark.parametrize("what", ["input", "one parameter"])
-def test_gradients_of_something_alone(what: str) -> None:
-    case = CASES["linear_3d"]
-    model, (x,) = make_case(case, torch.float32)
-    plain = copy.deepcopy(model)
-    module = wrap(model, max_grad_norm=1.0)
-    module.compile(backend="aot_eager", fullgraph=True)
-    x = x.requires_grad_()
-    step_case(module, case, (x,), "mean")
-    module.zero_grad(set_to_none=True)
-    x.grad = None
-    if what == "input":
-        (found,) = torch.autograd.grad(case.loss(module, (x,)).mean(), x)
-        (expected,) = torch.autograd.grad(case.loss(plain, (x,)).mean(), x)
-        assert_close(found, expected, 1e-5)
-        assert all(param.grad is None for param in model.parameters())
-        return
-    one = model.layers[0].bias
-    case.loss(module, (x,)).mean().backward(inputs=[one])
-    assert one.grad is not None
-    assert [param.grad is not None for param in model.parameters()].count(True) == 1
 
 
 def test_hooks_that_are_disabled_give_ordinary_gradients() -> None:
@@ -210,20 +158,6 @@ def test_two_backwards_before_a_step() -> None:
     for name, param in model.named_parameters():
         assert param.grad is not None
         assert_close(param.grad, expected[name], 1e-5)
-
-
-def test_two_forwards_and_one_backward() -> None:
-    case = CASES["linear_3d"]
-    model, (x,) = make_case(case, torch.float32)
-    truth = per_sample_truth(
-        model, (x, x * 2), lambda m, b: case.loss(m, b[:1]) + case.loss(m, b[1:])
-    )
-    module = wrap(model, max_grad_norm=0.5)
-    module.compile(backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        module.zero_grad(set_to_none=True)
-        (case.loss(module, (x,)) + case.loss(module, (x * 2,))).mean().backward()
-        check_case(module, truth, 0.5, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -200,19 +200,6 @@ def test_a_model_that_returns_its_own_loss(name: str, mode: Any) -> None:
             assert hooks.get_norm_sample().shape == (2,) and hooks.get_norm_sample().all()
 
 
-def test_arguments_can_still_be_chosen_by_the_models_signature() -> None:
-    """Trainers drop the columns that ``forward`` does not name."""
-    import inspect
-
-    model = ReshapingAttention()
-    before = inspect.signature(model.forward)
-    hooks = GradSampleHooksFlashClipping(model, mode="two_pass")
-    assert inspect.signature(model.forward) == before
-    hooks.remove_hooks()
-    hooks = GradSampleHooksFlashClipping(model)
-    assert inspect.signature(model.forward) == before
-
-
 class Writing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -305,23 +292,6 @@ def test_noise_only(mode: str, clipping: str) -> None:
     assert engine.accountant.history == [(1.0, pytest.approx(1 / 12), 12)]
 
 
-def test_virtual_steps_and_an_empty_logical_batch() -> None:
-    torch.manual_seed(2)
-    module, optimizer, criterion, loader, engine = private(ReshapingAttention(), (T, 8))
-    empty = 0
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=1, optimizer=optimizer
-    ) as batches:
-        for x, y in batches:
-            optimizer.zero_grad()
-            criterion(module(x), y).backward()
-            empty += is_empty(module)
-            assert len(x) == 1
-            optimizer.step()
-    assert empty >= 1
-    assert engine.accountant.history == [(1.0, pytest.approx(1 / 12), 12)]
-
-
 def test_micro_batches() -> None:
     module, optimizer, criterion, loader, engine = private(ReshapingAttention(), (T, 8))
     parts, noted, empty = (
@@ -337,24 +307,6 @@ def test_micro_batches() -> None:
             assert not any(bool(summed.any()) for summed in noted[-1])
             empty += 1
     assert empty and engine.accountant.history == [(1.0, pytest.approx(1 / 12), 12)]
-
-
-def test_accumulated_backwards_one_of_them_empty() -> None:
-    def sums(sizes: list[int]) -> Tensor:
-        torch.manual_seed(0)
-        module, optimizer, criterion, *_ = private(
-            ReshapingAttention(), (T, 8), poisson_sampling=False
-        )
-        optimizer.zero_grad()
-        for size in sizes:
-            generator = torch.Generator().manual_seed(5)
-            x = torch.randn(max(1, size), T, 8, generator=generator)
-            module.expect_samples(size)
-            criterion(module(x), torch.zeros(len(x), dtype=torch.long)).backward()
-        return torch.cat([p.grad.flatten() for p in optimizer.params])
-
-    torch.testing.assert_close(sums([3, 0]), sums([3]))
-    torch.testing.assert_close(sums([0, 3]), sums([3]))
 
 
 @pytest.mark.parametrize("mode", ["one_pass", "two_pass"])

@@ -47,46 +47,6 @@ class Flat(nn.Module):
         return self.head(h + self.ffn(self.norm(h.reshape(B * T, 4))).view_as(h))
 
 
-class Deep(nn.Module):
-    """Windows that are left out for a part of the samples, as stochastic depth does."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Flat() for _ in range(4))
-        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            kept = torch.rand(len(x), 1, 1, dtype=x.dtype) >= self.rate
-            rows = block.ffn(block.norm(h.reshape(-1, 4))).view_as(h)
-            h = h + (rows * kept / (1 - self.rate) if self.training else rows)
-        return self.head(h)
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.4])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_samples_that_stochastic_depth_leaves_out(rate: float, seed: int) -> None:
-    """That a sample reached no row once tells nothing; its norms are of what was drawn."""
-    torch.manual_seed(seed)
-    model = Deep(rate).double()
-    (x,) = float64s(3, 4, 3)
-    flash = GradSampleModuleFlashClipping(model)
-    torch.manual_seed(7)
-    flash(x).square().mean().backward()
-    norms = flash.get_norm_sample()
-    flash.to_standard_module()
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(7)
-    per_sample = model(x).square().flatten(1).mean(1)
-    params = list(model.parameters())
-    for norm, loss in zip(norms, per_sample, strict=True):
-        grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
-        expected = sum(g.square().sum() for g in grads if g is not None) ** 0.5
-        assert abs(norm - expected) <= 1e-9 * expected
-
-
 def refused(model: nn.Module, batch: tuple[Tensor, ...], words: str) -> None:
     flash = GradSampleModuleFlashClipping(model.double())
     with raises("FC201", match=words):
@@ -133,23 +93,6 @@ def test_another_order_of_more_samples_is_seen_by_a_check() -> None:
     assert any("parameters differ from the oracle" in failure for failure in report.failures)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_evaluation_and_other_sizes_stay_exact(size: int) -> None:
-    torch.manual_seed(0)
-    model = Flat().double()
-    flash = GradSampleModuleFlashClipping(model)
-    squares(flash, float64s(3, 2, 3)).backward()
-    flash.eval()
-    x = float64s(size, 1, 3)  # one part of each sample
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        squares(flash, x).backward()
-    reference = Flat().double()
-    reference.load_state_dict(model.state_dict())
-    truth = truth_by_autograd(reference, x, squares)
-    torch.testing.assert_close(flash.get_norm_sample(), truth.norms, rtol=1e-9, atol=0)
-
-
 CONDITIONS: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "item": lambda _, x: x.max() > 20,
     "float": lambda _, x: float(x.max()) > 20,
@@ -163,24 +106,6 @@ def test_values_that_python_reads(how: str) -> None:
     """An order that follows from them may be another one in the next batch: a check tells."""
     torch.manual_seed(0)
     found_by_check(Sometimes(CONDITIONS[how]), *float64s(3, 2, 3))
-
-
-class OneCondition(Flat):
-    """One condition decides the order of all rows, without Python."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        B, T = h.shape[:2]
-        turned = x.max() > 20
-        rows = torch.where(turned, h.transpose(0, 1).reshape(B * T, 4), h.reshape(B * T, 4))
-        rows = self.ffn(self.norm(rows))
-        back = rows.view(T, B, 4).transpose(0, 1).reshape(B * T, 4)
-        return self.head(h + torch.where(turned, back, rows).view_as(h))
-
-
-def test_one_condition_for_all_rows() -> None:
-    torch.manual_seed(0)
-    found_by_check(OneCondition(), *float64s(3, 2, 3))
 
 
 @pytest.mark.parametrize("order", ["samples first", "positions first"])

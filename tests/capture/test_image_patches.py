@@ -104,17 +104,6 @@ def test_images(name: str, mode: str, checkpointing: bool) -> None:
         check_truth(flash, model, truth, bound, ROUNDED)
 
 
-def test_a_frozen_tower() -> None:
-    model = qwen()
-    model.model.visual.requires_grad_(False)
-    sizes = SIZES["two, one, none, one"]
-    batch = batch_of(model, sizes)
-    truth = truth_of(copy.deepcopy(model), batch, sizes)
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    losses(flash, batch).mean().backward()
-    check_truth(flash, model, truth, 1.0, ROUNDED)
-
-
 def test_an_image_in_two_samples_is_refused() -> None:
     """Two images of 4 and 8 tokens, in texts with 8 and 4."""
     model = qwen()

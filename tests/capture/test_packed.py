@@ -74,16 +74,6 @@ def test_documents_of_one_row(mode: str) -> None:
     check(Reader().double(), [list(enumerate(documents()))], mode=mode, steps=2)
 
 
-def test_gradients_that_are_stored() -> None:
-    """By shapes: 15 positions, 4 documents; layers of 6 to 18, 6 and 4 features, whose operands
-    are read by one layer each."""
-    flash = check(Reader().double(), [list(enumerate(documents()))])
-    names = {id(param): name for name, param in flash._module.named_parameters()}
-    (plan,) = [plan for _, plan in flash._session.calls.plans._plans.values()]
-    of_documents = {names[key] for key in plan.others}
-    assert of_documents == {"table.weight", "places.weight", "qkv.weight"}
-
-
 def test_documents_of_several_rows() -> None:
     """And a unit with documents in two rows, between those of others."""
     a, b, c, d, e = documents((3, 4, 1, 2, 5))
@@ -123,19 +113,6 @@ def test_layers_of_our_own(between: str) -> None:
         if param.dim() > 1:
             nn.init.normal_(param, std=0.5)
     check(model, [list(enumerate(documents()))])
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant: bool) -> None:
-    model = Reader().double()
-    plain = copy.deepcopy(model)
-    model.checkpoints = reentrant
-    rows: list[Row] = [list(enumerate(documents()))]
-    truth = truth_of(plain, rows)
-    flash = GradSampleModuleFlashClipping(model, unit=Documents("document"), loss_reduction="sum")
-    ids, places, numbers = packed(rows)
-    losses(flash(ids, places, numbers)).sum().backward()
-    compare(flash, model, truth, 1.0)
 
 
 class FrozenBody(Reader):
@@ -279,14 +256,6 @@ def test_attention_across_documents_is_refused() -> None:
             document=numbers,
             use_cache=False,
         )
-
-
-def test_another_kind_of_call_is_looked_at_anew() -> None:
-    flash = GradSampleModuleFlashClipping(llama(), unit=Documents("document"), loss_reduction="sum")
-    ids, places, numbers = one_row()
-    flash(input_ids=ids, position_ids=places, document=numbers, use_cache=False)
-    with raises("FC277"):
-        flash(input_ids=ids, document=numbers, use_cache=False)
 
 
 def test_positions_that_a_model_makes() -> None:

@@ -213,22 +213,6 @@ def test_spectral_norm_is_exact(name: str, mode: str, wrapper: str) -> None:
                 other.copy_(own)
 
 
-@pytest.mark.parametrize("samples", range(1, 10))
-def test_vectors_of_spectral_norm_as_long_as_the_batch_are_exact(samples: int) -> None:
-    """By their size they could be samples, in the batch or in the one that is compared with it."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4, 6))
-    for layer in (plain[0], plain[3]):
-        parametrizations.spectral_norm(layer).double()
-    x = torch.randn(samples, 2, 2, 2, dtype=torch.float64)
-    flash = GradSampleModuleFlashClipping(copy.deepcopy(plain), max_grad_norm=1.0)
-    flash(x).square().sum(1).mean().backward()
-    rows = plain(x).square().sum(1)
-    grads = [torch.autograd.grad(row, list(plain.parameters()), retain_graph=True) for row in rows]
-    norms = torch.stack([torch.cat([g.flatten() for g in of_one]).norm() for of_one in grads])
-    assert_close(flash.get_norm_sample(), norms, 1e-9)
-
-
 def test_buffer_written_of_samples_is_refused() -> None:
     """Written of a parameter and samples."""
 
@@ -336,51 +320,6 @@ def test_cell_in_a_loop_is_run_by_gates(name: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ParameterProxy, "run", staticmethod(run_by_gates))
     one_pass(ModelCase(lambda: make_around(in_a_loop(CELLS[name], "learnt"))))
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", CELLS)
-def test_cell_that_is_wrapped_returns_what_it_does_by_itself(
-    name: str, dtype: torch.dtype | None, device: str
-) -> None:
-    """In the same dtypes, also under autocast."""
-    torch.manual_seed(0)
-    cell = CELLS[name]().to(device)
-    x, h = torch.randn(2, 4, D, device=device)
-    state = (h, h + 1) if isinstance(cell, nn.LSTMCell) else h
-    with torch.autocast(device, dtype, enabled=dtype is not None):
-        plain = cell(x, state)
-        wrapped = GradSampleModuleFlashClipping(cell, loss_reduction="sum")(x, state)
-    close = {"atol": 1e-6, "rtol": 1e-6} if dtype is None else {"atol": 2e-2, "rtol": 2e-2}
-    torch.testing.assert_close(wrapped, plain, **close)
-
-
-class ByName(nn.Module):
-    """Gives a cell's function its biases by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, cell = (self.cell.weight_ih, self.cell.weight_hh), self.cell
-        return torch.gru_cell(x, x.tanh(), *w, b_ih=cell.bias_ih, b_hh=cell.bias_hh)
-
-
-def test_cell_whose_biases_are_named_is_exact() -> None:
-    torch.manual_seed(0)
-    model = ByName().double()
-    x = torch.randn(3, D, dtype=torch.float64)
-    expected, norms = model(x).detach(), []
-    for one in x.unsqueeze(1):
-        grads = torch.autograd.grad(model(one).square().sum(), [*model.parameters()])
-        norms.append(torch.cat([g.flatten() for g in grads]).norm())
-    flash = GradSampleModuleFlashClipping(model, loss_reduction="sum")
-    found = flash(x)
-    torch.testing.assert_close(found, expected)
-    found.square().sum().backward()
-    torch.testing.assert_close(flash.get_norm_sample(), torch.stack(norms))
 
 
 @pytest.mark.parametrize("trainable", [True, False])

@@ -115,10 +115,6 @@ def freeze(model: Net) -> None:
     model.up.bias.requires_grad_(False)
 
 
-def thaw(model: Net) -> None:
-    model.up.bias.requires_grad_(True)
-
-
 def replace(model: Net) -> None:
     model.up.weight = nn.Parameter(torch.randn_like(model.up.weight))
 
@@ -138,25 +134,6 @@ def test_steps_after_a_change_are_exact(change: Callable[[Net], None]) -> None:
     change(model)
     for batch in (x, x[:2], x.flip(0)[:, :3]):
         check(flash, model, batch)
-
-
-def test_parameters_that_are_trained_again() -> None:
-    flash, model, x = wrapped()
-    freeze(model)
-    check(flash, model, x)
-    thaw(model)
-    check(flash, model, x)
-    check(flash, model, x)
-
-
-def test_it_is_taken_again_after_a_new_look_at_samples(short: list[str]) -> None:
-    flash, model, x = wrapped()
-    check(flash, model, x)
-    flash._session.begin_epoch()
-    check(flash, model, x)
-    short.clear()
-    check(flash, model, x)
-    assert short[:5] == LAYERS
 
 
 def test_calls_like_the_last_one_are_known_and_others_are_looked_at() -> None:
@@ -263,25 +240,6 @@ def test_an_input_changed_in_place_is_an_error() -> None:
     model.block = block  # type: ignore[method-assign]
     flash.zero_grad(set_to_none=True)
     check(flash, model, x)
-
-
-def test_gradients_of_the_input_alone_leave_nothing() -> None:
-    flash, model, x = wrapped()
-    x.requires_grad_()
-    (grad,) = torch.autograd.grad(flash(x).square().sum(), x)
-    assert all(p.grad is None for p in model.parameters())
-    flash.disable_hooks()
-    (plain,) = torch.autograd.grad(model(x).square().sum(), x)
-    assert torch.allclose(grad, plain, rtol=1e-12)
-
-
-def test_backward_for_some_parameters_only() -> None:
-    flash, model, x = wrapped()
-    squares(flash, (x,)).backward(inputs=[model.up.weight, model.head.bias])
-    assert {n for n, p in model.named_parameters() if p.grad is not None} == {
-        "up.weight",
-        "head.bias",
-    }
 
 
 # -- RMS norms of other libraries -----------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
-import weakref
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +21,8 @@ from tests.support.autograd import (
     float64s,
     mean_squares,
     squares,
-    truth_by_autograd,
 )
 from tests.support.errors import raises
-from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES
 
 
@@ -151,25 +147,6 @@ def test_state_after_a_rehearsal_is_that_of_one_forward() -> None:
     assert probed.state_dict().keys() == plain.state_dict().keys()
 
 
-def test_activations_of_a_rehearsal_are_dropped_as_it_goes() -> None:
-    """What the second run would save for backward is dropped as it goes."""
-    alive: list[int] = []
-
-    class Watches(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(x)
-            refs.append(weakref.ref(x))
-            alive.append(sum(ref() is not None for ref in refs))
-            return x
-
-    refs: list[weakref.ref[Tensor]] = []
-    layers = [layer for _ in range(6) for layer in (nn.Linear(4, 4), Watches())]
-    flash = GradSampleModuleFlashClipping(nn.Sequential(*layers))
-    flash(torch.randn(4, 4, 4))
-    assert len(alive) == 36, "the rehearsals did not happen"
-    assert max(alive) <= 6 + 2
-
-
 def test_model_is_rehearsed_once() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
@@ -182,17 +159,6 @@ def test_model_is_rehearsed_once() -> None:
         counts.append(len(runs))
         runs.clear()
     assert counts == [6, 1, 1, 1]
-
-
-def test_batch_with_a_coincidence_is_not_rehearsed_again() -> None:
-    """As many positions, or features, as samples: a few samples were looked at."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-    runs = []
-    model[2].register_forward_hook(lambda *_: runs.append(1))
-    flash = GradSampleModuleFlashClipping(model)
-    for batch_size in (7, 5, 4):
-        squares(flash, float64s(batch_size, 5, 4)).backward()
-    assert len(runs) == 6 + 2
 
 
 def test_model_of_one_batch_size_is_run_on_other_samples() -> None:
@@ -212,29 +178,6 @@ def test_model_of_one_batch_size_is_run_on_other_samples() -> None:
         squares(flash, float64s(5, 5, 5)).backward()
     # Steps, each of two runs of the layer, come after looks at the whole batch.
     assert len(runs) > 6 and runs[-4:] == [5] * 4
-
-
-class SometimesSkipped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.maybe = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.skip = itertools.chain([False, True], itertools.repeat(False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return x if next(self.skip) else self.maybe(x)
-
-
-def test_layer_that_is_skipped_at_random_is_exact() -> None:
-    """Stochastic depth: the run on one sample fewer may leave out what the first one used."""
-    torch.manual_seed(0)
-    model = SometimesSkipped().double()
-    (x,) = float64s(4, 4, 4)
-    reference = nn.Sequential(copy.deepcopy(model.first), copy.deepcopy(model.maybe))
-    truth = truth_by_autograd(reference, (x,), squares)
-    flash = GradSampleModuleFlashClipping(model)
-    mean_squares(flash(x)).backward()
-    assert_close(flash.get_norm_sample(), truth.norms, 1e-9, "norms")
 
 
 class Contrasts(nn.Module):

@@ -17,7 +17,7 @@ from tests.support.autograd import float64s, mean_squares, squares
 from tests.support.errors import raises
 from tests.support.uses import D, Holder, make_around
 from tests.support.wrapping import MODES
-from tests.zoo.rows import CASES, OTHER, mix
+from tests.zoo.rows import OTHER, mix
 
 
 class Around(nn.Module):
@@ -127,22 +127,6 @@ def test_layout_of_parts_is_undone() -> None:
     layout.check("layer", torch.zeros(5, 9), 3)
     with raises("FC232", match="layer"):
         layout.check("layer", torch.zeros(6, 5), 3)
-
-
-def test_batch_as_long_as_one_seen_is_not_rehearsed_again() -> None:
-    torch.manual_seed(0)
-    calls = []
-    model = CASES["time first"].make()[0]
-    flash = GradSampleModuleFlashClipping(model)
-    squares(flash, float64s(3, 4, 3)).backward()
-    model.first.register_forward_hook(lambda *_: calls.append(1))
-    counts = []
-    for positions in (4, 8, 6, 5, 9):
-        model.zero_grad(set_to_none=True)
-        squares(flash, float64s(3, positions, 3)).backward()
-        counts.append(len(calls))
-        calls.clear()
-    assert [n > 1 for n in counts] == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize(

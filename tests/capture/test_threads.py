@@ -132,24 +132,6 @@ def test_another_threads_backward_is_not_joined(mode: str) -> None:
             ready.backward()
 
 
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-def test_one_thread_after_another(mode: str) -> None:
-    module, _, x, truth = made(False, mode)
-    for _ in range(2):
-        module.zero_grad(set_to_none=True)
-        outputs: list[Tensor] = []
-        forward = Thread(lambda into=outputs: into.append(module(x)))
-        forward.start()
-        forward.end()
-        backward = Thread(lambda out=outputs: out[0].square().sum(1).mean().backward())
-        backward.start()
-        backward.end()
-        assert_sums(module, truth)
-    module.zero_grad(set_to_none=True)
-    module(x).square().sum(1).mean().backward()
-    assert_sums(module, truth)
-
-
 def test_after_a_failed_forward_any_thread_may_go_on() -> None:
     module, _, x, truth = made(False, "one_pass")
     fail = module._module.first.register_forward_hook(lambda *_: 1 / 0)

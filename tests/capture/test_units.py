@@ -13,7 +13,7 @@ from flash_clipping import Documents, GradSampleModuleFlashClipping, samples
 from tests.support.autograd import float64s
 from tests.support.cases import make_case
 from tests.support.mixtures import mixture, tokens
-from tests.support.models import CASES, Mixed, mixed_batch, squared_loss
+from tests.support.models import CASES, squared_loss
 from tests.support.oracle import assert_close
 from tests.support.units import MIXED, check_units, index_for, network, truth_by_unit
 from tests.support.wrapping import MODES
@@ -51,31 +51,11 @@ def test_dtypes_of_maps(dtype: torch.dtype) -> None:
     check_units(network(), float64s(7, 5, 4), squared_loss, index)
 
 
-def test_hooks() -> None:
-    check_units(network(), float64s(7, 5, 4), squared_loss, wrapper="hooks")
-
-
 def test_number_that_is_told() -> None:
     """Units that have no row in the batch have a norm of 0."""
     flash = check_units(network(), float64s(7, 5, 4), squared_loss, told=5)
     assert flash.get_norm_sample()[3:].tolist() == [0, 0]
     assert flash.get_clipping_coef().shape == (5,)
-
-
-def test_first_axis_is_time() -> None:
-    class Swapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.body = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x)
-
-    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        return model(batch[0].transpose(0, 1)).square().sum((0, 2))
-
-    check_units(Swapped().double(), float64s(7, 5, 4), loss, batch_first=False)
 
 
 def test_the_model_reads_the_map() -> None:
@@ -113,17 +93,6 @@ def test_the_model_reads_the_map() -> None:
         norms.append(flash.get_norm_sample())
     assert norms[0].shape == (2,)
     assert torch.equal(norms[0], norms[1]) and torch.equal(norms[0], norms[2])
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_checkpointing(reentrant: bool, mode: str) -> None:
-    kind = "reentrant" if reentrant else "non-reentrant"
-    batch = tuple(x.double() if x.is_floating_point() else x for x in mixed_batch())
-    torch.manual_seed(0)
-    model = Mixed(checkpointing=kind).double()
-    torch.manual_seed(0)
-    check_units(model, batch, CASES["mixed"].loss, plain=Mixed().double(), mode=mode)
 
 
 def test_layers_inside_of_samples() -> None:
@@ -171,24 +140,6 @@ def test_compiled(name: str) -> None:
         model, batch, CASES[name].loss, plain=copy.deepcopy(model), prepare=compiled, steps=2
     )
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("clipping", ["per_layer", "automatic"])
-def test_ways_to_clip(clipping: str) -> None:
-    model, x = network(), float64s(7, 5, 4)[0]
-    bounds: Any = [0.1 * (i + 1) for i in range(6)] if clipping == "per_layer" else 0.5
-    truth = truth_by_unit(copy.deepcopy(model), (x,), torch.tensor(MIXED), squared_loss, 3)
-    flash = GradSampleModuleFlashClipping(
-        model, max_grad_norm=bounds, clipping=clipping, unit=Documents("user")
-    )
-    squared_loss(lambda x: flash(x, user=torch.tensor(MIXED)), (x,)).mean().backward()  # type: ignore[arg-type]
-    for place, (name, grads) in enumerate(truth.grads.items()):
-        if clipping == "per_layer":
-            coef = (bounds[place] / (truth.param_norms[name] + 1e-6)).clamp(max=1)
-        else:
-            coef = 0.5 / (truth.norms + 0.01)
-        expected = torch.einsum("u,u...->...", coef, grads)
-        assert_close(model.get_parameter(name).grad, expected, 1e-8, name)
 
 
 @pytest.mark.gpu
@@ -294,30 +245,6 @@ def test_removing_a_unit(name: str) -> None:
             assert C * 0.5 < change <= C * (1 + 1e-4), unit
         else:
             assert change <= 1e-6
-
-
-@pytest.mark.parametrize(
-    "layer", [nn.Linear(4, 3, bias=False), nn.Conv1d(5, 2, 3, bias=False), nn.Embedding(9, 4)]
-)
-def test_rows_that_cancel_are_clipped_by_a_bound(layer: nn.Module) -> None:
-    """What rounding may hide of a unit's norm grows with the norms of its rows."""
-    torch.manual_seed(0)
-    is_table = isinstance(layer, nn.Embedding)
-    x = torch.randint(9, (1, 5)) if is_table else torch.randn(1, 5, 4)
-    if isinstance(layer, nn.Linear):
-        x = x[:, :1]  # with more positions gradients would be stored, which need no bound
-    flash = GradSampleModuleFlashClipping(
-        nn.Sequential(layer), unit=Documents("user"), loss_reduction="sum"
-    )
-    rows = flash(x.repeat(3, *[1] * (x.dim() - 1)), user=torch.tensor([0, 0, 1]))
-    sign = torch.tensor([1.0, -1.0, 1.0]).view(3, *[1] * (rows.dim() - 1))
-    (rows.square() * sign).sum().backward()
-    cancelled, alone = flash.get_norm_sample()
-    assert cancelled < 1e-3 * alone
-    # What sums of two rows may lose: δ of error_bounds.py.
-    least = {nn.Embedding: 12 * 2.0**-24, nn.Conv1d: 12 * 2.0**-24, nn.Linear: 2.0**-10.5}
-    assert flash.running_step.norms.upper[0] >= 0.9 * least[type(layer)] * 2 * alone
-    assert flash.running_step.norms.upper[1] < 1.1 * alone
 
 
 def test_the_map_may_be_changed_afterwards() -> None:

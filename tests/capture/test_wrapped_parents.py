@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.compiled.regions import Region
@@ -38,27 +37,6 @@ from tests.zoo.spelled import (
 )
 
 pytestmark = pytest.mark.without_gate
-
-
-def test_standardised_convolution_does_not_run_again_in_backward() -> None:
-    """Its gradients are those of the layer's rule, not of the operation run sample by sample."""
-
-    class Counting(TorchDispatchMode):
-        convolutions = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.convolutions += func is torch.ops.aten.convolution.default
-            return func(*args, **(kwargs or {}))
-
-    model, batch = CASES["convolution_standardised"].make()
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    squares(flash, batch).backward()
-    loss = squares(flash, batch)
-    with Counting() as counting:
-        loss.backward()
-    assert counting.convolutions == 0
 
 
 Make = Callable[[], nn.Module]
@@ -265,20 +243,3 @@ def test_weight_changed_before_backward_is_an_error() -> None:
         flash._module[1].weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.filterwarnings("ignore:The gradient of at least one sample was not finite")
-def test_sample_that_is_not_finite_harms_no_other() -> None:
-    model = sequence(Same(D, D), Scale())
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, loss_reduction="sum")
-    x = torch.randn(B, T, D).double()
-    grads = []
-    for value in (0.0, torch.inf):
-        x[1] = value
-        model.zero_grad(set_to_none=True)
-        rows = flash(x)
-        (rows[::2] if value == 0 else rows).square().sum().backward()
-        grads.append([param.grad.clone() for param in model.parameters()])
-    assert all(torch.isfinite(grad).all() for grad in grads[1])
-    for without, beside in zip(*grads, strict=True):
-        torch.testing.assert_close(without, beside)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -125,15 +124,6 @@ def test_recurrent_layers_of_pytorch_are_exact_or_refused_by_name(kind: str) -> 
     report = check(Recurrent(layer), torch.randn(3, 5, 4), dtype=torch.float64)
     if not report.passed:
         assert not report.parameters and f"DP{kind}" in report.failures[0], str(report)
-
-
-def test_a_poisoned_sample_is_expected_to_be_dropped() -> None:
-    case = CASES["linear_3d"]
-    (x,) = case.batch()
-    x[2] = float("inf")
-    report = check(case.make(), (x,), case.loss)
-    assert report.passed, str(report)
-    assert [math.isfinite(norm) for norm in report.oracle_norms] == [True, True, False, True, True]
 
 
 def test_nothing_of_the_users_is_changed() -> None:

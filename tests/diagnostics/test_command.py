@@ -318,17 +318,3 @@ def test_messages_name_flags_and_not_arguments(
 
 def mean(delta: float) -> dict[str, Any]:
     return statistics_report("mean", sensitivity=1.0, standard_deviation=9.0, delta=delta)
-
-
-def test_failures_have_one_line_for_a_cause_which_is_wrapped(
-    factories: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", f"{factories}:times_the_batch", "--no-strict"]) == 1
-    out = capsys.readouterr().out
-    causes = re.findall("(?<=\nFAIL: ).*", out)
-    assert len(causes) == 2
-    assert causes[0].startswith("4 of 4 parameters differ from the oracle (0.weight, 0.bias, ")
-    assert causes[1].startswith("Without sample 0 (norms change by 3.6e-01), without sample 1 (")
-    assert " and 5 more: samples are not independent. Let" in " ".join(out.split())
-    assert max(map(len, out.splitlines())) <= 100
-    assert "    loss = losses.mean()\n" in out  # code as it is

@@ -181,28 +181,6 @@ def test_tokens_that_are_routed_alone_pass() -> None:
     assert report.passed, str(report)
 
 
-def test_integers_may_change_where_outputs_do_not() -> None:
-    """Rows are put in the order of their experts, and back."""
-
-    class Order(nn.Module):
-        def forward(self, ids: Tensor) -> Tensor:
-            return ids.flatten().argsort()
-
-    class Sorted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.order = mixture(Router()), Order()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.inner(x)
-            order = self.order(y.argmax(-1))
-            rows = y.flatten(0, 1)
-            return torch.empty_like(rows).index_copy(0, order, rows[order]).view_as(y)
-
-    report = checked(Sorted())
-    assert report.passed, str(report)
-
-
 @pytest.mark.parametrize("router", [Capacity(8), ExpertsChoose()])
 def test_routes_that_depend_on_other_samples(router: nn.Module) -> None:
     report = checked(mixture(router))

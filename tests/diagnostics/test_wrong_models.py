@@ -317,18 +317,6 @@ def test_one_sample_cannot_show_independence() -> None:
     assert any("at least two" in note for note in report.notes)
 
 
-def test_removals_are_limited_and_spread() -> None:
-    x, without = torch.arange(36.0).view(9, 4), list[int]()
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        if len(x) == 8:
-            without.append({*range(9)}.difference((x[:, 0] // 4).tolist()).pop())
-        return model(x).square().sum(1)
-
-    assert check(nn.Linear(4, 3), x, loss, removals=3).passed
-    assert without == [0, 3, 6]
-
-
 @pytest.mark.parametrize(
     ("batch", "loss", "message"),
     [

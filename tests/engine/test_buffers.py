@@ -240,17 +240,6 @@ def test_not_strict_leaves_buffers_alone() -> None:
 # -- what passes ----------------------------------------------------------------------------------
 
 
-def test_a_frozen_layer_with_a_spectral_norm() -> None:
-    frozen = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)).requires_grad_(False)
-    flash = GradSampleModuleFlashClipping(nn.Sequential(nn.Linear(D, D), frozen).double())
-    of_weight = frozen.parametrizations.weight[0]
-    before = of_weight._u.clone()
-    squares(flash, batch()).backward()
-    assert not torch.equal(of_weight._u, before)
-    flash.eval()
-    squares(flash, batch()).backward()
-
-
 def only_read(m: Between, x: Tensor) -> Tensor:
     return x + m.average.cos()
 
@@ -270,31 +259,6 @@ def test_what_has_the_bits_it_had_passes(use: Forward) -> None:
         squares(flash, x).backward()
         model.zero_grad(set_to_none=True)
     assert model[1].calls == calls + 2  # other runs leave no trace
-
-
-def test_a_module_in_eval_mode_passes() -> None:
-    model = model_of(in_place)
-    flash = GradSampleModuleFlashClipping(model)
-    model[2].eval()
-    squares(flash, batch()).backward()
-    model.zero_grad(set_to_none=True)
-    model[2].train()
-    with raises("FC130", NotImplementedError, match=REFUSED):
-        flash(*batch())
-
-
-def test_what_happens_outside_of_forward_passes() -> None:
-    model = model_of(only_read)
-    flash = GradSampleModuleFlashClipping(model)
-    for step in range(4):
-        squares(flash, batch()).backward()
-        model.zero_grad(set_to_none=True)
-        if step == 0:
-            model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
-        elif step == 1:
-            model.float().double()
-        else:
-            model[2].average = torch.ones(D, dtype=torch.float64)
 
 
 def test_steady_steps_compare_no_values(monkeypatch: pytest.MonkeyPatch) -> None:

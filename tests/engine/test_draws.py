@@ -24,7 +24,7 @@ from flash_clipping import (
     Users,
 )
 from flash_clipping.capture.draws import DrawnBatch, Draws, row_hashes
-from flash_clipping.engine.sampling.loaders import NotPoissonWarning, refuse_repeats
+from flash_clipping.engine.sampling.loaders import NotPoissonWarning
 from tests.support.draws import drawn
 from tests.support.errors import raises
 from tests.support.private import Private, TwoLayers, data
@@ -153,19 +153,6 @@ def test_a_loader_of_ones_own_after_passes_without_a_step() -> None:
 
     (message,) = warned(train)
     assert "did not give" in message
-
-
-def test_evaluation_on_the_private_loader_is_no_stock_of_draws() -> None:
-    def train() -> None:
-        made = private()
-        for _ in range(30):
-            for x, _ in made[3]:
-                with torch.no_grad():
-                    made[0](x)
-        for x, y in DataLoader(data(), batch_size=BATCH, shuffle=True):
-            step(made, x, y)
-
-    assert len(warned(train)) == 1
 
 
 def test_two_steps_on_one_batch() -> None:
@@ -333,14 +320,6 @@ def test_a_sample_that_is_there_twice_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", APART)
 def test_samples_that_are_there_once_are_served(name: str) -> None:
     FlashPrivacyEngine().make_private(**given(APART[name]()))
-
-
-def test_an_own_dataset_of_any_length_is_not_counted_through() -> None:
-    class Many(TensorDataset):
-        def __len__(self) -> int:
-            return 10**15
-
-    refuse_repeats(Many(torch.zeros(1)))
 
 
 def test_the_rate_that_is_accounted_is_the_one_that_is_drawn_with() -> None:
@@ -674,20 +653,6 @@ def test_what_a_backward_reaches_counts(mode: str) -> None:
         assert len(made.wrapper.get_norm_sample()) == 8
         sums.append([p.grad.clone() for p in made.plain.parameters()])
     assert all(map(torch.equal, *sums))
-
-
-def test_each_call_by_itself_after_clearing() -> None:
-    made, alone = Private(), Private()
-    x = data().tensors[0][:8]
-    outputs = [made.model(x), made.model(2 * x)]
-    made.optimizer.zero_grad()
-    for inputs, output in zip((x, 2 * x), outputs, strict=True):
-        output.square().sum(1).mean().backward()
-        alone.model(inputs).square().sum(1).mean().backward()
-        for p, other in zip(made.plain.parameters(), alone.plain.parameters(), strict=True):
-            assert torch.equal(p.grad, other.grad)
-        made.optimizer.zero_grad()
-        alone.optimizer.zero_grad()
 
 
 def warned_of_draws_without_step(run: Callable[[], None]) -> list[str]:

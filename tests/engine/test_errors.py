@@ -185,27 +185,6 @@ def test_error_of_a_rule_names_the_layer(layer: nn.Module, x: Tensor, text: str,
         wrapped(model, mode=mode)(x)
 
 
-class TransposedFirst(nn.Module):
-    """Its data meet a bare parameter with the batch on the second axis."""
-
-    def __init__(self, kind: str):
-        super().__init__()
-        self.kind = kind
-        self.gain, self.table = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3, 1, 4))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(0, 1)
-        x = x + self.table if self.kind == "added" else x * self.gain
-        return x.transpose(0, 1) if self.kind == "last" else self.head(x.transpose(0, 1))
-
-
-@pytest.mark.parametrize("batch_size", [5, 3])
-@pytest.mark.parametrize("kind", ["added", "multiplied", "last"])
-def test_data_transposed_before_a_bare_parameter_are_no_error(kind: str, batch_size: int) -> None:
-    check_by_autograd(TransposedFirst(kind).double(), float64s(batch_size, 3, 4), squares)
-
-
 def test_error_input_without_a_batch_axis() -> None:
     module = wrapped(nn.Sequential(nn.Linear(4, 2)), batch_first=False)
     with raises(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager, BatchSplittingSampler
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -168,16 +167,6 @@ def test_every_way_to_clip_leaves_padding_out(clipping: str) -> None:
         assert_close(a, b, 1e-9, "sum")
 
 
-def test_padding_that_is_not_finite_adds_nothing_and_warns_nobody(recwarn: Any) -> None:
-    _, model, module, optimizer, criterion, loader = private()
-    x, y, count = partly_padded(module, loader)
-    x[count:] = torch.inf
-    module.expect_rows(torch.arange(ROWS))
-    criterion(module(x), y).backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-    assert not [w for w in recwarn if "not finite" in str(w.message)]
-
-
 def test_padding_is_no_sample_to_the_dashboard() -> None:
     _, _, module, optimizer, criterion, loader = private()
     statistics, expected = ClippingStatistics(module), 0
@@ -224,15 +213,6 @@ def test_parts_of_a_batch_are_one_step(alike: bool) -> None:
                     assert_close(p.grad * BATCH, expected, 1e-9, "sum")
                 kept = []
     assert len(engine.accountant) == len(sizes)
-
-
-def test_optimizers_of_others_are_told_of_parts_by_opacus() -> None:
-    said: list[bool] = []
-    other = SimpleNamespace(signal_skip_step=lambda do_skip: said.append(do_skip))
-    splitter = BatchSplittingSampler(
-        sampler=sampler(9, steps=4), max_batch_size=3, optimizer=cast(Any, other)
-    )
-    assert [len(part) for part in splitter] == [3] * 12 and said == [True, True, False] * 4
 
 
 # -- several processes -----------------------------------------------------------------------------

@@ -16,13 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from flash_clipping import (
     FlashClippingError,
     FlashPrivacyEngine,
-    GradSampleHooksFlashClipping,
     GradSampleModuleFlashClipping,
     GraphedStep,
     Kernels,
 )
 from flash_clipping.capture.proof.gate import Gate
-from flash_clipping.engine.model_watch import ModelWatch
 from flash_clipping.graphs.graphed_model import GraphedModel
 from tests.support.errors import raises
 from tests.support.graphs import (
@@ -106,24 +104,6 @@ def test_other_sizes_are_captured_when_they_are_met_and_evaluation_runs_as_it_is
     assert graphed.replays == 4
     assert_same_tensors(graphed.results(batches(1)[0]), eager.results(batches(1)[0]))
     assert graphed.replays == 5
-
-
-def test_other_sizes_are_looked_at_before_they_are_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    graphed, eager = warmed()
-    looked: list[tuple[int, ...]] = []
-    look_at = ModelWatch.look_at
-
-    def noted(watch: ModelWatch, module: Any, tensors: list[Tensor], *call: Any) -> None:
-        if watch is graphed.model._watch:
-            looked.append(tuple(tensors[0].shape))
-        look_at(watch, module, tensors, *call)
-
-    monkeypatch.setattr(ModelWatch, "look_at", noted)
-    (x,) = batches(1, size=3)
-    assert_same_tensors(graphed.results(x), eager.results(x))
-    assert looked[0] == (3, 5, 6) and graphed.replays == 3
 
 
 def test_another_bound_is_captured_anew() -> None:
@@ -222,17 +202,6 @@ def test_given_up_where_others_hook_in() -> None:
     assert seen and "hooks" in graphed.model._graphs.off
 
 
-def test_given_up_where_hooks_are_of_all_modules() -> None:
-    graphed, _ = warmed()
-    seen: list[Any] = []
-    handle = nn.modules.module.register_module_forward_hook(lambda *args: seen.append(1))
-    try:
-        graphed.results(batches(1)[0])
-    finally:
-        handle.remove()
-    assert seen and "hooks" in graphed.model._graphs.off
-
-
 @pytest.mark.parametrize("of_the_model", [True, False])
 def test_another_forward_is_never_replayed(of_the_model: bool) -> None:
     graphed, eager = warmed()
@@ -270,31 +239,6 @@ def test_make_private_takes_it(wrap: bool) -> None:
     assert plain._compiled_call_impl is None
 
 
-class Scaled(nn.Module):
-    """As adapters are: a dict says how much they count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scaling, self.out = {"default": 1.0}, nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(x) * self.scaling["default"]
-        return out
-
-
-def test_a_setting_in_a_dict_is_another_graph() -> None:
-    graphed, eager = Training(True, Scaled()), Training(False, Scaled())
-    eager.plain.load_state_dict(graphed.plain.state_dict())
-    for x in batches(5):
-        assert_same_tensors(graphed.results(x), eager.results(x))
-    before = graphed.replays
-    assert before
-    for training in (graphed, eager):
-        training.plain.scaling["default"] = 2.0
-    assert_same_tensors(graphed.results(x), eager.results(x))
-    assert graphed.replays == before
-
-
 @pytest.mark.parametrize("calls", [28, 29])
 def test_audits_come_between_replays(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the first capture would be of the call that is due."""
@@ -314,30 +258,6 @@ def test_audits_come_between_replays(calls: int, monkeypatch: pytest.MonkeyPatch
     # A capture is two more calls, and by hand so is a replay.
     assert len(audited) == 1 and 32 <= audited[0] <= 36
     assert training.replays >= 6
-
-
-def test_what_compiles_the_model_later_stays() -> None:
-    plain = small_network()
-    hooks = GradSampleHooksFlashClipping(plain)
-    replay_by_hand(hooks)
-    plain._compiled_call_impl = later = plain._call_impl  # nn.Module.compile()
-    hooks.cleanup()
-    assert plain._compiled_call_impl is later and hooks._graphs is None
-
-
-def test_a_model_that_is_not_wrapped_is_replayed() -> None:
-    results = []
-    for graphed in (True, False):
-        plain = small_network()
-        hooks = GradSampleHooksFlashClipping(plain, max_grad_norm=0.5)
-        if graphed:
-            replay_by_hand(hooks)
-        for x in batches(6):
-            plain.zero_grad()
-            squared_loss(plain, (x,)).mean().backward()
-        results.append([hooks.get_norm_sample(), *(p.grad for p in plain.parameters())])
-        assert not graphed or hooks._graphs.replays == 3
-    assert_same_tensors(*results)
 
 
 HEARD: list[bool] = []

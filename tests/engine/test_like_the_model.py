@@ -201,22 +201,6 @@ def test_state_dict_of_a_model_with_a_module_of_the_wrappers_name() -> None:
         assert torch.equal([*wrapped.parameters()][0], [*states.values()][0])
 
 
-def test_a_model_of_transformers(tmp_path: Path) -> None:
-    model = gpt2()
-    wrapped = GradSampleModuleFlashClipping(model)
-    assert wrapped.config is model.config
-    assert (wrapped.device, wrapped.dtype) == (model.device, torch.float64)
-    assert wrapped.get_input_embeddings() is model.transformer.wte
-    assert wrapped.num_parameters() == model.num_parameters()
-    wrapped.gradient_checkpointing_enable()
-    assert model.is_gradient_checkpointing
-    wrapped.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert again.config.n_embd == 8
-    for name, value in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_generate_leaves_no_trace(training: bool) -> None:
     """Between forward and backward, in a step."""
@@ -267,31 +251,6 @@ def test_the_criterion_takes_an_output_of_transformers(reduction: str, named: bo
     assert_close(wrapped.get_norm_sample(), truth.norms, 1e-9)
     with raises("FC303", TypeError, match=r"found CausalLMOutput.*expected logits"):
         criterion(type(wrapped(tokens))(), labels)
-
-
-def test_targets_by_name_are_counted() -> None:
-    """Opacus would divide by the padded length, which depends on the others."""
-    model = gpt2()
-    tokens, labels = torch.randint(17, (2, 8)), torch.randint(17, (2, 8))
-    labels[0, 2:] = -100
-    wrapped = GradSampleModuleFlashClipping(model)
-    optimizer = FlashDPOptimizer(
-        torch.optim.SGD(model.parameters()),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-        expected_batch_size=2,
-    )
-    criterion = FlashLoss(wrapped, optimizer, nn.CrossEntropyLoss())
-    found = []
-    for by_name in (False, True):
-        logits = wrapped(tokens).logits
-        flat, target, shape = logits.flatten(0, 1), labels.flatten(), logits.shape
-        if by_name:
-            loss = criterion(flat, target=target, shape=shape)
-        else:
-            loss = criterion(flat, target, shape=shape)
-        found.append(loss.loss_per_sample.detach())
-    assert torch.equal(*found)
 
 
 def test_a_layer_set_on_the_wrapper_is_refused() -> None:

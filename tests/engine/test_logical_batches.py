@@ -35,14 +35,6 @@ def step(private: Private, x: Tensor) -> None:
     private.optimizer.step()
 
 
-def leave_after(private: Private, batches: int, loader: Any = None) -> None:
-    with parts(private, loader) as batches_of_4:
-        for number, (x, _) in enumerate(batches_of_4):
-            if number == batches:
-                break
-            step(private, x)
-
-
 def a_new_loop(private: Private) -> None:
     with parts(private) as batches:
         for x, _ in batches:
@@ -73,18 +65,6 @@ def test_a_loop_that_is_left_early(after: Callable[[Private], None], released: R
     for found, sums in zip(released.sums, clean, strict=True):
         assert all(map(torch.equal, found, sums))
     assert private.engine.accountant.history == expected.engine.accountant.history
-
-
-def test_an_announcement_without_a_step(released: Released) -> None:
-    """The loop is left between a batch and its step: the next loop's batches are not shifted."""
-    private = Private(lr=0.0)
-    leave_after(private, 0)
-    assert private.optimizer._step_skip_queue == [True]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        a_new_loop(private)
-    assert len(released.releases) == 4
-    assert private.engine.accountant.history[-1][-1] == 4
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -134,22 +114,6 @@ def test_a_loop_that_fetches_the_next_batch_early(released: Released) -> None:
     assert len(released.sums) == len(clean) == 4
     for found, sums in zip(released.sums, clean, strict=True):
         assert all(map(torch.equal, found, sums))
-
-
-def test_announcements_by_hand_are_kept(released: Released) -> None:
-    private = Private(lr=0.0)
-    a_new_loop(private)
-    released.releases.clear()
-    x = data().tensors[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for start, skip in ((0, True), (4, True), (8, False)):
-            private.optimizer.signal_skip_step(skip)
-            step(private, x[start : start + 4])
-        private.optimizer.signal_skip_step(True)
-        step(private, x[:4])
-        step(private, x[4:8])  # none is none, as in Opacus
-    assert len(released.releases) == 2
 
 
 def test_a_failure_in_the_middle_of_a_logical_batch(released: Released) -> None:

@@ -196,26 +196,6 @@ def test_where_no_sample_fits() -> None:
     assert training.engine.accountant.history == []
 
 
-def test_what_fails_otherwise_is_begun_anew() -> None:
-    """Sums of the parts before are let go of by the next batch."""
-    training = Training()
-    micro_batches = MicroBatches(training.optimizer, max_physical_batch_size=4)
-    for x, y in training.loader:
-
-        def failing(x: Tensor, y: Tensor, calls: list[int] = []) -> None:  # noqa: B006
-            calls.append(1)
-            if len(calls) == 3:
-                raise ValueError("mine")
-            training.backward(x, y)
-
-        if len(x) > 8:
-            with pytest.raises(ValueError, match="mine"):
-                micro_batches(failing, x, y)
-        micro_batches(training.backward, x, y)
-        training.optimizer.step()
-    training.check(whole(epochs=1))
-
-
 def test_what_failed_is_in_no_later_step() -> None:
     """Also of a step without parts, and of samples that no loader knows."""
     training = Training()

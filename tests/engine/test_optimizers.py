@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader
 
 import flash_clipping
 from flash_clipping import FlashClippingError, FlashDPOptimizer, GradSampleModuleFlashClipping
-from flash_clipping.engine.grad_ledger import GradLedger
 from tests.support.errors import raises
 from tests.support.private import SLACK, Private, Released, TwoLayers, data
 
@@ -254,18 +252,6 @@ def test_the_plain_optimizer_is_refused_whatever_was_done_to_it() -> None:
         scaler.step(plain)
 
 
-def test_the_plain_optimizer_is_refused_where_nobody_holds_the_private_one() -> None:
-    model = TwoLayers()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = Private(model, optimizer=plain)
-    private.backward(4)
-    del private.optimizer, private.criterion
-    gc.collect()
-    assert private.wrapper.running_step.follower is None
-    with raises("FC539", match="SGD itself"):
-        plain.step()
-
-
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_the_plain_optimizer_steps_without_privacy(wrap_model: bool) -> None:
     model = TwoLayers()
@@ -292,24 +278,6 @@ def test_the_plain_optimizer_steps_without_privacy(wrap_model: bool) -> None:
     assert not torch.equal(model.head.bias, before["head.bias"])
     again = Private(model, optimizer=plain)
     assert _refuses(plain, again)
-
-
-def test_sums_are_not_looked_for_while_a_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models come and go while Dynamo traces twice, and it stops where the two differ."""
-    compiling: list[bool] = []
-    refuse = GradLedger.refuse_step
-
-    def looks(ledger: GradLedger, plain: Any) -> None:
-        compiling.append(torch.compiler.is_compiling())
-        refuse(ledger, plain)
-
-    monkeypatch.setattr(GradLedger, "refuse_step", looks)
-    model = TwoLayers()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain.step = torch.compile(plain.step, backend="eager")  # type: ignore[method-assign]
-    Private(model, optimizer=plain).step(4)
-    assert compiling
-    assert not any(compiling)
 
 
 def test_states_are_made_by_a_step_of_zeros() -> None:
@@ -339,19 +307,6 @@ def test_parameters_that_the_wrapper_does_not_know(released: Released) -> None:
     with raises("FC170", ValueError):
         private.optimizer.step()
     assert not released.releases
-
-
-def test_parameters_that_are_unfrozen_later_may_be_added(released: Released) -> None:
-    model = TwoLayers()
-    model.head.requires_grad_(False)
-    private = Private(model, parameters=[*model.body.parameters()])
-    private.step()
-    model.head.requires_grad_(True)
-    private.optimizer.add_param_group({"params": [*model.head.parameters()]})
-    before = model.head.weight.detach().clone()
-    private.step()
-    assert released.ratio() <= SLACK
-    assert len(released.sums[-1]) == 4 and not torch.equal(before, model.head.weight)
 
 
 def replace_head(private: Private) -> None:
@@ -433,15 +388,3 @@ def test_what_has_no_trainable_parameter_may_come_and_go(released: Released) -> 
     with raises("FC170", match=r"after \(Linear\)"):
         private.plain.body.append(nn.Identity())
         private.step()
-
-
-def test_a_parameter_of_a_known_layer_may_be_replaced(released: Released) -> None:
-    """Its tap looks at what the layer has; the optimizer must have it as well."""
-    private = Private()
-    private.plain.head.weight = nn.Parameter(torch.randn(3, 8) * 1e3)
-    private.backward()
-    with raises("FC170", ValueError, match=r"\(3, 8\)"):
-        private.optimizer.step()
-    private.optimizer.param_groups[0]["params"] = [*private.plain.parameters()]
-    private.step()
-    assert released.ratio() <= SLACK

@@ -21,7 +21,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -273,15 +272,6 @@ def test_processes_draw_independently_seeded_alike_or_not(seed: int | None) -> N
     assert (table.mean(0) - 0.5).abs().max() < 5 * 0.5 / steps**0.5
 
 
-def test_a_seed_repeats_and_its_absence_does_not() -> None:
-    assert torch.equal(*[shards(1, 20, seed=0) for _ in range(2)])
-    free = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        free.append(shards(1, 20))
-    assert not torch.equal(*free)
-
-
 # -- announcements ---------------------------------------------------------------------------------
 
 
@@ -303,20 +293,6 @@ def test_every_batch_is_announced(options: dict[str, Any]) -> None:
     assert numbers == [*range(2 * len(loader))]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=["here", "workers"])
-def test_another_batch_after_a_loop_that_was_left(options: dict[str, Any]) -> None:
-    """It is the last one of that loop, or it may be from anywhere."""
-    module, optimizer, criterion, loader = private(DataLoader(data(), batch_size=3, **options))
-    for x, y in loader:
-        step(module, optimizer, criterion, x, y)
-        break
-    x, y = next(iter(loader))
-    step(module, optimizer, criterion, x, y)
-    more, labels = data().tensors
-    module(more)
-    assert told(module) == []
-
-
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_physical_batches_are_announced(wrap_model: bool) -> None:
     module, optimizer, criterion, loader = private(
@@ -332,18 +308,6 @@ def test_physical_batches_are_announced(wrap_model: bool) -> None:
             numbers.append(module._session.rows.draws.waiting[-1].number)
             step(model, optimizer, criterion, x, y)
     assert sorted(set(numbers)) == [*range(len(loader))] and len(numbers) > len(loader)
-
-
-def test_physical_batches_of_workers_are_not_announced() -> None:
-    module, optimizer, criterion, loader = private(
-        DataLoader(data(), batch_size=BATCH, num_workers=1)
-    )
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
-    ) as batches:
-        for x, y in itertools.islice(batches, 3):
-            assert told(module) == []
-            step(module, optimizer, criterion, x, y)
 
 
 # -- not Poisson -----------------------------------------------------------------------------------
@@ -397,44 +361,11 @@ def test_one_warning_for_batches_of_another_loader() -> None:
     assert len(messages) == 1 and "did not give" in messages[0]
 
 
-class NoIterableItems(Dataset):  # type: ignore[type-arg]
-    """Opacus' loader looks into the first item."""
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(float(index))
-
-
-def test_items_may_be_anything_that_collates() -> None:
-    module, *_, loader = private(DataLoader(NoIterableItems(), batch_size=1))
-    assert min(len(batch) for batch in loader) == 1
-    assert module._session.rows.draws.have_nobody
-
-
 class FetchesBatches(torch.utils.data.TensorDataset):
     """Fetches a batch at once, as two tensors and not as a list of samples."""
 
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
         return tuple(tensor[indices] for tensor in self.tensors)
-
-
-def test_a_dataset_that_fetches_batches_is_not_miscounted() -> None:
-    data = FetchesBatches(torch.randn(60, 3), torch.randn(60, 1))
-    model = torch.nn.Linear(3, 1)
-    module, optimizer, criterion, loader = FlashPrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        criterion=torch.nn.MSELoss(),
-        data_loader=torch.utils.data.DataLoader(data, batch_size=20, collate_fn=tuple),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    for x, y in loader:
-        optimizer.zero_grad()
-        criterion(module(x), y).backward()
-        optimizer.step()
 
 
 def test_several_rows_of_a_sample_are_refused_whoever_fetches_them() -> None:

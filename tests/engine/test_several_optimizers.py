@@ -105,16 +105,6 @@ def test_state_is_saved_and_loaded() -> None:
     assert all(inner[1].state[p]["step"] == 5 for p in again.parameters() if p.dim() != 2)
 
 
-def test_schedulers_of_each_are_followed() -> None:
-    model = model_of()
-    parts = optimizers_of(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(parts[1], step_size=1, gamma=0.5)
-    wrapped, optimizer, criterion, _ = private(model, SeveralOptimizers(*parts))
-    trained(wrapped, optimizer, criterion)
-    scheduler.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.005]
-
-
 def test_what_is_refused() -> None:
     model = model_of()
     first, second = optimizers_of(model)

@@ -541,14 +541,6 @@ def test_an_error_in_a_hook_releases_nothing() -> None:
     assert not run.wrapper.running_step.sums
 
 
-def test_another_accountant_counts_beside() -> None:
-    run = training()
-    other = RDPAccountant()
-    run.optimizer.attach_step_hook(other.get_optimizer_hook_fn(0.1))
-    run.steps(3)
-    assert counted(run) == 3 and sum(steps for *_, steps in other.history) == 3
-
-
 def test_the_accountant_is_not_replaced_once_steps_are_counted() -> None:
     run = training()
     run.steps(2)
@@ -654,12 +646,3 @@ def test_norms_of_an_earlier_batch(mode: str) -> None:
             ask()
     loss.backward()
     assert len(model.get_norm_sample()) == len(model.get_clipping_coef()) == 6
-
-
-def test_a_backward_that_is_for_inputs_only_leaves_no_norms() -> None:
-    model = GradSampleModuleFlashClipping(nn.Linear(3, 2))
-    model(torch.randn(4, 3)).sum().backward()
-    x = torch.randn(6, 3, requires_grad=True)
-    torch.autograd.grad(model(x).sum(), x)
-    with raises("FC525", match="last forward yet"):
-        model.get_norm_sample()

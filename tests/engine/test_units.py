@@ -132,21 +132,6 @@ def test_at_most_so_many_rows_of_a_user() -> None:
     assert all(abs(count - 1500 / 21) < 5 * (1500 / 21) ** 0.5 for count in pairs.values())
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_nobody_is_drawn(workers: int) -> None:
-    """A step without units adds noise only."""
-    few = torch.arange(ROWS) % 2
-    module, optimizer, criterion, loader = private(
-        unit=Users(few), loader=DataLoader(data(), batch_size=2, num_workers=workers)
-    )
-    sizes = []
-    for x, rows in loader:
-        count = drawn(module)
-        sizes.append(len(step(module, optimizer, criterion, x, rows)))
-        assert sizes[-1] == count and len(x)
-    assert 0 in sizes
-
-
 # -- what is accounted, and what is released -------------------------------------------------------
 
 

@@ -84,20 +84,6 @@ def test_norms_of_convolutions_in_chunks_match_autograd(
     assert error(stored.dense(), truth) <= tolerance
 
 
-@layers
-def test_a_bad_sample_leaves_the_others_alone(name: str) -> None:
-    """Also in the way that lays the samples side by side as channels of one."""
-    factor, truth = factor_and_truth(name, torch.float32)
-    factor.x[2] = float("nan")
-    factor.G[3] = float("inf")
-    keep = torch.tensor([True, True, False, False, True])
-    operands = factor.x, factor.G, factor.geometry
-    ways = [reference.by_patches(*operands), reference.by_groups(*operands)]
-    for dense in (*ways, factor.stored("torch").dense()):
-        assert error(dense[keep], truth[keep]) <= 1e-5
-        assert not dense[~keep].flatten(1).isfinite().all(1).any()
-
-
 @pytest.mark.parametrize(
     ("size", "channels", "kept"),
     [(32, 8, True), (2, 32, False)],

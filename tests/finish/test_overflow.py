@@ -82,7 +82,7 @@ def test_norm_that_overflows_fp16(positions: int, mode: str, reduction: str) -> 
         assert coef[BAD] > 0
     kept = torch.einsum("b,b...->...", coef.double(), grads)
     found = torch.cat([model.weight.grad, model.bias.grad.unsqueeze(-1)], -1)
-    # Coefficients of 1e-6 leave few bits in fp16; how few is measured in test_sensitivity.py.
+    # Coefficients of 1e-6 leave few bits in fp16.
     assert_close(found, kept, 2**-5, "clipped sum")
 
 

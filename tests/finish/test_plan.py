@@ -14,15 +14,11 @@ from torch import Tensor, nn
 from flash_clipping import GradSampleModuleFlashClipping, Kernels
 from flash_clipping.factors import SumGrad
 from flash_clipping.finish import backward_pass
-from flash_clipping.finish.backward_pass import BackwardPass
 from flash_clipping.finish.plan import plan_of
 from flash_clipping.ops.rows import WIDE
 from flash_clipping.ops.runtime import backend
 from flash_clipping.ops.runtime.backend import is_interpreting
-from flash_clipping.rules import registry
-from flash_clipping.rules.registry import Rule
 from tests.support.errors import warns
-from tests.support.factors import Own
 from tests.support.oracle import Truth, assert_close, per_sample_truth
 from tests.support.sums import norm_of
 
@@ -221,24 +217,6 @@ def test_stacks_of_any_shape_however_they_are_clipped(shape: tuple[int, ...]) ->
     assert [len(keys) for keys in plan.vectors] == [4]
 
 
-def test_stacks_of_gradients_in_a_memory_format() -> None:
-    x = torch.randn(3, 3, 8, 8).to(memory_format=torch.channels_last)
-    layers = [nn.Conv2d(3, 4, 3, padding=1), Shifted(4, 8, 8), nn.Conv2d(4, 4, 3, padding=1)]
-    torch.manual_seed(0)
-    model = nn.Sequential(*layers, Shifted(4, 8, 8), nn.Conv2d(4, 4, 3, padding=1))
-    model.to(memory_format=torch.channels_last)
-
-    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        return model(*batch).square().mean((1, 2, 3))
-
-    truth = per_sample_truth(model, (x,), loss)
-    wrapped = GradSampleModuleFlashClipping(model, max_grad_norm=0.1)
-    loss(wrapped, (x,)).mean().backward()
-    assert_close(wrapped.get_norm_sample(), truth.norms, 1e-5, "norms")
-    for name, expected in truth.clipped(0.1).items():
-        assert_close(model.get_parameter(name).grad, expected, 1e-5, name)
-
-
 @pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
 def test_a_plan_holds_no_tensor_of_a_step(wrapped: GradSampleModuleFlashClipping) -> None:
     seen: list[weakref.ref[Tensor]] = []
@@ -287,43 +265,6 @@ def test_another_backend_is_another_layout(monkeypatch: pytest.MonkeyPatch) -> N
     without, with_kernels = [plan for _, plan in wrapped._session.calls.plans._plans.values()]
     assert len(without.products[None]) == 1
     assert len(with_kernels.products[None]) < len(with_kernels.linear)
-
-
-def test_norms_are_taken_in_fp32_whatever_a_factor_gives() -> None:
-    class Halved(Own):
-        def sqnorms(self, backend: str) -> Tensor:
-            return super().sqnorms(backend).bfloat16()
-
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.gain
-
-    class ScaleRule(Rule):
-        def forward(self, layer, x):
-            return x * layer.gain, (x, layer.gain)
-
-        def backward(self, layer, saved, grad_output, needs):
-            x, gain = saved
-            return grad_output * gain, {"gain": Halved(grad_output * x)}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_RULES", {**registry._RULES, Scale: ScaleRule()})
-        wrapped = GradSampleModuleFlashClipping(Scale(), max_grad_norm=1.0)
-    wrapped(torch.randn(3, 4)).sum().backward()
-    assert wrapped.get_norm_sample().dtype == torch.float32
-
-
-def test_a_call_without_factors_says_nothing() -> None:
-    wrapped = GradSampleModuleFlashClipping(Small(), max_grad_norm=0.5)
-    backward_pass = wrapped._session.calls.backward_pass_class(wrapped._session)
-    assert isinstance(backward_pass, BackwardPass)
-    backward_pass.record("layer", [], [])
-    backward_pass.take_norms()
-    assert backward_pass.batch_size is None
 
 
 def test_very_wide_vectors_are_summed_apart() -> None:

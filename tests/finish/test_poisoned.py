@@ -1,7 +1,7 @@
 """One sample that is not finite contributes nothing and harms no other sample.
 
 A batch with one poisoned sample is compared with the same batch without it: norms of the others,
-coefficients, and the clipped sum.
+coefficients, and the clipped sum. Every model of ``tests/zoo`` is run so as well.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,178 +17,19 @@ from torch import Tensor, nn
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from tests.support.errors import warns
-from tests.support.models import Attention, Mixed, Scale, Tokens, floats, ids
+from tests.support.models import Mixed
 from tests.support.oracle import assert_close
 from tests.support.poison import (
     BAD,
     BATCH,
     OTHERS,
     RUNS,
-    TOLERANCE,
     Stage,
     check_poisoned,
     losses,
     take,
 )
 from tests.support.sums import norm_of
-
-
-class Staged(nn.Module):
-    """Two halves of a model with a stage between them and one at the end."""
-
-    def __init__(self, first: nn.Module, second: nn.Module):
-        super().__init__()
-        self.first, self.second = first, second
-        self.middle, self.end = Stage(), Stage()
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.end(self.second(self.middle(self.first(*inputs))))
-
-
-@dataclass(frozen=True)
-class Case:
-    first: Callable[[], nn.Module]
-    second: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, ...]]
-
-
-class Images(nn.Module):
-    """The embedding and the convolution of the mixed model, as one sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8, padding_idx=0)
-        self.conv = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-        self.norm = nn.GroupNorm(2, 8)
-
-    def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
-        return torch.cat([self.norm(self.conv(image)).flatten(2).mT, self.embed(tokens)], dim=1)
-
-
-# One case for each way to compute a norm: rank one, gram, outer, outer that stores.
-CASES = {
-    "linear_rank_one": Case(
-        lambda: nn.Linear(6, 8), lambda: nn.Sequential(nn.SiLU(), nn.Linear(8, 3)), floats(BATCH, 6)
-    ),
-    "linear_gram": Case(
-        lambda: nn.Linear(12, 12),
-        lambda: nn.Sequential(nn.SiLU(), nn.Linear(12, 12)),
-        floats(BATCH, 2, 12),
-    ),
-    "linear_outer": Case(
-        lambda: nn.Linear(6, 8),
-        lambda: nn.Sequential(nn.SiLU(), nn.Linear(8, 6)),
-        floats(BATCH, 6, 6),
-    ),
-    "linear_stored": Case(
-        lambda: nn.Linear(4, 6),
-        lambda: nn.Sequential(nn.SiLU(), nn.Linear(6, 4)),
-        floats(BATCH, 40, 4),
-    ),
-    "conv": Case(
-        lambda: nn.Conv2d(3, 4, 3, padding=1, stride=2),
-        lambda: nn.Sequential(nn.SiLU(), nn.Conv2d(4, 4, 3, groups=2, padding=1)),
-        floats(BATCH, 3, 6, 6),
-    ),
-    "embedding": Case(
-        lambda: nn.Embedding(9, 6, padding_idx=0),
-        lambda: nn.Sequential(nn.SiLU(), nn.Linear(6, 3)),
-        ids(BATCH, 5, vocab=9),
-    ),
-    "layer_norm": Case(
-        lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)),
-        lambda: nn.LayerNorm(6),
-        floats(BATCH, 3, 4),
-    ),
-    "rms_norm": Case(
-        lambda: nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6)),
-        lambda: nn.RMSNorm(6),
-        floats(BATCH, 3, 4),
-    ),
-    "group_norm": Case(
-        lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.GroupNorm(2, 4)),
-        lambda: nn.GroupNorm(2, 4),
-        floats(BATCH, 3, 5),
-    ),
-    "generic": Case(
-        lambda: Scale(5), lambda: nn.Sequential(nn.SiLU(), Scale(5)), floats(BATCH, 3, 5)
-    ),
-    "parameter_proxies": Case(lambda: Tokens(6, 4), nn.Identity, floats(BATCH, 4, 3)),
-    "attention": Case(lambda: nn.Linear(4, 8), lambda: Attention(8, 2), floats(BATCH, 4, 4)),
-    "mixed": Case(
-        Images,
-        lambda: Mixed().blocks[0],
-        lambda: (torch.randint(0, 11, (BATCH, 4)), torch.randn(BATCH, 3, 4, 4)),
-    ),
-}
-#: Where the sample is not finite, and what is there instead.
-POISONS = [
-    ("input", math.nan),
-    ("activation", math.inf),
-    ("gradient", math.inf),
-    ("gradient", math.nan),
-    ("middle_gradient", math.inf),
-]
-
-
-def poison(model: Staged, batch: tuple[Tensor, ...], where: str, value: float) -> None:
-    """Make sample ``BAD`` not finite, in place."""
-    if where == "input":
-        floating = [x for x in batch if x.is_floating_point()]
-        if floating:
-            floating[-1][BAD].view(-1)[1] = value
-        else:  # an embedding: the row that only this sample reads
-            (tokens,) = batch
-            tokens[tokens == 8] = 1
-            tokens[BAD, 1] = 8
-            with torch.no_grad():
-                model.first.weight[8, 1] = value
-    elif where == "activation":
-        model.middle.activation = (BAD, value)
-    elif where == "gradient":
-        model.end.gradient = (BAD, value)
-    else:
-        model.middle.gradient = (BAD, value)
-
-
-def setting(name: str, dtype: torch.dtype) -> tuple[Staged, tuple[Tensor, ...]]:
-    torch.manual_seed(0)
-    case = CASES[name]
-    model = Staged(case.first(), case.second()).to(dtype)
-    batch = case.batch()
-    return model, tuple(x.to(dtype) if x.is_floating_point() else x for x in batch)
-
-
-WAYS = [("one_pass", "mean"), ("two_pass", "sum")]
-#: Every two of place and value, dtype, way to run and case meet; all of a case are slow.
-GRID = [
-    pytest.param(
-        name,
-        where,
-        value,
-        dtype,
-        *WAYS[way],
-        id=f"{name}-{where}-{value}-{str(dtype)[6:]}-{WAYS[way][0]}",
-        marks=[pytest.mark.slow] * ((place + k) % 6 != 2 * turn + way),
-    )
-    for place, name in enumerate(CASES)
-    for turn, dtype in enumerate(TOLERANCE)
-    for k, (where, value) in enumerate(POISONS)
-    for way in range(2)
-]
-
-
-@pytest.mark.parametrize(("name", "where", "value", "dtype", "mode", "reduction"), GRID)
-def test_poisoned_sample_contributes_nothing(
-    name: str, where: str, value: float, dtype: torch.dtype, reduction: str, mode: str
-) -> None:
-    """The result equals that of the batch without the sample."""
-    model, batch = setting(name, dtype)
-    poison(model, batch, where, value)
-    clean = copy.deepcopy(model)
-    for stage in (clean.middle, clean.end):
-        stage.activation = stage.gradient = None
-    check_poisoned(model, batch, reduction, mode, TOLERANCE[dtype], clean)
 
 
 class Branch(nn.Module):

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
 from flash_clipping import (
     CyclicPoisson,
     FixedOrder,
-    FlashPrivacyEngine,
     RandomAllocation,
     Shuffled,
 )
@@ -168,18 +166,6 @@ def test_groups_of_cyclic_batches_take_turns() -> None:
     assert abs(np.mean(sizes) - 6) < 5 * (15 * 0.4 * 0.6 / len(sizes)) ** 0.5
 
 
-def test_a_left_epoch_goes_on_where_steps_are() -> None:
-    _, module, optimizer, loader = private(FixedOrder(BandedInverseNoise(2)))
-    seen = []
-    for stop in (2, 5, 4):
-        for number, (x, rows) in enumerate(loader):
-            if number == stop:
-                break
-            seen.append(sorted(rows.tolist()))
-            step(module, optimizer, x)
-    assert seen[:5] == seen[5:10] and seen[10] == seen[0]
-
-
 @pytest.mark.parametrize(
     ("mechanism", "draws"), [(FixedOrder(BandedNoise(2)), 0), (RandomAllocation(), 1)]
 )
@@ -310,22 +296,3 @@ def test_processes_have_parts_of_the_batch_of_one(mechanism: Any) -> None:
 def test_more_diagonals_than_batches() -> None:
     with raises("FC316", ValueError, match=r"BandedNoise\(6\) with 5 batches"):
         private(CyclicPoisson(BandedNoise(6)))
-
-
-def test_a_target_finds_its_noise() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    engine = FlashPrivacyEngine(accountant="pld")
-    _, optimizer, _, _ = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(TensorDataset(torch.randn(SIZE, 4)), batch_size=6),
-        target_epsilon=5.0,
-        target_delta=1e-3,
-        epochs=3,
-        max_grad_norm=1.0,
-        mechanism=FixedOrder(BandedInverseNoise(2)),
-    )
-    engine.accountant.history = [(optimizer.noise_multiplier, 0.2, 15)]
-    assert 4.98 < engine.get_epsilon(1e-3) <= 5.0

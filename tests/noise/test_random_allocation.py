@@ -227,17 +227,6 @@ def test_every_sample_takes_part_so_often_in_every_round(participations: int) ->
     assert len(found._kept) <= 2
 
 
-def test_a_round_that_has_begun_stays_as_it_is() -> None:
-    """Whatever other iterators had drawn ahead: batches after a loop that was left."""
-    found = sampler()
-    first = [*found]
-    found.taken = 2
-    ahead = [*found]
-    assert ahead[:3] == first[2:]
-    found.taken = 4
-    assert [*found][:4] == ahead[2:] + [*found][3:4]
-
-
 # -- with an engine --------------------------------------------------------------------------------
 
 

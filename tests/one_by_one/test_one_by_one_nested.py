@@ -499,15 +499,6 @@ def test_entries_of_a_list_are_outputs() -> None:
         loss.backward()
 
 
-def test_a_penalty_on_gradients_and_what_was_left_before_it() -> None:
-    """Gradients of inputs are taken from what forward left in a global."""
-    wrapped = wrap(Layers(to_global).double())
-    x = X.clone().requires_grad_()
-    out = wrapped(x)
-    with raises("FC185"):
-        torch.autograd.grad(out.sum() + ELSEWHERE["found"].sum(), x, create_graph=True)
-
-
 def test_memory_of_runs_goes_with_the_graph() -> None:
     """A run whose attributes hold its graph is freed with the output, without a backward."""
 

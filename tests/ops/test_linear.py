@@ -2,15 +2,11 @@ from __future__ import annotations
 
 import torch
 
-from flash_clipping.ops.error_bounds import spread
 from flash_clipping.ops.linear import linear_sqnorms
 from flash_clipping.ops.runtime import cost
 from tests.ops.cases import (
     Case,
-    doubt_of,
-    doubt_of_reference,
     every_case,
-    per_sample_gradients,
     worst_relative_error,
 )
 from tests.ops.opcases import squares_of_products
@@ -55,27 +51,3 @@ def test_stored_gradients_never_outgrow_the_operands() -> None:
         for d in (256, 1024, 4096):
             if cost.choose_on("cuda", 8, T, d, d, 2, may_store=True) == "outer_store":
                 assert d * d <= cost.STORE_BUDGET * T * 2 * d
-
-
-@every_case
-def test_layers_of_one_group_by_different_algorithms(case: Case) -> None:
-    A, Gs = case.randn(2, 16, 64), [case.randn(2, 16, p, seed=p) for p in (4, 64, 2, 96)]
-    device = A.device.type
-    chosen = [
-        cost.choose_on(
-            device, 2, 16, 64, G.shape[2], A.element_size(), may_store=False, shared=len(Gs)
-        )
-        for G in Gs
-    ]
-    if device == "cpu":
-        assert chosen == ["outer", "gram", "outer", "gram"]
-    ((sq_LB, doubt_LB),) = linear_sqnorms([(A, Gs)], backend=case.backend)
-    oracle = torch.stack([per_sample_gradients(A, G).square().sum((1, 2)) for G in Gs])
-    assert worst_relative_error(sq_LB, oracle) <= case.tolerance
-    for doubt_B, G, algorithm, sq_B in zip(doubt_LB, Gs, chosen, oracle, strict=True):
-        if algorithm == "gram":
-            expected_B = doubt_of(case.backend, A, G, 96)
-        else:
-            spread_B = spread(A.cpu().double(), G.cpu().double())
-            expected_B = doubt_of_reference(device, case.dtype, sq_B, spread_B, 16)
-        assert worst_relative_error(doubt_B, expected_B) <= 2 * case.tolerance

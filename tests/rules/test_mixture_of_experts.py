@@ -189,41 +189,6 @@ def test_norms_in_float32_match_float64(E: int, k: int, r: int) -> None:
         assert_close(factors[name].dense(), truth, 1e-5, name)
 
 
-def test_output_may_be_changed_in_place() -> None:
-    """A hook that was there before still runs: ``fully_shard`` gathers a block's parameters by one
-    on what the block returns."""
-    layer, seen = layer_of(3, 4, 5, 0), []
-    x, ids, w = torch.randn(2, 3, 4, dtype=F64), routed(2, 3, 3, 2), torch.rand(2, 3, 2, dtype=F64)
-    y = layer(x, ids, w)
-    y.register_hook(seen.append)
-    y += x
-    y.square().sum().backward()
-    assert len(seen) == 1
-    found = [param.grad for param in layer.parameters()]
-    expected = torch.autograd.grad(
-        (layer(x, ids, w) + x).square().sum(), [*layer.parameters()], allow_unused=True
-    )
-    for one, other in zip(found, expected, strict=True):
-        assert one is not None and other is not None
-        assert_close(one, other, 1e-12)
-
-
-def test_low_ranks_are_stored_and_experts_are_not() -> None:
-    """Per-sample gradients of 90 tokens' ranks take less than the rows that they are made of."""
-    torch.manual_seed(0)
-    layer: Any = MixtureOfExperts(32, 32, 4, rank=2)
-    layer.gate_up.requires_grad_()
-    rule: Any = find_rule(layer)
-    x, w, G = (x.float() for x in drawn(2, 16, 32, 2))
-    with torch.no_grad():
-        _, saved = rule.forward(layer, x, routed(2, 16, 4, 2), w)
-        needs = GradRequest((False, False, False), frozenset(layer._names), "auto")
-        _, factors = rule.backward(layer, saved, G, needs)
-    for name, factor in factors.items():
-        assert factor.is_worth_storing(lambda: 1) == name.endswith(("_A", "_B")), name
-        assert not factor.is_worth_storing(lambda: 0)
-
-
 def test_a_token_is_saved_once() -> None:
     """However many experts read it; of the rest, what gate and up gave."""
     layer, ids = layer_of(8, 6, 5, 2), routed(3, 50, 8, 4)
@@ -278,39 +243,3 @@ def test_rule_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None
         grads, factors = rule.backward(layer, saved, G, needs)
     assert y.shape == grads[0].shape == x.shape and grads[2].shape == w.shape
     assert {*factors} == {*layer._names}
-
-
-def test_a_split_over_ranks_adds_up() -> None:
-    """Gate and up by rows of f with their B, down by columns of f with its A."""
-    whole = layer_of(4, 6, 8, 2)
-    x, w, G = drawn(3, 5, 6, 2)
-    w, ids = w.double(), routed(3, 5, 4, 2)
-    (whole(x, ids, w) * G).sum().backward()
-    y, grads = 0, {name: [] for name in whole._names}
-    for rank in range(2):
-        rows = slice(4 * rank, 4 * rank + 4)
-        part = layer_of(4, 6, 4, 2)
-        with torch.no_grad():
-            part.gate.copy_(whole.gate[:, rows])
-            part.up.copy_(whole.up[:, rows])
-            part.down.copy_(whole.down[..., rows])
-            part.gate_up_A.copy_(whole.gate_up_A)
-            part.gate_B.copy_(whole.gate_B[:, rows])
-            part.up_B.copy_(whole.up_B[:, rows])
-            part.down_A.copy_(whole.down_A[..., rows])
-            part.down_B.copy_(whole.down_B)
-        out = part(x, ids, w)
-        (out * G).sum().backward()
-        y = y + out
-        for name in grads:
-            grads[name].append(part.get_parameter(name).grad)
-    assert_close(y, whole(x, ids, w), 1e-12)
-    for name, parts in grads.items():
-        if name in ("gate_up_A", "down_B"):
-            found = parts[0] + parts[1]
-        elif name == "gate_up":
-            halves = [half for g in zip(*(p.chunk(2, 1) for p in parts), strict=True) for half in g]
-            found = torch.cat(halves, 1)
-        else:
-            found = torch.cat(parts, 2 if name.startswith("down") else 1)
-        assert_close(found, whole.get_parameter(name).grad, 1e-12, name)

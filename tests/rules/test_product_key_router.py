@@ -12,10 +12,9 @@ from torch import Tensor, nn
 import flash_clipping
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.layers import ProductKeyExperts, ProductKeyRouter, factors, product_key_experts
-from flash_clipping.layers.factors import ScaledEmbeddingGrad
 from flash_clipping.layers.product_key_experts import ExpertTables
 from flash_clipping.ops.runtime.backend import is_interpreting
-from tests.support.autograd import check_by_autograd, check_not_finite, check_removed, squares
+from tests.support.autograd import check_by_autograd, check_not_finite, squares
 from tests.support.models import squared_loss
 from tests.support.oracle import assert_close, per_sample_truth
 from tests.support.wrapping import MODES, WRAPPERS
@@ -158,11 +157,6 @@ def test_the_kernel_inside_a_model() -> None:
         assert_close(model.get_parameter(name).grad, grad, 1e-4, name)
 
 
-def test_removing_a_sample_routes_anew() -> None:
-    """Routing is of each token alone: the sum changes by at most the bound."""
-    check_removed(Model(heads=2, shared=4), *inputs(5, 4, dtype=torch.float32), squares)
-
-
 @pytest.mark.filterwarnings("ignore:.*not finite")
 @pytest.mark.parametrize("value", [NAN, float("inf")])
 def test_a_sample_that_is_not_finite(value: float) -> None:
@@ -227,19 +221,6 @@ def test_no_expert_adds_nothing_and_has_no_gradient() -> None:
                 assert not table.grad[[0, 1, 8, 9]].any()
 
 
-def test_the_rule_does_not_read_tokens_without_experts() -> None:
-    indices = torch.randint(10, (3, 4, 2), generator=torch.Generator().manual_seed(0))
-    indices[:, 2], indices[1, 1, 0] = -1, -1
-    results = []
-    for unread in (0.0, NAN):
-        model = Routed(indices, torch.ones(3, 4, 2, dtype=torch.float64), unread).double()
-        flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, loss_reduction="sum")
-        squared_loss(flash, (*inputs(3, 4), torch.arange(3))).sum().backward()
-        results.append([flash.get_norm_sample(), *(p.grad for p in model.parameters())])
-    for first, second in zip(*results, strict=True):
-        assert first.isfinite().all() and torch.equal(first, second)
-
-
 def test_tokens_without_experts_may_hold_anything() -> None:
     """Padding is not read by the router, and no expert reads it."""
     torch.manual_seed(0)
@@ -261,50 +242,6 @@ def test_tokens_without_experts_may_hold_anything() -> None:
     scores, indices = layer.router(x, valid)
     assert (indices[:, 2] == -1).all() and (scores[:, 2] == -torch.inf).all()
     assert (indices[:, [0, 1, 3]] >= 0).all()
-
-
-def test_a_factor_of_anything() -> None:
-    """Positions that read no row may hold NaN; norms, sums and gradients agree."""
-    torch.manual_seed(0)
-    ids, scale, X = torch.randint(-1, 6, (3, 5, 4)), torch.randn(3, 5, 4), torch.randn(3, 5, 8)
-    ids[:, 2], X[:, 2], scale[ids < 0] = -1, NAN, NAN
-    factor = ScaledEmbeddingGrad(ids, scale, X, 6)
-    coef = torch.tensor([0.5, 0.0, 2.0])
-    dense = torch.zeros(3, 6, 8, dtype=torch.float64)
-    for b, t, j in (ids >= 0).nonzero().tolist():
-        dense[b, ids[b, t, j]] += scale[b, t, j].double() * X[b, t].double()
-    assert_close(factor.dense(), dense, 1e-6)
-    assert_close(factor.sqnorms("auto"), dense.square().sum((1, 2)), 1e-6)
-    assert_close(
-        factor.clipped_sum(coef, "auto"), torch.einsum("b,bed->ed", coef.double(), dense), 1e-6
-    )
-    assert_close(factor.clipped_sum(None, "auto"), dense.sum(0), 1e-6)
-    error_bound = factor.error_bound("auto")
-    assert error_bound is not None
-    assert not error_bound.any()  # ordinary samples are clipped by their norm
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_operands_that_were_multiplied(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In low precision against float64 on what the backward met: no more than rounding of sums."""
-    met: list[ScaledEmbeddingGrad] = []
-    measure = ScaledEmbeddingGrad.measure
-
-    def noted(self: ScaledEmbeddingGrad, backend: str) -> tuple[Tensor, Tensor | None]:
-        met.append(self)
-        return measure(self, backend)
-
-    monkeypatch.setattr(ScaledEmbeddingGrad, "measure", noted)
-    flash = GradSampleModuleFlashClipping(Model(heads=2).to(dtype), max_grad_norm=1.0)
-    squares(flash, inputs(4, 9, dtype=dtype)).backward()
-    met = met[-2:]  # the others, of single samples that were compared
-    for factor in met:
-        wide = [x.double() for x in (factor.scale_BTL, factor.X_BTd)]
-        expected = ScaledEmbeddingGrad(factor.ids_BTL, *wide, factor.num_embeddings)
-        expected = expected.dense().flatten(1).square().sum(1)
-        assert_close(factor.sqnorms("auto"), expected, 1e-5, "norms")
 
 
 def test_norms_under_autocast_are_those_of_fp32() -> None:

@@ -126,20 +126,6 @@ def test_parameters_in_16_bits_match_float64(r: int) -> None:
             assert_close(param.grad, 4 * wide.get_parameter(name).grad, 0.1, name)
 
 
-def test_norms_under_autocast_are_those_of_autograd() -> None:
-    model = Model(2).float()
-    truth = copy.deepcopy(model)
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1e9)
-    (x,) = (x.float() for x in inputs(4, 30))
-    for module in (flash, truth):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = module(x)
-        squares(lambda _, y=y: y.float(), (x,)).backward()
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            assert_close(param.grad, 4 * truth.get_parameter(name).grad, 1e-2, name)
-
-
 @pytest.mark.filterwarnings("ignore:.*not finite")
 @pytest.mark.parametrize("r", [0, 2])
 @pytest.mark.parametrize("poison", [float("inf"), float("nan"), 1e300])
@@ -154,18 +140,6 @@ def test_a_sample_that_is_not_finite(poison: float, r: int) -> None:
         x[2, 1, 3] = poison
     for without, beside in zip(*sums, strict=True):
         assert_close(beside, without, 1e-9)
-
-
-@pytest.mark.parametrize("r", [0, 2])
-def test_removing_a_sample_changes_the_sum_by_the_bound_at_most(r: int) -> None:
-    (x,) = inputs(5, 30)
-    x[2] *= 1e4
-    sums = []
-    for rows in (x, torch.cat([x[:2], x[3:]])):
-        flash = GradSampleModuleFlashClipping(Model(r), max_grad_norm=0.5, loss_reduction="sum")
-        (squares(flash, (rows,)) * len(rows)).backward()
-        sums.append(torch.cat([p.grad.flatten() for p in flash.parameters() if p.requires_grad]))
-    assert (sums[0] - sums[1]).norm() <= 0.5 * (1 + 1e-4)
 
 
 def test_a_change_before_backward_is_noticed() -> None:

@@ -108,17 +108,6 @@ def test_the_prepared_optimizer_does_not_step_without_noise() -> None:
     assert training.engine.accountant.history == [(1.0, 0.25, 4)]
 
 
-def test_bfloat16() -> None:
-    expected, training = (
-        Training(None),
-        Training(Accelerator(cpu=True, mixed_precision="bf16"), ALL),
-    )
-    expected.epoch()
-    training.epoch()
-    for a, b in zip(training.plain.parameters(), expected.plain.parameters(), strict=True):
-        assert 0 < (a - b).norm() < 0.1 * b.norm()
-
-
 def test_states_hold_the_accountant(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     training = Training(accelerator, ALL)

@@ -10,7 +10,6 @@ import lightning
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -132,25 +131,6 @@ def test_steps_are_those_of_one_sample_at_a_time(tmp_path: Path, settings: Any) 
     assert not hasattr(module.model, "autograd_grad_sample_hooks")
 
 
-def test_files_have_nothing_of_gradients(tmp_path: Path) -> None:
-    """Norms and shares are on the progress bar; loggers and checkpoints have none of them."""
-    trainer, callback = fit(
-        Classifier(),
-        tmp_path,
-        logger=CSVLogger(tmp_path),
-        enable_checkpointing=True,
-        log_every_n_steps=1,
-    )
-    assert len(callback.run.readings) == 4
-    assert {"clipped_share", "median_norm"} <= trainer.progress_bar_metrics.keys()
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    (metrics,) = tmp_path.rglob("metrics.csv")
-    assert "epsilon" in metrics.read_text()
-    for file in tmp_path.rglob("*"):
-        content = file.read_bytes() if file.is_file() else b""
-        assert b"clipped_share" not in content and b"median_norm" not in content, file
-
-
 def test_parts_are_one_step(tmp_path: Path) -> None:
     """The same noise and the same samples, in parts of two; the schedule counts steps."""
     whole, in_parts = Classifier(), Classifier()
@@ -199,23 +179,6 @@ def test_target_epsilon_is_for_the_steps_of_the_run(tmp_path: Path) -> None:
     )
     assert callback.run.planned_steps == callback.run.steps == 2
     assert 2.9 < callback.epsilon <= 3.0
-
-
-def test_bfloat16(tmp_path: Path) -> None:
-    class Single(Classifier):
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            loss = F.cross_entropy(self.model(batch[0]), batch[1])
-            assert self.model(batch[0]).dtype == torch.bfloat16
-            return loss
-
-    module = Single()
-    module.model.float()
-    x, y = data().dataset.tensors
-    loader = DataLoader(TensorDataset(x.float(), y), batch_size=5)
-    trainer, callback = fit(
-        module, tmp_path, precision="bf16-mixed", physical=2, loader=loader, limit_val_batches=0
-    )
-    assert callback.run.steps == trainer.global_step == 4
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
@@ -131,67 +130,7 @@ def test_diffusion(name: str) -> None:
 # -- recommendation --------------------------------------------------------------------------------
 
 
-class Dlrm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bottom = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
-        self.tables = nn.ModuleList(nn.EmbeddingBag(10, 6, mode="sum") for _ in range(3))
-        self.top = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1))
-
-    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
-        first = self.bottom(dense)
-        bags = [table(ids[:, n]) for n, table in enumerate(self.tables)]
-        vectors = torch.stack([first, *bags], 1)
-        i, j = torch.tril_indices(4, 4, -1)
-        return self.top(torch.cat([first, (vectors @ vectors.mT)[:, i, j]], 1)).squeeze(1)
-
-
-def test_recommendation() -> None:
-    torch.manual_seed(0)
-
-    def draw() -> Any:
-        ids, clicked = torch.randint(0, 10, (B, 3, 2)), torch.rand(B).round().double()
-        return {"dense": torch.randn(B, 4).double(), "ids": ids, "clicked": clicked}
-
-    def losses(model: Any, batch: Any) -> Tensor:
-        scores = model(batch["dense"], batch["ids"])
-        return F.binary_cross_entropy_with_logits(scores, batch["clicked"], reduction="none")
-
-    check_loop(Dlrm(), draw, losses, rows)
-
-
 # -- one sample at a time --------------------------------------------------------------------------
-
-
-class Detector(nn.Module):
-    """Takes images of any size in a list, and the boxes of each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Conv2d(3, 6, 3, padding=1)
-        self.boxes = nn.Linear(6, 4)
-
-    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
-        found = []
-        for image, target in zip(images, targets, strict=True):
-            features = torch.tanh(self.body(image[None])).flatten(2)[0].T
-            guesses = self.boxes(features)  # [positions, 4]
-            nearest = torch.cdist(target["boxes"], guesses).min(1).values
-            found.append(nearest.mean())
-        return torch.stack(found)
-
-
-def test_a_detector() -> None:
-    torch.manual_seed(0)
-
-    def draw() -> Any:
-        images = [torch.randn(3, 5 + b, 7).double() for b in range(B)]
-        return images, [{"boxes": torch.rand(1 + b, 4).double()} for b in range(B)]
-
-    def one(batch: Any, b: int) -> Any:
-        return tuple(part[b : b + 1] for part in batch)
-
-    check_loop(Detector(), draw, lambda model, batch: model(*batch), one, mode="one_by_one")
 
 
 class Speech(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import peft
 import pytest
@@ -231,37 +231,6 @@ def test_pairs_are_samples(tmp_path: Path, loss_type: str, adapters: bool, known
     assert len(found["losses"]) == len(inputs["input_ids"]) // 2
     assert torch.allclose(found["losses"].mean(), theirs, atol=1e-6)
     assert float(found["losses"].std()) > 1e-4
-
-
-@pytest.mark.parametrize("adapters", [False, True])
-def test_a_step_without_pairs_adds_noise_only(tmp_path: Path, adapters: bool) -> None:
-    class Counting(ours.PrivateDPOTrainer):
-        sizes: ClassVar[list[list[int]]] = []
-
-        def training_step(self, model: nn.Module, inputs: Any, *more: Any) -> Tensor:
-            self.sizes.append(inputs.sizes)
-            return super().training_step(model, inputs, *more)
-
-    args = trl.DPOConfig(
-        output_dir=str(tmp_path),
-        **SETTINGS | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
-    )
-    options: dict[str, Any] = {"ref_model": llama()}
-    if adapters:
-        options = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"])}
-    private = Counting(
-        llama(),
-        args=args,
-        train_dataset=of_texts(prompt=["a b"] * 36, chosen=["c"] * 36, rejected=["d e"] * 36),
-        processing_class=tokenizer(),
-        privacy=privacy(seed=3),
-        **options,
-    )
-    before = [p.detach().clone() for p in private.model.parameters()]
-    private.train()
-    assert [0] in Counting.sizes and private.run.steps == 2
-    pairs = zip(before, private.model.parameters(), strict=True)
-    assert all((a != b).any() for a, b in pairs if b.requires_grad)
 
 
 def test_arguments_of_another_class_are_refused(tmp_path: Path) -> None:

@@ -67,23 +67,6 @@ def test_epsilon_in_logs(tmp_path: Path, capsys: Any) -> None:
     assert "np.float64" not in capsys.readouterr().out
 
 
-def test_epsilon_is_computed_once_for_so_many_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    private = trainer(tmp_path, num_train_epochs=1)
-    ask, asked = private.run.engine.accountant.get_epsilon, []
-    monkeypatch.setattr(
-        private.run.engine.accountant,
-        "get_epsilon",
-        lambda delta: asked.append(private.run.steps) or ask(delta),
-    )
-    assert private.epsilon == 0.0 and not asked
-    private.train()
-    logged = [log["epsilon"] for log in private.state.log_history if "epsilon" in log]
-    assert logged[-1] == private.epsilon == ask(private.privacy.target_delta)
-    assert asked == sorted({*asked})
-
-
 def test_delta_of_an_engine() -> None:
     """Of 20 samples: before training where it is given, otherwise when ε is asked for; once."""
     with warns("FC564", LargeDeltaWarning, match=r"0\.05 for 20 samples.*delta=0\.005"):
@@ -242,35 +225,6 @@ def test_parts_of_a_logical_batch_are_one_step() -> None:
             parts += 1
     assert parts > 4
     assert [text.split("   ")[0] for text in lines] == [f"step {n}" for n in range(1, 5)]
-
-
-def test_samples_per_second_are_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An epsilon takes time that a line's rate does not count."""
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    engine, model, optimizer, criterion, loader = private()
-
-    def slow(delta: float) -> float:
-        now[0] += 100.0
-        return 1.0
-
-    monkeypatch.setattr(engine, "get_epsilon", slow)
-    readings: list[Any] = []
-    read = ClippingStatistics.read
-
-    def kept(statistics: Any) -> Any:
-        readings.append(read(statistics))
-        return readings[-1]
-
-    monkeypatch.setattr(ClippingStatistics, "read", kept)
-    with PrivacyDashboard(engine, model, delta=1e-3, every=1, show=str) as dashboard:
-        for x, y in loader:
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            dashboard.update()
-            optimizer.step()
-            now[0] += 1.0
-    assert [reading.seconds for reading in readings] == [1.0] * len(loader)
 
 
 def test_no_samples() -> None:

@@ -170,31 +170,6 @@ def test_preference_pairs(tmp_path: Path) -> None:
         assert (model.state_dict()[name] - tensor).norm() <= 1e-6 * moved, name
 
 
-def test_batches_without_documents(tmp_path: Path) -> None:
-    """Noise only, and accounted."""
-    private = trainer(
-        tmp_path,
-        llama(),
-        sample_of="document",
-        train_dataset=texts(),
-        data_collator=packed,
-        noise=1.0,
-        max_steps=12,
-        rate={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
-    )
-    sizes: list[int] = []
-    step = private.training_step
-
-    def watched(model: nn.Module, inputs: Any, *args: Any) -> Tensor:
-        sizes.append(sum(inputs.sizes))
-        return step(model, inputs, *args)
-
-    private.training_step = watched
-    private.train()
-    assert 0 in sizes
-    assert private.run.steps == 12
-
-
 def test_a_collator_that_does_not_say_whose_rows_are(tmp_path: Path) -> None:
     private = trainer(tmp_path, llama(), sample_of="author", train_dataset=texts())
     private.data_collator = packed

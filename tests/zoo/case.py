@@ -280,6 +280,29 @@ def empty(case: ModelCase) -> None:
         assert all(p.grad is not None and not p.grad.any() for p in trained)
 
 
+def not_finite(case: ModelCase) -> None:
+    """A sample whose gradient is not finite adds nothing; the others are as they are without it."""
+    model, batch = case.make()
+    truth, others = case.truth(copy.deepcopy(model), batch), torch.arange(len(batch[0])) != 1
+    rest = Truth(
+        truth.norms[others],
+        {name: norms[others] for name, norms in truth.param_norms.items()},
+        {name: grads[others] for name, grads in truth.grads.items()},
+    )
+    bound = bound_of(rest)
+    flash = case.wrap(model, max_grad_norm=bound)
+    _step(case, flash, batch)  # shows who is a sample
+    for value in (math.nan, math.inf):
+        model.zero_grad(set_to_none=True)
+        _step(case, flash, batch, torch.where(others, 1.0, value))
+        assert not flash.get_clipping_coef()[~others].any()
+        assert_close(flash.get_norm_sample()[others], rest.norms, case.tolerance, "norms")
+        for name, grad in rest.clipped(bound).items():
+            slack = 1e-5 * truth.norms.max() / truth.param_norms[name].max().clamp(min=1e-30)
+            tolerance = 10 * case.tolerance * max(1.0, float(slack))
+            assert_close(model.get_parameter(name).grad, grad, tolerance, name)
+
+
 def autocast(case: ModelCase) -> None:
     """In 16 bits where autocast says so: norms of single samples as far as rounding goes."""
     model, batch = case.make(torch.float32)
@@ -304,6 +327,7 @@ WAYS: dict[str, Callable[[ModelCase], None]] = {
         padded,
         units,
         empty,
+        not_finite,
         autocast,
     )
 }

@@ -59,7 +59,7 @@ OPEN: dict[str, tuple[Pack, Unpack]] = {
         lambda y, z: (y, torch.distributions.Normal(z, 1.0)),
         lambda o: (o[0], o[1].loc),
     ),
-    "twice": (lambda y, z: (y, Data(y), Data(z)), lambda o: (o[1].a, o[2].a + 0 * o[0].sum())),
+    "twice": (lambda y, z: (y, Data(y), Data(z)), lambda o: (o[1].a, o[2].a + 0 * o[0][:, :1])),
     "model_output": (pack_of_model_output, lambda o: (o[0], o[1].last_hidden_state)),
 }
 CLOSED: dict[str, tuple[Pack, Unpack]] = {

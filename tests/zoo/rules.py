@@ -11,7 +11,7 @@ CASES: dict[str, ModelCase] = {
         model.batch,
         model.loss,
         options={"strict": False},
-        always=("units",),
+        always=("units", "not_finite"),
     )
     for name, model in MODELS.items()
 }
