@@ -346,10 +346,10 @@ REFUSED_USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 
 
 #: No stand-in can follow a parameter there. Each is exact where samples run one at a time.
-ALONE = ("vmap", "vmap_over_it", "jvp", "grad", "autograd_grad", "autograd_function", "scripted")
+ALONE = ("vmap", "vmap_over_it", "jvp", "grad", "autograd_function", "scripted")
 ALONE += ("as_subclass", "copied", "added_in_place", "diagonal", "slices_written", "written_into")
 ALONE += ("past_functions_of_a_childs", "reentrant_arguments", "autograd_function_of_derived")
-ALONE += ("in_place_result_dropped", "written_through_a_view")
+ALONE += ("written_through_a_view",)
 
 
 def dropped_out(m: Any, x: Tensor) -> Tensor:
@@ -360,9 +360,11 @@ def dropped_out(m: Any, x: Tensor) -> Tensor:
 #: What the ways do not run: PyTorch refuses a checkpoint or a compiler around it.
 NOT_INSIDE = ("checkpointed", "compiled")
 WITHOUT: dict[str, tuple[str, ...]] = {
-    "checkpointed_arguments": NOT_INSIDE,
+    **dict.fromkeys(["checkpointed_arguments", "autograd_grad"], NOT_INSIDE),
     **dict.fromkeys(["functional_call", "functional_call_of_computed"], ("compiled",)),
-    **dict.fromkeys(["function_of_a_childs_alone", "decomposed"], ("compiled",)),
+    **dict.fromkeys(
+        ["function_of_a_childs_alone", "decomposed", "in_place_result_dropped"], ("compiled",)
+    ),
     "compiled": ("compiled",),
     # Its copies of samples, or of a parameter, have another dtype then.
     **dict.fromkeys(["masked_tokens", "scatter", "index_put"], ("autocast",)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from flash_clipping._compat import (
 from flash_clipping.capture.borrowed import refuse_until_lent
 from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.proof.reads import REPEATED, Read
-from flash_clipping.capture.proxies.operation import ADDITION, IN_PLACE
 from flash_clipping.capture.proxies.parameter_proxy import (
     ParameterProxy,
     TableRows,
@@ -54,8 +53,10 @@ _EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _DETACHING = {"detach", "__get__data"}
 #: Functions of one tensor that return none.
 _ASKING = {"__get__dtype", "__get__shape", "__get__device", "__get__ndim", "dim", "size"}
-#: Functions of a tensor, others and numbers, element by element.
-_BY_ELEMENT = {"where", "masked_fill"}
+_ADDITION = {"add", "add_"}
+#: Functions of tensors and numbers, element by element.
+_BY_ELEMENT = _ADDITION | {"sub", "sub_", "subtract", "rsub", "__rsub__", "mul", "mul_", "multiply"}
+_BY_ELEMENT |= {"div", "div_", "true_divide", "__rdiv__", "where", "masked_fill", "addcmul", "lerp"}
 _LOOKUP = inspect.signature(F.embedding)
 _as_they_are = partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x, lambda x: x)
 
@@ -96,41 +97,33 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if name.startswith("__set") or (writes and not may_write):
         raise UnsupportedUse(tap, f"{name} writes into a tensor")
     in_place = name.endswith("_") and not name.startswith("__")
-    axis = _axis_of(name, leaves, bares[0])
     equation = "".join([leaf for leaf in leaves if isinstance(leaf, str)][:1])  # einsum's
     layout, use, count = _laid_out(tap, f"{name} {equation}".strip(), bares, others)
-    if layout is not None and not in_place:
-        given = [layout.front(others[0], count)]
-    else:
-        layout, given = None, others
-    batched = [] if name in _METADATA_ONLY else _carry_samples(tap, given, axis)
-    is_by_element = name in _BY_ELEMENT or (name in ADDITION and len(leaves) == 2)
+    axis = _axis_of(name, leaves, bares[0]) if layout is None else layout.axis
+    given = others if layout is None else [layout.front(others[0], count)]
+    batched = []
+    if name not in _METADATA_ONLY:
+        batched = _carry_samples(tap, given, axis if layout is None else 0)
+    fills = name == "masked_fill" and isinstance(leaves[-1], ParameterProxy)  # has to be a number
+    is_by_element = name in _BY_ELEMENT and not fills
     if any(batched):
-        if is_by_element:
-            shape = max(others, key=Tensor.dim).shape
-            leaves = [
-                x.of_one_row
-                if isinstance(x, ParameterProxy)
-                and (x.dim(), x.shape[:1]) == (len(shape), shape[:1])
-                else x
-                for x in leaves
-            ]
-            bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
         if writes:
             raise UnsupportedUse(tap, f"{name} writes into a tensor")
-        if in_place and (name not in IN_PLACE or len(leaves) != 2 or not is_plain(leaves[0])):
-            raise UnsupportedUse(tap, f"{name} changes a tensor in place")
         _refuse_mixing(tap, name, args, kwargs)
         _refuse_others(tap, name, others)
         reads = _last_reads(tap, len(batched))
-        by_sample = all(batched) and not axis and layout is None
-        if by_sample and is_by_element and _stays_whole(bares, others):
-            whole = of_samples(bares[0], len(others[0]), others[0].dim())
-            result = called(func, leaves, spec, lambda _: whole)
-        else:
-            if by_sample and short is not None:
+        result = None
+        if is_by_element:
+            carriers = [x for x, carries in zip(others, batched, strict=True) if carries]
+            result = _by_element(func, leaves, spec, carriers, axis, count)
+        if result is None:
+            if in_place:
+                raise UnsupportedUse(tap, f"{name} changes a tensor in place")
+            if axis and layout is None:
+                raise UnsupportedUse(tap, f"{name} adds axes to the batch")
+            if all(batched) and layout is None and short is not None:
                 note_served(func, bares[0], others[0])
-            result = mixed(func, leaves, spec, batched, axis, layout, count, use)
+            result = mixed(func, leaves, spec, batched, layout, count, use)
         if use and (call := tap.session.current_forward) is not None and call.reads is not None:
             call.reads.note_use(use, reads, result)
         return result
@@ -248,7 +241,7 @@ def _of_one_row(leaves: list[Any], bare: ParameterProxy) -> list[Any] | None:
 def _kept_of(name: str, leaves: list[Any]) -> Tensor | None:
     """Where the result of a function is the one stand-in among its arguments, element by element;
     ``None`` of functions that do more than choose."""
-    if name not in _BY_ELEMENT or len(leaves) != 3:
+    if name not in ("where", "masked_fill") or len(leaves) != 3:
         return None
     chosen: Tensor = leaves[0] if name == "where" else leaves[1]
     if not (is_plain(chosen) and chosen.dtype == torch.bool):
@@ -256,26 +249,51 @@ def _kept_of(name: str, leaves: list[Any]) -> Tensor | None:
     return chosen if name == "where" and isinstance(leaves[1], ParameterProxy) else ~chosen
 
 
-def _stays_whole(bares: list[ParameterProxy], others: list[Tensor]) -> bool:
-    """Whether samples, and one tensor that was computed from parameters, are put together element
-    by element so that nothing of it is repeated but for the samples."""
-    bare, whole = bares[0], others[0].shape
-    axes = len(whole)
-    shape = bare.shape[1:] if bare.shape[:1] == (1,) and bare.dim() == axes else bare.shape
-    return (
-        len(bares) == 1
-        and axes > 1
-        and len(shape) == axes - 1
-        and all(
-            len(x.shape) == axes
-            and x.shape[0] == whole[0]
-            and all([n in (1, m) for n, m in zip(x.shape[1:], shape, strict=True)])
-            for x in others
-        )
-        and bare.value.requires_grad
-        and bare.kept_origin is None
-        and torch.is_grad_enabled()
-    )
+def _by_element(
+    func: Callable[..., Any],
+    leaves: list[Any],
+    spec: Any,
+    samples: list[Tensor],
+    axis: int,
+    count: int,
+) -> Tensor | None:
+    """A function by element of samples, which lie along this axis, and stand-ins: every sample gets
+    the stand-ins for itself, as they are broadcast, and the rest is autograd's.
+
+    Args:
+        samples: the tensors among its arguments that carry them.
+        count: how many there are; 0: by the module's rows.
+
+    Returns:
+        ``None`` where a stand-in is not the same for all samples.
+    """
+    shape = _broadcast([x.shape for x in leaves if isinstance(x, Tensor)])
+    rank = len(shape)
+    if rank <= axis or not any(x.dim() == rank and x.shape[axis] == shape[axis] for x in samples):
+        return None
+    given = []
+    for x in leaves:
+        if isinstance(x, ParameterProxy):
+            if axis == 0 and x.dim() == rank and x.shape[:1] == shape[:1]:
+                x = x.of_one_row
+            if x.dim() >= rank - axis and x.shape[axis - rank] != 1:
+                return None
+            x = of_samples(x, shape, axis, count) if x.value.requires_grad else x.value
+        given.append(x)
+    args, kwargs = unflattened(given, spec)
+    result: Tensor = func(*args, **kwargs)
+    return result
+
+
+def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that tensors of these are broadcast to: in Python, ``torch.broadcast_shapes`` takes
+    as long as all else here. Where they do not fit, the function raises its own error."""
+    found = [1] * max(map(len, shapes))
+    for shape in shapes:
+        for n, size in enumerate(shape, len(found) - len(shape)):
+            if size != 1:
+                found[n] = size
+    return tuple(found)
 
 
 def _last_reads(tap: FactorSource, count: int) -> list[Read]:
@@ -375,7 +393,7 @@ def _axis_of(name: str, leaves: list[Any], bare: ParameterProxy) -> int:
 
     That is the first, but where rows of a table are added to a batch that has positions first.
     """
-    if name not in ADDITION or len(leaves) != 2 or bare.lookup is None:
+    if name not in _ADDITION or len(leaves) != 2 or bare.lookup is None:
         return 0
     plain = next((leaf for leaf in leaves if is_plain(leaf)), None)
     if plain is None or plain.dim() < 3 or plain.shape[-1] != bare.shape[-1]:
@@ -433,9 +451,12 @@ def _carry_samples(tap: FactorSource, tensors: list[Tensor], axis: int) -> list[
 def along(x: ParameterProxy, batch_size: int, axis: int) -> Tensor:
     """A stand-in that is handed to a layer in which each sample meets a place of its own along this
     axis."""
-    shape = [1] * x.dim()
-    shape[axis] = batch_size
-    like = torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
-    leaves, spec = flattened((like, x), {})
     with plain_functions():
-        return mixed(torch.add, leaves, spec, [True], 0, Layout(axis), batch_size)
+        if x.is_kept and x.value.stride(axis) == 0:  # all of these places are one
+            one = ParameterProxy.wrap(x.value.narrow(axis, 0, 1), x.leaves, x.tap)
+            return expanded(one, x.value, axis, batch_size)
+        shape = [1] * x.dim()
+        shape[axis] = batch_size
+        like = torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
+        leaves, spec = flattened((like, x), {})
+        return mixed(torch.add, leaves, spec, [True], Layout(axis), batch_size)

@@ -1,8 +1,8 @@
 """One operation between stand-ins and tensors that carry samples, and its gradients.
 
-A module may call ``F.linear`` on its weight, or write ``x @ self.weight.T`` or
-``self.weight * x_hat``, in a forward of its own: what it computes is known from the operation, and
-so is a factor of its gradient, as rules have it. Nothing is assumed of the module. Of any other
+A module may call ``F.linear`` on its weight, or write ``x @ self.weight.T``, in a forward of its
+own: what it computes is known from the operation, and so is a factor of its gradient, as rules
+have it. Nothing is assumed of the module. Of any other
 operation gradients are formed sample by sample: those of one sample are those with the output
 gradients of all others at 0.
 
@@ -27,7 +27,6 @@ from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.proxies.parameter_proxy import (
     AffineView,
     ParameterProxy,
-    TableRows,
     UnsupportedUse,
     unflattened,
 )
@@ -41,16 +40,12 @@ from flash_clipping.rules.linear import linear_backward, transposed_backward
 from flash_clipping.rules.normalization import DEFAULT_EPS, row_norm_backward
 from flash_clipping.rules.registry import GradRequest, Grads
 
-ADDITION = {"add", "add_"}
-MULTIPLICATION = {"mul", "multiply"}
-#: ``x += p`` arrives under this name; what it changes in place is an ordinary tensor.
-IN_PLACE = {"add_"}
 #: They may draw dropout, and an operand that is the same for all samples is broadcast over these.
 ATTENTION = {"scaled_dot_product_attention"}
 #: Linear maps: layers that read one input are measured together.
 READS_ROWS = {"linear", "matmul"}
 #: What they make of a sample is the same without the others, or an error: its axis is not theirs.
-_SAME_ALONE = ADDITION | MULTIPLICATION | READS_ROWS | {"einsum", "bmm", "baddbmm"}
+_SAME_ALONE = READS_ROWS | {"einsum", "bmm", "baddbmm", "add", "mul"}
 
 
 @dataclass
@@ -67,10 +62,6 @@ class ProxyOp:
     recomputed: bool
     #: What each of ``bares`` is of a parameter, where it is little more than that.
     origins: list[AffineView | None]
-    #: Which rows of a table the first of ``bares`` is, if it is.
-    rows: TableRows | None = None
-    #: Axis of what carries samples, and of the output, that holds them.
-    axis: int = 0
     #: Where samples lie in what carries them, and in the output, if not along the first axis; and
     #: how many there are.
     before: Layout | None = None
@@ -133,8 +124,6 @@ def gradients(
     factors: Iterable[tuple[nn.Parameter, PerSampleGrad]]
     if operation.tap.by_function:
         factors = _per_sample_factors(operation, plain, G)
-    elif (rows := _table_factor(operation, plain, G)) is not None:
-        factors = [rows]
     elif (found := _factored(operation, plain, values, needs, G)) is not None:
         return found
     else:
@@ -148,35 +137,12 @@ def _input_grads(
     """Gradients of the tensors that carry samples: the operation's own backward."""
     if not any(needs):
         return [None] * len(plain)
-    if (
-        operation.name in ADDITION
-        and len(plain) == 1
-        and len(operation.leaves) == 2  # a third is alpha
-        and plain[0].shape == G.shape
-        and not G.is_complex()
-    ):
-        return [G.to(plain[0].dtype)]
     inputs = [tensor.detach().requires_grad_(n) for tensor, n in zip(plain, needs, strict=True)]
     with torch.enable_grad():
         output = operation.call(inputs, [bare.value.detach() for bare in operation.bares])
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     found = iter(torch.autograd.grad(output, wanted, G))
     return [next(found) if need else None for need in needs]
-
-
-def _table_factor(
-    operation: ProxyOp, plain: list[Tensor], G: Tensor
-) -> tuple[nn.Parameter, PerSampleGrad] | None:
-    """The gradient of a table of which single rows were added to something that has samples,
-    without a table per sample."""
-    bare, rows = operation.bares[0], operation.rows
-    if rows is None or operation.name not in ADDITION or operation.after is not None:
-        return None
-    if len(operation.leaves) != 2 or len(plain) != 1 or (operation.axis and rows.feature != -1):
-        return None
-    if -rows.feature >= G.dim() or bare.shape[rows.feature] != G.shape[rows.feature]:
-        return None
-    return bare.leaves[rows.table], rows.factor(G, operation.axis)
 
 
 def _per_sample_factors(
@@ -277,15 +243,6 @@ def _operand_grads_in_turn(operation: ProxyOp, plain: list[Tensor], G: Tensor) -
     return found
 
 
-def _reduce_to(G: Tensor, shape: Sequence[int]) -> Tensor:
-    """Add up ``G [B, ...]`` over the axes that ``shape`` was broadcast along, sample by sample."""
-    aligned = [1] * (G.dim() - len(shape)) + list(shape)
-    axes = [i for i in range(1, G.dim()) if aligned[i] == 1 and G.shape[i] != 1]
-    if axes:
-        G = G.sum(axes, keepdim=True, dtype=accumulation_dtype(G.dtype))
-    return G.reshape(G.shape[0], *shape)
-
-
 def _factored(
     operation: ProxyOp, plain: list[Tensor], values: list[Tensor], needs: Sequence[bool], G: Tensor
 ) -> tuple[list[Tensor | None], Factors] | None:
@@ -295,8 +252,7 @@ def _factored(
         ``None`` where there is none: another operation, more than one tensor that carries samples,
         or a stand-in that is more than a parameter laid out again.
     """
-    is_pointwise = operation.name in ADDITION | MULTIPLICATION
-    if operation.axis or operation.after or not (is_pointwise or operation.name in _FORMULAS):
+    if operation.after or operation.name not in _FORMULAS:
         return None
     if sum(operation.batched) != 1 or G.is_complex() or any(x.is_complex() for x in plain):
         return None
@@ -304,43 +260,13 @@ def _factored(
     if any(need and place != at for place, need in enumerate(needs)):
         return None
     values = values or [bare.value.detach() for bare in operation.bares]
-    gradients_of = _pointwise if is_pointwise else _by_rule
-    found = gradients_of(operation, plain, values, plain[at], needs[at], G)
+    found = _by_rule(operation, plain, values, plain[at], needs[at], G)
     if found is None:
         return None
     grads: list[Tensor | None] = [None] * len(plain)
     if found[0] is not None:
         grads[at] = found[0].to(plain[at].dtype)
     return grads, found[1]
-
-
-def _pointwise(
-    operation: ProxyOp,
-    plain: list[Tensor],
-    values: list[Tensor],
-    samples: Tensor,
-    is_wanted: bool,
-    G: Tensor,
-) -> Gradients | None:
-    """``samples``, and a stand-in that is broadcast over these, or expanded over them."""
-    if len(operation.leaves) != 2 or len(plain) != 1:
-        return None
-    (bare,), (other,), (origin,) = operation.bares, values, operation.origins
-    product, shape = operation.name in MULTIPLICATION, other.shape
-    value = bare.value
-    if (len(shape) == G.dim() and shape[0] != 1) or samples.shape != G.shape:
-        return None
-    grad_input = None
-    if is_wanted:
-        grad_input = G * other if product else G
-    if not value.requires_grad:
-        return grad_input, []  # computed with gradients off
-    G = G * samples if product else G
-    grads_B = _reduce_to(G, shape)
-    grads_B = in_samples(grads_B, operation.tap.parts(len(G), operation.samples))
-    if origin is not None:
-        return grad_input, [(bare.leaves[origin.leaf], DenseGrad(origin.grads(grads_B)))]
-    return grad_input, [(p, DenseGrad(grads)) for p, grads in through(value, bare.leaves, grads_B)]
 
 
 def _by_rule(

@@ -247,16 +247,12 @@ class TableRows:
     padding_idx: int | None
     feature: int = -1
 
-    def factor(self, G: Tensor, axis: int) -> PerSampleGrad:
-        """The per-sample gradients of a sum of these rows and something that has samples along
-        this axis; ``G`` is the gradient of the sum."""
-        G = G.movedim(self.feature, -1)
-        V, T, d = len(self.table), G.shape[:-1].numel() // max(1, G.shape[axis]), G.shape[-1]
-        place = axis + self.ids.dim() - (G.dim() - 1)
-        alike = place < 0 or self.ids.shape[place] == 1
-        ids = self.ids.expand(G.shape[:-1]).transpose(0, axis)
-        G = G.transpose(0, axis)
-        if alike and 2 * V <= T and V * T <= _SELECTED and len(G):
+    def factor(self, grads_B: Tensor) -> PerSampleGrad:
+        """Per-sample gradients ``[B, ...]`` of these rows as those of the table."""
+        G = grads_B.movedim(self.feature, -1)
+        V, T, d = len(self.table), G.shape[:-1].numel() // max(1, len(G)), G.shape[-1]
+        ids = self.ids.expand(G.shape[:-1])
+        if 2 * V <= T and V * T <= _SELECTED and len(G):
             # Every sample reads the same rows, and each many times: sums are one matrix product.
             dtype = accumulation_dtype(G.dtype)
             ids_T = ids[0].reshape(T, 1)

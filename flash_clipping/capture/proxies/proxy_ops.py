@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,6 @@ from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.proxies.operation import (
     ATTENTION,
-    IN_PLACE,
     READS_ROWS,
     ProxyOp,
     gradients,
@@ -49,7 +49,6 @@ def mixed(
     leaves: list[Any],
     spec: Any,
     batched: list[bool],
-    axis: int,
     before: Layout | None = None,
     count: int = 0,
     use: str = "",
@@ -58,7 +57,7 @@ def mixed(
     bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
     tap = bares[0].tap
     plain = [leaf for leaf in leaves if is_plain(leaf)]
-    if (name := name_of(func)) in ATTENTION and before is None and axis == 0:
+    if (name := name_of(func)) in ATTENTION and before is None:
         return _attention(func, leaves, spec, plain[batched.index(True)])
     device_type = plain[0].device.type
     operation = ProxyOp(
@@ -75,8 +74,6 @@ def mixed(
         ),
         recomputed=in_backward(),
         origins=[bare.kept_origin if bare.value.requires_grad else None for bare in bares],
-        rows=bares[0].kept_lookup,
-        axis=axis,
         before=before,
         count=count,
     )
@@ -103,30 +100,33 @@ def note_recomputation(tap: FactorSource, recomputed: bool) -> None:
         tap.session.calls.recomputed[tap.path] = functools.partial(recomputable, tap)
 
 
-def of_samples(bare: ParameterProxy, count: int, rank: int) -> Tensor:
-    """What stands in for parameters, expanded over so many rows of samples: an ordinary tensor from
-    here on.
+def of_samples(
+    bare: ParameterProxy, shape: Sequence[int], axis: int = 0, samples: int = 0
+) -> Tensor:
+    """What stands in for parameters, broadcast to this shape, whose ``axis`` holds the samples: an
+    ordinary tensor from here on.
 
     Layers that all add one table of biases to their scores share it, and autograd adds up what
     comes back from them.
 
     Args:
-        bare: ``[1, ...]`` of this rank, or ``[...]`` of a lower one.
+        samples: how many there are; 0: by the module's rows.
     """
     session, recomputed = bare.tap.session, in_backward()
     call = session.current_forward
-    key = bare, count, rank, bare.value._version
+    key = bare, tuple(shape), axis, bare.value._version
     may_share = not recomputed and bare.tap.entered in (None, circumstances())
     shared = {} if call is None or call.ended or not may_share else call.expansions
     if (found := shared.get(key)) is not None:
         return found
-    value = bare.value.detach()
-    shape = value.shape[1:] if value.dim() == rank else value.shape
-    whole = value.expand(count, *[1] * (rank - 1 - len(shape)), *shape)
-    samples = count // bare.tap.parts(count, None if call is None else call.batch_size)
-    parent = bare.parent if may_share and bare.parent is not None and bare.parent.is_kept else None
-    above = None if parent is None else of_samples(parent, count, rank)
-    shared[key] = expanded(bare, whole, 0, samples, above)
+    if not samples:
+        size = shape[axis]
+        samples = size // bare.tap.parts(size, None if call is None else call.batch_size)
+    parent = bare.parent if may_share and axis == 0 else None
+    if parent is None or not parent.is_kept or math.prod(shape) != shape[0] * bare.numel():
+        parent = None  # each row of it is one of the stand-in
+    above = None if parent is None else of_samples(parent, shape, axis, samples)
+    shared[key] = expanded(bare, bare.value.detach().expand(shape), axis, samples, above)
     return shared[key]
 
 
@@ -179,7 +179,8 @@ class _Expansion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: tuple[Any, ...], *parents: Tensor) -> Tensor:
         bare, whole, ctx.axis, ctx.samples, ctx.recomputed = given
-        ctx.bare, ctx.parents, ctx.rows = bare, parents, bare.kept_lookup
+        ctx.bare, ctx.parents = bare, parents
+        ctx.rows, ctx.origin = bare.kept_lookup, bare.kept_origin
         if bare.kept is not None:
             ctx.save_for_backward(bare.kept)
         return own(whole)
@@ -199,9 +200,19 @@ class _Expansion(torch.autograd.Function):
             return None, found_B.reshape(shape)
         grads_B = _of_repetitions(G, bare.shape, ctx.axis, ctx.samples)
         if rows is not None:
-            return None, *_recorded(*given, [(bare.leaves[rows.table], rows.factor(grads_B, 0))])
-        found = through(bare.value, bare.leaves, grads_B.reshape(len(grads_B), *bare.shape))
+            return None, *_recorded(*given, [(bare.leaves[rows.table], rows.factor(grads_B))])
+        if (origin := ctx.origin) is not None:
+            found: Iterable[Any] = [(bare.leaves[origin.leaf], origin.grads(grads_B))]
+        else:
+            grads_B = grads_B.reshape(len(grads_B), *bare.shape)
+            found = through(bare.value, bare.leaves, grads_B)
         return None, *_recorded(*given, ((param, DenseGrad(grads)) for param, grads in found))
+
+
+def _for_each(bare: ParameterProxy, count: int, rank: int) -> tuple[int, ...]:
+    """The shape of so many of it, with as many axes as this."""
+    shape = bare.shape[1:] if bare.dim() == rank else bare.shape
+    return count, *[1] * (rank - 1 - len(shape)), *shape
 
 
 def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: Tensor) -> Tensor:
@@ -216,10 +227,10 @@ def _attention(func: Callable[..., Any], leaves: list[Any], spec: Any, samples: 
         if bare.shape[:1] == (B,) and bare.dim() == rank:
             bare = bare.of_one_row
         if (bare.dim() < rank or len(bare) == 1) and bare.value.requires_grad:
-            return of_samples(bare, B, rank)
+            return of_samples(bare, _for_each(bare, B, rank))
         zeros = samples.new_zeros((), dtype=bare.dtype).expand(B, *[1] * (rank - 1))
         sum_leaves, sum_spec = flattened((zeros, bare), {})
-        return mixed(torch.add, sum_leaves, sum_spec, [True], 0)
+        return mixed(torch.add, sum_leaves, sum_spec, [True])
 
     of_samples_only = [of_each(x) if isinstance(x, ParameterProxy) else x for x in leaves]
     args, kwargs = unflattened(of_samples_only, spec)
@@ -249,18 +260,13 @@ class _MixedFunction(torch.autograd.Function):
             )
         if operation.after is not None and operation.after.parts(output, operation.count) is None:
             raise UnsupportedUse(operation.tap, f"{operation.name} moves the batch axis")
-        if operation.axis and output.shape != tensors[0].shape:
-            raise UnsupportedUse(operation.tap, f"{operation.name} adds axes to the batch")
         sizes = {x.shape[0] for x in batches if x.dim() == output.dim()}
         sizes = sizes or {x.shape[0] for x in batches}
         moved = output.dim() == 0 or output.shape[0] not in sizes
         if operation.after is None and moved and not operation.is_searched:
             raise UnsupportedUse(operation.tap, f"{operation.name} moves the batch axis")
         ctx.operation = operation
-        if operation.name in IN_PLACE:
-            ctx.mark_dirty(tensors[0])
-            ctx.shape = tensors[0].shape
-        elif None in operation.origins:
+        if None in operation.origins:
             ctx.save_for_backward(*tensors[:n_plain])
         else:  # through autograd, so that a parameter that changes before backward is noticed
             ctx.save_for_backward(*tensors[:n_plain], *values)
@@ -278,9 +284,6 @@ class _MixedFunction(torch.autograd.Function):
         n_plain = len(operation.batched)
         saved = list(ctx.saved_tensors)
         plain, values = saved[:n_plain], saved[n_plain:]
-        if operation.name in IN_PLACE:  # an addition needs shapes; here it writes nothing
-            operation.func, plain = torch.add, [G.new_empty(()).expand(ctx.shape)]
-            values = [bare.value.detach() for bare in operation.bares]
         needs = ctx.needs_input_grad[2 : 2 + n_plain]
         grads, factors = gradients(operation, plain, values, needs, G)
         given = operation.recomputed, operation.readers, operation.samples
@@ -396,7 +399,7 @@ def _short_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
         return None
     if _known(F.scaled_dot_product_attention, mask, query, reads=3) is None:
         return None
-    whole = of_samples(mask, len(query), rank)
+    whole = of_samples(mask, _for_each(mask, len(query), rank))
     return F.scaled_dot_product_attention(*args, **{**kwargs, "attn_mask": whole})
 
 
