@@ -181,8 +181,6 @@ class PoissonLoader(DPDataLoader):
     def from_data_loader(cls, data_loader: DataLoader[Any], **kwargs: Any) -> Any:
         """This loader for another one's data, at that one's rate unless ``sample_rate`` is given.
         That one's own generator goes on seeding workers; it does not tell what is drawn."""
-        if isinstance(data_loader.dataset, IterableDataset):
-            raise InvalidValue("FC332 Uniform sampling is not supported for IterableDataset")
         names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context"
         names += " prefetch_factor persistent_workers drop_last collate_fn generator"
         options = {name: getattr(data_loader, name) for name in names.split()} | kwargs
@@ -304,25 +302,17 @@ def refuse_loader(loader: Any, *, poisson_sampling: bool, distributed: bool) -> 
             + "])\nof flash_clipping; or poisson_sampling=False, for which "
             "epsilon is an approximation",
         )
-    if not hasattr(dataset, "__len__"):
-        _refuse(
-            f"its dataset ({type(dataset).__name__}) has no __len__",
-            "The sample rate and the expected batch size need the number of samples",
-        )
     if batches is None and (poisson_sampling or not isinstance(dataset, IterableDataset)):
         _refuse("batch_size=None", "Give it a batch size: samples are one axis of a batch")
     size = len(dataset)
-    if getattr(batches, "is_strict", False) and not poisson_sampling:
-        _refuse(
-            f"batch_sampler={type(batches).__name__} of an engine, with poisson_sampling=False",
-            "Its batches are accounted for by that engine alone. Leave poisson_sampling out",
-        )
     rate = getattr(batches, "sample_rate", 0.0)
-    if not poisson_sampling and rate > (1 + 1e-9) / len(loader):
+    is_another = getattr(batches, "is_strict", False) or rate > (1 + 1e-9) / len(loader)
+    if is_another and not poisson_sampling:
         _refuse(
-            f"a Poisson sampler with sample_rate={rate}, and {len(loader)} batches",
-            "A rate of one over the number of batches would be accounted. Use such a rate, or "
-            "leave poisson_sampling out",
+            f"batch_sampler={type(batches).__name__} with sample_rate={rate}, {len(loader)} "
+            "batches, and poisson_sampling=False",
+            "Poisson batches of a rate of one over their number would be accounted. Leave "
+            "poisson_sampling out",
         )
     if isinstance(batches, _POISSON) or batches is None:
         return
