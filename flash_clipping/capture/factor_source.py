@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -33,6 +33,20 @@ def owners(module: nn.Module) -> list[nn.Module]:
 def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Parameters that the module's own forward uses directly."""
     return [p for owner in owners(module) for p in owner.parameters(recurse=False)]
+
+
+def ordinary_gradients(
+    session: ClippingSession,
+    params: Iterable[nn.Parameter],
+    factors: Iterable[tuple[nn.Parameter, PerSampleGrad]],
+) -> list[Tensor | None]:
+    """Gradients of these parameters summed over the batch, as autograd has them where nothing is
+    recorded; ``None`` for those without a factor."""
+    sums: dict[nn.Parameter, Tensor] = {}
+    for param, factor in factors:
+        grad = factor.clipped_sum(None, session.options.backend).view_as(param).to(param.dtype)
+        sums[param] = sums[param] + grad if param in sums else grad
+    return [*map(sums.get, params)]
 
 
 class Guard(dict[None, None]):

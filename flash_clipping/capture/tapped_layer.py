@@ -10,9 +10,8 @@ from torch import Tensor, is_grad_enabled, nn
 
 from flash_clipping._compat import apply_of, is_alias_of
 from flash_clipping.capture.declared_rows import DeclaredRows
-from flash_clipping.capture.factor_source import Trainable
+from flash_clipping.capture.factor_source import Trainable, ordinary_gradients
 from flash_clipping.capture.forward_call import ForwardCall
-from flash_clipping.capture.session import ClippingSession
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.factors import PerSampleGrad
 from flash_clipping.finish.backward_pass import stored_where_cheaper
@@ -126,7 +125,8 @@ def backward_of(
             tap.note_recorded(ctx.trainable, ctx.call.count_readers(ctx.place, params))
         tap.record(params, factors, ctx.recomputed, readers, ctx.rows)
         return (*_NONE, *grads, *(None,) * (rest + len(params)))
-    return (*_NONE, *grads, *(None,) * rest, *_ordinary(factors, params, session))
+    of_params = ordinary_gradients(session, params, zip(params, factors, strict=True))
+    return (*_NONE, *grads, *(None,) * rest, *of_params)
 
 
 class ProvenLayer(torch.autograd.Function):
@@ -163,7 +163,8 @@ class ProvenLayer(torch.autograd.Function):
         grad, by_name = tap.rule.backward(tap.layer, ctx.saved_tensors, grad_output, needs)
         factors: Sequence[PerSampleGrad] = [*map(by_name.__getitem__, names)]
         if not session.mode.enabled:
-            return None, None, None, None, grad, *_ordinary(factors, params, session)
+            of_params = ordinary_gradients(session, params, zip(params, factors, strict=True))
+            return None, None, None, None, grad, *of_params
         running = session.calls.running_pass()
         if running is None:
             running = tap.running_backward_pass(recomputed=False)
@@ -175,16 +176,6 @@ class ProvenLayer(torch.autograd.Function):
             factors = found
         running.record(tap.path, params, factors)
         return None, None, None, None, grad, *(None,) * len(params)
-
-
-def _ordinary(
-    factors: Sequence[PerSampleGrad], params: Sequence[nn.Parameter], session: ClippingSession
-) -> list[Tensor]:
-    """Gradients summed over the batch, as autograd has them."""
-    return [
-        factor.clipped_sum(None, session.options.backend).view_as(param)
-        for param, factor in zip(params, factors, strict=True)
-    ]
 
 
 #: Gradients of what a tapped layer is told besides its inputs and parameters.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.compiled.wires import Form, Meta, Source
+from flash_clipping.capture.factor_source import ordinary_gradients
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import tensors_in
 from flash_clipping.capture.session import ClippingSession
@@ -69,6 +70,7 @@ class Layout:
         refused: layers that were called and have no wires, by their paths, and why.
         unproven: those of them that may get wires, once it is proven that they read samples.
         uncompiled: why the region does not run as compiled, but for ``fullgraph``.
+        misuse: why there are no wires for what is the same for all samples, if there are none.
         outside: what a checkpoint changes, as it was outside of any.
         kept: what identifies it by ``id``.
     """
@@ -79,6 +81,7 @@ class Layout:
     refused: dict[str, str] = field(default_factory=dict)
     unproven: set[str] = field(default_factory=set)
     uncompiled: str = ""
+    misuse: str = ""
     outside: Any = None
     kept: Any = None
 
@@ -199,13 +202,8 @@ class Wired(torch.autograd.Function):
         of_slots = [(slot.tap, slot.factors(grads)) for slot in layout.slots]
         found = [(tap, factors) for tap, factors in of_slots if factors]
         if not session.mode.enabled:  # since forward
-            sums: dict[nn.Parameter, Tensor] = {}
-            for param, factor in [pair for _, factors in found for pair in factors]:
-                grad = (
-                    factor.clipped_sum(None, session.options.backend).view_as(param).to(param.dtype)
-                )
-                sums[param] = sums[param] + grad if param in sums else grad
-            return None, None, *[sums.get(param) for param in layout.params]
+            pairs = [pair for _, factors in found for pair in factors]
+            return None, None, *ordinary_gradients(session, layout.params, pairs)
         if found:
             backward_pass = found[0][0].running_backward_pass(recomputed)
             readers = _readers(call, [factors[0][1] for _, factors in found])

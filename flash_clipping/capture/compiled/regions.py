@@ -24,7 +24,7 @@ from flash_clipping._compat import (
 )
 from flash_clipping.capture.compiled.layout import Handed, Layout, Wired, kind_of_call
 from flash_clipping.capture.compiled.tracing import ACTIVE, begin_trace, kind_of, traces
-from flash_clipping.capture.compiled.unbatched import note_escaped, noting_misuse
+from flash_clipping.capture.compiled.unbatched import UnsupportedConstant, refuse_escaped
 from flash_clipping.capture.compiled.wires import rule_of
 from flash_clipping.capture.forward_call import in_backward
 from flash_clipping.capture.inputs import arrived, map_tensors, tensors_in
@@ -214,7 +214,7 @@ class Region:
                 ACTIVE[key] = layout.calls, self._make(layout)
             output = self.compiled(*args, **kwargs)
             if layout is not None and layout.has_same_for_all:
-                note_escaped(output)
+                refuse_escaped(output)
             return output
         finally:
             session.calls.proven_call = call
@@ -244,8 +244,11 @@ class Region:
                 tap.number = number
             mode.numbered = self.taps
 
-    def _learn(self, batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
-        """Run the region once, uncompiled, to see what its layers leave."""
+    def _learn(
+        self, batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], misuse: str = ""
+    ) -> Layout:
+        """Run the region once, uncompiled, to see what its layers leave; once more where it uses
+        what is the same for all samples as no region can (``misuse``)."""
         session = self.session
         args, kwargs = map_tensors(
             lambda x: x.detach().clone().requires_grad_(x.requires_grad), (args, kwargs)
@@ -253,7 +256,7 @@ class Region:
         tensors = [*tensors_in((args, kwargs)), *session.options.state()]
         devices = {x.device for x in tensors if x.is_cuda}
         self._number_taps()
-        layout = Layout(batch_size, [[] for _ in self.taps])
+        layout = Layout(batch_size, [[] for _ in self.taps], misuse=misuse)
         before, session.mode.learning = session.mode.learning, layout
         try:
             with (
@@ -263,23 +266,16 @@ class Region:
                 checkpoints_replaced(PlainCheckpoint),
                 session.bypass(),
                 as_if_compiling(),
-                noting_misuse() as misuse,
             ):
                 layout.outside = circumstances()
-                note_escaped(self.inner(*args, **kwargs))
+                refuse_escaped(self.inner(*args, **kwargs))
+        except UnsupportedConstant as error:
+            why = f"it computes what is the same for all samples, and {error.use}"
+            return self._learn(batch_size, args, kwargs, why)
         finally:
             session.mode.learning = before
         for tap, calls in zip(self.taps, layout.calls, strict=True):
-            reads_same = any(slot.kind == "same for all" for slot in calls or ())
-            if misuse and (reads_same or any(slot.kind == "own" for slot in calls or ())):
-                why = f"it computes what is the same for all samples, and {misuse[0]}"
-                layout.refuse(tap, why)
-                if reads_same:
-                    layout.uncompiled = (
-                        f"{tap.path}: {why}. Such values cannot go from one graph to the next: "
-                        "expand what the layer reads over the batch, x.expand(batch_size, ...)."
-                    )
-            elif calls == [] and (tap.trainable()[1] or (tap.rule and tap.rule.allows_children)):
+            if calls == [] and (tap.trainable()[1] or (tap.rule and tap.rule.allows_children)):
                 layout.calls[tap.number] = None  # if it is called after all, then alone
             if session.options.layers_are_cut and tap.path in layout.refused:
                 layout.uncompiled = (

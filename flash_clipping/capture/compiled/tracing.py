@@ -24,9 +24,9 @@ from flash_clipping.capture.compiled.unbatched import (
     SameRows,
     Unbatched,
     memory_of,
+    refuse_constants,
     rows_of,
     same_for_all,
-    without_same,
 )
 from flash_clipping.capture.compiled.wires import (
     PerSampleParameters,
@@ -318,6 +318,13 @@ def _noted_call(
             kind, why = _kind_of_constant(tap), UNPROVEN
     if kind == "samples" and x is not None and not rule_of(tap).serves(layer, x):
         kind, why = ("own" if _has_rows(tap) else None), "its rule does not serve what it reads"
+    if kind in ("own", "same for all") and layout.misuse:
+        if kind == "same for all":
+            layout.uncompiled = (
+                f"{tap.path}: {layout.misuse}. Such values cannot go from one graph to the next: "
+                "expand what the layer reads over the batch, x.expand(batch_size, ...)."
+            )
+        kind, why = None, layout.misuse
     if kind == "own" and layout.batch_size:
         return _noted_own_call(tap, layout, args, kwargs)
     if kind == "same for all" and x is not None and layout.batch_size:
@@ -326,7 +333,7 @@ def _noted_call(
         read = x.transpose(0, axis)
     else:
         layout.refuse(tap, why or NOT_ONE_TENSOR)
-        args, kwargs = without_same(tap.path, args, kwargs)
+        refuse_constants(tap.path, args, kwargs)
         return original(*args, **kwargs)
     try:
         layout.add(tap, kind, *forms_of_rule(rule_of(tap), layer, tap.trainable()[0], read))

@@ -18,10 +18,9 @@ Shape suffixes: ``B`` samples.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,43 +105,35 @@ def _plain(x: Any) -> Any:
     return x
 
 
-# -- what is noted while a region learns its shapes ------------------------------------------------
+class UnsupportedConstant(FlashClippingError):
+    """What is the same for all samples is used in a way that is not supported in a region.
+
+    Attributes:
+        use: what was done with it.
+    """
+
+    def __init__(self, path: str, use: str):
+        self.use = use
+        super().__init__(
+            f"FC714 {path or 'a compiled layer'}: it computes what is the same for all samples "
+            f"(from ids of positions, or from parameters alone), and {use}. Call the layer "
+            "outside of what is compiled, or expand what it reads: x.expand(batch_size, ...)."
+        )
 
 
-class _Learning(threading.local):
-    #: While a region learns what its layers see: why what is the same for all cannot be supported.
-    found: list[str] | None = None
-
-
-_learning = _Learning()
-
-
-@contextmanager
-def noting_misuse() -> Iterator[list[str]]:
-    """While the body runs, unsupported functions run as they would have; they are noted."""
-    before, _learning.found = _learning.found, list[str]()
-    try:
-        yield _learning.found
-    finally:
-        _learning.found = before
-
-
-def note_escaped(output: Any) -> None:
+def refuse_escaped(output: Any) -> None:
     """What a region returns leaves it: outside, a row for each sample is nothing that is known."""
     for x in tensors_in(output):
         if isinstance(x, Unbatched):
-            if _learning.found is None:
-                _raise(_path_of(x), "return")
-            _learning.found.append(f"the region returns what {_path_of(x)} computes")
+            path = _path_of(x)
+            raise UnsupportedConstant(path, f"the region returns what {path or 'it'} computes")
 
 
-def without_same(
-    path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer that takes samples only, as they would have been."""
-    if _learning.found is not None and _unbatched_in(args, kwargs):
-        _learning.found.append(f"{path} is called with what is computed from constants alone")
-    return _plain(args), {key: _plain(value) for key, value in kwargs.items()}
+def refuse_constants(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse the call of a layer that takes samples only."""
+    if _unbatched_in(args, kwargs):
+        found = f"{path} is called with what is computed from constants alone"
+        raise UnsupportedConstant(path, found)
 
 
 # -- functions of it -------------------------------------------------------------------------------
@@ -184,7 +175,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    name, named = _name_of(func), {key: _plain(value) for key, value in kwargs.items()}
+    name = _name_of(func)
     if name in _ASKED:
         z = _plain(args[0])
         return getattr(z, name[7:]) if name.startswith("__get__") else func(z, *args[1:])
@@ -198,12 +189,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
         return result
     found = _unbatched_in(args, kwargs)
     path = _path_of(found[0]) if found else ""
-    if is_dynamo_compiling() or _learning.found is None:
-        _raise(path, name)
-    _learning.found.append(
-        f"{name} is called with what {path or 'a layer'} computes from constants or parameters"
-    )
-    return func(*_plain(args), **named)
+    raise UnsupportedConstant(path, f"{name} is called with it")
 
 
 def _of_each(
@@ -307,14 +293,6 @@ def _agree(each: Tensor, whole: Tensor) -> bool:
     near = torch.finfo(whole.dtype).eps ** 0.5
     scale = float(whole.detach().nan_to_num(0, 0, 0).abs().amax()) if whole.numel() else 0.0
     return torch.allclose(each, whole.expand_as(each), near, near * scale, equal_nan=True)
-
-
-def _raise(path: str, name: str) -> NoReturn:
-    raise FlashClippingError(
-        f"FC714 {path or 'a compiled layer'}: it computes what is the same for all samples (from "
-        f"ids of positions, or from parameters alone), and {name} is called with it. Call the "
-        "layer outside of what is compiled, or expand what it reads: x.expand(batch_size, ...)."
-    )
 
 
 def _unbatched_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

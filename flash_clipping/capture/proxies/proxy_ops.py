@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_clipping._compat import apply_of, is_autocasting, memory_id, transforms_are_active
-from flash_clipping.capture.factor_source import FactorSource
+from flash_clipping.capture.factor_source import FactorSource, ordinary_gradients
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.proxies.operation import (
     ATTENTION,
@@ -305,23 +305,13 @@ def _recorded(
     factors: Iterable[tuple[nn.Parameter, PerSampleGrad]],
 ) -> list[Tensor | None]:
     """Record factors, of which some may be of one parameter; what backward returns for each."""
+    if not tap.session.mode.enabled:
+        return ordinary_gradients(tap.session, params, factors)
     by_param: dict[nn.Parameter, PerSampleGrad] = {}
     for param, factor in factors:
         by_param[param] = merge([by_param[param], factor]) if param in by_param else factor
-    if tap.session.mode.enabled:
-        found = list(by_param), list(by_param.values())
-        tap.record(*found, recomputed, readers, samples=samples)
-        return [None] * len(params)
-    # An ordinary backward: ordinary gradients.
-    return [
-        by_param[param]
-        .clipped_sum(None, tap.session.options.backend)
-        .view_as(param)
-        .to(param.dtype)
-        if param in by_param
-        else None
-        for param in params
-    ]
+    tap.record(list(by_param), list(by_param.values()), recomputed, readers, samples=samples)
+    return [None] * len(params)
 
 
 # -- short ways ------------------------------------------------------------------------------------
@@ -426,11 +416,8 @@ class _LinearFunction(torch.autograd.Function):
         refuse_second(ctx.tap)
         needs = GradRequest((ctx.needs_input_grad[2],), _WEIGHT, ctx.tap.session.options.backend)
         grad, factors = linear_backward(x, weight, G, needs)
-        factor = factors["weight"]
-        if ctx.tap.session.mode.enabled:
-            ctx.tap.record([ctx.weight], [factor], False, samples=ctx.samples)
-            return None, None, grad, None
-        return None, None, grad, factor.clipped_sum(None, ctx.tap.session.options.backend)
+        found = [(ctx.weight, factors["weight"])]
+        return None, None, grad, *_recorded(ctx.tap, [ctx.weight], False, None, ctx.samples, found)
 
 
 # Transforms of torch.func were refused before.
