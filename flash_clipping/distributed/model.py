@@ -102,13 +102,8 @@ class SynchronizedProbe:
             self._most_urgent(_RUNS)
             try:
                 return forward(*args, **kwargs)
-            except UsesOthers:
-                self._failure = FlashClippingError(
-                    "FC610 the model: a module uses a trainable parameter that another module owns "
-                    "(F.linear(x, self.embed.weight)). That is not built for sharded models: call "
-                    "the layer that owns it, or give both modules the parameter (tied weights)."
-                )
-                raise self._failure from None
+            except UsesOthers:  # it is run again
+                raise
             except BaseException as error:
                 self._failure = error
                 raise

@@ -199,7 +199,7 @@ REFUSED = {
     "own heads": "whose gradients differ between them",
     "two layouts": "norm.*a sum over some of the positions.*the whole",
     "positions": r"embed.places \(Embedding\): what it reads is the same for all samples",
-    "functional": "uses a trainable parameter that another module owns",
+    "functional": "its own forward uses a parameter that is a DTensor",
     "of samples": "cut along axis 0, that of the samples",
     "a sum": "head.weight: found a DTensor that is a sum",
     "empty shards": "embed.weight: found a DTensor of 1 rows or columns, cut into 2",
