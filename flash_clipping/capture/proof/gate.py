@@ -48,6 +48,8 @@ class Gate:
         self._compared: set[Hashable] = set()
         #: Whether audits make chance alike for all samples, as one was needed that did.
         self._watched = False
+        #: Dtypes that calls were seen to compute in.
+        self._dtypes: frozenset[torch.dtype] = frozenset()
 
     def due(self) -> int:
         """The number of the audit that the call that begins is due for, or 0. What chance decides
@@ -89,7 +91,7 @@ class Gate:
         how = FIRST
         if audit:
             losses = kind not in self._compared
-            how = Examination(audit, brief=True, watched=self._watched, losses=losses)
+            how = Examination(audit, True, self._watched, losses, dtypes=self._dtypes)
         for small in subject.smaller(seed=audit):
             try:
                 table = examine(small, how)
@@ -100,6 +102,7 @@ class Gate:
                 return  # one sample fits
         else:
             return  # the model's own forward will raise it
+        self._dtypes |= table.dtypes
         for doubt in table.doubts:
             self.next_audit, self._watched = self.calls + 1, True
             logger.warning("rounding, or to be seen again in the next call: %s", doubt)

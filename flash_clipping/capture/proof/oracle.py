@@ -182,11 +182,14 @@ class Examination:
         audit: 0 before the first step, then the number of the audit: another one swaps halves, and
             draws otherwise.
         brief: two runs are compared, and one sample goes backward: what chance decides, or what
-            has begun since, is looked for once more.
+            has begun since, is looked for once more. What it finds decides nothing: a round that is
+            not brief follows.
         watched: whether chance is made alike for all samples at once; otherwise only where
             something was found.
         losses: whether the model's own losses are compared.
         seed: another one draws other numbers, and moves parameters otherwise.
+        dtypes: what calls of the model were seen to cast floats to; unless it is watched, a round
+            does not see it.
     """
 
     audit: int = 0
@@ -194,6 +197,7 @@ class Examination:
     watched: bool = True
     losses: bool = True
     seed: int = 0
+    dtypes: frozenset[torch.dtype] = frozenset()
 
 
 FIRST = Examination()
@@ -216,15 +220,19 @@ def examine(subject: Subject, how: Examination = FIRST) -> Table:
         ModelsOwnError: the model raises on this batch.
     """
     found = _round_of(subject, how)
+    if how.brief and found.findings and not found.failed:
+        how = replace(how, brief=False, watched=True)
+        found = _round_of(subject, how)
     floats = {kind for kind in found.dtypes if kind.is_floating_point}
     if found.failed or not found.findings or floats <= {torch.float64}:
         return found
     wide = torch.float32 if floats & TOLERANCE.keys() else torch.float64
+    in_wide = replace(how, watched=True, dtypes=frozenset())
     hold = set[tuple[str, int]]()
     # It may not run in another dtype, nor fit.
     with suppress(ModelsOwnError, FlashClippingError, torch.OutOfMemoryError):
         for seed in range(SEEDS):
-            table = _in_dtype(subject, replace(how, watched=True, seed=seed), wide)
+            table = _in_dtype(subject, replace(in_wide, seed=seed), wide)
             hold |= set() if table.failed else table.findings
             if found.findings <= hold:
                 return found
@@ -325,6 +333,7 @@ class _Oracle:
         self.B = len(self.chosen)
         self.rest = [b for b in range(self.samples.count) if b not in self.chosen]
         self.runs = Runs(subject)
+        self.runs.dtypes |= how.dtypes
         self.S, self.R = _halves(self.B, how.audit, by_turns=self.tolerance == TOLERANCE_WIDE)
         #: The sample whose norm is compared, and those that go backward.
         self.one = self.S[how.audit % len(self.S) if how.brief else 0] if self.S else 0

@@ -133,13 +133,17 @@ def test_a_first_step_and_audits_are_small(
     assert most["first"] <= most["second"] and most["audit"] <= most["second"]
 
 
+@pytest.mark.parametrize("casts", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_an_audit_is_two_runs_with_a_backward_each(
-    reduction: str, monkeypatch: pytest.MonkeyPatch
+    reduction: str, casts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a model with dropout, and with a loss of its own, which is compared once."""
+    """Also of a model with dropout, with a loss of its own, which is compared once, and with
+    autocast in its forward, as trainers put it there."""
     torch.manual_seed(0)
     model = bert(16).train()
+    if casts:
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, loss_reduction=reduction)
     inputs, counts = given_to(model, 8, 16), Counter[str]()
     run, gradient_of = Runs._run, Runs.gradient_of
@@ -158,7 +162,7 @@ def test_an_audit_is_two_runs_with_a_backward_each(
         counts.clear()
         flash._watch.gate.next_audit = flash._watch.gate.calls + 1
         flash.zero_grad(set_to_none=True)
-        losses = flash(**inputs).logits.square().sum(1)
+        losses = flash(**inputs).logits.float().square().sum(1)
         (losses.mean() if reduction == "mean" else losses.sum()).backward()
         if audit:
             assert counts == {"forward": 2, "backward": 2}
