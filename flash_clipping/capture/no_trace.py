@@ -56,7 +56,7 @@ class Holdings:
                 if isinstance(x, kinds) and name not in _OF_MODULES:
                     values.append(x)
         self._states = [_state_of(x) for x in values if not isinstance(x, _HOLDERS)]
-        self._held = _contents(values)
+        self._held = contents_of(values)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -83,7 +83,7 @@ class Holdings:
                 elif _in_slot(slot, module) is not _EMPTY:
                     slot.__delete__(module)
             for container, content in self._held:
-                _refill(container, content)
+                refill(container, content)
             for put_back, state in self._states:
                 put_back(state)
 
@@ -139,7 +139,7 @@ def _in_slot(slot: types.MemberDescriptorType, module: nn.Module) -> Any:
         return _EMPTY
 
 
-def _contents(values: list[Any]) -> list[tuple[Any, list[Any]]]:
+def contents_of(values: list[Any]) -> list[tuple[Any, list[Any]]]:
     """Every container among these values, and in containers among them, with what it holds."""
     found: dict[int, tuple[Any, list[Any]]] = {}
     while values:
@@ -166,7 +166,7 @@ def _content(value: Any) -> list[Any]:
     return [*base.__iter__(value)]
 
 
-def _refill(container: Any, content: list[Any]) -> None:
+def refill(container: Any, content: list[Any]) -> None:
     """Have a container hold what it held, if it holds anything else."""
     if content is _NOTHING and not container:
         return

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from flash_clipping.capture.inputs import (
@@ -27,6 +27,7 @@ from flash_clipping.capture.inputs import (
     rebuilt,
     tensors_in,
 )
+from flash_clipping.capture.no_trace import LOOKED_INTO, contents_of, refill
 from flash_clipping.errors import FlashClippingError
 
 #: What is left of an argument for some rows.
@@ -35,8 +36,8 @@ _Cut = Callable[[Sequence[int]], Any]
 #: What a forward may write into, and is looked into.
 HOLDERS = (dict, OrderedDict, defaultdict, list)
 
-#: Such an argument, that of some rows, and what that held.
-Made: TypeAlias = tuple[Any, Any, Any]
+#: Packages whose objects are no state of a model.
+_NO_STATE = "torch", "opacus", "logging", "threading", __name__.partition(".")[0]
 
 
 class Batch:
@@ -53,7 +54,7 @@ class Batch:
         count: B.
         tensors: those among the arguments; before them, if lists say who is a sample, one on the
             meta device that has as many rows.
-        made: of the last rows that were asked for.
+        made: dicts and lists among them, those for the last rows, and what these held.
 
     Raises:
         FlashClippingError: an argument is neither samples' nor the same for all, or may be both.
@@ -76,18 +77,17 @@ class Batch:
             self.tensors.insert(0, torch.empty((self.count,) * (axis + 1), device="meta"))
         self._cuts = {name: self._cut(name, value) for name, value in named.items()}
         self._positional = len(args)
-        self.made: list[Made] = []
+        self._state = state_of([named])
+        self.made: list[tuple[Any, Any, Any]] = []
 
     def of(self, rows: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these rows alone."""
+        """The arguments with these rows alone, without what a forward has put into them before."""
         self.made = []
+        for container, content in self._state:
+            refill(container, content)
         found = {name: cut(rows) for name, cut in self._cuts.items()}
         args = tuple([found.pop(f"argument {n}") for n in range(self._positional)])
         return args, found
-
-    def with_other_values(self, rows: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same with values that these rows do not have."""
-        return map_tensors(other_values, self.of(rows))
 
     def _counted(self, leaves: Sequence[tuple[str, Any]], drawn: int | None) -> int:
         """How many samples there are: the first argument that tells says it."""
@@ -142,8 +142,7 @@ class Batch:
             return lambda rows: kind.from_data_list([leaf.get_example(b) for b in rows])
         parts = parts_of(name, leaf) if depth else {}
         if not any([*_leaves(path, part, depth - 1)] for path, part in parts.values()):
-            before = leaf.copy() if type(leaf) in HOLDERS else None
-            return lambda rows: leaf if before is None else self._noted(leaf, fill(leaf, before))
+            return lambda rows: self._noted(leaf, leaf)
         cuts = {key: self._cut(*part, depth - 1) for key, part in parts.items()}
         return lambda rows: self._noted(
             leaf, rebuilt(leaf, {key: cut(rows) for key, cut in cuts.items()})
@@ -219,11 +218,24 @@ class Batch:
         return 0 if x.ndim == 1 and len(x) == self.count else None  # labels beside [T, B]
 
 
-def fill(holder: Any, content: Any) -> Any:
-    """The same dict or list, which holds this now."""
-    holder.clear()
-    holder.extend(content) if isinstance(holder, list) else holder.update(content)
-    return holder
+def state_of(values: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+    """Every container among these values, and in containers and objects among them, however deep,
+    with what it holds."""
+    found, seen = contents_of([*values]), set[int]()
+    for _, content in found:  # which grows
+        for x in content if len(content) <= LOOKED_INTO else ():
+            if _has_state(x) and id(x) not in seen:
+                seen.add(id(x))
+                found += contents_of([vars(x)])
+    return found
+
+
+def _has_state(value: Any) -> bool:
+    """Whether it is an object that a forward may write into, as a cache is."""
+    kind = type(value)
+    if not kind.__dictoffset__ or isinstance(value, Tensor | nn.Module | type) or callable(value):
+        return False
+    return kind.__module__.partition(".")[0] not in _NO_STATE
 
 
 def _taken(x: Any, axis: int, rows: Sequence[int]) -> Any:

@@ -41,7 +41,7 @@ from flash_clipping.capture.batch_size_checks import refuse_no_rows
 from flash_clipping.capture.draws import NO_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import map_tensors, refuse_layout, tensors_in
-from flash_clipping.capture.no_trace import random_state, untouched
+from flash_clipping.capture.no_trace import random_state, refill, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
@@ -58,9 +58,9 @@ from flash_clipping.one_by_one.arguments import (
     OF_NOBODY,
     Batch,
     Joined,
-    Made,
     Way,
-    fill,
+    other_values,
+    state_of,
     way_of,
 )
 
@@ -269,8 +269,9 @@ class OneByOne:
             of_parameters = {
                 memory_id(p.untyped_storage()) for p in self.session.options.trainable()
             }
-            if any(same) and (other := self._run(call, *batch.with_other_values(groups[0]))):
-                for n, x in enumerate(first):
+            if any(same):
+                other = self._run(call, *map_tensors(other_values, batch.of(groups[0])))
+                for n, x in enumerate(first if other else ()):
                     if not same[n] or not torch.equal(x, other[n]):
                         continue
                     if not x.requires_grad:
@@ -352,6 +353,7 @@ class _Found:
             attributes = vars(module)
             self.holders += [attributes, *(x for x in attributes.values() if type(x) in HOLDERS)]
         self._known = [dict(_items(holder)) for holder in self.holders]
+        self._state = state_of([vars(module) for module in modules])
         pairs = [*zip(self.holders, self._known, strict=True)]
         of_all = [(holder, key, x) for holder, known in pairs for key, x in known.items()]
         self._params = [item for item in of_all if isinstance(item[2], nn.Parameter)]
@@ -363,8 +365,8 @@ class _Found:
 
     def put_back(self) -> None:
         """Let the model be as it was."""
-        for holder, known in zip(self.holders, self._known, strict=True):
-            fill(holder, known.values() if isinstance(holder, list) else known)
+        for container, content in self._state:
+            refill(container, content)
         for x, before in self._vectors:
             x.copy_(before)
 
@@ -373,7 +375,7 @@ class _Found:
         return [(*place, aliases[id(x)]) for *place, x in self._params if id(x) in aliases]
 
     def left(
-        self, params: dict[int, nn.Parameter], made: list[Made]
+        self, params: dict[int, nn.Parameter], made: list[tuple[Any, Any, Any]]
     ) -> tuple[_Items, dict[tuple[int, Any], Any]]:
         """What a run has left on modules and in arguments, where aliases are put back, by whose
         ``id`` parameters are given; and what of it requires grad (losses of layers, say), by the
@@ -474,7 +476,7 @@ class Samples:
         self.forward, self.session, self.count = forward, session, count
         self.params: list[nn.Parameter] = session.options.trainable()
         #: Autograd's node of each sample.
-        self._forks: dict[int, weakref.ref[Any]] = {}
+        self.forks: dict[int, weakref.ref[Any]] = {}
         #: Whether a backward has gone through them; and whether it may be derived.
         self.are_over = self.are_derived = False
 
@@ -483,7 +485,7 @@ class Samples:
         if not self.params:  # all are frozen
             return {}
         made = _Fork.apply(self, number, self.session.options.anchor, *self.params)
-        self._forks[number] = weakref.ref(made[0].grad_fn)
+        self.forks[number] = weakref.ref(made[0].grad_fn)
         return dict(zip(map(id, self.params), made, strict=True))
 
     def functions_in(self, number: int, results: list[Tensor], inputs: set[Any]) -> list[Any]:
@@ -496,16 +498,11 @@ class Samples:
         found = []
         for node, _ in walk([x.grad_fn for x in results], None, inputs):
             if isinstance(getattr(node, "samples", None), Samples):
-                if node is not self._forks[number]():
+                if node is not self.forks[number]():
                     raise FlashClippingError(_OF_ANOTHER_RUN)
             elif isinstance(node, BackwardCFunction):
                 found.append(node)
         return found
-
-    def will_come(self, number: int) -> bool:
-        """Whether the running backward comes to this sample."""
-        fork = self._forks[number]() if number in self._forks else None
-        return fork is not None and will_run(fork)
 
 
 class _Fork(torch.autograd.Function):
@@ -592,7 +589,8 @@ class SamplesPass(BackwardPass):
         self.arrived[id(samples)][1].add(number)
         for other in self.others:
             _, numbers = self.arrived.get(id(other), (other, ()))
-            if number not in numbers and other.will_come(number):
+            fork = other.forks[number]() if number in other.forks else None
+            if number not in numbers and fork is not None and will_run(fork):
                 self.held[number] = grads
                 return
         self._add_sample(samples.params, number, grads)

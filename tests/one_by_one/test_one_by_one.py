@@ -6,7 +6,7 @@ import copy
 import functools
 import pickle
 import re
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -289,6 +289,48 @@ class Remembers(nn.Module):
         return self.net(x)
 
 
+class Cache:
+    """An object that a forward writes into."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+
+class RemembersInside(Net):
+    """The same, in containers of containers, or in those of an argument."""
+
+    def __init__(self, read: Callable[[RemembersInside, Any], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.nested: dict[str, dict[str, list[Tensor]]] = {"seen": {"x": []}}
+        self.queue: deque[Tensor] = deque()
+        self.pair: tuple[list[Tensor], int] = ([], 0)
+        self.cache, self.caches = Cache(), [Cache()]
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        seen = self.read(self, other)
+        x = x + sum(seen)
+        seen.append(x.detach().mean(0))
+        return self.net(x)
+
+
+REMEMBERS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
+    name: (
+        lambda read=read: RemembersInside(read),
+        lambda model, rows, give=give: model(X[[*rows]], give()).square().sum(),
+    )
+    for name, read, give in (
+        ("nested dict", lambda m, _: m.nested["seen"]["x"], lambda: None),
+        ("deque", lambda m, _: m.queue, lambda: None),
+        ("list in a tuple", lambda m, _: m.pair[0], lambda: None),
+        ("own object", lambda m, _: m.cache.seen, lambda: None),
+        ("object in a list", lambda m, _: m.caches[0].seen, lambda: None),
+        ("argument", lambda _, other: other["seen"]["x"], lambda: {"seen": {"x": []}}),
+        ("object", lambda _, other: other.seen, Cache),
+    )
+}
+
+
 class KeepsLoss(Headed):
     """A loss that the training loop reads from a layer."""
 
@@ -545,9 +587,9 @@ SERVED: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *SERVED])
+@pytest.mark.parametrize("name", [*CASES, *SERVED, *REMEMBERS])
 def test_samples_are_clipped_by_their_own_gradients(name: str) -> None:
-    make, loop = (CASES | SERVED)[name]
+    make, loop = (CASES | SERVED | REMEMBERS)[name]
     norms = check_clipped(seeded(make), loop, bound=0.4)
     assert norms.min() > 0 and norms.max() > 0.4
 
