@@ -271,23 +271,19 @@ class ModelWatch:
             kind.append(structure)
             for leaf in leaves:
                 kind.append((type(leaf), leaf if is_plain(leaf) else None))
-        if kind == self.covered:
-            gate.calls += 1
-            # Not in a capture, which nothing may wait in: the next call makes up for it.
-            if gate.calls < gate.next_audit or session.calls.captured is not None:
-                return
-            if session.may_prove():
-                self._audit(self.subject(module, args, kwargs), gate.take_audit())
-            else:
-                gate.next_audit += 1
-        elif session.may_prove():
-            is_proven = self._is_proven(module, args, kwargs)
-            if self.prove_if(not is_proven, self.subject(module, args, kwargs)):
-                session.proof.proven_with = self.guards.count
-            else:
-                # Processes of shards must ask each other; and what is known may depend on sizes.
-                depends = self.sharded is not None or session.known.depends_on_sizes
-                self.covered = None if depends else kind
+        is_covered = kind == self.covered
+        # Nothing may wait in a capture: the next call makes up for it.
+        if (is_covered and not gate.is_due()) or not session.may_prove():
+            return
+        subject = self.subject(module, args, kwargs)
+        if is_covered:
+            self._audit(subject, gate.take_audit())
+        elif self.prove_if(not self._is_proven(module, args, kwargs), subject):
+            session.proof.proven_with = self.guards.count
+        else:
+            # Processes of shards must ask each other; and what is known may depend on sizes.
+            depends = self.sharded is not None or session.known.depends_on_sizes
+            self.covered = None if depends else kind
 
     def subject(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
         """A call as proofs take it: of the forward that ``mode="two_pass"`` stands around."""
@@ -325,8 +321,8 @@ class ModelWatch:
                 return self.sharded.together.rehearse(wanted, self.guards.count, run, forward)
             if wanted:
                 self._prove(subject, call, positions)
-            elif call is None and positions is None and (audit := self.gate.due()):
-                self._audit(subject, audit)
+            elif call is None and positions is None and self.gate.is_due():
+                self._audit(subject, self.gate.take_audit())
             return wanted
 
     def _prove(self, subject: Subject, call: ForwardCall | None, positions: Units | None) -> None:

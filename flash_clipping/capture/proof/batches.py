@@ -139,7 +139,7 @@ class Samples:
         self.padding = 0
         #: Whether samples can be made shorter.
         self.may_be_shorter = offsets is None and not self._parts and not bags
-        self.may_be_shorter &= any(not x.is_floating_point() for x in found)
+        self.may_be_shorter &= any(map(_has_an_end, found))
 
     @property
     def are_alike(self) -> bool:
@@ -205,7 +205,6 @@ class Samples:
         self,
         order: Sequence[int],
         extreme: Collection[int] = (),
-        sparse: Sequence[int] = (),
         shorter: Sequence[int] = (),
         left: float = 1.0,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -217,10 +216,10 @@ class Samples:
                 other sign. On a GPU, or where none is negative (indices, probabilities), they are
                 the largest or the smallest that a sample has there.
                 Integers, and masks (no entries but 0 and 1), stay.
-            sparse: places whose samples have a quarter of their labels, and of what masks count.
             shorter, left: places whose samples are cut to this part, one entry at least: integers
-                behind it become :attr:`padding`, bools what they are not where the sample begins,
-                and one number of a sample, which may be its length, is cut itself.
+                behind it become :attr:`padding`, labels what does not count, bools what they are
+                not where the sample begins, and one number of a sample, which may be its length,
+                is cut itself.
         """
         bags = None
         if self._offsets is not None:
@@ -245,13 +244,10 @@ class Samples:
             for place in extreme if found.numel() else ():
                 row = found.select(axis, place)
                 row.copy_(self._extreme(x, axis, row))
-            for place in sparse:
-                row = found.select(axis, place)
-                row.copy_(_sparse(x, row, is_labels))
-            if left < 1 and self.may_be_shorter and not x.is_floating_point():
+            if left < 1 and self.may_be_shorter and _has_an_end(x):
                 for place in shorter:
                     row = found.select(axis, place)
-                    row.copy_(self._shorter(row, left, int(x.long().amax()) if x.numel() else 0))
+                    row.copy_(self._shorter(x, row, left, is_labels))
             return found
 
         def of_leaf(leaf: Any) -> Any:
@@ -302,8 +298,8 @@ class Samples:
             torch.tensor(numbers, dtype=torch.long, device=offsets.device),
         )
 
-    def _shorter(self, row: Tensor, left: float, most: int) -> Tensor:
-        """``row``, a sample of integers or bools up to ``most``, without its end."""
+    def _shorter(self, x: Tensor, row: Tensor, left: float, is_labels: bool) -> Tensor:
+        """``row``, a sample of ``x``, integers or bools, without its end."""
         if row.is_complex() or not row.numel():
             return row
         if row.numel() == 1:
@@ -316,7 +312,10 @@ class Samples:
         if row.dtype == torch.bool:
             end.copy_(~row[:1])
         else:
+            most = int(x.long().amax()) if x.numel() else 0
             padding = self.padding if most > 1 and most >= self.padding else 0
+            if x.dtype.is_signed and (is_labels or bool((x == IGNORED).any())):
+                padding = IGNORED
             of_none = end.long() < 0  # labels that do not count
             end.copy_(torch.where(of_none, end.long(), padding))
         return row.movedim(0, axis)
@@ -341,18 +340,6 @@ def _far(x: Tensor) -> Tensor:
     return x * FAR if x.is_floating_point() and not x.is_cuda else x
 
 
-def _sparse(x: Tensor, row: Tensor, is_labels: bool) -> Tensor:
-    """``row``, a sample of ``x``, with the first quarter of what counts in it, and 2 at least; as
-    it is where ``x`` is neither labels nor a mask."""
-    if not row.dim() or x.is_complex():
-        return row
-    has_sign = x.is_floating_point() or (x.dtype != torch.bool and x.dtype.is_signed)
-    if has_sign and (is_labels or bool((x == IGNORED).any())):
-        nothing = IGNORED
-    elif x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all()):
-        nothing = 0
-    else:
-        return row
-    counts = row.flatten() != nothing
-    most = (counts.sum() // 4).clamp(min=2)
-    return row.masked_fill((counts & (counts.cumsum(0) > most)).view_as(row), nothing)
+def _has_an_end(x: Tensor) -> bool:
+    """Whether samples can be cut: of integers and bools, and floats that are a mask."""
+    return not x.is_floating_point() or bool(((x == 0) | (x == 1)).all())

@@ -83,8 +83,7 @@ class Coverage:
         seen = [self._values.get((structure, place), ()) for place in range(len(values))]
         known = zip(values, seen, strict=True)
         told = tuple([x if len(had) < VALUES else None for x, had in known])
-        dims = [x.dim() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        return modes_of(root), min(self._count(args, kwargs), 2), told, structure, tuple(dims)
+        return modes_of(root), min(self._count(args, kwargs), 2), told, structure
 
 
 def kind_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
@@ -98,9 +97,10 @@ def modes_of(root: nn.Module) -> tuple[bool, ...]:
 
 
 def of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Hashable, ...], str]:
-    """What a call was given, tensors' values and shapes aside."""
+    """What a call was given, tensors' values and sizes aside."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    values: list[Any] = [x if is_plain(x) else type(x) for x in leaves]
+    kinds = [(type(x), x.dim() if isinstance(x, Tensor) else None) for x in leaves]
+    values = [x if is_plain(x) else kind for x, kind in zip(leaves, kinds, strict=True)]
     return tuple(values), str(structure)
 
 

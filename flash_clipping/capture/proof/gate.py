@@ -13,7 +13,7 @@ from torch import nn
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.coverage import kind_of
-from flash_clipping.capture.proof.oracle import FIRST, Examination, examine
+from flash_clipping.capture.proof.oracle import Examination, examine
 from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.two_pass import TwoWalks
@@ -51,11 +51,11 @@ class Gate:
         #: Dtypes that calls were seen to compute in.
         self._dtypes: frozenset[torch.dtype] = frozenset()
 
-    def due(self) -> int:
-        """The number of the audit that the call that begins is due for, or 0. What chance decides
-        (a coin that is tossed for the batch) one proof may miss."""
+    def is_due(self) -> bool:
+        """Count the call that begins; whether it is to be audited. What chance decides (a coin that
+        is tossed for the batch) one proof may miss."""
         self.calls += 1
-        return self.take_audit() if self.calls >= self.next_audit else 0
+        return self.calls >= self.next_audit
 
     @property
     def is_next(self) -> bool:
@@ -88,10 +88,9 @@ class Gate:
         if not self._why:
             logger.info("checking which rows are samples")
         kind = kind_of(subject.root, args, kwargs)
-        how = FIRST
-        if audit:
-            losses = kind not in self._compared
-            how = Examination(audit, True, self._watched, losses, dtypes=self._dtypes)
+        watched, losses = self._watched or not audit, not audit or kind not in self._compared
+        dtypes = self._dtypes if audit else frozenset[torch.dtype]()
+        how = Examination(audit, audit > 0, watched, losses, dtypes)
         for small in subject.smaller(seed=audit):
             try:
                 table = examine(small, how)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Hashable, Iterable, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -80,10 +79,6 @@ class Knowledge:
         return Knowledge(
             self.coverage, folded=folded, folded_by_rule=self.folded_by_rule, plain=plain
         )
-
-    def copied(self) -> Knowledge:
-        """A copy of what looks write into."""
-        return replace(copy.deepcopy(self), coverage=self.coverage)
 
     def note_parts(self, names: AbstractSet[str]) -> None:
         """The rows of these layers are parts of samples that lie together."""

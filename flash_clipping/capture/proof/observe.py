@@ -163,7 +163,6 @@ def _first_look(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, Reads
         else:
             if whole.refused is None or small is subject:
                 break
-        runs.saves = False
     return small, whole
 
 
@@ -299,14 +298,9 @@ def _rows(note: Note, look: Reads, samples: Sequence[int]) -> Tensor:
 
 def taps_of(root: nn.Module) -> list[Tap]:
     """The taps that stand in for forwards of a model's modules."""
-    return [tap for module in root.modules() if (tap := tap_of(module)) is not None]
-
-
-def tap_of(module: nn.Module) -> Tap | None:
-    """The tap that stands in for a module's forward."""
-    forward = vars(module).get("forward")
-    tap = getattr(forward, "__self__", forward)
-    return tap if isinstance(tap, Tap) else None
+    forwards = [vars(module).get("forward") for module in root.modules()]
+    found = [getattr(forward, "__self__", forward) for forward in forwards]
+    return [tap for tap in found if isinstance(tap, Tap)]
 
 
 # -- words ----------------------------------------------------------------------------------------

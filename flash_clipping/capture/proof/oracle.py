@@ -46,7 +46,6 @@ from flash_clipping.capture.proof.repeatable import (
     computed_in,
     moved,
     perturbed,
-    rounded_otherwise,
     scaled,
 )
 from flash_clipping.capture.proof.runs import MASKED, Forward, Gradient, Runs, Subject
@@ -187,23 +186,26 @@ class Examination:
         watched: whether chance is made alike for all samples at once; otherwise only where
             something was found.
         losses: whether the model's own losses are compared.
-        seed: another one draws other numbers, and moves parameters otherwise.
         dtypes: what calls of the model were seen to cast floats to; unless it is watched, a round
             does not see it.
+        seed: another one draws other numbers, and moves parameters otherwise.
+        left: the part of R that stands in the first run.
+        varies: whether each draw is another one.
+        only: outputs that go backward, if not all.
     """
 
     audit: int = 0
     brief: bool = False
     watched: bool = True
     losses: bool = True
-    seed: int = 0
     dtypes: frozenset[torch.dtype] = frozenset()
+    seed: int = 0
+    left: float = LEFT[-1]
+    varies: bool = True
+    only: frozenset[int] | None = None
 
 
-FIRST = Examination()
-
-
-def examine(subject: Subject, how: Examination = FIRST) -> Table:
+def examine(subject: Subject, how: Examination) -> Table:
     """A round of the oracle on one batch, and more where it finds something.
 
     A finding may be rounding. It holds if the model, computed in a wider dtype, shows it too, with
@@ -293,36 +295,6 @@ class _Outcome:
     gradients: list[Gradient]
 
 
-@dataclass(frozen=True)
-class _Round:
-    """One comparison of two runs.
-
-    Attributes:
-        left: the part of R that stands in the first run.
-        varies: whether each draw is another one.
-        only: outputs that go backward, if not all.
-    """
-
-    left: float
-    varies: bool = True
-    only: frozenset[int] | None = None
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What a round has found.
-
-    Attributes:
-        outputs: that have a row for each sample.
-        unfit: outputs that change with others in the batch, and why.
-        why: what is wrong with the gradients of the other ones together.
-    """
-
-    outputs: AbstractSet[int] = frozenset()
-    unfit: Mapping[int, str] = field(default_factory=dict)
-    why: str | FlashClippingError | None = None
-
-
 class _Oracle:
     """Rounds on one batch, for outputs together and, where that fails, one by one."""
 
@@ -334,7 +306,10 @@ class _Oracle:
         self.rest = [b for b in range(self.samples.count) if b not in self.chosen]
         self.runs = Runs(subject)
         self.runs.dtypes |= how.dtypes
-        self.S, self.R = _halves(self.B, how.audit, by_turns=self.tolerance == TOLERANCE_WIDE)
+        #: The samples that are checked, and the others, in turns: where R are sorted to the
+        #: beginning or to the end, S move.
+        halves = [*range((self.B - 1) % 2, self.B, 2)], [*range(self.B % 2, self.B, 2)]
+        self.S, self.R = halves[::-1] if how.audit % 2 and self.B > 1 else halves
         #: The sample whose norm is compared, and those that go backward.
         self.one = self.S[how.audit % len(self.S) if how.brief else 0] if self.S else 0
         self.scale = dict.fromkeys([self.one] if how.brief else self.S, 1.0)
@@ -342,6 +317,8 @@ class _Oracle:
         self.samples.padding = next((n for n in found if isinstance(n, int)), 0)
         #: Outputs of the first run that have a row for each sample.
         self.outputs: AbstractSet[int] = frozenset()
+        #: Whether the forward through the taps has failed.
+        self.failed = False
         #: The norm of the outputs that go backward.
         self.size = 0.0
         #: Outputs that are the model's own loss, as far as some sample's was compared.
@@ -362,7 +339,7 @@ class _Oracle:
         dtype of a run: autocast rounds more than parameters tell."""
         low = self.runs.dtypes & TOLERANCE.keys() if self.how.seed else ()
         unit = max((torch.finfo(kind).eps for kind in low), default=0.0)
-        return perturbed(self.runs.params, partial(rounded_otherwise, unit=unit))
+        return perturbed(self.runs.params, partial(scaled, by=unit))
 
     def table(self) -> Table:
         """The result of all rounds.
@@ -374,56 +351,57 @@ class _Oracle:
             return Table()
         # In every other audit R stands in the first run as it is.
         shorter = self.samples.may_be_shorter and not self.how.audit % 2
-        whole = _Round(LEFT[0] if shorter else LEFT[-1])
-        found = self._judge(whole)
-        why, outputs, unfit = found.why, found.outputs, dict(found.unfit)
-        if isinstance(why, FlashClippingError) and not outputs:
-            try:
-                raise why
-            finally:
-                del why, found  # which hold this frame, and what failed in memory
-        if why is not None and len(outputs) > 1:
-            for number in sorted(outputs - unfit.keys())[:OUTPUTS]:
-                of_one = self._judge(replace(whole, only=frozenset({number})))
-                if found_in_one := of_one.unfit.get(number) or str(of_one.why or ""):
-                    unfit[number] = found_in_one
-            if outputs - unfit.keys():
-                rest = self._judge(replace(whole, only=frozenset(outputs - unfit.keys())))
-                why, unfit = rest.why, {**unfit, **rest.unfit}
-        if why is not None:
-            unfit = {n: unfit.get(n, str(why)) for n in sorted(outputs)}
-        fit = tuple(sorted(outputs - unfit.keys()))
-        failed = isinstance(why, FlashClippingError)
+        unfit = self._unfit(replace(self.how, left=LEFT[0] if shorter else LEFT[-1]))
+        fit = tuple(sorted(self.outputs - unfit.keys()))
         losses = self._losses() if self.how.losses else {}
         fit_losses = tuple(sorted(self.compared - losses.keys()))
-        return Table(unfit, fit, self.runs.returned, losses, fit_losses, self.runs.dtypes, failed)
+        returned, dtypes = self.runs.returned, self.runs.dtypes
+        return Table(unfit, fit, returned, losses, fit_losses, dtypes, self.failed)
 
-    def _judge(self, settings: _Round) -> _Verdict:
-        """The finding for the outputs that may go backward."""
+    def _unfit(self, settings: Examination) -> dict[int, str]:
+        """Outputs that may not go backward, and why: of several, one by one and what is left.
+
+        Raises:
+            FlashClippingError: the forward through the taps does.
+        """
         try:
-            return self._verdict(settings)
+            unfit, why = self._round(settings)
+            self.failed = False
         except FlashClippingError as error:
-            return _Verdict(self.outputs, why=error)
+            if not self.outputs:
+                raise
+            unfit, why, self.failed = {}, str(error), True
+        asked = self.outputs if settings.only is None else self.outputs & settings.only
+        if why is not None and len(asked) > 1:
+            for number in sorted(asked)[:OUTPUTS]:
+                unfit |= self._unfit(replace(settings, only=frozenset({number})))
+        rest = frozenset(asked).difference(unfit)
+        if unfit and rest:
+            return unfit | self._unfit(replace(settings, only=rest))
+        return dict.fromkeys(sorted(rest), why) if why is not None else unfit
 
     # -- a round ------------------------------------------------------------------------------
 
-    def _verdict(self, settings: _Round) -> _Verdict:
+    def _round(self, settings: Examination) -> tuple[dict[int, str], str | None]:
+        """Outputs that change with others in the batch, and why; and what is wrong with the
+        gradients of them all, if none does."""
         taps, settings = self._first(settings)
         fit = {n for n in taps.values if settings.only is None or n in settings.only}
         of_S = [_norms(taps.values[n], self.S) for n in fit]
         if not of_S:
-            return _Verdict(self.outputs)
+            return {}, None
         self.size = float(torch.stack(of_S).norm())
         each = taps.gradients[0].each
         if each is not None and not (finite := each.isfinite().all(0)).all():
             raise _NotFinite([b for place, b in enumerate(self.chosen) if finite[place]])
         settings = replace(settings, only=frozenset(fit))
         other = self._second(settings)
-        if other is None:
-            return _Verdict()  # the model runs on this batch only
+        if other is None:  # the model runs on this batch only
+            self.outputs = frozenset()
+            return {}, None
         if settings.left < 1 and not all(x.isfinite().all() for x in other.values.values()):
             # A sample that is not finite may have been so behind its cut.
-            return self._verdict(replace(settings, left=LEFT[-1]))
+            return self._round(replace(settings, left=LEFT[-1]))
         wrong = self._other_values(taps, other, fit, self.S)
         if wrong and taps.drawn and settings.varies:
             # Layers may run sample by sample, or draw in another order through the taps, or values
@@ -431,25 +409,21 @@ class _Oracle:
             again = self._run(other.given, other.places, settings, taps=True)
             wrong = self._other_values(taps, again, fit, self.S)
             if not wrong or not other.drawn == again.drawn == taps.drawn:
-                return self._verdict(replace(settings, varies=False))
+                return self._round(replace(settings, varies=False))
         of_R = self._of_R(settings) if self.R and not (wrong or self.how.brief) else None
         if of_R is not None:
             wrong = self._other_values(taps, of_R, fit, self.R)
             if wrong and taps.drawn and settings.varies:
-                return self._verdict(replace(settings, varies=False))
+                return self._round(replace(settings, varies=False))
         if not wrong:
-            return _Verdict(self.outputs, why=self._gradients(taps.gradients[0], other, settings))
-        unfit = {n: _finding("VALUE", [f"{OUTPUT}{n}"], gap) for n, gap in wrong.items()}
-        if not fit - wrong.keys():
-            return _Verdict(self.outputs, unfit)
-        rest = self._judge(replace(settings, only=frozenset(fit - wrong.keys())))
-        return replace(rest, unfit={**unfit, **rest.unfit})
+            return {}, self._gradients(taps.gradients[0], other, settings)
+        return {n: _finding("VALUE", [f"{OUTPUT}{n}"], gap) for n, gap in wrong.items()}, None
 
     def _run(
         self,
         given: Any,
         places: Sequence[int],
-        settings: _Round,
+        settings: Examination,
         scales: Sequence[Mapping[int, float]] = (),
         taps: bool = False,
     ) -> _Outcome:
@@ -477,7 +451,7 @@ class _Oracle:
                 self.runs.run(given, places, backward, taps=taps, **draws)
         return self.runs.run(given, places, take, taps=taps, **draws)
 
-    def _first(self, settings: _Round) -> tuple[_Outcome, _Round]:
+    def _first(self, settings: Examination) -> tuple[_Outcome, Examination]:
         """The batch, through the taps, with R as short as the model runs on."""
         for left in [left for left in LEFT if left >= settings.left]:
             given = self.samples.batch(self.chosen, shorter=self.R, left=left)
@@ -498,7 +472,7 @@ class _Oracle:
         self.outputs = run.values.keys()
         return run, settings
 
-    def _second(self, settings: _Round) -> _Outcome | None:
+    def _second(self, settings: Examination) -> _Outcome | None:
         """Autograd's run of S among others, with the gradients of S in it, and of the first of
         them; ``None`` if the model runs on no such batch."""
         last = None
@@ -526,7 +500,7 @@ class _Oracle:
         rest = [b for b in self.rest if b in parts] if parts else self.rest
         return [*rest[:1], next((b for b in own if b in parts), own[0])]
 
-    def _of_R(self, settings: _Round) -> _Outcome | None:
+    def _of_R(self, settings: Examination) -> _Outcome | None:
         """The outputs of R, as they stand in the first run, among others than S; ``None`` if there
         is no such batch that the model runs on."""
         other = self._instead(self.S, self.R)[0]
@@ -536,7 +510,7 @@ class _Oracle:
         return None
 
     def _beside(
-        self, kept: Sequence[int], other: int, extreme: bool, settings: _Round
+        self, kept: Sequence[int], other: int, extreme: bool, settings: Examination
     ) -> tuple[Any, list[int]]:
         """The arguments of a batch in which these samples are as in the first run, and the
         ``other`` one, made extreme or not, in the places of all others; and numbers for its
@@ -548,11 +522,11 @@ class _Oracle:
         far = changed if extreme else []
         return self.samples.batch(order, far, shorter=shorter, left=settings.left), places
 
-    def _among(self, given: Any, places: Sequence[int], settings: _Round) -> _Outcome:
+    def _among(self, given: Any, places: Sequence[int], settings: Examination) -> _Outcome:
         scales = [self.scale, {self.one: 1.0}]
         return self._run(given, places, settings, scales[: len(self.scale)])
 
-    def _gradients(self, found: Gradient, other: _Outcome, settings: _Round) -> str | None:
+    def _gradients(self, found: Gradient, other: _Outcome, settings: Examination) -> str | None:
         """What is wrong with the gradients of the samples that went backward."""
         others = [b for b in range(self.B) if b not in self.scale]
         expected, one, each = other.gradients[0], other.gradients[-1].norms, found.each
@@ -633,7 +607,7 @@ class _Oracle:
     def _of_losses(
         self, order: Sequence[int], sparse: AbstractSet[int], taps: bool = False
     ) -> dict[int, Gradient | FlashClippingError]:
-        given = self.samples.batch(order, sparse=[*sparse])
+        given = self.samples.batch(order, shorter=[*sparse], left=0.25)
         places = range(len(order))
         return self.runs.run(given, places, Forward.of_losses, taps=taps, seed=self.draws)
 
@@ -680,18 +654,6 @@ class _Oracle:
             gap = _norms(x, rows, y) / (_norms(y, rows) + 1e-9)
             gaps[n] = float(gap.max())
         return {n: gap for n, gap in gaps.items() if gap > self.tolerance}
-
-
-def _halves(B: int, audit: int, by_turns: bool) -> tuple[list[int], list[int]]:
-    """The samples that are checked, and the others; of few samples, in turns."""
-    order = torch.randperm(B, generator=torch.Generator().manual_seed(3)).tolist()
-    if B <= 4 and by_turns:  # where R are sorted to the beginning or to the end, S move
-        order = [*range(B - 1, -1, -2), *range(B - 2, -1, -2)]
-    half = -(-B // 2)
-    S, R = order[:half], order[half:]
-    if audit % 2 and R:
-        S, R = R, S
-    return sorted(S), sorted(R)
 
 
 def _norms(x: Tensor, rows: Sequence[int], y: Tensor | None = None) -> Tensor:

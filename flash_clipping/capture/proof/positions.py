@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError
+from flash_clipping.capture.proof.coverage import of_arguments
 from flash_clipping.capture.proof.reads import Reads, are_alike
 from flash_clipping.capture.proof.runs import Runs, Subject
 from flash_clipping.capture.session import ClippingSession
@@ -29,15 +30,6 @@ from flash_clipping.errors import FlashClippingError
 REACHED, REACHED_LOW = 1e-5, 1e-2
 
 
-def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Which arguments a model is called with: what masks are made of depends on that."""
-
-    def of(x: Any) -> Any:
-        return x.dim() if isinstance(x, Tensor) else type(x)
-
-    return tuple(map(of, args)), tuple((name, of(x)) for name, x in sorted(kwargs.items()))
-
-
 def are_apart(
     session: ClippingSession,
     units: Units,
@@ -47,7 +39,7 @@ def are_apart(
 ) -> bool:
     """Whether documents were seen not to reach each other in calls such as this one."""
     known = session.rows.units_of_calls.apart
-    return not len(units.map) or (watched, _kind_of_call(args, kwargs)) in known
+    return not len(units.map) or (watched, of_arguments(args, kwargs)) in known
 
 
 def prove_positions(subject: Subject, units: Units, watched: int) -> None:
@@ -106,7 +98,7 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
     for reads, kept_N, moved_N in others:
         _compare(whole, reads, kept_N, moved_N)
     if others:
-        known.apart.add((watched, _kind_of_call(subject.args, subject.kwargs)))
+        known.apart.add((watched, of_arguments(subject.args, subject.kwargs)))
 
 
 def _content(units: Units, sources: list[Tensor]) -> list[Tensor]:

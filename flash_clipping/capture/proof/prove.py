@@ -89,9 +89,7 @@ def _confirm(subject: Subject, findings: Sequence[Finding]) -> None:
     batch_first = session.options.batch_first
     if not session.proof.has_oracle:
         raise FlashClippingError(refusal(findings, batch_first))
-    saved = session.known
     whys: list[str] = []
-    session.known = saved.copied()
     try:
         # The proof that follows looks at the other half of the samples.
         table = examine(subject, Examination(audit=1))
@@ -109,7 +107,6 @@ def _confirm(subject: Subject, findings: Sequence[Finding]) -> None:
             ]
     except (ModelsOwnError, FlashClippingError, torch.OutOfMemoryError):
         pass
-    session.known = saved
     # Without their lines to paste: the last line is the one that helps.
     found = [why.partition("\n    ")[0] for why in whys]
     raise FlashClippingError(refusal(findings, batch_first, found))
@@ -120,7 +117,7 @@ def _not_shown(
 ) -> list[str]:
     """The layers of which what the oracle has compared does not reach all calls: others may go into
     what the model keeps. Where it reaches none of them the gradient must stay 0."""
-    known, runs = subject.session.known, Runs(subject)
+    runs = Runs(subject)
     # Gradients of unfit outputs are refused.
     compared = {*table.outputs, *table.fit_losses, *table.unfit}
     places = range(len(subject.chosen_samples()))
@@ -130,13 +127,15 @@ def _not_shown(
         )
     counts = Counter(key for _, keys in reached for key in keys)
     called = {tap.path for tap in taps if any(uses[id(param)] for param in tap.trainable()[1])}
-    lost = []
+    lost, unreached = list[str](), list[str]()
     for path in sorted({path.removesuffix(REPEATED) for path in paths}):
         own = {key for name, keys in reached if name == path for key in keys}
         if not own and path in called:
-            known.note_unreached(path)
+            unreached.append(path)
         elif not own or any(counts[key] < uses[key] for key in own):
             lost.append(path)
+    for path in unreached if not lost else ():
+        subject.session.known.note_unreached(path)
     return lost
 
 

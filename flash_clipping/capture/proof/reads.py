@@ -133,6 +133,15 @@ class Reads(dict[Read, Note]):
         shape = x.shape if rows is None else (rows,)
         self[read] = Note(found, answer, sure, beside, folded, is_low(x), digest, axis, shape)
 
+    def note_end(self, tensors: Sequence[Tensor], size: int, originals: dict[int, Tensor]) -> None:
+        """The run has returned these, of so many samples; by ``id`` what its inputs are copies
+        of."""
+        self.outputs, self.size = [x.shape for x in tensors], size
+        if self.offsets is not None:
+            self.offsets = originals.get(id(self.offsets), self.offsets)
+        own = [pair for pair in self.bags if all(id(x) in originals for x in pair)]
+        self.bags = [(originals[id(starts)], originals[id(ids)]) for starts, ids in own]
+
     def note_use(self, use: str, reads: Sequence[Read], result: Any) -> None:
         """A bare parameter has met what these reads are of, and this has come of it."""
         for read in reads:

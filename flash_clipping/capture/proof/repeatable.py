@@ -240,22 +240,12 @@ def moved(data: Tensor, generator: torch.Generator) -> Tensor:
     return torch.addr(rows, down.to(data.dtype), along.to(data.dtype)).view(data.shape)
 
 
-def scaled(data: Tensor, generator: torch.Generator) -> Tensor:
-    """Moved by a tenth, column by column: once steps have moved what was 0 this is enough."""
+def scaled(data: Tensor, generator: torch.Generator, by: float = 0.1) -> Tensor:
+    """Each column larger or smaller by this part, or by one unit of rounding if that is more: how
+    far results are then off tells what rounding is in them."""
     columns = data.shape[-1] if data.dim() else 1
-    return data * torch.randn(columns, generator=generator).mul_(0.1).add_(1).to(data)
-
-
-def rounded_otherwise(data: Tensor, generator: torch.Generator, unit: float = 0.0) -> Tensor:
-    """Moved by one unit of rounding, of its dtype or at least this one, up or down: how far results
-    are then off tells what rounding is in them."""
-    columns = data.shape[-1] if data.dim() else 1
-    rows = data.reshape(-1, columns)
-    down, along = (
-        torch.randint(0, 2, (n,), generator=generator).mul_(2).sub_(1).to(data) for n in rows.shape
-    )
-    step = torch.outer(down, along) * max(torch.finfo(data.dtype).eps, unit)
-    return torch.addcmul(rows, rows, step).view(data.shape)
+    signs = torch.randint(0, 2, (columns,), generator=generator).mul_(2).sub_(1).to(data)
+    return torch.addcmul(data, data, signs, value=max(by, torch.finfo(data.dtype).eps))
 
 
 @contextmanager

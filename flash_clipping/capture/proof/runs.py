@@ -24,7 +24,6 @@ from flash_clipping.capture.no_trace import (
     Holdings,
     ModelsOwnError,
     own_errors,
-    without_activations,
 )
 from flash_clipping.capture.proof.batches import Samples, Window
 from flash_clipping.capture.proof.coverage import kind_of
@@ -162,59 +161,12 @@ class Runs:
         self.recorded: list[tuple[str, list[int]]] | None = None
         #: The outputs of the last run that were one number for the batch, without their signs.
         self.numbers: dict[int, float] = {}
-        #: Whether :meth:`look` saves what a backward needs, for models that go backward in it.
-        self.saves = False
 
     def look(self, given: tuple[tuple[Any, ...], dict[str, Any]], seed: int = 0) -> Reads:
         """What layers read in the forward alone, through the taps. Without a ``seed`` nothing is
-        dropped.
-
-        Raises:
-            ModelsOwnError: the model raises.
-            FlashClippingError: taps raise where the model itself does not.
-        """
-        originals: dict[int, Tensor] = {}
-        failed: ModelsOwnError | None = None
-
-        def own(x: Tensor) -> Tensor:  # models may write into their inputs
-            copy = x.clone()
-            originals[id(copy)] = x
-            return copy
-
-        args, kwargs = map_tensors(own, given, packed=True)
-        session, reads = self.session, Reads()
-        with session.apart():
-            call = session.begin_forward(batched_inputs(args, kwargs), reads, self._units)
-            try:
-                with (
-                    repeatable(self._held, self._devices, seed, varies=seed > 0),
-                    nullcontext() if self.saves else without_activations(),
-                    collectives_refused(),
-                    own_errors(),
-                ):
-                    reads.outputs = [x.shape for x in tensors_in(self.forward(*args, **kwargs))]
-            except ModelsOwnError as error:
-                failed = error
-            except FlashClippingError as error:
-                reads.refused = error
-            finally:
-                call.spent = True
-                call.end()
-                call.reads = None  # who asks the call for its batch keeps nothing of what was noted
-        if failed is not None:
-            try:
-                self._run(given, [], bool, seed=seed)
-                if self.saves:
-                    raise _of_taps(failed) from failed.__cause__
-            finally:
-                del failed  # which holds this frame
-            self.saves = True  # the model may go backward in its forward
-            return self.look(given, seed)
-        reads.size = call.batch_size or 0
-        if reads.offsets is not None:
-            reads.offsets = originals.get(id(reads.offsets), reads.offsets)
-        own_bags = [pair for pair in reads.bags if all(id(x) in originals for x in pair)]
-        reads.bags = [(originals[id(starts)], originals[id(ids)]) for starts, ids in own_bags]
+        dropped. Errors as of :meth:`run`; what taps raise is noted."""
+        reads = Reads()
+        self.run(given, [], bool, taps=True, seed=seed, varies=seed > 0, reads=reads)
         return reads
 
     def run(
@@ -224,14 +176,18 @@ class Runs:
         take: Callable[[Forward], T],
         **options: Any,
     ) -> T:
-        """What is taken from a forward on a batch; arguments as of :meth:`_run`, errors as of
-        :meth:`look`."""
+        """What is taken from a forward on a batch; arguments as of :meth:`_run`.
+
+        Raises:
+            ModelsOwnError: the model raises.
+            FlashClippingError: taps raise where the model itself does not.
+        """
         try:
             return self._run(given, places, take, **options)
         except ModelsOwnError as error:
             if not options.get("taps"):
                 raise
-            self._run(given, places, take, **{**options, "taps": False})
+            self._run(given, places, take, **{**options, "taps": False, "reads": None})
             raise _of_taps(error) from error.__cause__
 
     def _run(
@@ -245,6 +201,7 @@ class Runs:
         watched: bool = True,
         orders: bool = False,
         varies: bool = False,
+        reads: Reads | None = None,
     ) -> T:
         """What is taken from a forward on a batch.
 
@@ -255,12 +212,19 @@ class Runs:
             take: asks the forward for outputs and gradients.
             taps: whether gradients are taken as they will be clipped.
             seed, watched, orders, varies: what is drawn at random, as of :func:`repeatable`.
+            reads: gets what layers read, and what taps raise.
 
         Raises:
             ModelsOwnError: the model raises, or its taps do.
         """
-        # Models may write into their inputs.
-        args, kwargs = map_tensors(torch.clone, given, packed=True)
+        originals: dict[int, Tensor] = {}
+
+        def own(x: Tensor) -> Tensor:  # models may write into their inputs
+            copy = x.clone()
+            originals[id(copy)] = x
+            return copy
+
+        args, kwargs = map_tensors(own, given, packed=True)
         session = self.session
         left = [param.grad for param in self.params]
         around = session.mode.enabled, session.mode.comparing
@@ -273,12 +237,21 @@ class Runs:
                 torch.enable_grad(),
             ):
                 if taps:
-                    call = session.begin_forward(batched_inputs(args, kwargs))
-                session.mode.comparing = True
+                    inputs = batched_inputs(args, kwargs)
+                    call = session.begin_forward(inputs, reads, self._units)
+                session.mode.comparing = reads is None
                 for param in self.params:
                     param.grad = None
-                with own_errors():
-                    tensors = tensors_in(self.forward(*args, **kwargs))
+                try:
+                    with own_errors(), nullcontext() if reads is None else collectives_refused():
+                        tensors = tensors_in(self.forward(*args, **kwargs))
+                except FlashClippingError as error:
+                    if reads is None:
+                        raise
+                    reads.refused, tensors = error, []
+                if reads is not None and call is not None:
+                    reads.note_end(tensors, call.batch_size or 0, originals)
+                    return take(Forward(self, [], {}, places, taps))
                 self.returned = len(tensors)
                 numbers = {n: x for n, x in enumerate(tensors) if x.numel() == 1}
                 numbers = {n: x for n, x in numbers.items() if _may_be_of_samples(x)}
@@ -286,7 +259,7 @@ class Runs:
                 if call is not None:
                     call.end()
                 random.end_forward()
-                self.dtypes |= random.casts if watched else _autocast(self.params)
+                self.dtypes |= random.casts
                 forward = Forward(self, tensors, numbers, places, taps)
                 forward.drawn = random.drawn
                 forward.uses = Counter() if call is None else call.uses
@@ -295,7 +268,7 @@ class Runs:
             for param, grad in zip(self.params, left, strict=True):
                 param.grad = grad
             if call is not None:
-                call.spent = True
+                call.spent, call.reads = True, None  # who holds the call keeps nothing of it
                 call.end()
             session.mode.enabled, session.mode.comparing = around
 
@@ -317,16 +290,14 @@ class Runs:
         weights: Sequence[Tensor | None],
         taps: bool,
         sums: bool,
-        also: Sequence[Tensor] = (),
         last: bool = False,
     ) -> Gradient:
         """The result of a backward pass; arguments as of :meth:`Forward.backward`."""
-        inputs = [*self.params, *also]
         options = {"retain_graph": not last, "allow_unused": True}
-        grad: Any = partial(torch.autograd.grad, roots, inputs, weights, **options)
+        grad: Any = partial(torch.autograd.grad, roots, self.params, weights, **options)
         if not taps:
             with own_errors():
-                own = grad()[: len(self.params)]
+                own = grad()
             # Backwards inside of functions (reversible layers) leave theirs in ``p.grad``.
             left = [param.grad for param in self.params]
             for param in self.params:
@@ -436,7 +407,6 @@ class Forward:
         only: AbstractSet[int] | None = None,
         *,
         sums: bool = True,
-        also: Sequence[Tensor] = (),
         last: bool = False,
     ) -> Gradient:
         """The gradient of the losses of some samples.
@@ -445,14 +415,13 @@ class Forward:
             scale: places that take part, and by how much their losses are multiplied.
             only: outputs that go backward, if not all.
             sums: whether sums over samples are wanted beside norms.
-            also: tensors that the pass must reach.
             last: whether the graph is not needed afterwards.
         """
         roots = [x for n, x in self.outputs.items() if only is None or n in only]
         weights = [_weights(x, self._places, scale) for x in roots]
         if not roots:
             return self._runs._measured({})
-        return self._runs.gradient_of(roots, weights, self._taps, sums, also, last)
+        return self._runs.gradient_of(roots, weights, self._taps, sums, last)
 
     def reached(self, numbers: AbstractSet[int]) -> list[tuple[str, list[int]]]:
         """The calls of layers that these outputs give a gradient: their paths, and the ``id`` of
@@ -540,12 +509,6 @@ class _Collects(BackwardPass):
         self.each, self.scale = norms_PB, doubts.scale
         self.bounds = doubts.bound_each([id(param) for param in params], norms_PB)
         return torch.ones_like(norms_PB[0])
-
-
-def _autocast(params: Sequence[nn.Parameter]) -> set[torch.dtype]:
-    """Dtypes that autocast computes in where these parameters are."""
-    kinds = {param.device.type for param in params}
-    return {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
 
 def _may_be_of_samples(x: Tensor) -> bool:

@@ -182,7 +182,7 @@ class _IntoTheFirst(torch.autograd.Function):
 def test_audits_look_at_the_other_half_of_the_samples() -> None:
     x, inner = torch.randn(4, T, K), lambda m, h: _IntoTheFirst.apply(h)
     assert not why_refused(Around(inner), x)
-    assert WORDS["STRAY"] in why_refused(Around(inner), x, audits=1)
+    assert WORDS["NORM"] in why_refused(Around(inner), x, audits=1)
 
 
 # -- kinds of calls --------------------------------------------------------------------------------
