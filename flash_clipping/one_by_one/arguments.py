@@ -233,9 +233,8 @@ def state_of(values: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
 def _has_state(value: Any) -> bool:
     """Whether it is an object that a forward may write into, as a cache is."""
     kind = type(value)
-    if not kind.__dictoffset__ or isinstance(value, Tensor | nn.Module | type) or callable(value):
-        return False
-    return kind.__module__.partition(".")[0] not in _NO_STATE
+    has_any = kind.__dictoffset__ and not isinstance(value, Tensor | nn.Module | type)
+    return bool(has_any) and kind.__module__.partition(".")[0] not in _NO_STATE
 
 
 def _taken(x: Any, axis: int, rows: Sequence[int]) -> Any:

@@ -296,6 +296,11 @@ class Cache:
         self.seen: list[Tensor] = []
 
 
+class Keeper(Cache):
+    def __call__(self) -> list[Tensor]:
+        return self.seen
+
+
 class RemembersInside(Net):
     """The same, in containers of containers, or in those of an argument."""
 
@@ -305,7 +310,7 @@ class RemembersInside(Net):
         self.nested: dict[str, dict[str, list[Tensor]]] = {"seen": {"x": []}}
         self.queue: deque[Tensor] = deque()
         self.pair: tuple[list[Tensor], int] = ([], 0)
-        self.cache, self.caches = Cache(), [Cache()]
+        self.cache, self.caches, self.kept = Cache(), [Cache()], Keeper()
 
     def forward(self, x: Tensor, other: Any = None) -> Tensor:
         seen = self.read(self, other)
@@ -325,6 +330,7 @@ REMEMBERS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
         ("list in a tuple", lambda m, _: m.pair[0], lambda: None),
         ("own object", lambda m, _: m.cache.seen, lambda: None),
         ("object in a list", lambda m, _: m.caches[0].seen, lambda: None),
+        ("callable object", lambda m, _: m.kept(), lambda: None),
         ("argument", lambda _, other: other["seen"]["x"], lambda: {"seen": {"x": []}}),
         ("object", lambda _, other: other.seen, Cache),
     )
