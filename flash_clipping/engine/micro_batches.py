@@ -28,16 +28,39 @@ def bounds_of(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
     return [*zip(ends, ends[1:], strict=False)]
 
 
+def count_of(batch: Any, axis: int) -> int | None:
+    """How many rows all tensors of a batch have along this axis; ``None`` where they differ."""
+    counts = {x.shape[axis] if x.dim() > axis else None for x in tensors_in(batch)}
+    return counts.pop() if len(counts) == 1 else None
+
+
 @dataclass
 class Parts:
-    """All samples of one step: parts, and how many samples each has."""
+    """All samples of one step: parts, how many samples each has, and along which axis of its
+    tensors, in nested containers."""
 
     parts: list[Any]
     sizes: list[int]
+    axis: int = 0
 
     def samples(self, part: Any, size: int, start: int, stop: int) -> Any:
         """These samples of a part that has so many, as a part."""
-        raise NotImplementedError
+        if isinstance(part, Tensor):
+            return part.narrow(self.axis, start, stop - start)
+        if part is None or isinstance(part, bool | int | float | str):
+            return part
+        if type(part) in (list, tuple):
+            if len(part) == size and all(isinstance(text, str) for text in part):
+                return part[start:stop]  # a text for each sample
+            return type(part)([self.samples(value, size, start, stop) for value in part])
+        if parts := parts_of("", part):
+            cut = {key: self.samples(value, size, start, stop) for key, (_, value) in parts.items()}
+            return rebuilt(part, cut)
+        raise FlashClippingError(
+            f"FC545 MicroBatches: found {type(part).__name__} in a batch that has to be cut; "
+            "expected tensors, in lists, tuples, mappings and dataclasses. Let the function that "
+            "is run hold what belongs to all samples."
+        )
 
     def split(self, place: int, most: int, step: int = 1) -> None:
         """Put equal parts of so many samples at most in the place of one; all but the last have a
@@ -134,34 +157,6 @@ class StepInParts:
             torch.cuda.empty_cache()
 
 
-class RowsOfBatch(Parts):
-    """A batch as a loop has it: tensors with a row for each sample, in nested containers."""
-
-    def __init__(self, batch: Any, axis: int):
-        self.axis = axis
-        counts = {x.shape[axis] if x.dim() > axis else None for x in tensors_in(batch)}
-        self.count = counts.pop() if len(counts) == 1 else None
-        super().__init__([batch], [self.count or 0])
-
-    def samples(self, part: Any, size: int, start: int, stop: int) -> Any:
-        if isinstance(part, Tensor):
-            return part.narrow(self.axis, start, stop - start)
-        if part is None or isinstance(part, bool | int | float | str):
-            return part
-        if type(part) in (list, tuple):
-            if len(part) == size and all(isinstance(text, str) for text in part):
-                return part[start:stop]  # a text for each sample
-            return type(part)([self.samples(value, size, start, stop) for value in part])
-        if parts := parts_of("", part):
-            cut = {key: self.samples(value, size, start, stop) for key, (_, value) in parts.items()}
-            return rebuilt(part, cut)
-        raise FlashClippingError(
-            f"FC545 MicroBatches: found {type(part).__name__} in a batch that has to be cut; "
-            "expected tensors, in lists, tuples, mappings and dataclasses. Let the function that "
-            "is run hold what belongs to all samples."
-        )
-
-
 class MicroBatches:
     """Runs forward and backward of a batch in as many parts as memory needs, by trying.
 
@@ -249,23 +244,22 @@ class MicroBatches:
                 "expected whole batches, of the loader that make_private returned:\n"
                 "    for x, y in loader:"
             )
-        module = self._module
-        rows = RowsOfBatch(batch, module._session.options.batch_axis)
-        if rows.count is None:
+        module, axis = self._module, self._module._session.options.batch_axis
+        if (count := count_of(batch, axis)) is None:
             raise FlashClippingError(
                 "FC545 MicroBatches: found tensors that have "
                 f"{[tuple(x.shape) for x in tensors_in(batch)]} as shapes; expected a row along "
-                f"axis {rows.axis} for each sample. Let the function that is run hold what belongs "
+                f"axis {axis} for each sample. Let the function that is run hold what belongs "
                 "to all samples."
             )
 
         def work(part: tuple[Any, ...], size: int) -> _T:
-            if size != rows.count:
+            if size != count:
                 module.expect_samples(size)
             return run(*part)
 
         before = module._session.rows.drawn
         try:
-            return self._step.run(rows, work)
+            return self._step.run(Parts([batch], [count], axis), work)
         finally:
             module.expect_samples(before)

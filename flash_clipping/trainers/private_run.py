@@ -16,7 +16,7 @@ from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.distributed import processes_of
 from flash_clipping.distributed.process_groups import ProcessGroups
 from flash_clipping.engine.accounting import least_noise
-from flash_clipping.engine.micro_batches import Parts, RowsOfBatch, StepInParts, bounds_of
+from flash_clipping.engine.micro_batches import Parts, StepInParts, bounds_of, count_of
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.errors import FlashClippingError, InvalidValue
@@ -252,14 +252,13 @@ class LogicalBatch(Parts):
     has one row, the first of the data, and the size 0."""
 
     def samples(self, part: Any, size: int, start: int, stop: int) -> Any:
-        rows = RowsOfBatch(part, axis=0)
-        if rows.count != size:
+        if count_of(part, axis=0) != size:
             raise InvalidValue(
                 f"FC810 PrivateTrainer: found a part of {size} samples that runs out of memory, "
                 "and whose tensors do not have a row for each of them. Say how many samples fit:\n"
                 f"    PrivacyArguments(..., max_physical_batch_size={size // 2})"
             )
-        return rows.samples(part, size, start, stop)
+        return super().samples(part, size, start, stop)
 
     def pin_memory(self) -> LogicalBatch:
         """Called by PyTorch's loader, which does not look into classes."""
