@@ -347,13 +347,10 @@ class _Found:
     """A model as a batch finds it, and every sample of it."""
 
     def __init__(self, modules: Sequence[nn.Module]):
-        #: Attributes of modules, and the dicts and lists among them.
-        self.holders: list[Any] = []
-        for module in modules:
-            attributes = vars(module)
-            self.holders += [attributes, *(x for x in attributes.values() if type(x) in HOLDERS)]
-        self._known = [dict(_items(holder)) for holder in self.holders]
         self._state = state_of([vars(module) for module in modules])
+        #: Attributes of modules and of objects among them, and all dicts and lists.
+        self.holders = [container for container, _ in self._state if type(container) in HOLDERS]
+        self._known = [dict(_items(holder)) for holder in self.holders]
         pairs = [*zip(self.holders, self._known, strict=True)]
         of_all = [(holder, key, x) for holder, known in pairs for key, x in known.items()]
         self._params = [item for item in of_all if isinstance(item[2], nn.Parameter)]
