@@ -284,7 +284,7 @@ REFUSED = [name for name in INTERFACES if name not in SAME]
 
 #: What a step does not need is hidden together, in groups of what lies apart in the table: it is
 #: seldom that the fallback of one of them leaves nothing to do for that of another.
-TOGETHER = [SAME[first::6] for first in range(6)]
+TOGETHER = [SAME[first::4] for first in range(4)]
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 

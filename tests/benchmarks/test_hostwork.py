@@ -45,7 +45,6 @@ class _Counted(TorchDispatchMode):
 #: What biases, keys or tokens are computed from in these goes back once for all samples, and what
 #: lies along another axis than the first one does as well.
 FAMILIES = [
-    "BertForMaskedLM",
     "DebertaV2, relative positions",
     "Swinv2ForImageClassification",
     "SamVisionModel",

@@ -295,21 +295,6 @@ def test_a_layer_inside_and_outside_of_a_block(mode: Any) -> None:
     compare(wrap(model, max_grad_norm=0.5, mode=mode), truth, case, batch, 0.5)
 
 
-def test_batches_of_many_sizes_share_graphs() -> None:
-    backend = Backend()
-    model, _ = make_case(LM, torch.float32)
-    plain = copy.deepcopy(model)
-    module = wrap(model, max_grad_norm=0.5)
-    module.compile(backend=backend, fullgraph=True)
-    for size in (4, 7):
-        batch = (torch.randint(0, 13, (size, 6)),)
-        truth = per_sample_truth(plain, batch, lm_loss)
-        module.zero_grad(set_to_none=True)
-        step_case(module, LM, batch, "mean")
-        check_case(module, truth, 0.5, 1e-5)
-    assert backend.graphs <= 2
-
-
 def test_shapes_are_learned_once_for_each_length() -> None:
     runs = 0
 

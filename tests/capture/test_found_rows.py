@@ -227,19 +227,6 @@ def test_declared_rows_that_are_of_other_samples(layer: str) -> None:
         squares(flash, float64s(*shape)).backward()
 
 
-def test_declared_rows_of_a_model_that_returns_its_loss_alone() -> None:
-    """Nothing shows that they are wrong."""
-    torch.manual_seed(0)
-    model = LossAlone().double()
-    flash = GradSampleModuleFlashClipping(model, folded_modules=["ffn", "norm"])
-    (x,) = float64s(3, 2, 3)
-    flash(x).backward()
-    reference = Flat().double()
-    reference.load_state_dict(model.state_dict())
-    truth = truth_by_autograd(reference, (x,), squares)
-    torch.testing.assert_close(flash.get_norm_sample(), truth.norms, rtol=1e-9, atol=0)
-
-
 class LossAlone(Flat):
     def forward(self, x: Tensor) -> Tensor:
         return mean_squares(super().forward(x))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,14 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import (
-    TOLERANCE,
     Loss,
     check_by_autograd,
     check_with_dropout,
     id_batch,
     mean_squares,
-    truth_by_autograd,
 )
 from tests.support.hugging_face import gpt2, own_loss
-from tests.support.oracle import assert_close
 from tests.support.wrapping import MODES, WRAPPERS
 
 pytestmark = pytest.mark.without_gate
@@ -45,25 +40,6 @@ def test_gpt2(wrapper: str, loss: Loss, tied: bool, mode: str) -> None:
     model = gpt2(tied)
     assert (model.lm_head.weight is model.transformer.wte.weight) == tied
     check_by_autograd(model, id_batch(4, 8, vocabulary=17), loss, wrapper=wrapper, mode=mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_gpt2_gradient_checkpointing(mode: str) -> None:
-    """``gradient_checkpointing_enable``, as the Trainer does."""
-    model = gpt2()
-    batch = id_batch(4, 8, vocabulary=17)
-    truth = truth_by_autograd(copy.deepcopy(model), batch, own_loss)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0, mode=mode)
-    own_loss(flash, batch).backward()
-    assert_close(flash.get_norm_sample(), truth.norms, TOLERANCE, "norms")
-    for name, grad in truth.clipped(1.0).items():
-        assert_close(model.get_parameter(name).grad, grad, 1e-7, name)
-
-
-def test_gpt2_batch_as_large_as_the_sequence() -> None:
-    """Positions are read as ``[1, T]``; with ``T = B`` they must not pass for samples."""
-    check_by_autograd(gpt2(), id_batch(8, 8, vocabulary=17), own_loss)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -80,11 +80,6 @@ def test_documents_of_several_rows() -> None:
     check(Reader().double(), [[(2, a), (0, b)], [(1, c), (2, d), (3, e)]])
 
 
-@pytest.mark.parametrize("lengths", [(4,), (1, 1, 1), (1, 7)])
-def test_lengths(lengths: tuple[int, ...]) -> None:
-    check(Reader().double(), [list(enumerate(documents(lengths)))])
-
-
 class Streams(nn.Module):
     """A linear layer between hyper-connections."""
 
@@ -415,20 +410,6 @@ def test_a_layer_between_that_reaches_others() -> None:
         flash(*one_row())
 
 
-def test_tokens_that_look_like_places() -> None:
-    """Both are consecutive; tokens come first."""
-    ids, places, numbers = one_row((3, 4), padding=0)
-    flash = GradSampleModuleFlashClipping(
-        Causal(), unit=Documents("document"), loss_reduction="sum"
-    )
-    with raises("FC277"):
-        flash(places, places, numbers)
-    flash = GradSampleModuleFlashClipping(
-        Reader(), unit=Documents("document"), loss_reduction="sum"
-    )
-    flash(places, places, numbers)
-
-
 def test_several_documents_come_later() -> None:
     """With one alone nothing can be seen, and nothing is concluded."""
     flash = GradSampleModuleFlashClipping(
@@ -531,17 +512,6 @@ def test_offsets_that_are_wrong() -> None:
     ids, places, _ = packed([[(0, documents()[0])], [(1, documents()[1])]])
     with raises("FC271", match="batch of 2 rows; expected one"):
         flash(ids, places, starts=torch.tensor([0, 3]))
-
-
-def test_copies_between_steps() -> None:
-    flash = GradSampleModuleFlashClipping(
-        Reader(), unit=Documents("document"), loss_reduction="sum"
-    )
-    for _ in range(2):
-        losses(flash(*one_row())).sum().backward()
-        assert len(flash.get_norm_sample()) == 4
-        flash = copy.deepcopy(flash)
-        flash.zero_grad()
 
 
 def test_no_documents() -> None:

@@ -181,19 +181,6 @@ def test_a_tensor_in_the_place_of_a_parameter_is_noticed() -> None:
     assert torch.equal(output, model(x))
 
 
-def test_padding_that_was_set_later() -> None:
-    torch.manual_seed(0)
-    conv = nn.Conv2d(2, 3, 3)
-    conv.padding = [1, 1]  # type: ignore[assignment]
-    model = nn.Sequential(conv, nn.Flatten(), nn.Linear(75, 2)).double()
-    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
-    truth = truth_by_autograd(model, (x,), squares)
-    flash = GradSampleModuleFlashClipping(model, max_grad_norm=C)
-    for _ in range(2):
-        step(flash, x)
-        check_truth(flash, model, truth, C, 1e-9)
-
-
 def test_other_ways_to_call_a_layer_are_the_long_one(short: list[str]) -> None:
     flash, model, x = wrapped()
     with torch.no_grad():

@@ -58,33 +58,6 @@ def check_next_step(model: Late, flash: Any, batch: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(flash.get_norm_sample(), truth.norms, rtol=1e-9, atol=0)
 
 
-class PositionsLate(Late):
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        if self.reach:
-            x = x + self.positions(torch.arange(x.shape[1]))
-        return self.last(torch.tanh(x))
-
-
-def test_constant_reached_later_is_refused_once() -> None:
-    """Taken for samples by its size; the rehearsal refuses, and the next step is right."""
-    model = PositionsLate().double()
-    flash = GradSampleModuleFlashClipping(model)
-    squares(flash, float64s(5, 5, 4)).backward()
-    model.reach = True
-    flash.zero_grad()
-    with raises("FC230", match="positions"):
-        squares(flash, float64s(5, 5, 4))
-    batch = float64s(5, 5, 4)
-    plain = copy.deepcopy(model)
-    plain.__dict__.pop("forward", None)
-    squares(flash, batch).backward()
-    reference = PositionsLate().double()
-    reference.reach = True
-    truth = truth_by_autograd(reference, batch, squares)
-    assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
-
-
 TABLES = ["looked up", "looked up flat", "looked up first", "looked up for each"]
 
 

@@ -223,14 +223,6 @@ def test_constants_of_many_kinds(checkpointing: bool, compiler: Any) -> None:
         check(module, plain, float64s(*shape, 4))
 
 
-def test_frozen_positions(compiler: Any) -> None:
-    """Beside what requires no gradient, too: the first layer is frozen."""
-    plain = Constants().double()
-    for part in (plain.embed, plain.norm, plain.first):
-        part.requires_grad_(False)
-    check(compiler(copy.deepcopy(plain)), plain, float64s(4, 5, 4))
-
-
 class Using(nn.Module):
     def __init__(self, use: Function):
         super().__init__()
@@ -342,23 +334,6 @@ def test_it_does_not_leave_the_region(compiler: Any) -> None:
     module = compiler(Returning(SERVED["mean"]).double())
     with raises("FC710", match="the region returns what embed"):
         loss(module, float64s(4, 5, 4))
-
-
-def test_a_table_by_itself(compiler: Any) -> None:
-    """A subclass that no rule serves looks positions up, between two graphs."""
-
-    class Table(nn.Embedding):
-        def forward(self, T: int) -> Tensor:  # type: ignore[override]
-            return super().forward(torch.arange(T))
-
-    class At(Using):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.tanh(self.first(x)) + self.embed(x.shape[1]))
-
-    plain = At(SERVED["mean"])
-    plain.embed = Table(9, 3)
-    plain = plain.double()
-    check(compiler(copy.deepcopy(plain), fullgraph=False), plain, float64s(4, 5, 4))
 
 
 # -- models of Hugging Face ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.support.cases import make_case
 from tests.support.mixtures import mixture, tokens
 from tests.support.models import CASES, squared_loss
 from tests.support.oracle import assert_close
-from tests.support.units import MIXED, check_units, index_for, network, truth_by_unit
+from tests.support.units import check_units, index_for, network, truth_by_unit
 from tests.support.wrapping import MODES
 
 pytestmark = pytest.mark.without_gate
@@ -245,16 +245,3 @@ def test_removing_a_unit(name: str) -> None:
             assert C * 0.5 < change <= C * (1 + 1e-4), unit
         else:
             assert change <= 1e-6
-
-
-def test_the_map_may_be_changed_afterwards() -> None:
-    flash = GradSampleModuleFlashClipping(network(), unit=Documents("user"))
-    norms, x = [], torch.randn(7, 5, 4, dtype=torch.float64)
-    for change in (False, True):
-        index = torch.tensor(MIXED)
-        loss = flash(x, user=index).square().mean()
-        if change:
-            index.zero_()
-        loss.backward()
-        norms.append(flash.get_norm_sample())
-    assert torch.equal(*norms)

@@ -243,7 +243,7 @@ PLAN = "plan --samples 100 --batch-size 10 --accountant rdp"
         *("compose release.json", "compose release.json --delta nan", "compose ."),
         *("audit list.json --guesses 1", "audit scores.json --guesses 1", "audit . --guesses 1"),
         *("audit nothing.json --guesses 1", "audit object.json --guesses 1"),
-        *("bench own_factories:four", "bench own_factories:good --steps 0", "errors FC999"),
+        *("bench own_factories:good --steps 0", "errors FC999"),
         *("check own_factories:good --device nonsense", "check own_factories:good --device meta"),
         "check own_factories:good --max-grad-norm -1",
         "check own_factories:good --tolerance nan",

@@ -111,10 +111,10 @@ def docstrings(name: str) -> dict[str, str]:
     return {key: text for key, text in texts.items() if text}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_so_are_docstrings_of_the_reference(name: str) -> None:
+def test_so_are_docstrings_of_the_reference() -> None:
     found = [
         f"{key}: {fault}"
+        for name in NAMES
         for key, text in docstrings(name).items()
         for fault in faults(prose_of_docstring(text))
     ]
@@ -177,11 +177,10 @@ def _comments_and_docstrings(source: str) -> list[str]:
     return [*comments, *(lines[number - 1] for number in sorted(numbers))]
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "flash_clipping").rglob("*.py")), ids=lambda path: path.stem
-)
-def test_so_are_the_words_of_comments(path: Path) -> None:
-    text = "\n".join(_comments_and_docstrings(path.read_text(encoding="utf-8")))
+def test_so_are_the_words_of_comments() -> None:
+    files = sorted((ROOT / "flash_clipping").rglob("*.py"))
+    lines = [x for file in files for x in _comments_and_docstrings(file.read_text("utf-8"))]
+    text = "\n".join(lines)
     found = [
         f"{line.strip()}: write {instead!r}"
         for line in re.sub("``[^`\n]+``", "code", text).splitlines()

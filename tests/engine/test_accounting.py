@@ -57,17 +57,14 @@ def accountant(process: Mechanism, *history: tuple[float, float, int]) -> PldAcc
 
 HISTORIES = [
     [(1.0, 0.01, 1)],
-    [(1.1, 0.02, 700)],
     [(4.5, 1 / 3, 120)],
-    [(0.7, 0.001, 3000)],
     [(1.2, 1.0, 3)],
-    [(0.5, 0.2, 30)],
     [(1.0, 0.05, 20), (1.5, 0.05, 30), (1.0, 0.01, 50)],
 ]
 
 
 @pytest.mark.parametrize(
-    ("history", "delta"), zip(HISTORIES, [1e-5, 1e-7, 1e-5, 1e-7, 1e-5, 1e-7, 1e-5], strict=True)
+    ("history", "delta"), zip(HISTORIES, [1e-5, 1e-7, 1e-5, 1e-7], strict=True)
 )
 def test_epsilon_is_that_of_opacus(history: list[tuple[float, float, int]], delta: float) -> None:
     """Also where a step's cost was computed for an epsilon before."""

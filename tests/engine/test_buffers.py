@@ -323,31 +323,6 @@ def test_angles_that_grow_with_the_sequence(strict: bool) -> None:
         assert not torch.equal(model.model.rotary_emb.inv_freq, before)
 
 
-class Angles(nn.Module):
-    """As ``rotary-embedding-torch`` has it: a table is filled in place, when it is first needed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.filled = nn.Linear(D, D), 0
-        self.register_buffer("table", torch.zeros(8, 1, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] > self.filled:
-            self.filled = x.shape[1]
-            self.table[: self.filled, 0] = torch.arange(self.filled).double().cos()
-        return self.layer(x) * self.table[: x.shape[1]]
-
-
-def test_a_table_that_is_filled_once_passes_after_one_plain_forward() -> None:
-    torch.manual_seed(0)
-    model, x = Angles().double(), torch.randn(B, T, D).double()
-    flash = GradSampleModuleFlashClipping(copy.deepcopy(model))
-    with raises("FC130", NotImplementedError):
-        flash(x)
-    model(x)
-    check_by_autograd(model, (x,), squares)
-
-
 def in_eval_mode(trainable: bool = False, **options: Any) -> nn.Module:
     """A model in train mode, but for its normalization."""
     torch.manual_seed(0)

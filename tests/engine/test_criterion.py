@@ -137,24 +137,6 @@ def test_the_same_numbers_as_the_plain_loop(kind: str, name: str, mode: str) -> 
     assert (norms > 0.05).any()  # something was clipped
 
 
-@pytest.mark.parametrize(("kind", "name"), KINDS)
-def test_a_sample_moves_the_sum_by_the_bound(kind: str, name: str) -> None:
-    """Norms are those of one sample at a time, in float64."""
-    criterion = (CLASSES if kind == "classes" else VALUES)[name]
-    x, target = batch(kind)
-    wrapped, _, returned = private(criterion)
-    norms, _ = left_by(wrapped, returned(wrapped(x), target))
-    alone = Model().double()
-    same = [t.double() if t.is_floating_point() else t for t in (x, target)]
-    if name == "weighted":
-        criterion = nn.BCEWithLogitsLoss(pos_weight=criterion.pos_weight.double())
-    for row in range(BATCH):
-        alone.zero_grad()
-        criterion(alone(same[0][row : row + 1]), same[1][row : row + 1]).backward()
-        norm = torch.cat([p.grad.flatten() for p in alone.parameters()]).norm()
-        assert norms[row].item() == pytest.approx(norm.item(), rel=1e-4)
-
-
 def test_a_function_s_own_reduction_must_agree() -> None:
     with raises("FC461", ValueError, match=r"criterion\.reduction='mean'"):
         private(F.cross_entropy, loss_reduction="sum")

@@ -318,22 +318,6 @@ def test_error_unknown_grad_sample_mode() -> None:
         EngineTraining(FlashPrivacyEngine(), grad_sample_mode="flush")
 
 
-def test_error_per_layer_bounds() -> None:
-    """Where they are given; and in backward, where they were set later."""
-    with raises("FC320", ValueError, match="expected 2, one for each trainable parameter"):
-        wrapped(nn.Linear(4, 2), clipping="per_layer", max_grad_norm=1.0)
-    with raises("FC320", ValueError, match="found 2 bounds with clipping='flat'; expected one"):
-        wrapped(nn.Linear(4, 2), max_grad_norm=[1.0, 2.0])
-    module = wrapped(nn.Linear(4, 2), clipping="per_layer", max_grad_norm=[1.0, 2.0])
-    module.max_grad_norm = 1.0
-    with raises("FC320", ValueError, match="expected 2, one for each trainable parameter"):
-        module(torch.randn(3, 4)).sum(1).mean().backward()
-    module = wrapped(nn.Linear(4, 2))
-    module.max_grad_norm = [1.0, 2.0]
-    with raises("FC320", ValueError, match="2"):
-        module(torch.randn(3, 4)).sum(1).mean().backward()
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_error_gradient_that_bypasses_a_tap(mode: str) -> None:
     module = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mode=mode)

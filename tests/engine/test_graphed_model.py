@@ -194,14 +194,6 @@ def test_given_up_with_one_line(
     assert why in line
 
 
-def test_given_up_where_others_hook_in() -> None:
-    graphed, _ = warmed()
-    seen: list[Any] = []
-    graphed.plain[0].register_forward_hook(lambda *args: seen.append(1))
-    graphed.results(batches(1)[0])
-    assert seen and "hooks" in graphed.model._graphs.off
-
-
 @pytest.mark.parametrize("of_the_model", [True, False])
 def test_another_forward_is_never_replayed(of_the_model: bool) -> None:
     graphed, eager = warmed()

@@ -294,15 +294,6 @@ def test_an_export_names_the_plain_model(name: str, inner: bool) -> None:
     private.step()  # the private model trains on
 
 
-def test_a_trace_without_gradients_is_of_the_model() -> None:
-    private = stepped()
-    x = next(iter(private.loader))[0]
-    private.model.eval()
-    with torch.no_grad():
-        traced = torch.jit.trace(private.model._module, x)
-        torch.testing.assert_close(traced(x), private.model(x))
-
-
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     private = stepped()

@@ -202,19 +202,6 @@ def test_a_mean_over_the_batch_is_refused(wrapper: str, kind: str) -> None:
     assert_close(flash.get_norm_sample(), torch.stack(expected), 1e-9)
 
 
-def test_one_label_for_each_sample_passes() -> None:
-    model = tiny("BertForSequenceClassification")
-    tokens, label = torch.randint(17, (4, 8)), torch.randint(2, (4,))
-
-    def losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        return F.cross_entropy(model(batch[0]).logits, batch[1])[None]
-
-    truth = per_sample_truth(model, (tokens, label), losses)
-    flash = GradSampleModuleFlashClipping(model)
-    flash(input_ids=tokens, labels=label).loss.backward()
-    assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
-
-
 def test_labels_that_are_no_tensor_are_refused() -> None:
     """Of detection: boxes of all images are counted."""
     model = tiny("BertForMaskedLM")
@@ -361,30 +348,3 @@ def test_a_mean_over_a_mask_is_refused(make: Callable[..., Any], inside: bool) -
     flash = GradSampleModuleFlashClipping(Inside(model, True) if inside else model)
     with raises("FC444", match="output 0"):
         own_loss_of(flash(**batch)).backward()
-
-
-def test_a_mean_over_as_many_patches_of_each_sample_passes() -> None:
-    """Which the model chooses at random."""
-    config = transformers.ViTMAEConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        decoder_hidden_size=8,
-        decoder_num_hidden_layers=1,
-        decoder_num_attention_heads=2,
-        decoder_intermediate_size=8,
-        image_size=16,
-        patch_size=4,
-    )
-    torch.manual_seed(0)
-    model = transformers.ViTMAEForPreTraining(config).double()
-    pixels, noise = torch.randn(4, 3, 16, 16).double(), torch.rand(4, 16)
-
-    def losses(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        return model(*batch).loss[None]
-
-    truth = per_sample_truth(model, (pixels, noise), losses)
-    flash = GradSampleModuleFlashClipping(model)
-    flash(pixel_values=pixels, noise=noise).loss.backward()
-    assert_close(flash.get_norm_sample(), truth.norms, 1e-9)

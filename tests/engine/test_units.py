@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -19,13 +18,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from flash_clipping import (
     AdaptiveBound,
     Documents,
-    FlashLoss,
     FlashPrivacyEngine,
     GradSampleModuleFlashClipping,
     PoissonSampling,
     Users,
 )
-from flash_clipping.engine.optimizer import FlashDPOptimizer
 from flash_clipping.engine.sampling.loaders import OrderedCollate
 from flash_clipping.engine.sampling.samplers import PoissonSampler
 from flash_clipping.ops.error_bounds import ETA
@@ -432,13 +429,6 @@ def log_likelihoods(logits: Tensor, labels: Tensor) -> Tensor:
     return (chosen * (targets != -100)).sum(1)
 
 
-def preference_losses(logits: Tensor, labels: Tensor, frozen_R: Tensor) -> Tensor:
-    """DPO: ``[pairs]``, of rows that are first all chosen ones, then all rejected ones."""
-    gain_R = log_likelihoods(logits, labels) - frozen_R
-    chosen, rejected = gain_R.chunk(2)
-    return -F.logsigmoid(BETA * (chosen - rejected))
-
-
 def pairs() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     """A model, ids and labels of answers of different lengths, and a frozen model's likelihoods."""
     model = gpt2()
@@ -452,56 +442,6 @@ def pairs() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
         for param in frozen.parameters():
             param += 0.1 * torch.randn_like(param)
         return model, ids, labels, log_likelihoods(frozen(ids).logits, labels)
-
-
-def one_pair_at_a_time(
-    model: nn.Module, ids: Tensor, labels: Tensor, frozen_R: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """Norms of the pairs, and the sum of what a bound of the median norm leaves of them."""
-    gradients = []
-    for pair in range(PAIRS):
-        rows = torch.tensor([pair, PAIRS + pair])
-        losses = preference_losses(model(ids[rows]).logits, labels[rows], frozen_R[rows])
-        gradients.append(torch.autograd.grad(losses.sum(), [*model.parameters()]))
-    norms = torch.stack([torch.cat([g.flatten() for g in pair]).norm() for pair in gradients])
-    coefs = (norms.median() / norms).clamp(max=1.0)
-    return norms, [
-        sum(coef * g for coef, g in zip(coefs, of_param, strict=True))  # type: ignore[misc]
-        for of_param in zip(*gradients, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("criterion", [False, True])
-def test_preference_pairs_are_units(criterion: bool) -> None:
-    """DPO through ``Documents``: a pair is clipped once, by the norm over both of its rows."""
-    model, ids, labels, frozen_R = pairs()
-    norms, sums = one_pair_at_a_time(model, ids, labels, frozen_R)
-    wrapped = GradSampleModuleFlashClipping(
-        model, unit=Documents("pair"), loss_reduction="sum", max_grad_norm=norms.median().item()
-    )
-    number = torch.arange(PAIRS).repeat(2)
-    logits = wrapped(ids, pair=number).logits
-    if criterion:
-
-        class Preference(nn.Module):
-            reduction = "sum"
-
-            def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-                return preference_losses(logits, labels, frozen_R)
-
-        optimizer = FlashDPOptimizer(
-            torch.optim.SGD(model.parameters()),
-            noise_multiplier=0.0,
-            max_grad_norm=1.0,
-            expected_batch_size=PAIRS,
-            loss_reduction="sum",
-        )
-        FlashLoss(wrapped, optimizer, Preference(), "sum")(logits, labels).backward()
-    else:
-        preference_losses(logits, labels, frozen_R).sum().backward()
-    assert_close(wrapped.get_norm_sample(), norms, 1e-9)
-    for param, expected in zip(model.parameters(), sums, strict=True):
-        assert_close(param.grad, expected, 1e-5)  # Opacus adds 1e-6 to norms
 
 
 def clip() -> Any:

@@ -212,14 +212,6 @@ def test_checkpointed_blocks_in_each_mode_match_autograd(mode: str) -> None:
     check_by_autograd(model, inputs(3, 5), squares, mode=mode)
 
 
-def test_experts_that_are_used_twice() -> None:
-    class Twice(Block):
-        def body(self, x: Tensor) -> Tensor:
-            return super().body(torch.tanh(super().body(x)))
-
-    check(Twice().double(), inputs(3, 5), squares, 1e-9)
-
-
 @pytest.mark.filterwarnings("ignore:.*not finite")
 def test_a_sample_that_is_not_finite() -> None:
     check_not_finite(block(), *inputs(4, 5), squares)

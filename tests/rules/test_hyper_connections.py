@@ -185,23 +185,6 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
 # -- not wrapped ----------------------------------------------------------------------------------
 
 
-def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    x = x.clone().requires_grad_()
-    model.zero_grad(set_to_none=True)
-    squares(model, (x,)).backward()
-    assert x.grad is not None
-    return {"x": x.grad, **{name: param.grad for name, param in model.named_parameters()}}  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize("transposed", [True, False])
-def test_ordinary_gradients_match_autograd(transposed: bool) -> None:
-    model = Decoder(transposed=transposed).double()
-    (x,) = float64s(3, 5, 6)
-    expected = gradients(plain_copy(model), x)
-    for name, grad in gradients(model, x).items():
-        assert_close(grad, expected[name], 1e-9, name)
-
-
 @pytest.mark.parametrize("positions", [(), (5,), (2, 5)])
 def test_streams_may_be_changed_in_place(positions: tuple[int, ...]) -> None:
     """As decoders add to hidden states. A hook that was there before still runs: ``fully_shard``

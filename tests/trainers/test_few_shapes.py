@@ -22,7 +22,7 @@ from flash_clipping.trainers.few_shapes import FewShapes, round_up
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.graphs import replay_by_hand
 from tests.support.oracle import assert_close
-from tests.support.trainers import WORDS, Texts, bert, llama, trainer, weights
+from tests.support.trainers import bert, trainer, weights
 
 
 class Hooks:
@@ -188,23 +188,6 @@ def cut(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: x[:, :longest] if x.dim() == 2 else x for key, x in batch.items()}
 
 
-class Lines(Texts):
-    """Texts of which each token is predicted."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        item = super().__getitem__(index)
-        item["input_ids"] %= len(WORDS)
-        return item | {"labels": torch.where(item["attention_mask"] == 1, item["input_ids"], -100)}
-
-
-def cut_left(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The same, padded on the left."""
-    batch = cut(samples)
-    padding_B = (batch["attention_mask"] == 0).sum(1)
-    place_BT = torch.arange(batch["attention_mask"].shape[1]) - padding_B[:, None]
-    return {key: x.gather(1, place_BT % x.shape[1]) for key, x in batch.items()}
-
-
 class NoRoom(PrivateTrainer):
     """Three rows fit."""
 
@@ -269,19 +252,6 @@ def test_a_training_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for one, other in zip(weights(few.model).values(), weights(plain.model).values(), strict=True):
         assert_close(one, other, 1e-9, "weights")
     assert few.epsilon == plain.epsilon
-
-
-@pytest.mark.parametrize("collator", [cut, cut_left])
-def test_a_training_on_texts_learns_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collator: Any
-) -> None:
-    more = {"train_dataset": Lines(20), "data_collator": collator}
-    found = [
-        trained(tmp_path, few, monkeypatch, model=llama().double(), more=more)[0].model
-        for few in (True, False)
-    ]
-    for one, other in zip(*[weights(model).values() for model in found], strict=True):
-        assert_close(one, other, 1e-9, "weights")
 
 
 @pytest.mark.parametrize("found", [True, False])

@@ -238,8 +238,7 @@ def test_out_of_memory_at_operators_of_a_training(
     assert halved >= 2  # looks, which are most of it, try other batches
 
 
-@pytest.mark.parametrize("fits", [100, 6])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("fits", "workers"), [(100, 1), (6, 0)])
 def test_a_draw_that_is_larger_is_tried_whole(tmp_path: Path, fits: int, workers: int) -> None:
     """One part for each draw where that fits; else parts of what was said to fit, in equal sizes,
     from the first that did not. Batches, noise and epsilon are those of a run with a limit."""
@@ -429,15 +428,6 @@ def test_logs_and_target_epsilon(tmp_path: Path) -> None:
         private.train()
 
 
-def test_a_second_training_goes_on_with_the_accountant(tmp_path: Path) -> None:
-    private = trainer(tmp_path, max_steps=1)
-    private.train()
-    spent = private.epsilon
-    private.train()
-    assert private.run.steps == 2
-    assert private.epsilon > spent
-
-
 def test_lora_trains_and_saves_its_adapter(tmp_path: Path) -> None:
     model = peft.get_peft_model(
         bert(), peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
@@ -525,11 +515,10 @@ def test_a_budget_is_for_a_sample_rate(tmp_path: Path) -> None:
     assert private.run.steps == 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-def test_hooks_come_off_when_training_ends(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_hooks_come_off_when_training_ends(tmp_path: Path) -> None:
     """Also when it fails. Another trainer then trains the model as it would a fresh one."""
     model = bert()
-    private = trainer(tmp_path, model, max_steps=1, **settings, **SGD)
+    private = trainer(tmp_path, model, max_steps=1, **SGD)
     private.train()
     failing = trainer(tmp_path, model, cls=PlainOptimizer, max_steps=1)
     with pytest.raises(RuntimeError, match="not private"):
@@ -539,7 +528,7 @@ def test_hooks_come_off_when_training_ends(tmp_path: Path, settings: dict[str, A
     fresh = bert()
     fresh.load_state_dict(model.state_dict())
     for trained in (model, fresh):
-        args = arguments(tmp_path, max_steps=2, **settings, **SGD)
+        args = arguments(tmp_path, max_steps=2, **SGD)
         Trainer(trained, args, train_dataset=Texts(20)).train()
     for name, tensor in weights(fresh).items():
         assert torch.equal(model.state_dict()[name], tensor), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -217,33 +216,11 @@ def test_options_of_the_wrapper(mode: str, reduction: str) -> None:
     assert why_refused(Around(WRONG["mean"]), x, **options)
 
 
-def test_under_autocast() -> None:
-    x = torch.randn(B, T, K)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert table_of(Around(RIGHT["dropout"]), x).outputs == (0,)
-        assert why_refused(Around(WRONG["rolled inside"]), x)
-
-
 def test_time_first() -> None:
     x = torch.randn(T, B, K)
     assert table_of(Around(RIGHT["plain"]), x, batch_first=False).outputs == (0,)
     mixes = Around(lambda m, h: m.layer(h) - h.mean(1, keepdim=True))
     assert why_refused(mixes, x, batch_first=False)
-
-
-@pytest.mark.parametrize("classes", range(2, 6))
-def test_time_first_with_as_many_classes_as_some_batch_has_samples(classes: int) -> None:
-    class Last(nn.Module):
-        """Reads ``[T, B, d]`` and returns ``[B, classes]``."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(K, classes)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).tanh().mean(0)
-
-    assert table_of(Last(), torch.randn(T, 4, K), batch_first=False).outputs == (0,)
 
 
 @pytest.mark.parametrize("samples", [4, 6])
@@ -291,37 +268,6 @@ def test_positions_as_many_as_samples() -> None:
 
     at = torch.randn(T)
     assert table_of(Placed(RIGHT["plain"]), torch.randn(T, T, K), at).outputs == (0,)
-
-
-def padded_texts(vocabulary: int = 40) -> Mapping[str, Tensor]:
-    lengths = torch.tensor([7, 4, 2, 6])
-    ids = torch.randint(3, vocabulary, (4, 7))
-    gone = torch.arange(7) >= lengths[:, None]
-    ids[gone] = 1
-    return {
-        "input_ids": ids,
-        "attention_mask": (~gone).long(),
-        "labels": torch.where(gone, -100, ids),
-    }
-
-
-def test_padded_texts_with_labels_and_dropout() -> None:
-    import transformers
-
-    config = transformers.OPTConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        ffn_dim=24,
-        word_embed_proj_dim=16,
-        max_position_embeddings=32,
-        dropout=0.1,
-        use_cache=False,
-    )
-    model = transformers.OPTForCausalLM(config).train()
-    table = table_of(model, kwargs=dict(padded_texts()), audits=1)
-    assert table.outputs
 
 
 # -- nothing of the user's is changed --------------------------------------------------------------
