@@ -23,9 +23,8 @@ from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.errors import FlashClippingError, InvalidValue
 from flash_clipping.noise.correlated import CorrelatedNoise
 from flash_clipping.noise.mechanisms import IndependentNoise
-from flash_clipping.noise.process import PoissonSampling
+from flash_clipping.noise.process import OrderedSampler, PoissonSampling
 from flash_clipping.noise.releases import Release, dp_accounting, epsilon_by_pld
-from flash_clipping.noise.samplers import OrderedSampler
 
 
 class DiscreteGaussianAccountant(StepsOfRdpAccountant):

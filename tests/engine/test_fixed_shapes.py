@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping import AdaptiveBound, Documents, FlashPrivacyEngine, PoissonSampling, Users
 from flash_clipping.capture.draws import DrawnBatch
-from flash_clipping.noise.samplers import FixedShapeSampler
+from flash_clipping.noise.process import FixedShapeSampler
 from flash_clipping.randomness import Draw, Purpose, SecretStream
 from flash_clipping.randomness.choices import coin_tosses, subset
 from flash_clipping.trainers.dashboard import ClippingStatistics

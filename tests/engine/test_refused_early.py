@@ -40,8 +40,8 @@ from flash_clipping.engine.accounting import least_noise
 from flash_clipping.engine.adaptive import AdaptiveBound
 from flash_clipping.engine.sampling.loaders import PoissonLoader
 from flash_clipping.layers import MixtureOfExperts, RoutedExperts, TopKRouter
+from flash_clipping.noise.process import FixedShapeSampler
 from flash_clipping.noise.report import statistics_report
-from flash_clipping.noise.samplers import FixedShapeSampler
 from flash_clipping.trainers.arguments import PrivacyArguments
 from flash_clipping.trainers.dashboard import PrivacyDashboard
 from tests.support.errors import raises

@@ -23,8 +23,8 @@ from flash_clipping import (
 from flash_clipping.engine.accounting import ADD_OR_REMOVE
 from flash_clipping.noise import releases
 from flash_clipping.noise.accountants import releases_of
+from flash_clipping.noise.process import RowsOfUnitsSampler
 from flash_clipping.noise.releases import Release, epsilon_by_pld
-from flash_clipping.noise.samplers import RowsOfUnitsSampler
 from flash_clipping.randomness import SecretStream
 from tests.support.errors import raises
 from tests.support.pages import ROOT

@@ -16,13 +16,13 @@ from flash_clipping import RandomAllocation, Shuffled
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, Mechanism, least_noise
 from flash_clipping.noise import releases
 from flash_clipping.noise.accountants import PldAccountant, releases_of
+from flash_clipping.noise.process import OrderedSampler
 from flash_clipping.noise.releases import (
     Release,
     allocation_losses,
     epsilon_by_pld,
     grid_step,
 )
-from flash_clipping.noise.samplers import OrderedSampler
 from flash_clipping.randomness import Purpose, SecretStream
 from flash_clipping.randomness.choices import allocations
 from tests.noise.training import in_parts, private, step

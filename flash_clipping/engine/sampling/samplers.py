@@ -2,7 +2,7 @@
 
 Accountants assume that every step draws every sample independently with the *sample rate* ``q``
 that they are told, and that nobody can guess who took part. Of several processes each draws its
-own samples. Samplers of other batches are in :mod:`flash_clipping.noise.samplers`.
+own samples. Samplers of other batches are in :mod:`flash_clipping.noise.process`.
 """
 
 from __future__ import annotations
