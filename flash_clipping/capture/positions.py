@@ -115,7 +115,8 @@ def note_read(path: str, session: ClippingSession, rows: Tensor, recomputed: boo
         x = rows if rows.dim() > 1 else rows.unsqueeze(1)
         call.reads.note(call.next_read(path), x, 0, None, True)
     elif path not in session.rows.units_of_calls.proven:
-        session.rows.units_of_calls.apart.clear()
+        for kind in session.proof.kinds.values():
+            kind.apart = -1
         raise FlashClippingError(
             f"FC230 {path}: this layer was reached for the first time, and units are parts of "
             "rows: it was not seen whether documents reach each other in what it reads. It is "

@@ -38,7 +38,7 @@ from flash_clipping.capture.draws import (
 )
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
 from flash_clipping.capture.non_finite import NonFiniteWarning
-from flash_clipping.capture.proof.coverage import Coverage
+from flash_clipping.capture.proof.kinds import Kinds
 from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.reads import Reads
 from flash_clipping.capture.refused_forwards import (
@@ -105,6 +105,7 @@ class ProofState:
     :class:`~flash_clipping.capture.proof.knowledge.Knowledge`.
 
     Attributes:
+        kinds: of calls, and what was shown of each.
         epoch: how often the samples' rows were looked for again: earlier proofs do not count.
         on_short_way: the taps that take the short way since (``Tap.proven``).
         proven_with: parameters that were watched at the last proof; new ones ask for another.
@@ -113,6 +114,7 @@ class ProofState:
         has_oracle: the oracle can be asked about calls.
     """
 
+    kinds: Kinds
     epoch: int = 0
     on_short_way: list[Any] = field(default_factory=list)
     proven_with: int = 0
@@ -197,8 +199,9 @@ class ClippingSession:
         self.options = options
         self.rows = RowsOfCalls(UnitsOfCalls(sample_of, options.batch_first))
         #: Where samples lie in what layers read, as far as it was shown.
-        self.known = Knowledge(Coverage(options.batch_axis))
-        self.proof, self.mode, self.calls = ProofState(), Mode(), Calls()
+        self.known = Knowledge()
+        self.proof, self.mode = ProofState(Kinds(options.batch_axis)), Mode()
+        self.calls = Calls()
 
     # -- forward ------------------------------------------------------------------------------
 

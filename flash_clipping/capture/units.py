@@ -147,10 +147,8 @@ class UnitsOfCalls:
         self.batch_first = batch_first
         self.from_loader = False
         self.are_items = False
-        #: Where units are parts of rows: layers that were rehearsed, and kinds of calls in which
-        #: documents were seen not to reach each other.
+        #: Where units are parts of rows: layers that were rehearsed.
         self.proven: set[str] = set()
-        self.apart: set[Any] = set()
 
     @property
     def are_known(self) -> bool:

@@ -129,8 +129,8 @@ class SynchronizedProbe:
     def _is_unsettled(self) -> bool:
         """Whether this process might want to rehearse again."""
         shown = self.session.known
-        if self.session.rows.units_of_calls.apart:  # every position is a row that layers read
-            return False
+        if any(kind.apart >= 0 for kind in self.session.proof.kinds.values()):
+            return False  # every position is a row that layers read
         return any(tap.path not in shown.reads for tap in self.taps if tap.trainable()[1])
 
     def _most_urgent(self, says: int) -> int:

@@ -23,8 +23,8 @@ from flash_clipping.capture.borrowed import UsesOthers, until_borrowed
 from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import refuse_graphs
-from flash_clipping.capture.proof.coverage import is_plain
 from flash_clipping.capture.proof.gate import Gate
+from flash_clipping.capture.proof.kinds import is_plain
 from flash_clipping.capture.proof.positions import prove_positions
 from flash_clipping.capture.proof.prove import prove
 from flash_clipping.capture.proof.runs import Runs, Subject
@@ -299,7 +299,7 @@ class ModelWatch:
             return False
         if self.sharded is not None:  # its processes look at the beginning only
             return True
-        return session.known.coverage.covers(module, args, kwargs, session.known.depends_on_sizes)
+        return session.proof.kinds.covers(module, args, kwargs, session.known.depends_on_sizes)
 
     def prove_if(
         self,

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from flash_clipping.capture.batch_size_checks import check_against_loader
 from flash_clipping.capture.draws import NO_ROW, DrawnBatch
 from flash_clipping.capture.forward_call import ForwardCall, in_backward
-from flash_clipping.capture.proof.positions import are_apart
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
 from flash_clipping.engine.model_watch import ModelWatch
@@ -87,8 +86,9 @@ class ToldRows:
             looked = self.sharded is None and bool(session.proof.proven_with)
             return Told(draw, nobody, units, is_known=nobody and looked)
         if session.may_prove():
-            unknown = not are_apart(session, units, watch.guards.count, args, kwargs)
-            watch.prove_if(unknown, watch.subject(module, args, kwargs), positions=units)
+            subject = watch.subject(module, args, kwargs)
+            unknown = len(units.map) > 0 and subject.kind.apart != watch.guards.count
+            watch.prove_if(unknown, subject, positions=units)
         return Told(draw, nobody, units, is_known=True)
 
     def _units_of(

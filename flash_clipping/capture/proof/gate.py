@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 
 from flash_clipping.capture.inputs import batched_inputs, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError
-from flash_clipping.capture.proof.coverage import kind_of
 from flash_clipping.capture.proof.oracle import Examination, examine
 from flash_clipping.capture.proof.runs import Subject
 from flash_clipping.capture.session import ClippingSession
@@ -36,16 +34,11 @@ class Gate:
     """Asks the oracle about calls of a model, and lets only gradients of fit outputs back."""
 
     def __init__(self) -> None:
-        #: Why an output is unfit, or "", by the kind of the call, how many tensors it returned, and
-        #: the number of the output.
-        self._why: dict[Hashable, dict[tuple[int, int], str]] = {}
         #: A number that is another one when other parameters are trainable.
         self._trainable = 0
         #: Calls that were counted, and at which of them the next audit is due.
         self.calls, self.next_audit = 0, FIRST_AUDIT
         self._alike = 0
-        #: Kinds of calls whose own losses were compared: chance does not decide what these are.
-        self._compared: set[Hashable] = set()
         #: Whether audits make chance alike for all samples, as one was needed that did.
         self._watched = False
         #: Dtypes that calls were seen to compute in.
@@ -78,17 +71,17 @@ class Gate:
         """
         if trainable != self._trainable:
             self._trainable = trainable
-            self._why.clear()
-            self._compared.clear()
+            for kind in subject.session.proof.kinds.values():
+                kind.why, kind.has_losses = {}, False
         session, args, kwargs = subject.session, subject.args, subject.kwargs
         if session.calls.backward_pass_class not in (BackwardPass, TwoWalks):
             return  # somebody else watches
         if not any(x.dim() > session.options.batch_axis for x in batched_inputs(args, kwargs)):
             return
-        if not self._why:
+        kind = subject.kind
+        if not kind.why:
             logger.info("checking which rows are samples")
-        kind = kind_of(subject.root, args, kwargs)
-        watched, losses = self._watched or not audit, not audit or kind not in self._compared
+        watched, losses = self._watched or not audit, not (audit and kind.has_losses)
         dtypes = self._dtypes if audit else frozenset[torch.dtype]()
         how = Examination(audit, audit > 0, watched, losses, dtypes)
         for small in subject.smaller(seed=audit):
@@ -108,16 +101,14 @@ class Gate:
         if small.samples().are_alike and self._alike < ALIKE:
             self._alike += 1
             self.next_audit = self.calls + 1
-        if table.losses or table.fit_losses:
-            self._compared.add(kind)
-        known = self._why.setdefault(kind, {})
+        kind.has_losses |= bool(table.losses or table.fit_losses)
         # A loss that the model computes itself may read what is unfit.
         other = next(iter(table.unfit.values()), "")
         for number in range(table.returned):  # what was shown once stays
             place = table.returned, number
             why = "" if number in table.outputs else table.unfit.get(number, other)
             why = why or table.losses.get(number, "")
-            known[place] = known.get(place) or why
+            kind.why[place] = kind.why.get(place) or why
 
     def refuse(
         self,
@@ -128,11 +119,11 @@ class Gate:
         output: Any,
     ) -> None:
         """Refuse gradients that come back to unfit outputs of a call with these arguments."""
-        all_whys = [why for found in self._why.values() for why in found.values() if why]
+        kinds = session.proof.kinds
+        all_whys = [why for kind in kinds.values() for why in kind.why.values() if why]
         if not session.mode.enabled or not all_whys:
             return
-        tensors = tensors_in(output)
-        known = self._why.get(kind_of(root, args, kwargs), {})
+        tensors, known = tensors_in(output), kinds.find(root, args, kwargs).why
         # What was never compared may be any of them.
         whys = [known.get((len(tensors), n), all_whys[0]) for n in range(len(tensors))]
         is_part = any(x.numel() == 1 for x, why in zip(tensors, whys, strict=True) if not why)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Set as AbstractSet
+from collections.abc import Collection, Iterable, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from flash_clipping.capture.proof.coverage import Coverage
 from flash_clipping.capture.proof.reads import Read
 from flash_clipping.capture.row_layouts import Layout
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
@@ -16,7 +15,6 @@ class Knowledge:
     """A look at a model writes into a copy (:meth:`to_look`), which replaces this as a whole.
 
     Attributes:
-        coverage: calls for which it was shown.
         proven: layers all of whose reads are samples.
         constants: layers that read what is the same for all samples, and whose outputs meet samples
             only.
@@ -27,11 +25,9 @@ class Knowledge:
         layouts: where samples lie in what layers, and parameters that are used alone, read,
             if not along the first axis; ``layouts_after``: in what comes of such a use.
         plain: layers in which samples were seen to lie along the usual axis.
-        outputs: where samples lie in what the model returns, by the kind of the call.
         laid_out: layers in which samples lie otherwise than as rows, or parts that lie together.
     """
 
-    coverage: Coverage
     proven: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
     reads: dict[str, list[list[bool]]] = field(default_factory=dict)
@@ -43,7 +39,6 @@ class Knowledge:
     layouts_after: dict[str, Layout] = field(default_factory=dict)
     plain: set[str] = field(default_factory=set)
     laid_out: set[str] = field(default_factory=set)
-    outputs: dict[Hashable, list[Layout | None]] = field(default_factory=dict)
 
     @property
     def depends_on_sizes(self) -> bool:
@@ -75,10 +70,8 @@ class Knowledge:
 
     def to_look(self) -> Knowledge:
         """What a look begins with: what is declared, and nothing that was found before."""
-        folded, plain = self.folded - self.found, self.plain
-        return Knowledge(
-            self.coverage, folded=folded, folded_by_rule=self.folded_by_rule, plain=plain
-        )
+        folded, by_rule = self.folded - self.found, self.folded_by_rule
+        return Knowledge(folded=folded, folded_by_rule=by_rule, plain=self.plain)
 
     def note_parts(self, names: AbstractSet[str]) -> None:
         """The rows of these layers are parts of samples that lie together."""
@@ -130,7 +123,6 @@ class Knowledge:
             layouts_after=merged[1],
             plain=self.plain | is_plain,
             laid_out=laid_out,
-            outputs={**self.outputs, **new.outputs},
         )
 
     def without_reads(self) -> Knowledge:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import Samples
-from flash_clipping.capture.proof.coverage import kind_of
 from flash_clipping.capture.proof.knowledge import Knowledge
 from flash_clipping.capture.proof.reads import Note, Read, Reads, layout_of
 from flash_clipping.capture.proof.runs import Runs, Subject
@@ -87,7 +86,7 @@ def observe(subject: Subject, runs: Runs, seed: int) -> tuple[Subject, list[Find
     looks = [whole] if other is None else [whole, other]
     sizes, axis = [look.size for look in looks], subject.session.options.batch_axis
     if len({len(look.outputs) for look in looks}) == 1:
-        shown.outputs[kind_of(subject.root, subject.args, subject.kwargs)] = [
+        subject.kind.outputs = [
             layout_of(shapes, sizes, axis, has_parts=False)
             for shapes in zip(*(look.outputs for look in looks), strict=True)
         ]

@@ -11,17 +11,13 @@ inputs change, places as well: what stays then does not derive from the inputs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from flash_clipping.capture.inputs import map_tensors, tensors_in
 from flash_clipping.capture.no_trace import ModelsOwnError
-from flash_clipping.capture.proof.coverage import of_arguments
 from flash_clipping.capture.proof.reads import Reads, are_alike
 from flash_clipping.capture.proof.runs import Runs, Subject
-from flash_clipping.capture.session import ClippingSession
 from flash_clipping.capture.units import Units
 from flash_clipping.errors import FlashClippingError
 
@@ -30,22 +26,11 @@ from flash_clipping.errors import FlashClippingError
 REACHED, REACHED_LOW = 1e-5, 1e-2
 
 
-def are_apart(
-    session: ClippingSession,
-    units: Units,
-    watched: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> bool:
-    """Whether documents were seen not to reach each other in calls such as this one."""
-    known = session.rows.units_of_calls.apart
-    return not len(units.map) or (watched, of_arguments(args, kwargs)) in known
-
-
 def prove_positions(subject: Subject, units: Units, watched: int) -> None:
     """See that every layer reads positions in order, and documents do not reach each other.
 
-    Leaves in ``session.rows.units_of_calls`` what was shown, for so many ``watched`` parameters.
+    Leaves what was shown, for so many ``watched`` parameters, in ``session.rows.units_of_calls``
+    and in the kind of the call.
 
     Raises:
         FlashClippingError: they do, or it cannot be seen; all layers are named.
@@ -98,7 +83,7 @@ def prove_positions(subject: Subject, units: Units, watched: int) -> None:
     for reads, kept_N, moved_N in others:
         _compare(whole, reads, kept_N, moved_N)
     if others:
-        known.apart.add((watched, of_arguments(subject.args, subject.kwargs)))
+        subject.kind.apart = watched
 
 
 def _content(units: Units, sources: list[Tensor]) -> list[Tensor]:

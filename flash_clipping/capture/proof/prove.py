@@ -73,7 +73,7 @@ def prove(subject: Subject, call: ForwardCall | None = None) -> Subject:
         session.known = before.without_reads()
         session.proof.proven_with = -1  # the next forward looks again
         raise
-    session.known.coverage.note(subject.root, subject.args, subject.kwargs)
+    session.proof.kinds.note(subject.root, subject.args, subject.kwargs)
     if call is not None:
         _check_guesses(session, call)
     return subject

@@ -26,7 +26,7 @@ from flash_clipping.capture.no_trace import (
     own_errors,
 )
 from flash_clipping.capture.proof.batches import Samples, Window
-from flash_clipping.capture.proof.coverage import kind_of
+from flash_clipping.capture.proof.kinds import Kind
 from flash_clipping.capture.proof.reads import Reads, layout_of
 from flash_clipping.capture.proof.repeatable import repeatable
 from flash_clipping.capture.proxies import ParameterProxy
@@ -94,6 +94,11 @@ class Subject:
     narrow: int = 0
     window: Window | None = None
 
+    @property
+    def kind(self) -> Kind:
+        """The kind of the call."""
+        return self.session.proof.kinds.of(self.root, self.args, self.kwargs)
+
     def of_bags(self, reads: Reads) -> Subject:
         """The same with what was seen of bags."""
         offsets = None if reads.offsets is None else (reads.offsets, reads.size)
@@ -145,9 +150,8 @@ class Runs:
     def __init__(self, subject: Subject, units: Units | None = None) -> None:
         self.root, self.forward, self.session = subject.root, subject.forward, subject.session
         self.params, self._units = self.session.options.trainable(), units
-        kind = kind_of(subject.root, subject.args, subject.kwargs)
         #: Where samples lie in what such calls return, as far as looks have shown it.
-        self._layouts = self.session.known.outputs.get(kind, ())
+        self._layouts = subject.kind.outputs
         tensors = batched_inputs(subject.args, subject.kwargs)
         devices = {x.device for x in (*tensors, *self.session.options.state()) if x.is_cuda}
         self._devices = list(devices)

@@ -128,7 +128,8 @@ def test_random_architectures(layout: str) -> None:
         model = RandomModel(plan).double()
         flash = GradSampleModuleFlashClipping(model, batch_first=not plan.time_first)
         flash(*batch_of(plan))
-        why = [why for found in flash._watch.gate._why.values() for why in found.values()]
+        kinds = flash._session.proof.kinds.values()
+        why = [why for kind in kinds for why in kind.why.values()]
         assert why and not any(why)
 
     check()

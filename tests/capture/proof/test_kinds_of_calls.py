@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
-from flash_clipping.capture.proof.coverage import VALUES
+from flash_clipping.capture.proof.kinds import VALUES
 from flash_clipping.diagnostics import check
 from tests.support.errors import raises
 
@@ -179,7 +179,8 @@ def test_a_model_that_runs_on_no_extreme_sample_is_looked_at_without() -> None:
     x = torch.randn(B, K)
     flash = GradSampleModuleFlashClipping(Bounded())
     flash(x).square().sum().backward()
-    assert [*flash._watch.gate._why.values()] == [{(1, 0): ""}], "it was not compared"
+    kinds = flash._session.proof.kinds.values()
+    assert [kind.why for kind in kinds] == [{(1, 0): ""}], "it was not compared"
     with raises("FC210", match="output 0: the outputs of a sample change"):
         model = Bounded(lambda y: y - y.mean(0).detach())
         GradSampleModuleFlashClipping(model)(x).square().sum().backward()

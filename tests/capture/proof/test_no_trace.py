@@ -148,7 +148,7 @@ def test_nothing_of_a_look_is_kept() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
     flash = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
     flash(torch.randn(5, 3)).square().sum(1).mean().backward()
-    assert flash._watch.gate._why  # it was looked at
+    assert flash._session.proof.kinds  # it was looked at
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x).__name__ == Repeatable.__name__]
 

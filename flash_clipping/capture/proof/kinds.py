@@ -1,4 +1,4 @@
-"""For which calls of a model it was shown where samples lie.
+"""Kinds of calls of a model, and what was shown of each.
 
 A model may lay its rows out otherwise in evaluation, or for another argument
 (``channels_last=True``). Each of that makes another kind of call, which is checked before it is
@@ -10,7 +10,8 @@ another kind only where it was one: a sample that is alone.
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from flash_clipping._compat import pytree
 from flash_clipping.capture.inputs import batched_inputs
+from flash_clipping.capture.row_layouts import Layout
 
 #: Values of one argument that are told apart; one that counts steps has a new one in every step.
 VALUES = 8
@@ -28,29 +30,55 @@ KINDS = 64
 _PLAIN = bool | int | float | complex | str | bytes | enum.Enum | torch.dtype | torch.device
 
 
-class Coverage:
-    """Kinds of calls of one model that were checked.
+@dataclass
+class Kind:
+    """What was shown of one kind of call.
+
+    Attributes:
+        sizes: the least and the largest of each size, but for the samples, in calls that were
+            checked; ``None`` before.
+        outputs: where samples lie in what the model returns.
+        why: why an output is unfit, or "", by how many tensors were returned, and its number.
+        has_losses: whether the model's own losses were compared: chance does not decide of these.
+        apart: so many parameters were watched when documents were seen not to reach each other.
+    """
+
+    sizes: list[tuple[int, int]] | None = None
+    outputs: Sequence[Layout | None] = ()
+    why: dict[tuple[int, int], str] = field(default_factory=dict)
+    has_losses: bool = False
+    apart: int = -1
+
+
+class Kinds(dict[Hashable, Kind]):
+    """Kinds of calls of one model.
 
     Args:
         axis: that holds the samples.
     """
 
     def __init__(self, axis: int) -> None:
+        super().__init__()
         self._axis = axis
-        #: Of every kind, the least and the largest of each size in its calls, but for the samples.
-        self._kinds: dict[Hashable, list[tuple[int, int]]] = {}
         #: Values of every argument, by its place.
         self._values: dict[Hashable, set[Hashable]] = {}
 
+    def of(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        """The kind of a call of ``root``, noted from now on."""
+        return self.setdefault(self._key(root, args, kwargs), Kind())
+
+    def find(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        """The kind of a call of ``root``; a new one if it was not met."""
+        return self.get(self._key(root, args, kwargs), Kind())
+
     def note(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of ``root`` with these arguments was checked."""
-        kind, sizes = self._kind(root, args, kwargs), self._sizes(args, kwargs)
-        if len(self._kinds) < KINDS:
-            known = zip(self._kinds.get(kind, [(n, n) for n in sizes]), sizes, strict=True)
-            self._kinds[kind] = [(min(low, n), max(high, n)) for (low, high), n in known]
         values, structure = of_arguments(args, kwargs)
         for place, value in enumerate(values):
             self._values.setdefault((structure, place), set()).add(value)
+        kind, sizes = self.of(root, args, kwargs), self._sizes(args, kwargs)
+        known = zip(kind.sizes or [(n, n) for n in sizes], sizes, strict=True)
+        kind.sizes = [(min(low, n), max(high, n)) for (low, high), n in known]
 
     def covers(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], by_sizes: bool
@@ -59,11 +87,12 @@ class Coverage:
 
         ``by_sizes``: some layer reads rows that are not the samples.
         """
-        if not self._kinds or self._count(args, kwargs) < (1 if by_sizes else 2):
+        checked = sum(kind.sizes is not None for kind in self.values())
+        if not checked or self._count(args, kwargs) < (1 if by_sizes else 2):
             return True
-        ranges = self._kinds.get(self._kind(root, args, kwargs))
+        ranges = self.find(root, args, kwargs).sizes
         if ranges is None:
-            return len(self._kinds) >= KINDS
+            return checked >= KINDS
         sizes = zip(ranges, self._sizes(args, kwargs), strict=True)
         return not by_sizes or all(low <= n <= high for (low, high), n in sizes)
 
@@ -76,24 +105,15 @@ class Coverage:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         return [n for x in tensors for n in (*x.shape[:axis], *x.shape[axis + 1 :])]
 
-    def _kind(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """The mode, whether a sample is alone, and the arguments, but for those that have had many
-        values."""
+    def _key(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """The mode of every module (a part of a model may be in evaluation), whether a sample is
+        alone, and the arguments, but for those that have had many values."""
         values, structure = of_arguments(args, kwargs)
         seen = [self._values.get((structure, place), ()) for place in range(len(values))]
         known = zip(values, seen, strict=True)
         told = tuple([x if len(had) < VALUES else None for x, had in known])
-        return modes_of(root), min(self._count(args, kwargs), 2), told, structure
-
-
-def kind_of(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """The modes of modules, and what the call was given."""
-    return modes_of(root), of_arguments(args, kwargs)
-
-
-def modes_of(root: nn.Module) -> tuple[bool, ...]:
-    """The mode of every module: a part of a model may be in evaluation."""
-    return tuple([module.training for module in root.modules()])
+        modes = tuple([module.training for module in root.modules()])
+        return modes, min(self._count(args, kwargs), 2), told, structure
 
 
 def of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Hashable, ...], str]:
