@@ -44,11 +44,6 @@ from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 
 #: Functions that only look at the other tensor's shape, dtype or device.
 _METADATA_ONLY = {"type_as", "expand_as", "view_as", "reshape_as", "to", "broadcast_to"}
-#: Functions that move rows of a table about as they are.
-_MOVES_ROWS = {"expand", "expand_as", "unsqueeze", "squeeze", "__getitem__", "view", "reshape"}
-_MOVES_ROWS |= {"permute", "transpose", "movedim", "swapaxes"}
-#: Functions that keep them where they are.
-_KEEPS_ROWS = {"to", "contiguous", "clone"}
 _EXPANDING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _DETACHING = {"detach", "__get__data"}
 #: Functions of one tensor that return none.
@@ -174,24 +169,19 @@ def _stand_ins(
     bares = [leaf for leaf in leaves if isinstance(leaf, ParameterProxy)]
     tap = bares[0].tap
     origin = {leaf: param for bare in bares for leaf, param in bare.leaves.items()}
-    lookup = source = parent = kept = None
+    source = None
     if len(bares) == 1 and isinstance(result, Tensor):
-        (bare,) = bares
-        lookup = _table_rows(func, name, leaves, spec, bare, result)
-        if (known := bare.kept_origin) is not None and not in_place:
-            source = origin_of(name, leaves, named, bare.value, known, result)
-        is_other = lookup is None and source is None and not in_place
-        if is_other and bare.kept_lookup and result.shape == bare.shape:
-            parent = bare
-            if not named:
-                kept = _kept_of(name, leaves)
+        if name == "embedding" and (rows := _looked_up(leaves, spec, bares[0], result)) is not None:
+            return ParameterProxy.of_leaf(result, rows, tap)
+        if (known := bares[0].kept_origin) is not None and not in_place:
+            source = origin_of(name, leaves, named, bares[0].value, known, result)
 
     def derived(value: Tensor) -> Tensor:
         if not (value.is_floating_point() or value.is_complex()):
             return value
         if not value.requires_grad and torch.is_grad_enabled():
             return value
-        return ParameterProxy.wrap(value, origin, tap, lookup, source, parent, kept)
+        return ParameterProxy.wrap(value, origin, tap, source)
 
     return pytree.tree_map_only(Tensor, derived, result)
 
@@ -236,17 +226,6 @@ def _of_one_row(leaves: list[Any], bare: ParameterProxy) -> list[Any] | None:
     if any(x is bare or len(x) != call.batch_size or x.stride(0) for x in many):
         return None
     return [x[:1] if any(x is y for y in many) else x for x in leaves]
-
-
-def _kept_of(name: str, leaves: list[Any]) -> Tensor | None:
-    """Where the result of a function is the one stand-in among its arguments, element by element;
-    ``None`` of functions that do more than choose."""
-    if name not in ("where", "masked_fill") or len(leaves) != 3:
-        return None
-    chosen: Tensor = leaves[0] if name == "where" else leaves[1]
-    if not (is_plain(chosen) and chosen.dtype == torch.bool):
-        return None
-    return chosen if name == "where" and isinstance(leaves[1], ParameterProxy) else ~chosen
 
 
 def _by_element(
@@ -343,49 +322,22 @@ def _refuse_mixing(tap: FactorSource, name: str, args: Any, kwargs: Mapping[str,
         )
 
 
-def _table_rows(
-    func: Callable[..., Any],
-    name: str,
-    leaves: list[Any],
-    spec: Any,
-    bare: ParameterProxy,
-    result: Tensor,
+def _looked_up(
+    leaves: list[Any], spec: Any, bare: ParameterProxy, result: Tensor
 ) -> TableRows | None:
-    """Which rows of a table ``result`` is, if it is made of such rows alone."""
-    value, before = bare.value, bare.lookup
-    if name == "embedding":
-        args, kwargs = unflattened(leaves, spec)
-        given = _LOOKUP.bind(*args, **kwargs).arguments
-        changes = given.get("scale_grad_by_freq") or given.get("max_norm") is not None
-        if changes or given["weight"] is not bare or value not in bare.leaves:
-            return None
-        padding_idx = given.get("padding_idx")
-        if padding_idx is not None and padding_idx < 0:
-            padding_idx += len(value)
-        return TableRows(given["input"], value, padding_idx)
-    if before is None:
+    """Which rows of a table ``F.embedding`` has looked up, if it is a parameter as it is."""
+    args, kwargs = unflattened(leaves, spec)
+    given = _LOOKUP.bind(*args, **kwargs).arguments
+    table = bare.leaves.get(bare.value)
+    changes = given.get("scale_grad_by_freq") or given.get("max_norm") is not None
+    if changes or given["weight"] is not bare or not isinstance(table, nn.Parameter):
         return None
-    if name in _KEEPS_ROWS:
-        return before if (result.dtype, result.shape) == (value.dtype, value.shape) else None
-    d = value.shape[before.feature]
-    if name not in _MOVES_ROWS or d == 1:
-        return None
-    # The same for the number of the row in every place of it, and for the number of the feature: no
-    # memory, if rows stay whole.
-    rows = before.ids.unsqueeze(-1).movedim(-1, before.feature).expand(value.shape)
-    numbers = torch.arange(d, device=value.device).view(-1, *[1] * (-1 - before.feature))
-    ids = called(func, leaves, spec, lambda _: rows)
-    along = called(func, leaves, spec, lambda _: numbers.expand(value.shape))
-    features = [
-        axis for axis in range(result.dim()) if along.stride(axis) and along.shape[axis] > 1
-    ]
-    if ids.shape != result.shape or len(features) != 1:
-        return None
-    (axis,) = features
-    if ids.stride(axis) or ids.shape[axis] != d:
-        return None
-    feature = axis - result.dim()
-    return TableRows(ids.select(axis, 0), before.table, before.padding_idx, feature)
+    if not result.requires_grad:
+        return None  # computed with gradients off
+    padding_idx = given.get("padding_idx")
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(table)
+    return TableRows(given["input"], table, padding_idx)
 
 
 def _axis_of(name: str, leaves: list[Any], bare: ParameterProxy) -> int:
@@ -393,7 +345,8 @@ def _axis_of(name: str, leaves: list[Any], bare: ParameterProxy) -> int:
 
     That is the first, but where rows of a table are added to a batch that has positions first.
     """
-    if name not in _ADDITION or len(leaves) != 2 or bare.lookup is None:
+    from_table = any(isinstance(leaf, TableRows) for leaf in bare.leaves.values())
+    if name not in _ADDITION or len(leaves) != 2 or not from_table:
         return 0
     plain = next((leaf for leaf in leaves if is_plain(leaf)), None)
     if plain is None or plain.dim() < 3 or plain.shape[-1] != bare.shape[-1]:
@@ -412,7 +365,7 @@ def _laid_out(
         return None, "", 0
     if not session.known.layouts and (call is None or call.reads is None):
         return None, "", 0
-    wanted = {id(param) for bare in bares for param in bare.leaves.values()}
+    wanted = {id(param) for bare in bares for param in bare.params}
     # Of a parameter that is tied, under one name: the outermost module's.
     names = {
         id(param): f"{tap.path}: {its_name}"

@@ -27,6 +27,7 @@ from flash_clipping.capture.factor_source import FactorSource
 from flash_clipping.capture.proxies.parameter_proxy import (
     AffineView,
     ParameterProxy,
+    TableRows,
     UnsupportedUse,
     unflattened,
 )
@@ -96,7 +97,7 @@ class ProxyOp:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        found = [param for bare in self.bares for param in bare.leaves.values()]
+        found = [param for bare in self.bares for param in bare.params]
         return found if len(found) == 1 else list(dict.fromkeys(found))
 
 
@@ -160,8 +161,7 @@ def _per_sample_factors(
     for bare, grads_B in zip(operation.bares, operand_grads, strict=True):
         if not bare.value.requires_grad:
             continue  # computed with gradients off
-        found = through(bare.value, bare.leaves, in_samples(grads_B, parts))
-        yield from ((param, DenseGrad(grads)) for param, grads in found)
+        yield from factors_of(bare, in_samples(grads_B, parts))
 
 
 def in_samples(grads_N: Tensor, parts: int) -> Tensor:
@@ -173,19 +173,28 @@ def in_samples(grads_N: Tensor, parts: int) -> Tensor:
     return grads_Bp.sum(1, dtype=accumulation_dtype(grads_N.dtype))
 
 
+def factors_of(
+    bare: ParameterProxy, grads_B: Tensor
+) -> Iterator[tuple[nn.Parameter, PerSampleGrad]]:
+    """Per-sample gradients ``[B, *value]`` of a stand-in, as factors of its parameters."""
+    for leaf, grads in through(bare.value, bare.leaves, grads_B):
+        of = bare.leaves[leaf]
+        yield (of.table, of.factor(grads)) if isinstance(of, TableRows) else (of, DenseGrad(grads))
+
+
 def through(
-    value: Tensor, leaves: dict[Tensor, nn.Parameter], grads_B: Tensor
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Per-sample gradients ``[B, *value]`` of what was computed from parameters, as theirs."""
-    if value in leaves:
-        yield leaves[value], grads_B
+    value: Tensor, leaves: Iterable[Tensor], grads_B: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per-sample gradients ``[B, *value]`` of what was computed from these leaves, as theirs."""
+    leaves = [*leaves]
+    if any(value is leaf for leaf in leaves):
+        yield value, grads_B
         return
-    used: list[nn.Parameter] = []
+    used: list[Tensor] = []
 
     def of_sample(grad: Tensor) -> list[Tensor]:
-        found = torch.autograd.grad(value, list(leaves), grad, retain_graph=True, allow_unused=True)
-        pairs = zip(leaves.values(), found, strict=True)
-        used[:] = [param for param, grad in pairs if grad is not None]
+        found = torch.autograd.grad(value, leaves, grad, retain_graph=True, allow_unused=True)
+        used[:] = [leaf for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
         return [grad for grad in found if grad is not None]
 
     # Not by is_grads_batched, which takes indexing, embeddings and more one sample at a time.
@@ -303,13 +312,16 @@ def _by_rule(
             continue  # computed with gradients off
         if origin is None:  # a standardised weight
             grads_B = by_name[name].stored(needs.backend).grads
-            found = through(bare.value, bare.leaves, grads_B)
-            factors += [(param, DenseGrad(grads)) for param, grads in found]
+            factors += factors_of(bare, grads_B)
             continue
         factor = origin.of_parameter(by_name[name], value)
         if factor is None:
             return None
-        factors.append((bare.leaves[origin.leaf], factor))
+        of = bare.leaves[origin.leaf]
+        if isinstance(of, TableRows):
+            factors.append((of.table, of.factor(factor.dense())))
+        else:
+            factors.append((of, factor))
     return grad_input, factors
 
 

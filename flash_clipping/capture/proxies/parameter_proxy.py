@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType, NoneType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -236,21 +236,19 @@ _SELECTED = 1 << 26
 
 @dataclass(frozen=True)
 class TableRows:
-    """Rows of a table (an embedding): ``value[..., :]`` is row ``ids[...]`` of a parameter.
+    """Rows of a table (an embedding) which a module looks up: ``[*ids, d]``, a leaf like a
+    parameter. What reaches it is nobody's gradient of the whole table.
 
-    ``feature``: the axis of the value, counted from the last, along which a row lies. Biases of
-    attention by relative position have it among the first.
+    ``padding_idx``: the row that gets none.
     """
 
     ids: Tensor
-    table: Tensor  # the stand-in
+    table: nn.Parameter
     padding_idx: int | None
-    feature: int = -1
 
     def factor(self, grads_B: Tensor) -> PerSampleGrad:
-        """Per-sample gradients ``[B, ...]`` of these rows as those of the table."""
-        G = grads_B.movedim(self.feature, -1)
-        V, T, d = len(self.table), G.shape[:-1].numel() // max(1, len(G)), G.shape[-1]
+        """Per-sample gradients ``[B, *ids, d]`` of these rows as those of the table."""
+        G, V, T, d = grads_B, len(self.table), self.ids.numel(), grads_B.shape[-1]
         ids = self.ids.expand(G.shape[:-1])
         if 2 * V <= T and V * T <= _SELECTED and len(G):
             # Every sample reads the same rows, and each many times: sums are one matrix product.
@@ -265,6 +263,10 @@ class TableRows:
         return EmbeddingGrad(ids.reshape(-1, T), G.reshape(-1, T, d), V, self.padding_idx)
 
 
+#: What a stand-in begins with.
+Leaf: TypeAlias = nn.Parameter | TableRows
+
+
 class ParameterProxy(torch.Tensor):
     """Something computed from parameters alone, the same for all samples.
 
@@ -274,12 +276,10 @@ class ParameterProxy(torch.Tensor):
     """
 
     value: Tensor  # the ordinary tensor, with autograd's graph back to ``leaves``
-    leaves: dict[Tensor, nn.Parameter]  # a detached stand-in for each parameter -> the parameter
-    lookup: TableRows | None  # for rows of a table, which ones
+    leaves: dict[Tensor, Leaf]  # a detached stand-in for each parameter -> the parameter
     origin: AffineView | None  # what ``value`` is of one parameter, if little more than that
     version: int  # of ``value`` as it was made
-    parent: ParameterProxy | None  # rows of a table that a function without a name here was given
-    kept: Tensor | None  # where it is its parent, element by element, if it is constant elsewhere
+    whole: Tensor | None  # the leaf that it is, if nothing has been computed from that
     one: ParameterProxy | None  # its only row, if constants that repeat over samples gave it many
     tap: FactorSource  # the module's
     #: Runs a torch function that got a stand-in; set by ``functions.py``, which needs this class.
@@ -288,18 +288,15 @@ class ParameterProxy(torch.Tensor):
     @staticmethod
     def wrap(
         value: Tensor,
-        leaves: dict[Tensor, nn.Parameter],
+        leaves: dict[Tensor, Leaf],
         tap: FactorSource,
-        lookup: TableRows | None = None,
         origin: AffineView | None = None,
-        parent: ParameterProxy | None = None,
-        kept: Tensor | None = None,
     ) -> ParameterProxy:
         # It requires grad so that a gradient which got past these functions is noticed.
         bare: ParameterProxy = make_subclass(ParameterProxy, value.detach(), value.requires_grad)
         bare.value, bare.leaves, bare.tap = value, leaves, tap
-        bare.lookup, bare.origin, bare.version = lookup, origin, value._version
-        bare.parent, bare.kept, bare.one = parent, kept, None
+        bare.origin, bare.version = origin, value._version
+        bare.whole = bare.one = None
         if value.requires_grad:
             with plain_functions():
                 bare.register_hook(partial(_bypassed, tap))
@@ -318,11 +315,26 @@ class ParameterProxy(torch.Tensor):
                 "parallelism makes them; only layers that are called are supported. Call the "
                 "layer that owns it, or leave that layer out of parallelize_module."
             )
-        leaf = param.detach().requires_grad_()
+        return ParameterProxy.of_leaf(param, param, tap)
+
+    @staticmethod
+    def of_leaf(value: Tensor, leaf_of: Leaf, tap: FactorSource) -> ParameterProxy:
+        """What nothing has been computed from yet."""
+        leaf = value.detach().requires_grad_()
         vars(leaf)[_STANDS_IN] = True
         # Per-sample gradients are asked for, never accumulated: whatever is has got past.
         leaf.register_post_accumulate_grad_hook(partial(_bypassed, tap))
-        return ParameterProxy.wrap(leaf, {leaf: param}, tap, None, AffineView(leaf))
+        # Rows that were looked up may be changed in place.
+        value = leaf.clone() if isinstance(leaf_of, TableRows) else leaf
+        bare = ParameterProxy.wrap(value, {leaf: leaf_of}, tap, AffineView(leaf))
+        bare.whole = leaf
+        return bare
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that it is computed from."""
+        leaves = self.leaves.values()
+        return [leaf.table if isinstance(leaf, TableRows) else leaf for leaf in leaves]
 
     @property
     def is_kept(self) -> bool:
@@ -340,11 +352,6 @@ class ParameterProxy(torch.Tensor):
         """What it is of one sample, if it was made to be the same for every one, and neither was
         changed since; else itself."""
         return self if self.one is None or not (self.is_kept and self.one.is_kept) else self.one
-
-    @property
-    def kept_lookup(self) -> TableRows | None:
-        """Which rows of a table it is, unless ``value`` was changed since."""
-        return self.lookup if self.lookup is not None and self.is_kept else None
 
     @classmethod
     def __torch_function__(

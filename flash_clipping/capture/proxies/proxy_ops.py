@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -24,7 +23,9 @@ from flash_clipping.capture.proxies.operation import (
     through,
 )
 from flash_clipping.capture.proxies.parameter_proxy import (
+    AffineView,
     ParameterProxy,
+    TableRows,
     UnsupportedUse,
     circumstances,
     flattened,
@@ -114,7 +115,7 @@ def of_samples(
     """
     session, recomputed = bare.tap.session, in_backward()
     call = session.current_forward
-    key = bare, tuple(shape), axis, bare.value._version
+    key = bare.value, tuple(shape), axis, bare.value._version
     may_share = not recomputed and bare.tap.entered in (None, circumstances())
     shared = {} if call is None or call.ended or not may_share else call.expansions
     if (found := shared.get(key)) is not None:
@@ -122,34 +123,31 @@ def of_samples(
     if not samples:
         size = shape[axis]
         samples = size // bare.tap.parts(size, None if call is None else call.batch_size)
-    parent = bare.parent if may_share and axis == 0 else None
-    if parent is None or not parent.is_kept or math.prod(shape) != shape[0] * bare.numel():
-        parent = None  # each row of it is one of the stand-in
-    above = None if parent is None else of_samples(parent, shape, axis, samples)
-    shared[key] = expanded(bare, bare.value.detach().expand(shape), axis, samples, above)
+    shared[key] = expanded(bare, bare.value.detach().expand(shape), axis, samples)
     return shared[key]
 
 
-def expanded(
-    bare: ParameterProxy, whole: Tensor, axis: int, samples: int, parent: Tensor | None = None
-) -> Tensor:
+def expanded(bare: ParameterProxy, whole: Tensor, axis: int, samples: int) -> Tensor:
     """``whole``, which repeats a stand-in along its axes, as an ordinary tensor.
 
     What reaches the repetitions of one sample, which lie together along ``axis``, is its gradient.
-
-    Args:
-        samples: how many there are.
-        parent: the stand-in's parent, expanded likewise, to which the gradient goes back.
+    Rows of a table that others are computed from are expanded as well: what all of them give these
+    is added up before it goes back through the lookup.
     """
-    recomputed = in_backward()
-    parents: list[Any] = [parent]
-    if parent is None:
-        parents = list(dict.fromkeys(bare.leaves.values()))
-        bare.tap.session.count_use(parents)
-        note_recomputation(bare.tap, recomputed)
+    tap, recomputed = bare.tap, in_backward()
+    tables: dict[Tensor, Tensor] = {}
+    for leaf, of in bare.leaves.items():
+        if isinstance(of, TableRows) and not (bare.whole is leaf and bare.is_kept):
+            rows = ParameterProxy.wrap(leaf, {leaf: of}, tap, AffineView(leaf))
+            rows.whole = leaf
+            tables[leaf] = of_samples(rows, (samples, *leaf.shape), samples=samples)
+    leaves = [of for leaf, of in bare.leaves.items() if leaf not in tables]
+    params = [*dict.fromkeys(of.table if isinstance(of, TableRows) else of for of in leaves)]
+    tap.session.count_use(params)
+    note_recomputation(tap, recomputed)
     # In a tuple: a stand-in is a tensor, which autograd must not see.
-    given = bare, whole.detach(), axis, samples, recomputed
-    output: Tensor = _apply_expansion(given, *parents)
+    given = bare, whole.detach(), axis, samples, recomputed, params, dict.fromkeys(tables)
+    output: Tensor = _apply_expansion(given, *params, *tables.values())
     return output
 
 
@@ -178,35 +176,31 @@ class _Expansion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, given: tuple[Any, ...], *parents: Tensor) -> Tensor:
-        bare, whole, ctx.axis, ctx.samples, ctx.recomputed = given
-        ctx.bare, ctx.parents = bare, parents
-        ctx.rows, ctx.origin = bare.kept_lookup, bare.kept_origin
-        if bare.kept is not None:
-            ctx.save_for_backward(bare.kept)
+        ctx.bare, whole, ctx.axis, ctx.samples, ctx.recomputed, ctx.params, ctx.tables = given
+        ctx.origin = ctx.bare.kept_origin
         return own(whole)
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> Any:
-        bare, rows, shape = ctx.bare, ctx.rows, G.shape
+        bare, origin = ctx.bare, ctx.origin
         refuse_second(bare.tap)
-        given = bare.tap, ctx.parents, ctx.recomputed, None, ctx.samples
-        if not isinstance(ctx.parents[0], nn.Parameter):
-            if bare.kept is not None:
-                (kept,) = ctx.saved_tensors
-                return None, torch.where(kept, G, 0)
-            parent: Any = bare.parent.value
-            G = G.reshape(len(G), *bare.shape)
-            ((_, found_B),) = through(bare.value, {parent: parent}, G)
-            return None, found_B.reshape(shape)
         grads_B = _of_repetitions(G, bare.shape, ctx.axis, ctx.samples)
-        if rows is not None:
-            return None, *_recorded(*given, [(bare.leaves[rows.table], rows.factor(grads_B))])
-        if (origin := ctx.origin) is not None:
-            found: Iterable[Any] = [(bare.leaves[origin.leaf], origin.grads(grads_B))]
+        if origin is not None:
+            grads = {origin.leaf: origin.grads(grads_B)}
         else:
             grads_B = grads_B.reshape(len(grads_B), *bare.shape)
-            found = through(bare.value, bare.leaves, grads_B)
-        return None, *_recorded(*given, ((param, DenseGrad(grads)) for param, grads in found))
+            grads = dict(through(bare.value, bare.leaves, grads_B))
+        factors: list[tuple[nn.Parameter, PerSampleGrad]] = []
+        for leaf, found in grads.items():
+            if isinstance(of := bare.leaves[leaf], nn.Parameter):
+                factors.append((of, DenseGrad(found)))
+            elif leaf not in ctx.tables:
+                factors.append((of.table, of.factor(found)))
+        of_tables = map(grads.get, ctx.tables)
+        if not ctx.params:
+            return None, *of_tables
+        given = bare.tap, ctx.params, ctx.recomputed, None, ctx.samples
+        return None, *_recorded(*given, factors), *of_tables
 
 
 def _for_each(bare: ParameterProxy, count: int, rank: int) -> tuple[int, ...]:
@@ -370,6 +364,7 @@ def _short_linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
     if call is None:
         return None
     (weight,) = bare.leaves.values()
+    assert isinstance(weight, nn.Parameter)  # no rows of a table, whose values are a copy
     call.used.append([weight])
     return _apply_linear(bare.tap, call, x, weight)
 
