@@ -391,10 +391,8 @@ def _audit(args: argparse.Namespace) -> int:
     from flash_clipping import auditing
 
     told = _json(args.file)
-    if not isinstance(told, dict):
-        raise InvalidValue(f"FC932 found a {type(told).__name__}; expected an object of names.")
-    missing = [n for n in ("scores", "included", "epsilon", "delta") if n not in told]
-    if missing:
+    names = ("scores", "included", "epsilon", "delta")
+    if missing := [n for n in names if not isinstance(told, dict) or n not in told]:
         raise InvalidValue(
             f"FC932 missing key {', '.join(map(repr, missing))}; expected scores, included, "
             "epsilon and delta."

@@ -262,6 +262,8 @@ class Runs:
                 self.numbers = {n: abs(float(x.detach())) for n, x in numbers.items()}
                 if call is not None:
                     call.end()
+                    for x in [x for x in tensors if x.requires_grad]:  # before what recomputes
+                        x.register_hook(lambda _: session.begin_backward() and None)
                 random.end_forward()
                 self.dtypes |= random.casts
                 forward = Forward(self, tensors, numbers, places, taps)

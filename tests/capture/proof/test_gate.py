@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.proof import oracle
@@ -228,3 +229,20 @@ def test_models_that_know_of_lengths_are_exact(how: Any) -> None:
     """Also those that no shorter text can be given."""
     torch.manual_seed(0)
     check_by_autograd(Padded(how).double(), (full(4),), squares)
+
+
+class Recomputed(nn.Module):
+    """Ends a model in a checkpoint that reads its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.mix = nn.Parameter(torch.rand(K)), nn.Parameter(torch.randn(K, K))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: torch.tanh(y * self.gain @ self.mix), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("before", [nn.Identity(), nn.Linear(K, K)])
+def test_a_checkpoint_that_ends_a_model_is_exact(before: nn.Module) -> None:
+    model = nn.Sequential(before, Recomputed()).double()
+    check_by_autograd(model, (torch.randn(B, T, K).double(),), squares)
