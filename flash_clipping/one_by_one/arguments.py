@@ -27,7 +27,7 @@ from flash_clipping.capture.inputs import (
     rebuilt,
     tensors_in,
 )
-from flash_clipping.capture.no_trace import LOOKED_INTO, contents_of, refill
+from flash_clipping.capture.no_trace import LOOKED_INTO, contents_of
 from flash_clipping.errors import FlashClippingError
 
 #: What is left of an argument for some rows.
@@ -54,7 +54,8 @@ class Batch:
         count: B.
         tensors: those among the arguments; before them, if lists say who is a sample, one on the
             meta device that has as many rows.
-        made: dicts and lists among them, those for the last rows, and what these held.
+        given: the arguments by their names.
+        made: dicts and lists that were cut, those for the last rows, and what these held.
 
     Raises:
         FlashClippingError: an argument is neither samples' nor the same for all, or may be both.
@@ -77,14 +78,12 @@ class Batch:
             self.tensors.insert(0, torch.empty((self.count,) * (axis + 1), device="meta"))
         self._cuts = {name: self._cut(name, value) for name, value in named.items()}
         self._positional = len(args)
-        self._state = state_of([named])
+        self.given = named
         self.made: list[tuple[Any, Any, Any]] = []
 
     def of(self, rows: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these rows alone, without what a forward has put into them before."""
+        """The arguments with these rows alone."""
         self.made = []
-        for container, content in self._state:
-            refill(container, content)
         found = {name: cut(rows) for name, cut in self._cuts.items()}
         args = tuple([found.pop(f"argument {n}") for n in range(self._positional)])
         return args, found
@@ -142,7 +141,7 @@ class Batch:
             return lambda rows: kind.from_data_list([leaf.get_example(b) for b in rows])
         parts = parts_of(name, leaf) if depth else {}
         if not any([*_leaves(path, part, depth - 1)] for path, part in parts.values()):
-            return lambda rows: self._noted(leaf, leaf)
+            return lambda rows: leaf
         cuts = {key: self._cut(*part, depth - 1) for key, part in parts.items()}
         return lambda rows: self._noted(
             leaf, rebuilt(leaf, {key: cut(rows) for key, cut in cuts.items()})
@@ -232,9 +231,9 @@ def state_of(values: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
 
 def _has_state(value: Any) -> bool:
     """Whether it is an object that a forward may write into, as a cache is."""
-    kind = type(value)
-    has_any = kind.__dictoffset__ and not isinstance(value, Tensor | nn.Module | type)
-    return bool(has_any) and kind.__module__.partition(".")[0] not in _NO_STATE
+    if not type(value).__dictoffset__ or isinstance(value, Tensor | nn.Module | type):
+        return False
+    return type(value).__module__.partition(".")[0] not in _NO_STATE
 
 
 def _taken(x: Any, axis: int, rows: Sequence[int]) -> Any:

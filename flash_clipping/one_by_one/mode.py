@@ -189,7 +189,7 @@ class OneByOne:
         groups = self._groups(batch, forward)
         samples = Samples(forward, session, len(groups))
         self._calls.add(samples)
-        found = _Found(self._structure.modules)
+        found = _Found(self._structure.modules, batch.given)
         outputs: list[Any] = []
         kept: list[dict[Any, Any]] = []
         runs: list[_Run] = []
@@ -232,10 +232,9 @@ class OneByOne:
         also = [joined([of_one[place] for of_one in kept]) for place in places]
         targets = [*found.holders, *[target for target, _, _ in batch.made]]
         for (holder, key), value in zip(places, also, strict=True):
-            if isinstance(targets[holder], list):  # it may be the next
-                targets[holder][key : key + 1] = [value]
-            else:
-                targets[holder][key] = value
+            if isinstance(targets[holder], list):
+                targets[holder] += [None] * (key == len(targets[holder]))
+            targets[holder][key] = value
         leaves = tensors_in((output, also))
         self.model.running_step.note_results(forward, leaves)
         for leaf in leaves:
@@ -285,13 +284,18 @@ class OneByOne:
     def _run(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that another run of the model returns; none if it does not run."""
         devices = [*{x.device for x in self.session.options.state() if x.is_cuda}]
+        before = state_of([args, kwargs])
         with (
             suppress(*_DID_NOT_RUN),
             untouched(self.root),
             random_state(devices, seed=0),
             torch.no_grad(),
         ):
-            return tensors_in(call(*args, **kwargs))
+            try:
+                return tensors_in(call(*args, **kwargs))
+            finally:
+                for container, content in before:
+                    refill(container, content)
         return []
 
     def _look_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -344,21 +348,19 @@ _Items: TypeAlias = list[tuple[Any, Any, Any]]
 
 
 class _Found:
-    """A model as a batch finds it, and every sample of it."""
+    """A model and its arguments as a batch finds them, and every sample of it."""
 
-    def __init__(self, modules: Sequence[nn.Module]):
-        self._state = state_of([vars(module) for module in modules])
-        #: Attributes of modules and of objects among them, and all dicts and lists.
+    def __init__(self, modules: Sequence[nn.Module], given: dict[str, Any]):
+        self._state = state_of([given, *map(vars, modules)])
+        #: Attributes of modules and of objects, and all dicts and lists.
         self.holders = [container for container, _ in self._state if type(container) in HOLDERS]
         self._known = [dict(_items(holder)) for holder in self.holders]
         pairs = [*zip(self.holders, self._known, strict=True)]
         of_all = [(holder, key, x) for holder, known in pairs for key, x in known.items()]
         self._params = [item for item in of_all if isinstance(item[2], nn.Parameter)]
         # Its power iteration is of the weight alone, and one step further with every run.
-        vectors = [m._buffers for m in modules if type(m) is SPECTRAL_NORM]
-        self._vectors = [
-            (x, x.clone()) for of_one in vectors for x in of_one.values() if x is not None
-        ]
+        vectors = [x for m in modules if type(m) is SPECTRAL_NORM for x in m.buffers()]
+        self._vectors = [(x, x.clone()) for x in vectors]
 
     def put_back(self) -> None:
         """Let the model be as it was."""
@@ -374,9 +376,8 @@ class _Found:
     def left(
         self, params: dict[int, nn.Parameter], made: list[tuple[Any, Any, Any]]
     ) -> tuple[_Items, dict[tuple[int, Any], Any]]:
-        """What a run has left on modules and in arguments, where aliases are put back, by whose
-        ``id`` parameters are given; and what of it requires grad (losses of layers, say), by the
-        place of its holder and the key."""
+        """What a run has left there, and in what was made for it; aliases, by whose ``id``
+        parameters are given, are put back. And what requires grad, by its holder and key."""
         pairs = [*zip(self.holders, self._known, strict=True)]
         pairs += [(own, dict(_items(before))) for _, own, before in made]
         left: _Items = []

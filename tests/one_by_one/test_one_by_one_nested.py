@@ -202,7 +202,7 @@ class ReadsInBackward(nn.Module):
                 lambda module, grads, _: (grads[0] * self.scale,)
             )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
         h = self.first(x.clone().requires_grad_())
         if self.how == "hook":
             h.register_hook(lambda grad: grad * self.scale)
@@ -212,7 +212,10 @@ class ReadsInBackward(nn.Module):
             "checkpoint": lambda: self.scale,
             "nested": lambda: self.nested["scales"][0],
             "object": lambda: self.holder.found,
+            "argument": lambda: given["holder"].found,
         }
+        if given is not None:
+            given["holder"].found = self.scale
         if (scale := read.get(self.how)) is not None:
             return checkpoint(lambda y: (self.head(y) * scale()).tanh(), h, use_reentrant=False)
         with torch.autograd.graph.saved_tensors_hooks(
@@ -301,6 +304,10 @@ NESTED: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "attributes in a checkpoint": (lambda: ReadsInBackward("checkpoint"), squares),
     "containers in a checkpoint": (lambda: ReadsInBackward("nested"), squares),
     "objects in a checkpoint": (lambda: ReadsInBackward("object"), squares),
+    "arguments in a checkpoint": (
+        lambda: ReadsInBackward("argument"),
+        lambda model, rows: model(X[[*rows]], {"holder": Elsewhere()}).square().sum(),
+    ),
     "attributes of twins": (lambda: ReadsInBackward("checkpoint"), twins),
     "attributes where tensors are saved": (lambda: ReadsInBackward("saved"), squares),
     "derived twice": (Cubes, with_penalty),
