@@ -44,13 +44,6 @@ def test_sizes(name: str, millions: float, batch: int, positions: int) -> None:
     assert (workload.batch, workload.positions) == (batch, positions)
 
 
-def test_unknown_names_and_overrides_say_what_to_give() -> None:
-    with pytest.raises(ValueError, match="unknown model 'gpt5': give one of decoder-1"):
-        models.workload("gpt5")
-    with pytest.raises(ValueError, match="'cnn-small' does not take all of .*'seq': 3"):
-        models.workload("cnn-small", seq=3)
-
-
 def small(kind: str) -> Workload:
     """The named models' own factories, at sizes for a CPU."""
     if kind == "wide":

@@ -59,16 +59,6 @@ def test_a_benchmark_measures_each_operation_beside_its_floor(
             assert result["of_floor"] == pytest.approx(result["rate"] / floor["rate"])
 
 
-def test_noise_is_timed_and_looked_at(run: Run, tmp_path: Path) -> None:
-    sizes = ["--parameters", "1e4", "--draws", "1e6", "--turns", "1"]
-    path = tmp_path / "noise.json"
-    status, printed = run("noise", "--device", "cpu", *sizes, "--json", path)
-    assert status == 0, printed
-    content = json.loads(path.read_text())
-    assert [row["noise"] for row in content["speed"]][-1] == "a copy"
-    assert content["draws"] == 1e6 and len(content["statistics"]) == 21
-
-
 def scaled(found: Any) -> Any:
     return found * 1.001 if isinstance(found, Tensor) else (found[0] * 1.001, *found[1:])
 

@@ -37,16 +37,6 @@ def results(tmp_path_factory: pytest.TempPathFactory, run: Run, quick: tuple[str
     return tmp_path
 
 
-def test_memory_is_measured_against_length_and_batch(results: Path) -> None:
-    record = Record.read(results / "memory.json")
-    peaks = {
-        (row.batch, row.positions): row.peak_bytes for row in record.rows if row.method == "flash"
-    }
-    assert set(peaks) == {(4, 8), (4, 16), (4, 32), (2, 6), (8, 6)}
-    assert peaks[4, 8] < peaks[4, 16] < peaks[4, 32]
-    assert peaks[2, 6] < peaks[8, 6]
-
-
 def test_plot_writes_a_png_beside_each_file(results: Path, run: Run) -> None:
     assert run("plot", results / "step.json")[0] == 0
     assert (results / "step.png").read_bytes().startswith(b"\x89PNG")
@@ -142,25 +132,6 @@ def test_report_says_what_was_measured_and_why_a_method_has_no_numbers(
     assert run(*arguments, "--check")[0] == 1
 
 
-def test_report_needs_results_and_markers(tmp_path: Path, run: Run, results: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    page = tmp_path / "performance.md"
-    page.write_text("nothing here")
-    assert run("report", "--results", empty, "--page", page)[0] == 2
-    status, printed = run("report", "--results", results, "--page", page)
-    assert status == 2
-    assert START in printed
-    assert page.read_text() == "nothing here"
-
-
-def test_a_file_that_is_not_a_record_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="not a benchmark record"):
-        Record.read(path)
-
-
 @pytest.mark.parametrize("name", [*tables.ON_A_GPU, *tables.ON_A_CPU])
 def test_a_table_names_models_and_methods_that_there_are(name: str) -> None:
     table = (tables.ON_A_GPU | tables.ON_A_CPU)[name]
@@ -210,12 +181,6 @@ def test_a_broken_bound_is_an_exit_status(run: Run, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(certificate, "EQUAL_SAMPLES", (64,))
     status, printed = run(*FP64)
     assert status == 1, printed
-
-
-@pytest.mark.parametrize("options", [("--rules", "Nothing"), ("--precisions", "fp8")])
-def test_unknown_names_are_refused(run: Run, options: tuple[str, str]) -> None:
-    status, printed = run("certificate", "--device", "cpu", *options)
-    assert status == 2 and options[1] in printed
 
 
 def test_every_oldest_version_was_run_and_passed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +12,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import methods, options, records
+from benchmarks import methods, records
 from benchmarks.agreement import Errors, allowed
-from benchmarks.methods import METHODS, Flash, Method, OpacusGhost, OpacusHooks
+from benchmarks.methods import METHODS, Flash, Method, OpacusHooks
 from benchmarks.options import UsageError, stop_without_triton
 from benchmarks.records import Record, Row, Spread
 from tests.benchmarks.conftest import Run
@@ -59,20 +58,6 @@ def test_every_method_has_a_row_with_all_its_samples(step: Step, extra: tuple[st
         assert row["status"] == "ok", row
         assert len(row["milliseconds"]) == 2 and row["peak_bytes"] > 0
     assert content["rows"][0]["summary"]["ratio"]["median"] == 1.0
-
-
-def test_weights_under_autocast_are_fp32(step: Step) -> None:
-    found = step("nonprivate,flash,opacus-ghost", "--dtype", "bf16", "--autocast")
-    assert found.status == 0, found.printed
-    assert "compared with one sample at a time in fp32" in found.printed
-    parser = argparse.ArgumentParser()
-    options.add_setting_options(parser)
-    arguments = parser.parse_args(["--device", "cpu", "--dtype", "bf16", "--autocast"])
-    setting = options.setting(arguments, "tiny")
-    assert {p.dtype for p in setting.build().parameters()} == {torch.float32}
-    with setting.mixed():
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
 
 
 def test_norms_of_randomized_clipping_are_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,23 +166,6 @@ def test_disagreement_is_an_error_exit_and_nothing_is_timed(
     assert "Nothing was timed" in found.printed
 
 
-class WrongPeer(OpacusGhost):
-    def norms(self) -> Tensor:
-        return super().norms() * 1.046
-
-
-def test_a_peer_that_is_wrong_is_told_and_everything_is_timed(
-    step: Step, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(METHODS, "opacus-ghost", WrongPeer)
-    found = step("nonprivate,opacus-ghost,flash")
-    assert found.status == 0, found.printed
-    note = found.rows["opacus-ghost"].note
-    assert note == "off by 4.6e-02 from one sample at a time in fp64" and note in found.printed
-    assert found.rows["flash"].norm_error < 1e-5
-    assert all(len(row.milliseconds) == 2 for row in found.rows.values())
-
-
 def test_what_a_method_may_be_off_by() -> None:
     bf16 = torch.bfloat16
     assert allowed(torch.float32, None) == Errors(1e-4, 1e-4)
@@ -226,13 +194,6 @@ def test_a_gpu_that_is_not_there_is_what_is_missing(command: str, run: Run) -> N
     assert status == 2
     assert "--device cuda:99: found" in printed and "--device cpu" in printed
     assert "triton" not in printed.lower()
-
-
-def test_usage_errors_say_what_to_give(run: Run) -> None:
-    assert run("step", "--device", "cpu", "--methods", "magic")[0] == 2
-    status, printed = run("step", "--device", "cpu", "--model", "nothing")
-    assert status == 2
-    assert "give one of decoder-1" in printed.replace("\n", " ")
 
 
 # ------------------------------------------------------------------------------------- peers

@@ -41,16 +41,6 @@ def test_rows_are_measured(run: Run) -> None:
     assert run("survey", "--only", "Nothing")[0] == 2
 
 
-def test_all_kinds_can_run_in_one_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_process(*_: Any) -> None:
-        raise AssertionError("a process was asked for")
-
-    monkeypatch.setattr("multiprocessing.get_context", no_process)
-    status, printed = run("survey", "--only", "OPTForCausalLM", "--processes", "0")
-    assert status == 0, printed
-    assert "OPTForCausalLM: exact" in printed
-
-
 class Turned(torch.autograd.Function):
     """Nothing in forward; backward turns the sign."""
 
@@ -88,10 +78,3 @@ def test_dropout_is_that_of_a_plain_forward(other: str, verdict: str) -> None:
         model.other = other
 
     assert measure(Draws().double(), {"x": x}, 3, chance=True, prepare=prepare).verdict == verdict
-
-
-def test_a_kind_is_built_twice_alike() -> None:
-    """A process measures it in one mode after another."""
-    kind = all_kinds()["Several modalities"]["Donut (Swin and MBart)"]
-    sizes = [sum(p.numel() for p in kind.build().parameters()) for _ in range(2)]
-    assert sizes[0] == sizes[1]

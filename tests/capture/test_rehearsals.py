@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -22,41 +21,6 @@ from tests.support.errors import raises
 from tests.support.oracle import assert_close
 from tests.support.recorded import recorded_factors
 from tests.zoo.constants import CASES
-
-
-class Late(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.late, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.positions = nn.Embedding(9, 4)
-        self.reach = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        if self.reach:
-            x = x + self.late(x.transpose(0, 1)).transpose(0, 1)
-        return self.last(torch.tanh(x))
-
-
-def test_a_layer_reached_later_is_rehearsed_then() -> None:
-    model = Late().double()
-    flash = GradSampleModuleFlashClipping(model)
-    squares(flash, float64s(5, 5, 4)).backward()
-    model.reach = True
-    flash.zero_grad()
-    batch = float64s(5, 5, 4)
-    with raises("FC230", match=r"late \(Linear\):"):
-        squares(flash, batch)
-    check_next_step(model, flash, batch)
-
-
-def check_next_step(model: Late, flash: Any, batch: tuple[Tensor, ...]) -> None:
-    plain = copy.deepcopy(flash).to_standard_module()
-    truth = truth_by_autograd(plain, batch, squares)
-    squares(flash, batch).backward()
-    torch.testing.assert_close(flash.get_norm_sample(), truth.norms, rtol=1e-9, atol=0)
-
 
 TABLES = ["looked up", "looked up flat", "looked up first", "looked up for each"]
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flash_clipping import Documents, GradSampleModuleFlashClipping, GraphedStep, Offsets
 from tests.support.errors import raises
 from tests.support.graphs import PlayedByHand
-from tests.support.oracle import assert_close
-from tests.support.units import MIXED, index_for, network, truth_by_unit
+from tests.support.units import MIXED, network
 from tests.support.wrapping import WRAPPERS
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -78,38 +76,6 @@ def test_a_step_that_is_captured() -> None:
     assert len(flash.get_norm_sample()) == 3
     with raises("FC703", match="clips privacy units"):
         PlayedByHand(step, flash)(x, torch.tensor(MIXED))
-
-
-class Flat(nn.Module):
-    """Positions of all rows in one axis."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.layer = nn.LayerNorm(4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, user: Tensor | None = None) -> Tensor:
-        return self.layer(self.norm(x.flatten(0, 1))).view(len(x), -1)
-
-
-def test_parts_of_rows_are_found() -> None:
-    """In a first batch, and at later steps with other rows and units."""
-    model = Flat().double()
-    flash = GradSampleModuleFlashClipping(
-        copy.deepcopy(model), unit=Documents("user"), loss_reduction="sum"
-    )
-
-    def losses(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        return model(*batch).square().sum(1)
-
-    for rows, positions in ((7, 5), (3, 5), (1, 4), (7, 2), (4, 1)):
-        x, index = torch.randn(rows, positions, 4, dtype=torch.float64), index_for(rows)
-        truth = truth_by_unit(model, (x,), index, losses, int(index.max()) + 1)
-        flash.zero_grad(set_to_none=True)
-        flash(x, user=index).square().sum().backward()
-        assert_close(flash.get_norm_sample(), truth.norms, 1e-9)
-        for name, grad in truth.clipped(1.0).items():
-            assert_close(flash._module.get_parameter(name).grad, grad, 1e-8)
 
 
 def test_without_gradients_no_map_is_needed() -> None:

@@ -286,43 +286,6 @@ def test_buffers_of_nan_and_of_inference_mode() -> None:
 # -- models of transformers -----------------------------------------------------------------------
 
 
-def gemma(**more: Any) -> nn.Module:
-    import transformers
-
-    config = transformers.GemmaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=8,
-        **more,
-    )
-    torch.manual_seed(0)
-    return transformers.GemmaForCausalLM(config).double()
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_angles_that_grow_with_the_sequence(strict: bool) -> None:
-    pytest.importorskip("transformers")
-    from tests.support.mixtures import language_loss, tokens
-
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model: Any = gemma(rope_parameters=dynamic)
-    flash = GradSampleModuleFlashClipping(model, strict=strict)
-    language_loss(flash, tokens(B, 7)).backward()  # which the config is made for
-    model.zero_grad(set_to_none=True)
-    before = model.model.rotary_emb.inv_freq.clone()
-    if strict:
-        with raises("FC130", NotImplementedError, match="buffer 'inv_freq'"):
-            language_loss(flash, tokens(B, 12))
-    else:
-        language_loss(flash, tokens(B, 12)).backward()
-        assert not torch.equal(model.model.rotary_emb.inv_freq, before)
-
-
 def in_eval_mode(trainable: bool = False, **options: Any) -> nn.Module:
     """A model in train mode, but for its normalization."""
     torch.manual_seed(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -536,55 +535,6 @@ def test_a_tensor_of_all_batches_tells_none_of_them() -> None:
     assert found is not None and found.number == 1
     with raises("FC243"):
         draws.of_forward([x / 7, y.clone(), constant], 0)
-
-
-class Fetched(TensorDataset):
-    """Gives a batch at a time, as tensors or as a list of samples."""
-
-    def __init__(self, as_list: bool):
-        super().__init__(*data(12).tensors)
-        self.as_list = as_list
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return [self[n] for n in indices] if self.as_list else self[indices]
-
-
-@pytest.mark.parametrize("as_list", [True, False])
-def test_draws_without_samples_of_data_that_are_fetched_together(as_list: bool) -> None:
-    from opacus.utils.batch_memory_manager import BatchMemoryManager
-
-    def drawn(in_parts: bool) -> list[int]:
-        torch.manual_seed(0)
-        model, dataset = TwoLayers(), Fetched(as_list)
-        collate = None if as_list else tuple
-        wrapped, optimizer, criterion, loader = FlashPrivacyEngine(seed=0).make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=DataLoader(dataset, batch_size=1, collate_fn=collate),
-            noise_multiplier=0.0,
-            max_grad_norm=0.1,
-        )
-        found = []
-        manager: Any = nullcontext(loader)
-        if in_parts:
-            manager = BatchMemoryManager(
-                data_loader=loader, max_physical_batch_size=1, optimizer=optimizer
-            )
-        with manager as batches:
-            for x, y in batches:
-                before = model.head.bias.detach().clone()
-                optimizer.zero_grad()
-                criterion(wrapped(x), y).backward()
-                found.append(len(wrapped.get_norm_sample()))
-                optimizer.step()
-                assert len(x) == max(found[-1], 1)
-                assert in_parts or torch.equal(before, model.head.bias) == (found[-1] == 0)
-        return found
-
-    whole, parts = drawn(False), drawn(True)
-    assert 0 in whole and max(whole) > 1 == max(parts)
-    assert sum(whole) == sum(parts) and whole.count(0) == parts.count(0)
 
 
 CLEARED = {

@@ -11,9 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opacus import PrivacyEngine
-from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-from opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.schedulers import StepGradClip
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -187,33 +185,6 @@ def test_an_earlier_checkpoint_brings_no_epsilon_back() -> None:
 
 
 # -- Opacus' other modes --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("grad_sample_mode", "module_type", "optimizer_type"),
-    [
-        ("hooks", GradSampleModule, DPOptimizer),
-        ("functorch", GradSampleModule, DPOptimizer),
-        ("ew", GradSampleModuleExpandedWeights, DPOptimizer),
-        ("ghost", GradSampleModuleFastGradientClipping, DPOptimizerFastGradientClipping),
-    ],
-)
-def test_other_modes_are_opacus_own(
-    grad_sample_mode: str, module_type: type, optimizer_type: type
-) -> None:
-    options: dict[str, Any] = {
-        "grad_sample_mode": grad_sample_mode,
-        "poisson_sampling": False,
-        "noise_multiplier": 1.0,
-        "max_grad_norm": 0.5,
-    }
-    ours = EngineTraining(FlashPrivacyEngine(), **options)
-    opacus = EngineTraining(PrivacyEngine(), **options)
-    assert type(ours.wrapper) is type(opacus.wrapper) is module_type
-    assert type(ours.optimizer) is type(opacus.optimizer) is optimizer_type
-    assert type(ours.criterion) is type(opacus.criterion)
-    assert_states_close(ours.steps(3), opacus.steps(3), 0.0)
-    assert ours.engine.accountant.history == opacus.engine.accountant.history
 
 
 def gradients(

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # of other tests
@@ -194,36 +193,3 @@ def test_a_pickled_engine_has_no_data_and_another_key() -> None:
     assert twin.dataset is None and twin.stream._key != run.engine.stream._key
     assert twin.accountant.history == run.engine.accountant.history
     assert twin.get_epsilon(1e-3) == run.engine.get_epsilon(1e-3)
-
-
-def test_fine_tuned_model_of_transformers(tmp_path: Any) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=1, n_head=2, n_embd=8, vocab_size=17, n_positions=8,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config)
-    engine = FlashPrivacyEngine()
-    data = TensorDataset(torch.randint(0, 17, (24, 6)))
-    private, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=8),
-        noise_multiplier=1.0,
-        max_grad_norm=0.3,
-    )
-    run = Run()
-    run.secrets = []
-    for (ids,) in loader:
-        logits = private(ids).logits[:, :-1]
-        F.cross_entropy(logits.transpose(1, 2), ids[:, 1:]).backward()
-        sums = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        run.secrets += [private.get_norm_sample(), *sums]
-        private.save_pretrained(tmp_path / "backward")
-        optimizer.step()
-        private.save_pretrained(tmp_path / "step")
-        break
-    files = [*tmp_path.rglob("*.safetensors")]
-    assert len(files) == 2
-    for file in files:
-        check(run, file.read_bytes())

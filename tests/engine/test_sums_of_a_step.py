@@ -420,42 +420,6 @@ def ascend(private: Private) -> None:
             p.add_(p.grad, alpha=0.1)
 
 
-def ascend_through_data(private: Private) -> None:
-    for p in private.plain.parameters():
-        p.data.add_(p.grad, alpha=0.1)
-
-
-def ascend_by_vectors(private: Private) -> None:
-    params = [*private.plain.parameters()]
-    vector = nn.utils.parameters_to_vector(params) + nn.utils.parameters_to_vector(
-        [p.grad for p in params]
-    )
-    nn.utils.vector_to_parameters(vector, params)
-
-
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("write", [ascend_through_data, ascend_by_vectors])
-def test_an_ascent_past_autograd_is_refused(write: Any, before: int) -> None:
-    private = Private()
-    for _ in range(before):
-        private.step(4)
-
-    def train() -> None:
-        for _ in range(12):
-            private.optimizer.zero_grad()
-            private.backward(4)
-            write(private)
-            private.optimizer.zero_grad()
-            private.backward(4)
-            private.optimizer.step()
-
-    with raises("FC504"):
-        train()
-    private.optimizer.zero_grad()
-    private.optimizer.discard_step()
-    private.step(4)
-
-
 @pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_an_ascent_step_is_refused(clears: bool, wrap_model: bool, released: Released) -> None:

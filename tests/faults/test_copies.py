@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,46 +20,6 @@ from tests.support.faults import (
     state_after_one_step,
 )
 from tests.support.wrapping import MODES
-
-
-def reload(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.every_pair
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, reload])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("after_a_step", [False, True])
-def test_copy_of_a_wrapped_model(
-    duplicate: Callable[[nn.Module], nn.Module], mode: str, after_a_step: bool
-) -> None:
-    trainer = Trainer(mode=mode)
-    if after_a_step:
-        trainer.step(batch())
-        trainer.optimizer.zero_grad()
-    twin = duplicate(trainer.module)
-    assert type(twin) is GradSampleModuleFlashClipping
-    ids, signal, target = batch(size=4, seed=1)
-    for module in (trainer.module, twin):
-        F.cross_entropy(module(ids, signal).mean(1), target).backward()
-    assert torch.equal(twin.get_norm_sample(), trainer.module.get_norm_sample())
-    for found, original in zip(twin.parameters(), trainer.module.parameters(), strict=True):
-        assert found is not original
-        assert torch.equal(found.grad, original.grad)
-    # From here on they have nothing to do with each other.
-    untouched = [param.grad.clone() for param in trainer.module.parameters()]
-    F.cross_entropy(twin(ids, signal).mean(1), target).backward()
-    for param, before in zip(trainer.module.parameters(), untouched, strict=True):
-        assert torch.equal(param.grad, before)
-    twin.disable_hooks()
-    assert trainer.module.hooks_enabled
-    # The copy refuses a gradient that goes past its taps, as the original does.
-    twin.enable_hooks()
-    with raises("FC142"):
-        (twin(ids, signal).sum() + twin._module.head.weight.square().sum()).backward()
 
 
 def plain_gradients(model: nn.Module) -> list[Tensor]:

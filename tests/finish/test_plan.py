@@ -180,43 +180,6 @@ def test_per_layer_bounds_after_a_flat_one(wrapped: GradSampleModuleFlashClippin
         assert_close(param.grad, expected, 1e-5, name)
 
 
-class Shifted(nn.Module):
-    """Parameters of one shape, whose gradients are stacked."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.weight, self.shift = [nn.Parameter(torch.randn(shape)) for _ in range(2)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x * self.weight) + self.shift
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (1, 1), (3, 5)], ids=str)
-def test_stacks_of_any_shape_however_they_are_clipped(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Shifted(*shape), Shifted(*shape)), torch.randn(4, 3, 5)
-
-    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        return model(*batch).square().sum((1, 2))
-
-    truth = per_sample_truth(model, (x,), loss)
-    wrapped = GradSampleModuleFlashClipping(model, max_grad_norm=1.0)
-    bounds = [0.1 * (n + 1) for n in range(4)]
-    for clipping in ("flat", "per_layer", "flat"):
-        flat = clipping == "flat"
-        wrapped.clipping, wrapped.max_grad_norm = clipping, 1.0 if flat else bounds
-        wrapped.zero_grad(set_to_none=True)
-        loss(wrapped, (x,)).mean().backward()
-        for (name, param), bound in zip(model.named_parameters(), bounds, strict=True):
-            norm_B = truth.norms if flat else truth.param_norms[name]
-            coef_B = ((1.0 if flat else bound) / (norm_B + 1e-6)).clamp(max=1)
-            expected = torch.einsum("b,b...->...", coef_B, truth.grads[name])
-            assert param.grad is not None and param.grad.shape == param.shape
-            assert_close(param.grad, expected, 1e-5, name)
-    (plan,) = [plan for _, plan in wrapped._session.calls.plans._plans.values()]
-    assert [len(keys) for keys in plan.vectors] == [4]
-
-
 @pytest.mark.parametrize("wrapped", BACKENDS, indirect=True)
 def test_a_plan_holds_no_tensor_of_a_step(wrapped: GradSampleModuleFlashClipping) -> None:
     seen: list[weakref.ref[Tensor]] = []

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from flash_clipping import FlashPrivacyEngine, GradSampleModuleFlashClipping
 from tests.support.errors import warns
-from tests.support.models import Mixed
 from tests.support.oracle import assert_close
 from tests.support.poison import (
     BAD,
@@ -54,45 +53,6 @@ def test_layer_not_finite_alone_is_left_out(value: float, mode: str, reduction: 
     model.stage.gradient = (BAD, value)
     found = check_poisoned(model, batch, reduction, mode, clean=clean)
     assert torch.isfinite(norm_of(found, model.left.weight)).all()
-
-
-class TiedHead(nn.Module):
-    """A table that is read and applied, and a layer that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.hidden = nn.Embedding(9, 6), nn.Linear(6, 6)
-        self.head = nn.Linear(6, 9, bias=False)
-        self.head.weight = self.embed.weight
-        self.stage = Stage()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = nn.functional.silu(self.hidden(self.embed(tokens)))
-        return self.head(self.stage(self.hidden(x)))
-
-
-@RUNS
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("where", ["activation", "gradient"])
-def test_poisoned_tied_head_is_left_out(
-    where: str, value: float, mode: str, reduction: str
-) -> None:
-    torch.manual_seed(0)
-    model = TiedHead()
-    batch = (torch.randint(0, 9, (BATCH, 5)),)
-    clean = copy.deepcopy(model)
-    setattr(model.stage, where, (BAD, value))
-    check_poisoned(model, batch, reduction, mode, clean=clean)
-
-
-@pytest.mark.parametrize("mode", ["one_pass", "two_pass"])
-@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
-def test_poisoned_sample_of_a_checkpointed_model_is_left_out(checkpointing: str, mode: str) -> None:
-    torch.manual_seed(0)
-    model = Mixed(checkpointing=checkpointing)
-    tokens, image = torch.randint(0, 11, (BATCH, 4)), torch.randn(BATCH, 3, 4, 4)
-    image[BAD, 0, 0, 0] = math.nan
-    check_poisoned(model, (tokens, image), "mean", mode)
 
 
 @RUNS
