@@ -128,13 +128,11 @@ def samples_in(
         inputs = [x for x in args if isinstance(x, Tensor) and x.dim() > axis]
     kinds: dict[int, bool] = {}
     for x in inputs:
-        if id(x) in kinds:
-            continue
-        if isinstance(x, ParameterProxy):
-            kinds[id(x)] = False
-        else:
+        if id(x) not in kinds:
             sure = x.requires_grad or call.batch_size is None
-            kinds[id(x)] = session.is_batched(path, x, axis, sure=sure)
+            kinds[id(x)] = not isinstance(x, ParameterProxy) and session.is_batched(
+                path, x, axis, sure=sure
+            )
     if inputs and not any(kinds.values()):
         return None
     if not all(kinds.values()):

@@ -155,7 +155,7 @@ def _default_eps(dtype: torch.dtype) -> float:
 
 
 #: What ``nn.RMSNorm(eps=None)`` adds to the mean square, by the input's dtype.
-DEFAULT_EPS = {
+_DEFAULT_EPS = {
     dtype: _default_eps(dtype)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
@@ -185,7 +185,7 @@ class RMSNormRule(_RowNormRule):
         wide = accumulation_dtype(x.dtype)
         if rstd.dtype != wide:  # not fused: rounded
             axes = tuple(range(-len(shape), 0))
-            eps = DEFAULT_EPS[x.dtype] if eps is None else eps
+            eps = _DEFAULT_EPS[x.dtype] if eps is None else eps
             rstd = (x.to(wide).square().mean(axes, keepdim=True) + eps).rsqrt()
         return output, (x, None, rstd, scale)
 

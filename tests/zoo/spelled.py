@@ -130,7 +130,7 @@ NORM: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
     "one_axis_more": (lambda m, x: hat(m, x) * m.weight[None, None] + m.bias.view(1, -1), DENSE),
     "enlarged": (lambda m, x: hat(m, x) * (m.weight + x.new_ones(T, 1).cumsum(0)), DENSE),
     "layer_norm": (lambda m, x: F.layer_norm(x, (D,), m.weight, m.bias, m.eps), ROWS),
-    "rms_norm": (lambda m, x: F.rms_norm(x, (D,), m.weight), ROWS),
+    "rms_norm": (lambda m, x: F.rms_norm(x, (D,), m.weight), DENSE),
     "rms_norm_shifted": (lambda m, x: F.rms_norm(x, (D,), 2 - m.weight, m.eps), DENSE),
     "both_axes": (lambda m, x: F.layer_norm(x, (T, D), bias=m.bias.expand(T, D)), DENSE),
     "twice": (lambda m, x: m.weight * hat(m, m.weight * hat(m, x)), DENSE),

@@ -197,20 +197,25 @@ def _on_wires(
         rows = PerSampleParameters.apply(*params, *wires)
         return True, _on_own_parameters(tap, rows, args, kwargs)
     x = _only_tensor(args, kwargs)
-    same = slot.kind == "same for all"
+    same, axis = slot.kind == "same for all", tap.session.options.batch_axis
     if x is None or (isinstance(x, Unbatched) and not (same or isinstance(x, SameRows))):
         return False, None
-    if same:
-        B = wires[0].shape[0]
-        x = rows_of(x) if isinstance(x, Unbatched) else x.expand(B, *x.shape)
-        y = RuleOnWires.apply(tap, slot.names, slot.sources, x, *wires)
-        return True, same_for_all(y, tap.path)
-    if isinstance(x, Unbatched):
-        x = memory_of(x)
-    if axis := tap.session.options.batch_axis:
-        x = x.transpose(0, axis)
+    x = _rows_of_each(x, wires[0].shape[0]) if same else _rows_of_samples(x, axis)
     y = RuleOnWires.apply(tap, slot.names, slot.sources, x, *wires)
+    if same:
+        return True, same_for_all(y, tap.path)
     return True, y.transpose(0, axis) if axis else y
+
+
+def _rows_of_each(x: Tensor, batch_size: int) -> Tensor:
+    """What a layer reads that is the same for all samples, once for each."""
+    return rows_of(x) if isinstance(x, Unbatched) else x.expand(batch_size, *x.shape)
+
+
+def _rows_of_samples(x: Tensor, axis: int) -> Tensor:
+    """What a layer reads that has samples along this axis, with these first."""
+    x = memory_of(x) if isinstance(x, Unbatched) else x
+    return x.transpose(0, axis) if axis else x
 
 
 def _inside_of_boundary(
@@ -309,10 +314,10 @@ def _noted_call(
 ) -> Any:
     layout, axis = tap.session.mode.learning, tap.session.options.batch_axis
     kind, why = kind_of(tap)
-    x = read = _only_tensor(args, kwargs)
+    x = _only_tensor(args, kwargs)
     if isinstance(x, Unbatched) and tap.rule is not None and why in ("", UNPROVEN):
         if isinstance(x, SameRows) and kind == "samples":
-            x = read = memory_of(x)
+            x = memory_of(x)
             args, kwargs = (x,), {}
         else:
             kind, why = _kind_of_constant(tap), UNPROVEN
@@ -328,9 +333,9 @@ def _noted_call(
     if kind == "own" and layout.batch_size:
         return _noted_own_call(tap, layout, args, kwargs)
     if kind == "same for all" and x is not None and layout.batch_size:
-        read = rows_of(x) if isinstance(x, Unbatched) else x.expand(layout.batch_size, *x.shape)
+        read = _rows_of_each(x, layout.batch_size)
     elif kind == "samples" and x is not None and x.dim() > axis:
-        read = x.transpose(0, axis)
+        read = _rows_of_samples(x, axis)
     else:
         layout.refuse(tap, why or NOT_ONE_TENSOR)
         refuse_constants(tap.path, args, kwargs)

@@ -53,6 +53,7 @@ _ADDITION = {"add", "add_"}
 _BY_ELEMENT = _ADDITION | {"sub", "sub_", "subtract", "rsub", "__rsub__", "mul", "mul_", "multiply"}
 _BY_ELEMENT |= {"div", "div_", "true_divide", "__rdiv__", "where", "masked_fill", "addcmul", "lerp"}
 _LOOKUP = inspect.signature(F.embedding)
+_ELEMENT = torch.zeros(())
 _as_they_are = partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x, lambda x: x)
 
 
@@ -299,7 +300,7 @@ def _over_samples(bare: Any, name: str, result: Tensor) -> Tensor | None:
         return None
     times = result.shape[axis] // length
     # By an element of its own: the memory of a parameter is never samples.
-    like = result.detach().new_zeros(()).expand(times)
+    like = _ELEMENT.expand(times)
     are_samples = session.is_batched(tap.path + REPEATED, like, 0, sure=False)
     if not are_samples or times % call.batch_size:
         return None

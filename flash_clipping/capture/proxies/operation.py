@@ -38,7 +38,7 @@ from flash_clipping.finish.backward_pass import Readers
 from flash_clipping.rules.convolution import convolution_backward
 from flash_clipping.rules.embedding import embedding_factor
 from flash_clipping.rules.linear import linear_backward, transposed_backward
-from flash_clipping.rules.normalization import DEFAULT_EPS, row_norm_backward
+from flash_clipping.rules.normalization import row_norm_backward
 from flash_clipping.rules.registry import GradRequest, Grads
 
 #: They may draw dropout, and an operand that is the same for all samples is broadcast over these.
@@ -103,9 +103,6 @@ class ProxyOp:
 
 Factors: TypeAlias = list[tuple[nn.Parameter, PerSampleGrad]]
 
-#: The gradient of the one tensor that carries samples, and factors of parameters.
-Gradients: TypeAlias = tuple[Tensor | None, Factors]
-
 
 def gradients(
     operation: ProxyOp,
@@ -122,14 +119,11 @@ def gradients(
         needs: which of ``plain`` need a gradient.
         G: the output gradient.
     """
-    factors: Iterable[tuple[nn.Parameter, PerSampleGrad]]
-    if operation.tap.by_function:
-        factors = _per_sample_factors(operation, plain, G)
-    elif (found := _factored(operation, plain, values, needs, G)) is not None:
-        return found
-    else:
-        factors = _per_sample_factors(operation, plain, G)
-    return _input_grads(operation, plain, needs, G), factors
+    if not operation.tap.by_function:
+        found = _by_rule(operation, plain, values, needs, G)
+        if found is not None:
+            return found
+    return _input_grads(operation, plain, needs, G), _per_sample_factors(operation, plain, G)
 
 
 def _input_grads(
@@ -252,10 +246,11 @@ def _operand_grads_in_turn(operation: ProxyOp, plain: list[Tensor], G: Tensor) -
     return found
 
 
-def _factored(
+def _by_rule(
     operation: ProxyOp, plain: list[Tensor], values: list[Tensor], needs: Sequence[bool], G: Tensor
 ) -> tuple[list[Tensor | None], Factors] | None:
-    """:func:`gradients` from the operation's formula.
+    """:func:`gradients` by what the rule of a layer that computes the same has of its weight and
+    bias.
 
     Returns:
         ``None`` where there is none: another operation, more than one tensor that carries samples,
@@ -269,24 +264,6 @@ def _factored(
     if any(need and place != at for place, need in enumerate(needs)):
         return None
     values = values or [bare.value.detach() for bare in operation.bares]
-    found = _by_rule(operation, plain, values, plain[at], needs[at], G)
-    if found is None:
-        return None
-    grads: list[Tensor | None] = [None] * len(plain)
-    if found[0] is not None:
-        grads[at] = found[0].to(plain[at].dtype)
-    return grads, found[1]
-
-
-def _by_rule(
-    operation: ProxyOp,
-    plain: list[Tensor],
-    values: list[Tensor],
-    samples: Tensor,
-    is_wanted: bool,
-    G: Tensor,
-) -> Gradients | None:
-    """What the rule of a layer that computes the same has of its weight and bias."""
     formula, takes = _FORMULAS[operation.name]
     args, kwargs = unflattened(operation.leaves, operation.spec)
     if len(args) > len(takes) or not kwargs.keys() <= takes.keys():
@@ -300,19 +277,21 @@ def _by_rule(
         for name, leaf in leaves.items()
     }
     trained = [takes[name] for name, leaf in leaves.items() if isinstance(leaf, ParameterProxy)]
-    needs = GradRequest((is_wanted,), frozenset(trained), operation.tap.session.options.backend)
-    made = formula(G, needs, **given) if given["input"] is samples else None
+    backend = operation.tap.session.options.backend
+    request = GradRequest((needs[at],), frozenset(trained), backend)
+    made = formula(G, request, **given) if given["input"] is plain[at] else None
     if made is None:
         return None
     grad_input, by_name = made
+    grads: list[Tensor | None] = [None] * len(plain)
+    grads[at] = None if grad_input is None else grad_input.to(plain[at].dtype)
     factors: Factors = []
     stood_in = zip(trained, operation.bares, operation.origins, values, strict=True)
     for name, bare, origin, value in stood_in:
         if not bare.value.requires_grad:
             continue  # computed with gradients off
         if origin is None:  # a standardised weight
-            grads_B = by_name[name].stored(needs.backend).grads
-            factors += factors_of(bare, grads_B)
+            factors += factors_of(bare, by_name[name].stored(backend).grads)
             continue
         factor = origin.of_parameter(by_name[name], value)
         if factor is None:
@@ -322,7 +301,7 @@ def _by_rule(
             factors.append((of.table, of.factor(factor.dense())))
         else:
             factors.append((of, factor))
-    return grad_input, factors
+    return grads, factors
 
 
 # -- formulas: what rules have of a call with these arguments, or None -----------------------------
@@ -379,25 +358,6 @@ def _layer_norm(
     return row_norm_backward(x, mean, rstd, weight, normalized_shape, G, needs)
 
 
-def _rms_norm(
-    G: Tensor,
-    needs: GradRequest,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Grads | None:
-    axes = list(range(-len(normalized_shape), 0))
-    if input.dim() <= len(axes) or input.shape != G.shape:
-        return None
-    if eps is None and input.dtype != G.dtype:
-        return None  # which of the two it is a step of, versions differ
-    x, wide = input.to(G.dtype), accumulation_dtype(G.dtype)
-    mean_square = x.to(wide).square().mean(axes, keepdim=True)
-    rstd = (mean_square + (DEFAULT_EPS[G.dtype] if eps is None else eps)).rsqrt()
-    return row_norm_backward(x, None, rstd, weight, normalized_shape, G, needs)
-
-
 def _convolution(
     G: Tensor,
     needs: GradRequest,
@@ -433,6 +393,5 @@ _FORMULAS = {
     "matmul": _formula(_matmul),
     "embedding": _formula(_embedding),
     "layer_norm": _formula(_layer_norm),
-    "rms_norm": _formula(_rms_norm),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _formula(_convolution)),
 }
