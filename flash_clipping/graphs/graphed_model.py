@@ -142,8 +142,14 @@ class GraphedModel(GraphedStep):
         own = {memory_id(x.untyped_storage()) for x in self.model._session.options.state()}
         for module in call.modules:
             for name, value in own_attributes(module):
-                is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-                if is_tensor and memory_id(value.untyped_storage()) not in own:
+                held = isinstance(value, Tensor | list | tuple | dict)
+                tensors = pytree.tree_leaves(value) if held else ()
+                if any(
+                    isinstance(x, Tensor)
+                    and not isinstance(x, nn.Parameter)
+                    and memory_id(x.untyped_storage()) not in own
+                    for x in tensors
+                ):
                     refuse(
                         f"keeps {type(module).__name__}.{name}, a tensor that is no buffer "
                         "(register_buffer), which may be another one in the next step"

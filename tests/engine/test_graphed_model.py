@@ -179,8 +179,24 @@ class Remembering(Noisy):
         return y
 
 
+class RememberingInside(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, list[Tensor]] = {"last": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["last"] = [x.detach() * 2]
+        y: Tensor = self.layer(x)
+        return y
+
+
 @pytest.mark.parametrize(
-    ("make", "why"), [(Noisy, "random numbers on the host"), (Remembering, "Remembering.last")]
+    ("make", "why"),
+    [
+        (Noisy, "random numbers on the host"),
+        (Remembering, "Remembering.last"),
+        (RememberingInside, "RememberingInside.kept"),
+    ],
 )
 def test_given_up_with_one_line(
     make: Callable[[], nn.Module], why: str, caplog: pytest.LogCaptureFixture
