@@ -557,5 +557,6 @@ class GradSampleModuleFlashClipping(
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear the gradients of the model, as Opacus' wrapped modules do."""
         self._session.forget_calls(self.running_step.draw)
-        super().zero_grad(set_to_none)
+        self.set_grad_sample_to_none()
+        self._module.zero_grad(set_to_none)
         self.running_step.note_cleared(self._module.parameters())
