@@ -478,12 +478,10 @@ def gate_of_experts(layer: Any) -> Any:
 # -- data parallelism of PyTorch's own -------------------------------------------------------------
 
 
-_attribute(nn.parallel.DistributedDataParallel, "_active_ddp_module")
+_DDP = nn.parallel.DistributedDataParallel
 
-
-def runs_in_ddp() -> bool:
-    """Whether a DistributedDataParallel's forward runs. Without: an error on import."""
-    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
+#: The ``DistributedDataParallel`` whose forward runs, or ``None``. Without: an error on import.
+running_ddp: Callable[[], Any] = partial(_getter(_DDP, "_active_ddp_module"), _DDP)
 
 
 def is_replica(module: nn.Module) -> Any:

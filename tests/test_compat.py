@@ -91,7 +91,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "gate_of_experts": (["_apply_gate"], "same"),
     "memory_format_of": (["suggest_memory_format"], r"suggest_memory_format"),
     "rms_norm": (["_fused_rms_norm"], r"_fused_rms_norm"),
-    "runs_in_ddp": (["_active_ddp_module"], r"DistributedDataParallel\._active_ddp_module"),
+    "running_ddp": (["_active_ddp_module"], r"DistributedDataParallel\._active_ddp_module"),
     "is_replica": (["_is_replica"], "same"),
     "is_flattened": (["_fsdp_flattened"], "same"),
     "awaits_gradient": (["_post_accumulate_grad_hooks"], r"_post_accumulate_grad_hooks"),

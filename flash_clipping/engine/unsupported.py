@@ -28,7 +28,7 @@ from flash_clipping._compat import (
     hooks_of_parameter,
     is_flattened,
     is_replica,
-    runs_in_ddp,
+    running_ddp,
 )
 from flash_clipping.capture.factor_source import Guard
 from flash_clipping.capture.refused_forwards import embeddings_of, refuse_max_norm
@@ -111,7 +111,7 @@ def refuse_around(module: nn.Module, may_be_replica: bool = True) -> None:
             "sample's gradient. Give every sample to one process: fully_shard, with activation "
             "checkpointing or mode='two_pass' for long sequences."
         )
-    in_ddp = runs_in_ddp()
+    in_ddp = running_ddp() is not None
     if in_ddp or (may_be_replica and is_replica(module)):
         form = DistributedDataParallel if in_ddp else DataParallel
         raise FlashClippingError(
