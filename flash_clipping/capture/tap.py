@@ -7,6 +7,7 @@ A layer with a rule runs inside one ``torch.autograd.Function``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any, NoReturn, TypeAlias
 
@@ -59,12 +60,16 @@ def _overrides(method: Any, default: Any) -> bool:
     return getattr(method, "__func__", None) is not default
 
 
+def _each(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """An output, or several, changed."""
+    return change(output) if isinstance(output, Tensor) else tuple([*map(change, output)])
+
+
 def _moved(output: Any, axis: int) -> Any:
     """An output, or several, with samples along this axis in place of the first; one in the memory
     layout that the layer itself gives it."""
-    if isinstance(output, Tensor):
-        return output.transpose(0, axis).contiguous()
-    return tuple(part.transpose(0, axis) for part in output)
+    moved = _each(output, lambda part: part.transpose(0, axis))
+    return moved.contiguous() if isinstance(output, Tensor) else moved
 
 
 class RefusedByRule(FlashClippingError, ValueError):
@@ -430,16 +435,8 @@ class Tap(FactorSource):
         except UnsupportedLayer as error:
             raise RefusedByRule(self.path, error) from error
 
-    def _apply(
-        self,
-        rule: Rule,
-        use: Use,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        laid_out: bool = False,
-    ) -> Any:
-        """The layer under autograd, as one function. ``laid_out``: samples lie along the first axis
-        now."""
+    def _apply(self, rule: Rule, use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer under autograd, as one function."""
         if kwargs or len(args) > 1:
             args = positional(self.layer, self.path, rule, args, kwargs)
         if transforms_are_active():
@@ -452,8 +449,9 @@ class Tap(FactorSource):
         params = trainable[1]
         if session.rows.positions is not None:
             return self._apply_by_position(rule, use, args)
-        if session.known.layouts and self.path in session.known.layouts and not laid_out:
-            return self._apply_laid_out(rule, use, args, session.known.layouts[self.path])
+        laid_out, layout = 0, session.known.layouts.get(self.path)
+        if layout is not None:
+            args, laid_out = self._samples_first(layout, call, args)
         axis = rule.batch_axis(self.layer, session.options.batch_axis)
         x = args[0]
         if not isinstance(x, Tensor) or x.device != params[0].device:
@@ -512,27 +510,28 @@ class Tap(FactorSource):
         ):
             self._ordinary = session.proof.epoch, self._kind_of(args[0])
         if folds:
-            return output.flatten(0, 1)
+            output = output.flatten(0, 1)
+        if layout is not None and laid_out:
+            # As the layer itself would leave it: models view what they get.
+            return _each(output, lambda part: layout.back(part).contiguous())
         return _moved(output, axis) if axis else output
 
-    def _apply_laid_out(self, rule: Rule, use: Use, args: tuple[Any, ...], layout: Layout) -> Any:
-        """Apply the rule where samples are along another axis, which no rule that knows its own is
-        told of."""
-        B = self.session.samples() if use[1] is None else use[1].batch_size
+    def _samples_first(
+        self, layout: Layout, call: ForwardCall | None, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], int]:
+        """What the layer reads where samples are along another axis, which no rule that knows its
+        own is told of, with these first; and how many there are, 0 where that is not known."""
+        B = (self.session.samples() if call is None else call.batch_size) or 0
         x = next((x for x in args if is_plain(x)), None)
         if not B or x is None:
-            return self._apply(rule, use, args, {}, laid_out=True)
+            return args, 0
         layout.check(self.path, x, B)
         if len(args) > 1 or declared_rows() is not None:
             raise UnsupportedLayer(
                 "FC208 samples do not lie along the first axis of what it reads, and it is called "
                 "with other arguments beside, or inside flash_clipping.samples(...)."
             )
-        output = self._apply(rule, use, (layout.front(x, B),), {}, laid_out=True)
-        # As the layer itself would leave it: models view what they get.
-        if isinstance(output, Tensor):
-            return layout.back(output).contiguous()
-        return tuple([layout.back(part).contiguous() for part in output])
+        return (layout.front(x, B),), B
 
     def _apply_by_position(self, rule: Rule, use: Use, args: tuple[Any, ...]) -> Any:
         """Apply the rule where units are parts of rows: every position is a row."""
@@ -550,8 +549,6 @@ class Tap(FactorSource):
         output = apply_layer_by_position(
             self, trainable, call, place, recomputed, None, session.options.anchor, *rows, *params
         )
-        found = tuple(
-            positions.back(part.flatten(0, 1) if self._rule_folds else part)
-            for part in (output if isinstance(output, tuple) else (output,))
-        )
-        return found if isinstance(output, tuple) else found[0]
+        if self._rule_folds:
+            output = _each(output, lambda part: part.flatten(0, 1))
+        return _each(output, positions.back)
