@@ -37,8 +37,9 @@ def own_errors() -> Iterator[None]:
 class Holdings:
     """What the modules of a model hold, to be put back as often as it is run.
 
-    Buffers, attributes, containers among the attributes (a model that hooks its own layers once,
-    and notes that in a list, would otherwise do it again in the next forward), and generators.
+    Buffers, attributes, containers and objects among the attributes (a model that hooks its own
+    layers once, and notes that in a list, would otherwise do it again in the next forward), and
+    generators.
     """
 
     def __init__(self, root: nn.Module):
@@ -49,14 +50,11 @@ class Holdings:
             for module in modules
             for slot in _slots_of(cast(Hashable, type(module)))
         ]
-        kinds = _HOLDERS + _generators()
-        values = [x for _, _, x in self._slots if isinstance(x, kinds)]
+        values = [x for _, _, x in self._slots]
         for attributes, _ in self._before:
-            for name, x in attributes.items():
-                if isinstance(x, kinds) and name not in _OF_MODULES:
-                    values.append(x)
-        self._states = [_state_of(x) for x in values if not isinstance(x, _HOLDERS)]
-        self._held = contents_of(values)
+            values += [x for name, x in attributes.items() if name not in _OF_MODULES]
+        self._states = [_put_back(x) for x in values if isinstance(x, _generators())]
+        self._held = state_of(values)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -101,7 +99,7 @@ def _generators() -> tuple[type, ...]:
     return torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
 
 
-def _state_of(generator: Any) -> tuple[Callable[[Any], Any], Any]:
+def _put_back(generator: Any) -> tuple[Callable[[Any], Any], Any]:
     """What sets a generator's state, and the state that it has."""
     if isinstance(generator, torch.Generator):
         return generator.set_state, generator.get_state()
@@ -114,6 +112,9 @@ _OF_MODULES = "_parameters", "_buffers", "_modules"
 
 #: Entries of a container that is looked into: not a vocabulary.
 LOOKED_INTO = 1000
+
+#: Packages whose objects are no state of a model.
+_NO_STATE = "torch", "opacus", "logging", "threading", __name__.partition(".")[0]
 
 #: Containers, and what may hold some.
 _CONTAINERS = dict, list, set, deque
@@ -139,7 +140,27 @@ def _in_slot(slot: types.MemberDescriptorType, module: nn.Module) -> Any:
         return _EMPTY
 
 
-def contents_of(values: list[Any]) -> list[tuple[Any, list[Any]]]:
+def state_of(values: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+    """Every container among these values, and in containers and objects among them, however deep,
+    with what it holds; of so many objects at most as of entries of a container."""
+    seen = {id(x): x for x in values if _has_state(x)}
+    found = _contents([*values, *map(vars, seen.values())])
+    for _, content in found:  # which grows
+        for x in content if len(content) <= LOOKED_INTO else ():
+            if _has_state(x) and id(x) not in seen and len(seen) < LOOKED_INTO:
+                seen[id(x)] = x
+                found += _contents([vars(x)])
+    return found
+
+
+def _has_state(value: Any) -> bool:
+    """Whether it is an object that a forward may write into, as a cache is."""
+    if not type(value).__dictoffset__ or isinstance(value, Tensor | nn.Module | type):
+        return False
+    return type(value).__module__.partition(".")[0] not in _NO_STATE
+
+
+def _contents(values: list[Any]) -> list[tuple[Any, list[Any]]]:
     """Every container among these values, and in containers among them, with what it holds."""
     found: dict[int, tuple[Any, list[Any]]] = {}
     while values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -399,7 +400,14 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _noise_std(self) -> float:
         record = self.step_record
         bound = self._bound_now() if record is None else record.bound
-        return self._multiplier() * sensitivity_of(bound)
+        std = self._multiplier() * sensitivity_of(bound)
+        if not 0 <= std < math.inf:
+            raise InvalidValue(
+                f"FC521 The noise would have standard deviation {std}: found noise_multiplier="
+                f"{self.noise_multiplier} and max_grad_norm={total_bound(bound)}; expected finite "
+                "numbers."
+            )
+        return std
 
     def _divisor(self) -> float:
         if self.loss_reduction == "sum":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from flash_clipping.capture.inputs import (
@@ -27,7 +27,6 @@ from flash_clipping.capture.inputs import (
     rebuilt,
     tensors_in,
 )
-from flash_clipping.capture.no_trace import LOOKED_INTO, contents_of
 from flash_clipping.errors import FlashClippingError
 
 #: What is left of an argument for some rows.
@@ -35,9 +34,6 @@ _Cut = Callable[[Sequence[int]], Any]
 
 #: What a forward may write into, and is looked into.
 HOLDERS = (dict, OrderedDict, defaultdict, list)
-
-#: Packages whose objects are no state of a model.
-_NO_STATE = "torch", "opacus", "logging", "threading", __name__.partition(".")[0]
 
 
 class Batch:
@@ -215,25 +211,6 @@ class Batch:
         if x.ndim > self.axis and x.shape[self.axis] == self.count:
             return self.axis
         return 0 if x.ndim == 1 and len(x) == self.count else None  # labels beside [T, B]
-
-
-def state_of(values: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
-    """Every container among these values, and in containers and objects among them, however deep,
-    with what it holds."""
-    found, seen = contents_of([*values]), set[int]()
-    for _, content in found:  # which grows
-        for x in content if len(content) <= LOOKED_INTO else ():
-            if _has_state(x) and id(x) not in seen:
-                seen.add(id(x))
-                found += contents_of([vars(x)])
-    return found
-
-
-def _has_state(value: Any) -> bool:
-    """Whether it is an object that a forward may write into, as a cache is."""
-    if not type(value).__dictoffset__ or isinstance(value, Tensor | nn.Module | type):
-        return False
-    return type(value).__module__.partition(".")[0] not in _NO_STATE
 
 
 def _taken(x: Any, axis: int, rows: Sequence[int]) -> Any:

@@ -131,6 +131,18 @@ def test_parameters_unfrozen_later_are_the_optimizer_s_too(wrap_model: bool) -> 
     assert not any(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+@pytest.mark.parametrize("multiplier", [-1.0, float("nan"), float("inf")])
+def test_noise_of_no_standard_deviation_is_refused(multiplier: float) -> None:
+    """Also where a schedule sets it, after ``make_private``."""
+    private = Private()
+    private.step()
+    before = [p.detach().clone() for p in private.plain.parameters()]
+    private.optimizer.noise_multiplier = multiplier
+    with raises("FC521", ValueError):
+        private.step()
+    assert all(map(torch.equal, before, private.plain.parameters()))
+
+
 def test_sparse_adam_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
     with raises("FC534", ValueError):
