@@ -6,7 +6,6 @@ gloo over the loopback interface.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -18,15 +17,12 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.optimizers import DistributedDPOptimizerFastGradientClipping
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from flash_clipping import (
     AdaptiveBound,
     FixedOrder,
-    FlashClippingError,
     FlashPrivacyEngine,
-    GradSampleModuleFlashClipping,
     MicroBatches,
     PoissonSampling,
     RandomAllocation,
@@ -178,22 +174,6 @@ def train(
     }
 
 
-def gradients_under_torch_ddp() -> tuple[list[Tensor], list[Tensor]] | str:
-    """Clipped sums under PyTorch's own data parallelism and without it, or why it is refused."""
-    model = Net().double()
-    ids, target = (x[:8] for x in data().tensors)
-    found = []
-    for module in (copy.deepcopy(model), model):
-        try:
-            parallel = DistributedDataParallel(module) if module is model else module
-            flash = GradSampleModuleFlashClipping(parallel, max_grad_norm=0.1)
-            F.cross_entropy(flash(ids), target).backward()
-        except (FlashClippingError, NotImplementedError, ValueError) as error:
-            return str(error)
-        found.append([param.grad for param in module.parameters()])
-    return found[1], found[0]
-
-
 def find(rank: int) -> dict[str, Any]:
     results = {}
     for name, options in (SCENARIOS | RANDOM).items():
@@ -201,7 +181,7 @@ def find(rank: int) -> dict[str, Any]:
         results[name] = train(options, rank, engine)
         results[name]["key"] = engine.stream.draw(Purpose.NOISE).key
         results[name]["history"] = list(engine.accountant.history)
-    return results | {"torch_ddp": gradients_under_torch_ddp()}
+    return results
 
 
 trained_by_two = fixture_of(ByGloo("trained_by_two", lane=1, find=find, world=WORLD))
@@ -283,12 +263,3 @@ def test_poisson_batches_differ_between_processes(processes: list[dict[str, Any]
     sizes = [found["poisson"]["sizes"] for found in processes]
     assert sizes[0] != sizes[1]
     assert processes[0]["poisson"]["history"] == [(1.0, pytest.approx(4 / SAMPLES), 20)]
-
-
-def test_torch_ddp_is_right_or_refused(processes: list[dict[str, Any]]) -> None:
-    result = processes[0]["torch_ddp"]
-    if isinstance(result, str):
-        assert "DifferentiallyPrivateDistributedDataParallel" in result
-        return
-    for found, expected in zip(*result, strict=True):
-        torch.testing.assert_close(found, expected)

@@ -21,13 +21,11 @@ from flash_clipping import GradSampleModuleFlashClipping
 from tests.support.autograd import (
     Loss,
     check_by_autograd,
-    check_not_finite,
     squares,
     truth_by_autograd,
 )
 from tests.support.mixtures import FAMILIES, language_loss, mixture, tokens
 from tests.support.oracle import assert_close
-from tests.support.wrapping import MODES
 
 pytestmark = pytest.mark.without_gate
 
@@ -203,18 +201,6 @@ def twice_the_same(x: Tensor) -> Tensor:
 def test_routes_of_any_kind_match_autograd(route: Any, experts: Any) -> None:
     """Experts without rows, with all, with none of a sample; choices of no expert; one twice."""
     check(block(experts, route), inputs(4, 5), squares, 1e-9)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_checkpointed_blocks_in_each_mode_match_autograd(mode: str) -> None:
-    model = block()
-    model.checkpointing = True
-    check_by_autograd(model, inputs(3, 5), squares, mode=mode)
-
-
-@pytest.mark.filterwarnings("ignore:.*not finite")
-def test_a_sample_that_is_not_finite() -> None:
-    check_not_finite(block(), *inputs(4, 5), squares)
 
 
 def test_experts_that_compute_something_else_are_refused() -> None:

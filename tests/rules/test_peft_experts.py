@@ -27,10 +27,9 @@ from tests.rules.test_experts import (
     to_one,
     twice_the_same,
 )
-from tests.support.autograd import check_by_autograd, check_not_finite, squares
+from tests.support.autograd import check_by_autograd, squares
 from tests.support.mixtures import language_loss, mixture, tokens
 from tests.support.oracle import assert_close
-from tests.support.wrapping import MODES
 
 pytestmark = pytest.mark.without_gate
 
@@ -80,21 +79,6 @@ def test_adapted_blocks_match_autograd(experts: Any, parameters: list[str], T: i
 def test_routes_of_any_kind_match_autograd(route: Any) -> None:
     check(with_lora(block(ExpertsWithBiases, route), r=4), inputs(4, 5), tolerance=1e-9)
     check(with_lora(block(Experts, route), r=1), inputs(1, 30), tolerance=1e-9)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_checkpointed_blocks_in_each_mode_match_autograd(mode: str) -> None:
-    model = block()
-    model.checkpointing = True
-    check(with_lora(model, use_rslora=True), inputs(3, 5), mode=mode)
-
-
-def test_experts_that_are_used_twice() -> None:
-    class Twice(type(block())):  # type: ignore[misc]
-        def body(self, x: Tensor) -> Tensor:
-            return super().body(torch.tanh(super().body(x)))
-
-    check(with_lora(Twice().double()), inputs(3, 40))
 
 
 def test_several_adapters_match_autograd() -> None:
@@ -149,12 +133,6 @@ def test_float32_adapters_beside_bfloat16() -> None:
     for name, param in model.named_parameters():
         if param.requires_grad:
             assert_close(param.grad, 4 * wide.get_parameter(name).grad, 0.1, name)
-
-
-@pytest.mark.filterwarnings("ignore:.*not finite")
-@pytest.mark.parametrize("T", [3, 40])
-def test_a_sample_that_is_not_finite(T: int) -> None:
-    check_not_finite(with_lora(block()), *inputs(4, T), squares)
 
 
 # -- adapters that are not what the forward computes with ------------------------------------------

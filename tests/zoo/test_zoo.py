@@ -12,6 +12,7 @@ from tests.support.recorded import recorded_factors
 from tests.zoo import (
     attention,
     constants,
+    experts,
     folded,
     layers,
     outputs,
@@ -36,6 +37,7 @@ CASES: dict[str, ModelCase] = {
         outputs,
         rules,
         attention,
+        experts,
     )
     for name, case in module.CASES.items()
 }
