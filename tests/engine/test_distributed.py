@@ -60,7 +60,6 @@ RANDOM: dict[str, dict[str, Any]] = {
         "clipping": AdaptiveBound(0.5, 1e-3, 10.0, clipbound_learning_rate=0.3),
         "noise_multiplier": 0.5,
     },
-    "poisson": {"poisson_sampling": True, "noise_multiplier": 1.0, "batch": 4, "steps": 20},
     "truncated": {
         "poisson_sampling": True,
         "mechanism": PoissonSampling(max_batch_size=20),
@@ -257,9 +256,3 @@ def test_random_allocation_has_every_sample_in_one_step_of_one_process(
     assert sum(sum(found["allocated"]["sizes"]) for found in processes) == SAMPLES
     steps = SAMPLES // BATCH
     assert processes[0]["allocated"]["history"] == [(1.0, 1 / steps, steps)]
-
-
-def test_poisson_batches_differ_between_processes(processes: list[dict[str, Any]]) -> None:
-    sizes = [found["poisson"]["sizes"] for found in processes]
-    assert sizes[0] != sizes[1]
-    assert processes[0]["poisson"]["history"] == [(1.0, pytest.approx(4 / SAMPLES), 20)]

@@ -31,21 +31,6 @@ def truth_by_autograd(model: nn.Module, batch: tuple[Tensor, ...], loss: Loss) -
     return Truth.of({name: torch.stack(row).double() for name, row in rows.items()})
 
 
-def sums_of(model: nn.Module, rows: Tensor, loss: Loss) -> list[Tensor]:
-    """Clipped sums, to 0.5, of a copy of the model on these samples."""
-    flash: Any = WRAPPERS["wrapped"](copy.deepcopy(model), max_grad_norm=0.5, loss_reduction="sum")
-    (loss(flash, (rows,)) * len(rows)).backward()
-    return [p.grad for p in flash.parameters() if p.requires_grad]
-
-
-def check_not_finite(model: nn.Module, x: Tensor, loss: Loss, value: float = torch.inf) -> None:
-    """A sample with this value in it adds nothing to the sums of the others."""
-    expected = sums_of(model, torch.cat([x[:2], x[3:]]), loss)
-    x[2, 1, 3] = value
-    for beside, without in zip(sums_of(model, x, loss), expected, strict=True):
-        assert_close(beside, without, 1e-9)
-
-
 def truth_of_one_forward(losses_B: Tensor, model: nn.Module) -> Truth:
     """Every sample of one forward by itself through an ordinary backward, as dropout fell there.
 
