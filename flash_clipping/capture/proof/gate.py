@@ -95,6 +95,7 @@ class Gate:
         else:
             return  # the model's own forward will raise it
         self._dtypes |= table.dtypes
+        self._watched |= table.by_chance
         for doubt in table.doubts:
             self.next_audit, self._watched = self.calls + 1, True
             logger.warning("rounding, or to be seen again in the next call: %s", doubt)

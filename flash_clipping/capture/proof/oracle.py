@@ -76,9 +76,6 @@ STRAY = 1e-6
 #: Seeds by which a finding is repeated.
 SEEDS = 3
 
-#: Outputs that are checked one by one where something is wrong with one of them.
-OUTPUTS = 16
-
 #: Parameters that an error names.
 NAMED = 10
 
@@ -149,6 +146,7 @@ class Table:
         dtypes: that the model computed in.
         failed: whether the forward through the taps has.
         doubts: findings that were not found again.
+        by_chance: whether two runs differed only where chance was not made alike.
     """
 
     unfit: dict[int, str] = field(default_factory=dict)
@@ -159,6 +157,7 @@ class Table:
     dtypes: set[torch.dtype] = field(default_factory=set)
     failed: bool = False
     doubts: list[str] = field(default_factory=list)
+    by_chance: bool = False
 
     @property
     def findings(self) -> set[tuple[str, int]]:
@@ -180,9 +179,9 @@ class Examination:
     Attributes:
         audit: 0 before the first step, then the number of the audit: another one swaps halves, and
             draws otherwise.
-        brief: two runs are compared, and one sample goes backward: what chance decides, or what
-            has begun since, is looked for once more. What it finds decides nothing: a round that is
-            not brief follows.
+        brief: two runs with a backward pass each are compared: what chance decides, or what has
+            begun since, is looked for once more. What it finds decides nothing: rounds that are not
+            brief follow.
         watched: whether chance is made alike for all samples at once; otherwise only where
             something was found.
         losses: whether the model's own losses are compared.
@@ -223,8 +222,12 @@ def examine(subject: Subject, how: Examination) -> Table:
     """
     found = _round_of(subject, how)
     if how.brief and found.findings and not found.failed:
-        how = replace(how, brief=False, watched=True)
-        found = _round_of(subject, how)
+        for seed in range(SEEDS):
+            how = replace(how, brief=False, watched=True, seed=seed)
+            found = _round_of(subject, how)
+            if found.findings or found.failed:
+                break
+        found.by_chance = not (found.findings or found.failed)
     floats = {kind for kind in found.dtypes if kind.is_floating_point}
     if found.failed or not found.findings or floats <= {torch.float64}:
         return found
@@ -309,10 +312,12 @@ class _Oracle:
         #: The samples that are checked, and the others, in turns: where R are sorted to the
         #: beginning or to the end, S move.
         halves = [*range((self.B - 1) % 2, self.B, 2)], [*range(self.B % 2, self.B, 2)]
-        self.S, self.R = halves[::-1] if how.audit % 2 and self.B > 1 else halves
+        self.S, self.R = halves[::-1] if (how.audit + 1) // 2 % 2 and self.B > 1 else halves
         #: The sample whose norm is compared, and those that go backward.
-        self.one = self.S[how.audit % len(self.S) if how.brief else 0] if self.S else 0
-        self.scale = dict.fromkeys([self.one] if how.brief else self.S, 1.0)
+        self.one = self.S[how.audit // 4 % len(self.S)] if self.S else 0
+        self.scale = dict.fromkeys(self.S, 1.0)
+        #: Of audits every other one compares norms, and the others sums.
+        self.norms, self.sums = (not how.brief or how.audit % 2 == n for n in (1, 0))
         found = (getattr(module, "padding_idx", None) for module in subject.root.modules())
         self.samples.padding = next((n for n in found if isinstance(n, int)), 0)
         #: Outputs of the first run that have a row for each sample.
@@ -373,7 +378,7 @@ class _Oracle:
             unfit, why, self.failed = {}, str(error), True
         asked = self.outputs if settings.only is None else self.outputs & settings.only
         if why is not None and len(asked) > 1:
-            for number in sorted(asked)[:OUTPUTS]:
+            for number in sorted(asked):
                 unfit |= self._unfit(replace(settings, only=frozenset({number})))
         rest = frozenset(asked).difference(unfit)
         if unfit and rest:
@@ -432,18 +437,16 @@ class _Oracle:
 
         def take(forward: Forward) -> _Outcome:
             gradients = [
-                forward.backward(scale, settings.only, sums=not n, last=scale is scales[-1])
+                forward.backward(
+                    scale, settings.only, sums=self.sums and not n, last=scale is scales[-1]
+                )
                 for n, scale in enumerate(scales)
             ]
             values = {n: x.detach() for n, x in forward.outputs.items()}
             return _Outcome(given, places, values, forward.drawn, gradients)
 
-        draws: dict[str, Any] = {
-            "seed": self.draws,
-            "watched": self.how.watched,
-            "orders": True,
-            "varies": settings.varies,
-        }
+        draws: dict[str, Any] = {"seed": self.draws, "orders": True}
+        draws |= {"watched": self.how.watched, "varies": settings.varies}
         if taps and scales and not self.how.audit and compiles_kernels():
             # In a run of its own, as what is recomputed in backward may draw.
             backward = methodcaller("backward", scales[0], settings.only)
@@ -458,11 +461,6 @@ class _Oracle:
             settings = replace(settings, left=left)
             try:
                 run = self._run(given, range(self.B), settings, [self.scale], taps=True)
-            except FlashClippingError as error:
-                if left == LEFT[-1]:
-                    raise
-                where = "\nFound where some samples of the batch are made shorter, as padding does."
-                raise FlashClippingError(f"{error.args[0]}{where}") from error
             except ModelsOwnError:
                 if left == LEFT[-1]:
                     raise
@@ -523,7 +521,7 @@ class _Oracle:
         return self.samples.batch(order, far, shorter=shorter, left=settings.left), places
 
     def _among(self, given: Any, places: Sequence[int], settings: Examination) -> _Outcome:
-        scales = [self.scale, {self.one: 1.0}]
+        scales = [self.scale] * self.sums + [{self.one: 1.0}] * self.norms
         return self._run(given, places, settings, scales[: len(self.scale)])
 
     def _gradients(self, found: Gradient, other: _Outcome, settings: Examination) -> str | None:
@@ -533,14 +531,15 @@ class _Oracle:
         if each is None:
             each = torch.zeros(len(self.runs.params), self.B, dtype=torch.float64)
         if others:
-            gap = each[:, others].amax(1) / found.norms.norm().clamp(min=1e-300)
+            whole = torch.maximum(found.norms.norm(), each.norm()).clamp(min=1e-300)
+            gap = each[:, others].amax(1) / whole
             if why := self._complain("STRAY", gap, STRAY):
                 return why
         of_each = each[:, self.one]
         error_bound = 0.0 if found.bounds is None else found.bounds[:, self.one] - of_each
         error = ((of_each - one).abs() - error_bound).clamp(min=0)
-        of_one = self._gap(error[:, None], torch.zeros_like(error[:, None]), one)
-        of_all = self._gap(found.projections, expected.projections, expected.norms)
+        of_one = self._gap(error[:, None], torch.zeros_like(error[:, None]), one) * self.norms
+        of_all = self._gap(found.projections, expected.projections, expected.norms) * self.sums
         if bool((torch.maximum(of_one, of_all) > self.tolerance).any()):
             # On the same batch: another one would be allowed what its other samples change.
             with self._rounded():

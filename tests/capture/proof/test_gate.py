@@ -246,3 +246,24 @@ class Recomputed(nn.Module):
 def test_a_checkpoint_that_ends_a_model_is_exact(before: nn.Module) -> None:
     model = nn.Sequential(before, Recomputed()).double()
     check_by_autograd(model, (torch.randn(B, T, K).double(),), squares)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("name", ["mean", "rolled inside", "hook, norm", "mixup, faint"])
+def test_what_begins_after_the_first_step_is_refused_by_an_audit(name: str, drops: bool) -> None:
+    """Two runs alone show it, those of norms what scales by the batch's gradient."""
+    begun = False
+
+    def inner(m: Any, h: Tensor) -> Tensor:
+        h = nn.functional.dropout(h, 0.1) if drops else h
+        return WRONG[name](m, h) if begun else m.layer(h)
+
+    flash = GradSampleModuleFlashClipping(Around(inner), strict=False)
+    for _ in range(2):
+        flash(torch.randn(B, T, K)).square().sum().backward()
+        flash.zero_grad()
+    begun = True
+    with raises("FC210"):
+        for _ in range(4 * FIRST_AUDIT):
+            flash.zero_grad()
+            flash(torch.randn(B, T, K)).square().sum().backward()
