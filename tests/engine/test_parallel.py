@@ -38,8 +38,10 @@ def data() -> TensorDataset:
     )
 
 
-def private(model: nn.Module, dataset: TensorDataset | None = None, **options: Any) -> Any:
-    return FlashPrivacyEngine(accountant="rdp").make_private(
+def private(
+    model: nn.Module, dataset: TensorDataset | None = None, engine: Any = None, **options: Any
+) -> Any:
+    return (engine or FlashPrivacyEngine(accountant="rdp")).make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
         criterion=nn.CrossEntropyLoss(),
@@ -60,8 +62,9 @@ def train() -> dict[str, Any]:
     torch.manual_seed(0)
     plain = ReshapingAttention().double()
     start = copy.deepcopy(plain.state_dict())
+    engine = FlashPrivacyEngine(accountant="rdp")
     model, optimizer, criterion, loader = private(
-        DifferentiallyPrivateDistributedDataParallel(plain)
+        DifferentiallyPrivateDistributedDataParallel(plain), engine=engine
     )
     drawn = []
     for x, y, index in loader:
@@ -70,7 +73,8 @@ def train() -> dict[str, Any]:
         criterion(model(x), y).backward()
         optimizer.step()
         drawn.append(index.tolist() if samples else [])
-    return {"start": start, "drawn": drawn, "end": plain.state_dict()}
+    history = engine.accountant.history
+    return {"start": start, "drawn": drawn, "end": plain.state_dict(), "history": history}
 
 
 def message(call: Callable[[], Any]) -> str:
@@ -175,6 +179,8 @@ def processes(drawn_by_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_processes_keep_in_step_and_draw_their_own(processes: list[dict[str, Any]]) -> None:
     drawn = [found["train"]["drawn"] for found in processes]
     assert [len(batches) for batches in drawn] == [STEPS, STEPS]
+    for found in processes:
+        assert found["train"]["history"] == [(0.0, pytest.approx(1 / STEPS), STEPS)]
     assert any(not batch for batch in drawn[0] + drawn[1])  # empty here, and not there
     seen = [{index for batch in batches for index in batch} for batches in drawn]
     assert seen[0] and seen[1] and not seen[0] & seen[1]
