@@ -139,7 +139,7 @@ class Samples:
         self.padding = 0
         #: Whether samples can be made shorter.
         self.may_be_shorter = offsets is None and not self._parts and not bags
-        self.may_be_shorter &= any(map(_has_an_end, found))
+        self.may_be_shorter &= any(not x.is_floating_point() for x in found)
 
     @property
     def are_alike(self) -> bool:
@@ -207,6 +207,7 @@ class Samples:
         extreme: Collection[int] = (),
         shorter: Sequence[int] = (),
         left: float = 1.0,
+        masks: bool = False,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these samples in these places.
 
@@ -220,6 +221,8 @@ class Samples:
                 behind it become :attr:`padding`, labels what does not count, bools what they are
                 not where the sample begins, and one number of a sample, which may be its length,
                 is cut itself.
+            masks: floats that are a mask are cut as well. Values that were not observed are no
+                padding, and a model may know no sample without any.
         """
         bags = None
         if self._offsets is not None:
@@ -244,7 +247,8 @@ class Samples:
             for place in extreme if found.numel() else ():
                 row = found.select(axis, place)
                 row.copy_(self._extreme(x, axis, row))
-            if left < 1 and self.may_be_shorter and _has_an_end(x):
+            is_cut = self.may_be_shorter and not x.is_floating_point()
+            if left < 1 and (is_cut or (masks and _has_an_end(x))):
                 for place in shorter:
                     row = found.select(axis, place)
                     row.copy_(self._shorter(x, row, left, is_labels))

@@ -606,7 +606,7 @@ class _Oracle:
     def _of_losses(
         self, order: Sequence[int], sparse: AbstractSet[int], taps: bool = False
     ) -> dict[int, Gradient | FlashClippingError]:
-        given = self.samples.batch(order, shorter=[*sparse], left=0.25)
+        given = self.samples.batch(order, shorter=[*sparse], left=0.25, masks=True)
         places = range(len(order))
         return self.runs.run(given, places, Forward.of_losses, taps=taps, seed=self.draws)
 
