@@ -43,8 +43,8 @@ def on_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Opacus' tests run in one mode. In the other ways to take gradients they are slow ones: models
-    of all kinds are compared in these elsewhere (``tests/rules/``)."""
+    """Those that take gradients by hooks are slow ones: models of all kinds are compared in every
+    way elsewhere (``tests/zoo/``)."""
     kind = getattr(getattr(item, "cls", None), "__name__", "")
-    if kind.endswith("TwoPass") or (kind.endswith("Hooks") and kind != "TestHooks"):
+    if kind.endswith("Hooks") and kind != "TestHooks":
         item.add_marker(pytest.mark.slow)

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from flash_clipping import (
     FlashPrivacyEngine,
     GradSampleHooksFlashClipping,
-    GradSampleModuleFlashClipping,
     SeededNoiseWarning,
 )
 
@@ -85,7 +84,6 @@ class Engine(FlashPrivacyEngine):
     call ``loss.backward()`` on a loss of their own. A generator of noise is a seed of the engine.
     """
 
-    MODE: Any = "one_pass"
     SEED: int | None = None
 
     def __init__(self, **kwargs: Any):
@@ -100,7 +98,7 @@ class Engine(FlashPrivacyEngine):
         if (generator := kwargs.pop("noise_generator", None)) is not None:
             seed = generator.initial_seed()
             self.stream = FlashPrivacyEngine(secure_mode=self.secure_mode, seed=seed).stream
-        made = super().make_private(**{"mode": self.MODE, **kwargs, "grad_sample_mode": "flash"})
+        made = super().make_private(**kwargs | {"grad_sample_mode": "flash"})
         assert isinstance(made[0], GradSampleHooksFlashClipping)
         return made
 
@@ -122,20 +120,6 @@ def seeded(case: type[unittest.TestCase], name: str, seed: int = 1) -> Callable[
             getattr(case, name)(self)
 
     return run
-
-
-class TwoPassEngine(Engine):
-    MODE = "two_pass"
-
-
-class TwoPassModule(GradSampleModuleFlashClipping):
-    def __init__(self, m: nn.Module, **kwargs: Any):
-        super().__init__(m, **kwargs, mode="two_pass")
-
-
-class TwoPassHooks(GradSampleHooksFlashClipping):
-    def __init__(self, m: nn.Module, **kwargs: Any):
-        super().__init__(m, **kwargs, mode="two_pass")
 
 
 # -- torchvision, as far as Opacus' tests import it -----------------------------------------------

@@ -20,8 +20,6 @@ from flash_clipping import (
 )
 from flash_clipping.engine.criterion import FlashTensor
 from tests.opacus_suite.substitutes import (
-    TwoPassHooks,
-    TwoPassModule,
     not_applicable,
     opacus_tests,
 )
@@ -80,11 +78,6 @@ class TestModule(Replaced, module_tests.GradSampleModuleFastGradientClippingTest
             self.assertTrue(torch.allclose(flash.get_norm_sample(), torch.full((3,), 8**0.5)))
 
 
-class TestModuleTwoPass(TestModule):
-    CLS = TwoPassModule
-    replacements = {"GradSampleModuleFastGradientClipping": TwoPassModule}
-
-
 class TestModuleOpacusCriterion(TestModule):
     """Opacus' own two backward passes on flash clipping's module."""
 
@@ -126,27 +119,11 @@ class TestEmbeddingLayer(
             torch.testing.assert_close(found.grad, expected.grad)
 
 
-class TestEmbeddingLayerTwoPass(TestEmbeddingLayer):
-    replacements = {"GradSampleModuleFastGradientClipping": TwoPassModule}
-
-    test_norm_calculation = not_applicable(
-        "runs backward twice over one forward by hand, which mode='two_pass' refuses by name: it "
-        "does that itself, and frees the graph"
-    )
-
-
 class TestLossArithmetic(module_tests.DPTensorArithmeticTest): ...
 
 
 class TestHooks(Replaced, hooks_tests.GradSampleHooksFastGradientClippingTest):
     module = hooks_tests
-
-
-class TestHooksTwoPass(TestHooks):
-    replacements = {
-        "GradSampleModuleFastGradientClipping": TwoPassModule,
-        "GradSampleHooksFastGradientClipping": TwoPassHooks,
-    }
 
 
 def test_two_gpus_are_asked_for() -> None:

@@ -6,8 +6,6 @@ import torch
 
 from flash_clipping import GradSampleHooksFlashClipping, GradSampleModuleFlashClipping
 from tests.opacus_suite.substitutes import (
-    TwoPassHooks,
-    TwoPassModule,
     not_applicable,
     opacus_tests,
 )
@@ -22,10 +20,6 @@ hooks_tests = opacus_tests("grad_sample_hooks_test", GradSampleHooks=GradSampleH
 class TestModule(module_tests.GradSampleModuleTest):
     CLS = GradSampleModuleFlashClipping
     test_standard_module_validation = not_applicable(NO_FUNCTORCH)
-
-
-class TestModuleTwoPass(TestModule):
-    CLS = TwoPassModule
 
 
 class TestHooks(hooks_tests.GradSampleHooksTest):
@@ -43,7 +37,3 @@ class TestHooks(hooks_tests.GradSampleHooksTest):
         for param in self.hooks_model.parameters():
             self.assertEqual(param._norm_sample.shape, (self.DATA_SIZE,))
             self.assertIsNone(param.grad_sample)
-
-
-class TestHooksTwoPass(TestHooks):
-    CLS = TwoPassHooks

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from tests.opacus_suite.substitutes import Engine, TwoPassEngine, not_applicable, opacus_tests
+from tests.opacus_suite.substitutes import Engine, not_applicable, opacus_tests
 
 precision_tests = opacus_tests("mixed_precision_test", PrivacyEngine=Engine)
 
@@ -136,7 +136,3 @@ for _name in ("test_attention_model_precision", "test_complex_model_precision"):
             "is refused (tests/zoo/test_zoo.py::test_model_that_is_not_supported_is_refused)"
         ),
     )
-
-
-class TestMixedPrecisionTwoPass(TestMixedPrecision):
-    engine = TwoPassEngine
