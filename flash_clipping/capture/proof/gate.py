@@ -72,7 +72,7 @@ class Gate:
         if trainable != self._trainable:
             self._trainable = trainable
             for kind in subject.session.proof.kinds.values():
-                kind.why, kind.has_losses = {}, False
+                kind.why = {}
         session, args, kwargs = subject.session, subject.args, subject.kwargs
         if session.calls.backward_pass_class not in (BackwardPass, TwoWalks):
             return  # somebody else watches
@@ -82,9 +82,9 @@ class Gate:
         if not kind.why:
             logger.info("checking which rows are samples")
         brief = audit > 1  # the first one sees what begins in training as the proof would
-        watched, losses = self._watched or not brief, not (brief and kind.has_losses)
+        unfit = frozenset([number for (_, number), why in kind.why.items() if why])
         dtypes = self._dtypes if audit else frozenset[torch.dtype]()
-        how = Examination(audit, brief, watched, losses, dtypes)
+        how = Examination(audit, brief, self._watched or not brief, unfit, dtypes)
         for small in subject.smaller(seed=audit):
             try:
                 table = examine(small, how)
@@ -103,7 +103,6 @@ class Gate:
         if small.samples().are_alike and self._alike < ALIKE:
             self._alike += 1
             self.next_audit = self.calls + 1
-        kind.has_losses |= bool(table.losses or table.fit_losses)
         # A loss that the model computes itself may read what is unfit.
         other = next(iter(table.unfit.values()), "")
         for number in range(table.returned):  # what was shown once stays

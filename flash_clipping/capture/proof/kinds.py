@@ -39,14 +39,12 @@ class Kind:
             checked; ``None`` before.
         outputs: where samples lie in what the model returns.
         why: why an output is unfit, or "", by how many tensors were returned, and its number.
-        has_losses: whether the model's own losses were compared: chance does not decide of these.
         apart: so many parameters were watched when documents were seen not to reach each other.
     """
 
     sizes: list[tuple[int, int]] | None = None
     outputs: Sequence[Layout | None] = ()
     why: dict[tuple[int, int], str] = field(default_factory=dict)
-    has_losses: bool = False
     apart: int = -1
 
 

@@ -179,12 +179,12 @@ class Examination:
     Attributes:
         audit: 0 before the first step, then the number of the audit: another one swaps halves, and
             draws otherwise.
-        brief: two runs with a backward pass each are compared: what chance decides, or what has
-            begun since, is looked for once more. What it finds decides nothing: rounds that are not
-            brief follow.
+        brief: two runs with a backward pass each are compared, and of the model's own losses one
+            sample's: what chance decides, or what has begun since, is looked for once more. What it
+            finds decides nothing: rounds that are not brief follow.
         watched: whether chance is made alike for all samples at once; otherwise only where
             something was found.
-        losses: whether the model's own losses are compared.
+        unfit: outputs that are not compared as the model's own losses: they are known to be unfit.
         dtypes: what calls of the model were seen to cast floats to; unless it is watched, a round
             does not see it.
         seed: another one draws other numbers, and moves parameters otherwise.
@@ -196,7 +196,7 @@ class Examination:
     audit: int = 0
     brief: bool = False
     watched: bool = True
-    losses: bool = True
+    unfit: frozenset[int] = frozenset()
     dtypes: frozenset[torch.dtype] = frozenset()
     seed: int = 0
     left: float = LEFT[-1]
@@ -358,7 +358,7 @@ class _Oracle:
         shorter = self.samples.may_be_shorter and not self.how.audit % 2
         unfit = self._unfit(replace(self.how, left=LEFT[0] if shorter else LEFT[-1]))
         fit = tuple(sorted(self.outputs - unfit.keys()))
-        losses = self._losses() if self.how.losses else {}
+        losses = self._losses()
         fit_losses = tuple(sorted(self.compared - losses.keys()))
         returned, dtypes = self.runs.returned, self.runs.dtypes
         return Table(unfit, fit, returned, losses, fit_losses, dtypes, self.failed)
@@ -558,9 +558,11 @@ class _Oracle:
         Every other sample has fewer labels, and masks that count less, if the model runs on such
         samples: a mean over what counts in the batch shows where samples are alike, too.
         """
-        if not self.runs.numbers:
+        if not self.runs.numbers.keys() - self.how.unfit:
             return {}
-        order = self.chosen if self.B > 1 else [*self.chosen, *self.chosen]
+        first = self.chosen[self.one]  # never sparse
+        order = [first, *[b for b in self.chosen if b != first]]
+        order = order if self.B > 1 else order * 2
         reduction = self.runs.session.options.loss_reduction
         why: dict[int, str] = {}
         for sparse in ({*range(1, len(order), 2)}, set[int]()):
@@ -580,10 +582,11 @@ class _Oracle:
         why = {n: str(g) for n, g in together.items() if isinstance(g, FlashClippingError)}
         reduction, compared = self.runs.session.options.loss_reduction, bool(why)
         times = len(order) if reduction == "mean" else 1
-        for place in range(len(order)):
+        for place in range(1 if self.how.brief else len(order)):
             alone, rounded = self._alone(order[place], place in sparse), None
             for n, g in together.items():
-                if n in why or isinstance(g, FlashClippingError) or g.each is None:
+                is_done = n in why or n in self.how.unfit
+                if is_done or isinstance(g, FlashClippingError) or g.each is None:
                     continue
                 found, expected = times * g.each[:, place], alone[n]
                 is_mean_of_none = not found.any() and not expected.isfinite().all()

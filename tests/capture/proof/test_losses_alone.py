@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping import GradSampleModuleFlashClipping
+from flash_clipping.capture.proof.gate import FIRST_AUDIT
 from tests.support.errors import raises
 from tests.support.oracle import per_sample_truth
 
@@ -95,6 +96,24 @@ def test_a_mean_over_what_counts_in_the_batch_is_refused(counts: tuple[int, ...]
     x[:, 0] = torch.tensor(counts)
     with raises("FC444"):
         flash(x).backward()
+
+
+@pytest.mark.parametrize("how", ["contrasts", "deviation", "mean of some"])
+@pytest.mark.parametrize("calls", [2, FIRST_AUDIT + 2])
+def test_a_loss_that_begins_to_compare_samples_is_refused_by_an_audit(calls: int, how: str) -> None:
+    torch.manual_seed(0)
+    model = OwnLoss(how)
+    loss, begun = model.forward, False
+    model.forward = lambda x: loss(x) if begun else model.embed(x).square().mean()
+    flash = GradSampleModuleFlashClipping(model, strict=False)
+    for _ in range(calls):
+        flash.zero_grad()
+        flash(torch.randn(B, K)).backward()
+    begun = True
+    with raises("FC444"):
+        for _ in range(2 * FIRST_AUDIT):
+            flash.zero_grad()
+            flash(torch.randn(B, K)).backward()
 
 
 class MaskedLoss(nn.Module):
