@@ -150,7 +150,7 @@ def state_of(values: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
             if _has_state(x) and id(x) not in seen and len(seen) < LOOKED_INTO:
                 seen[id(x)] = x
                 found += _contents([vars(x)])
-    return found
+    return [pair for pair in found if isinstance(pair[0], _CONTAINERS)]
 
 
 def _has_state(value: Any) -> bool:
@@ -161,7 +161,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _contents(values: list[Any]) -> list[tuple[Any, list[Any]]]:
-    """Every container among these values, and in containers among them, with what it holds."""
+    """Every container and tuple among these values, and in those among them, with its content."""
     found: dict[int, tuple[Any, list[Any]]] = {}
     while values:
         value = values.pop()
@@ -172,7 +172,7 @@ def _contents(values: list[Any]) -> list[tuple[Any, list[Any]]]:
             content = found[id(value)][1]
             if len(content) <= LOOKED_INTO:
                 values += [x for x in content if isinstance(x, _HOLDERS)]
-    return [pair for pair in found.values() if isinstance(pair[0], _CONTAINERS)]
+    return [*found.values()]
 
 
 # The functions of the base types: those of a subclass may refuse (frozen), copy or count.

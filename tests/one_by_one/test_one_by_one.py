@@ -311,6 +311,7 @@ class RemembersInside(Net):
         self.queue: deque[Tensor] = deque()
         self.pair: tuple[list[Tensor], int] = ([], 0)
         self.cache, self.caches, self.kept = Cache(), [Cache()], Keeper()
+        self.held = ((Cache(),),)
 
     def forward(self, x: Tensor, other: Any = None) -> Tensor:
         seen = self.read(self, other)
@@ -330,6 +331,7 @@ REMEMBERS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
         ("list in a tuple", lambda m, _: m.pair[0], lambda: None),
         ("own object", lambda m, _: m.cache.seen, lambda: None),
         ("object in a list", lambda m, _: m.caches[0].seen, lambda: None),
+        ("object in a tuple", lambda m, _: m.held[0][0].seen, lambda: None),
         ("callable object", lambda m, _: m.kept(), lambda: None),
         ("argument", lambda _, other: other["seen"]["x"], lambda: {"seen": {"x": []}}),
         ("object", lambda _, other: other.seen, Cache),

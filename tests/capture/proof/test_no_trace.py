@@ -87,6 +87,7 @@ CONTAINERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "object, filled": (Cache(), lambda value: setattr(value, "last", 1)),
     "object, changed inside": (Cache(seen=[1]), lambda value: value.seen.append(2)),
     "objects in containers": ({"a": [Cache(n=0)]}, lambda value: setattr(value["a"][0], "n", 1)),
+    "object in a tuple": ((Cache(n=0),), lambda value: setattr(value[0], "n", 1)),
     "object in an object": (Cache(of=Cache(n=0)), lambda value: setattr(value.of, "n", 1)),
 }
 
