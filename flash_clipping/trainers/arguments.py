@@ -46,6 +46,7 @@ class PrivacyArguments:
             the trainer's own arguments say.
         few_shapes: whether ``PrivateTrainer`` fills batches up to few sizes while steps are
             replayed as CUDA graphs: by rows that add nothing to the sum, and by padding of texts.
+            Draws that are larger than a usual batch are then cut as well.
 
     Raises:
         ValueError: arguments that contradict each other.
