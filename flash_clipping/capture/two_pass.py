@@ -289,7 +289,7 @@ class TwoWalks(BackwardPass):
             return
         layout = layout_of_step([*factors], [*factors.values()], params, self.backend)
         if (plan := plans.find(layout)) is None:
-            plan = plan_of(factors, params, {key: self.paths[key] for key in factors})
+            plan = plan_of(factors, params, {key: self.paths.get(key, "") for key in factors})
             plans.keep(layout, plan)
         del layout
         groups = GroupedFactors(self.backend, factors, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -141,3 +142,25 @@ def test_a_gradient_that_does_not_say_what_it_holds_never_waits(
     flash = GradSampleModuleFlashClipping(_Attention(), mode="two_pass")
     flash(torch.randn(B, 3, K)).sum().backward()
     assert waits and not any(waits)
+
+
+class _UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) * self.gain + self.gain.sin())
+
+
+def test_a_parameter_of_several_uses_meets_factors_of_another_kind() -> None:
+    torch.manual_seed(0)
+    model = _UsedTwice()
+    x, norms = torch.randn(3, 4, 4), list[Tensor]()
+    for mode in ("one_pass", "two_pass"):
+        flash = GradSampleModuleFlashClipping(copy.deepcopy(model), mode=mode)
+        for rows in (x, x[:, :1]):
+            flash.zero_grad(set_to_none=True)
+            flash(rows).square().sum((1, 2)).mean().backward()
+        norms.append(flash.get_norm_sample())
+    torch.testing.assert_close(*norms)
