@@ -37,9 +37,9 @@ def own_errors() -> Iterator[None]:
 class Holdings:
     """What the modules of a model hold, to be put back as often as it is run.
 
-    Buffers, attributes, containers and objects among the attributes (a model that hooks its own
-    layers once, and notes that in a list, would otherwise do it again in the next forward), and
-    generators.
+    Buffers, attributes, containers among the attributes (a model that hooks its own layers once,
+    and notes that in a list, would otherwise do it again in the next forward), and generators.
+    Objects stay as forward leaves them: nobody knows what else belongs to their state.
     """
 
     def __init__(self, root: nn.Module):
@@ -54,7 +54,7 @@ class Holdings:
         for attributes, _ in self._before:
             values += [x for name, x in attributes.items() if name not in _OF_MODULES]
         self._states = [_put_back(x) for x in values if isinstance(x, _generators())]
-        self._held = state_of(values)
+        self._held = _containers(_contents([x for x in values if isinstance(x, _HOLDERS)]))
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -150,12 +150,19 @@ def state_of(values: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
             if _has_state(x) and id(x) not in seen and len(seen) < LOOKED_INTO:
                 seen[id(x)] = x
                 found += _contents([vars(x)])
+    return _containers(found)
+
+
+def _containers(found: list[tuple[Any, list[Any]]]) -> list[tuple[Any, list[Any]]]:
     return [pair for pair in found if isinstance(pair[0], _CONTAINERS)]
 
 
 def _has_state(value: Any) -> bool:
-    """Whether it is an object that a forward may write into, as a cache is."""
-    if not type(value).__dictoffset__ or isinstance(value, Tensor | nn.Module | type):
+    """Whether it is an object that a forward may write into, as a cache is; or a tensor with
+    attributes, as weights of 8 bits have."""
+    if isinstance(value, Tensor):
+        return bool(vars(value))
+    if not type(value).__dictoffset__ or isinstance(value, nn.Module | type):
         return False
     return type(value).__module__.partition(".")[0] not in _NO_STATE
 

@@ -195,8 +195,9 @@ def test_a_capacity_that_this_batch_does_not_fill() -> None:
 
 
 def test_a_bias_that_follows_the_loads() -> None:
-    report = checked(mixture(Loads()))
-    assert any("buffers: 1.router.bias" in failure for failure in report.failures)
+    report = check(mixture(Loads()), torch.randn(5, 7, D))
+    assert any("FC130 1.router" in failure for failure in report.failures), report.failures
+    assert not checked(mixture(Loads())).passed  # the samples of a batch share its bias
     assert checked(mixture(Loads()).eval()).passed
 
 

@@ -201,6 +201,23 @@ def test_a_base_of_8_bits_that_looks_at_all_rows_is_refused() -> None:
 
 
 @BITSANDBYTES
+def test_a_base_in_8_bits_takes_samples_one_by_one() -> None:
+    """It moves its numbers from its weight to an object in the first forward."""
+    model, batch = Model(eight_bits), ids()
+    alone, expected = copy.deepcopy(model), []
+    for b in range(len(batch[0])):
+        alone.zero_grad()
+        sum_of_losses(alone, (batch[0][b : b + 1],)).backward()
+        grads = [p.grad.flatten() for p in alone.parameters() if p.grad is not None]
+        expected.append(torch.cat(grads).norm())
+    flash = GradSampleModuleFlashClipping(model, loss_reduction="sum", mode="one_by_one")
+    for _ in range(2):
+        flash.zero_grad()
+        sum_of_losses(flash, batch).backward()
+        torch.testing.assert_close(flash.get_norm_sample(), torch.stack(expected))
+
+
+@BITSANDBYTES
 def test_the_threshold_of_bitsandbytes_is_refused() -> None:
     model = Model(eight_bits)
     model.layers[0].base.state.threshold = 6.0
