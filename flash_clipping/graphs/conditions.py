@@ -7,7 +7,7 @@ import math
 import pickle
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
@@ -138,13 +138,13 @@ def _settings(module: nn.Module) -> Hashable:
             tap = getattr(value, "__self__", value)
             found.append((name, _Same(tap if isinstance(tap, Tap) else value)))
         elif kind in (list, tuple, dict) and value:
-            inside = _plain(value.items() if kind is dict else value)  # adapters keep theirs so
-            found.append((name, inside))
+            found.append((name, _plain(value)))  # adapters keep theirs so
     return tuple(found)
 
 
-def _plain(values: Iterable[Any]) -> Hashable | None:
-    """The values, if they are settings, or pairs of a name and one."""
+def _plain(held: Any) -> Hashable | None:
+    """What a list, tuple or dict holds, if these are settings, or pairs of a name and one."""
+    values = held.items() if isinstance(held, dict) else held
     leaves = [x for each in values for x in (each if isinstance(each, tuple) else (each,))]
     return tuple(leaves) if all(type(x) in SETTINGS for x in leaves) else None
 
@@ -155,6 +155,13 @@ _EVERY_MODULE = frozenset(vars(nn.Module()))
 def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """The attributes of a module besides those that every module has, which are most."""
     return [pair for pair in vars(module).items() if pair[0] not in _EVERY_MODULE]
+
+
+def tensors_held(value: Any) -> Sequence[Tensor]:
+    """The tensors that an attribute is, or holds in lists, tuples and dicts."""
+    if isinstance(value, list | tuple | dict) and _plain(value) is None:
+        return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+    return [value] if isinstance(value, Tensor) else ()
 
 
 #: Types that arguments may hold besides tensors: these are known by their values.

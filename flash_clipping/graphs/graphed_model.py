@@ -34,6 +34,7 @@ from flash_clipping.graphs.conditions import (
     reason,
     refuse,
     rehearse,
+    tensors_held,
 )
 from flash_clipping.graphs.graphed_step import (
     Call,
@@ -142,14 +143,8 @@ class GraphedModel(GraphedStep):
         own = {memory_id(x.untyped_storage()) for x in self.model._session.options.state()}
         for module in call.modules:
             for name, value in own_attributes(module):
-                held = isinstance(value, Tensor | list | tuple | dict)
-                tensors = pytree.tree_leaves(value) if held else ()
-                if any(
-                    isinstance(x, Tensor)
-                    and not isinstance(x, nn.Parameter)
-                    and memory_id(x.untyped_storage()) not in own
-                    for x in tensors
-                ):
+                held = [x for x in tensors_held(value) if not isinstance(x, nn.Parameter)]
+                if any(memory_id(x.untyped_storage()) not in own for x in held):
                     refuse(
                         f"keeps {type(module).__name__}.{name}, a tensor that is no buffer "
                         "(register_buffer), which may be another one in the next step"

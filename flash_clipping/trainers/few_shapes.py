@@ -56,10 +56,10 @@ class FewShapes:
     def _fills(self, part: Any, size: int, hooks: Any) -> bool:
         """Whether calls are replayed, and it is known which rows of a part are samples."""
         graphs, device = hooks._graphs, next(hooks._module.parameters()).device
+        replays = graphs is not None and graphs.may_replay(device)
         # A table that has as many rows by chance must not be filled: other parts tell it.
         self.enabled = self.enabled and _has_rows(part, size)
-        counts_rows = hooks.running_step.counts_unclipped
-        return self.enabled and not counts_rows and graphs is not None and graphs.may_replay(device)
+        return self.enabled and replays and not hooks.running_step.counts_unclipped
 
     def rounded(
         self, part: Any, size: int, most: int, hooks: Any, prepare: Callable[[Any], Any]

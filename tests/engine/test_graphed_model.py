@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
@@ -182,7 +183,7 @@ class Remembering(Noisy):
 class RememberingInside(Noisy):
     def __init__(self) -> None:
         super().__init__()
-        self.kept: dict[str, list[Tensor]] = {"last": []}
+        self.kept: dict[str, list[Tensor]] = OrderedDict(last=[])
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept["last"] = [x.detach() * 2]

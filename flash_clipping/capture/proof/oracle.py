@@ -42,12 +42,7 @@ from torch import Tensor
 from flash_clipping.capture.inputs import map_tensors
 from flash_clipping.capture.no_trace import ModelsOwnError
 from flash_clipping.capture.proof.batches import LEFT
-from flash_clipping.capture.proof.repeatable import (
-    computed_in,
-    moved,
-    perturbed,
-    scaled,
-)
+from flash_clipping.capture.proof.repeatable import computed_in, moved, perturbed, scaled
 from flash_clipping.capture.proof.runs import MASKED, Forward, Gradient, Runs, Subject
 from flash_clipping.errors import ONE_BY_ONE, FlashClippingError
 from flash_clipping.ops.runtime.backend import compiled_side_by_side, compiles_kernels

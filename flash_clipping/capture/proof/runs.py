@@ -20,11 +20,7 @@ from torch import Tensor, nn
 from flash_clipping._compat import compiled_module
 from flash_clipping.capture.declared_rows import parts_of_samples
 from flash_clipping.capture.inputs import batched_inputs, map_tensors, tensors_in
-from flash_clipping.capture.no_trace import (
-    Holdings,
-    ModelsOwnError,
-    own_errors,
-)
+from flash_clipping.capture.no_trace import Holdings, ModelsOwnError, own_errors
 from flash_clipping.capture.proof.batches import Samples, Window
 from flash_clipping.capture.proof.kinds import Kind
 from flash_clipping.capture.proof.reads import Reads, layout_of

@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping._compat import pytree
 from flash_clipping.capture.proof import oracle
+from flash_clipping.capture.proof.gate import FIRST_AUDIT
 from flash_clipping.capture.proof.runs import Runs
+from tests.capture.proof.mixers import WRONG, Around, B, K, T
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -168,6 +170,25 @@ def test_an_audit_is_two_runs_with_a_backward_each(
         if calls:
             runs = 4 if reduction == "mean" else 2
             assert counts == {"forward": runs, "backward": runs}
+
+
+def test_the_first_audit_compares_all() -> None:
+    """Of what begins in training, two runs alone may show nothing."""
+    torch.manual_seed(0)
+    begun = False
+    mixes = WRONG["features swapped"]
+    model = Around(lambda m, h: mixes(m, h) if begun else m.layer(h))
+    flash = GradSampleModuleFlashClipping(model, loss_reduction="sum")
+
+    def step() -> None:
+        flash.zero_grad()
+        flash(torch.randn(B, T, K)).square().sum().backward()
+
+    step()
+    begun = True
+    flash._watch.gate.calls = FIRST_AUDIT - 1
+    with raises("FC210|FC201"):
+        step()
 
 
 class OfWholeTexts(nn.Module):
