@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flash_clipping.diagnostics.factory import load_factory
 from flash_clipping.diagnostics.oracle import BadBatchError, Samples, squared_outputs
-from flash_clipping.diagnostics.watch import described
+from flash_clipping.diagnostics.report import described
 from flash_clipping.engine.options import Kernels
 from flash_clipping.engine.privacy_engine import FlashPrivacyEngine
 

@@ -1,14 +1,15 @@
-"""A user's batch and loss, and the truth that flash clipping is compared with: gradients of one
-sample at a time, in float64.
+"""A user's model, batch and loss, and the truth that flash clipping is compared with: gradients of
+one sample at a time, in float64.
 
 Shape suffixes: ``B`` samples.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,20 +59,32 @@ class Samples(batches.Samples):
         return batch
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
-    """The loss, and how to call it."""
+    """A model with a batch and a loss.
 
+    Attributes:
+        model: the plain model, without dropout; copies of it run.
+        samples: of the batch.
+        loss, reduction: the loss, and how a scalar one is reduced over samples.
+        batch_first: samples are axis 0.
+        seed: of every forward.
+    """
+
+    model: nn.Module
+    samples: Samples
     loss: Loss
     reduction: str
+    batch_first: bool
     seed: int
 
-    def __call__(self, model: Any, batch: Any, seed: int = 0) -> Tensor:
-        """The loss of the batch as a scalar; the generators are left as they were."""
+    def total(self, batch: Any, model: Any = None, seed: int = 0) -> Tensor:
+        """The loss of a batch as a scalar, by this model or another one; the generators are left as
+        they were."""
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
         devices = [torch.device("cuda", n) for n in range(count)]
         with random_state(devices, (self.seed + seed) % 2**32):  # as NumPy takes it
-            losses = self.loss(model, batch)
+            losses = self.loss(self.model if model is None else model, batch)
         if not isinstance(losses, Tensor) or losses.dim() > 1:
             found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
             raise BadBatchError(
@@ -82,12 +95,17 @@ class Task:
             model.check_losses(losses)
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
-    def value(self, model: nn.Module, batch: Any, seed: int = 0) -> float:
-        return float(self(model, batch, seed).detach())  # models may take gradients in forward
+    def value(self, batch: Any, seed: int = 0) -> float:
+        """The same as a number."""
+        return float(self.total(batch, seed=seed).detach())  # models may take gradients in forward
 
-    def reduced(self, losses: Sequence[float]) -> float:
-        """The loss of a batch, from those of its samples alone."""
-        return math.fsum(losses) / (len(losses) if self.reduction == "mean" else 1)
+    def in_float64(self) -> Task:
+        """The same of a copy of the model in float64; an error where that does not run."""
+        model, batch = copy.deepcopy(self.model), cast(self.samples.all, torch.float64)
+        samples = Samples(batch, self.batch_first, model.double())
+        exact = replace(self, model=model, samples=samples)
+        exact.value(batch)
+        return exact
 
 
 def squared_outputs(batch_first: bool) -> Loss:
@@ -96,16 +114,14 @@ def squared_outputs(batch_first: bool) -> Loss:
     def loss(model: Any, batch: Any) -> Tensor:
         if isinstance(batch, Mapping):
             output = model(**batch)
-        elif isinstance(batch, (tuple, list)):
-            output = model(*batch)
         else:
-            output = model(batch)
-        floats = [x for x in tensors_in(output) if x.is_floating_point() and x.dim() > 1]
+            output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
         parts = []
-        for x in floats if batch_first else [x.transpose(0, 1) for x in floats]:
-            x_BF = x.flatten(1)
-            weight_F = torch.linspace(0.5, 1.5, x_BF.shape[1], device=x.device, dtype=x.dtype)
-            parts.append((x_BF.square() * weight_F).mean(1))
+        for x in tensors_in(output):
+            if x.is_floating_point() and x.dim() > 1:
+                x_BF = (x if batch_first else x.transpose(0, 1)).flatten(1)
+                weight_F = torch.linspace(0.5, 1.5, x_BF.shape[1], device=x.device, dtype=x.dtype)
+                parts.append((x_BF.square() * weight_F).mean(1))
         if not parts:
             raise BadBatchError(
                 f"FC922 The model's output ({type(output).__name__}) holds no floating-point "
@@ -114,10 +130,6 @@ def squared_outputs(batch_first: bool) -> Loss:
         return torch.stack(parts).sum(0)
 
     return loss
-
-
-def replaced(tree: Any, old: Tensor, new: Tensor) -> Any:
-    return map_tensors(lambda x: new if x is old else x, tree)
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -159,39 +171,38 @@ class Oracle:
         norms_B: of every sample, over all trainable parameters; on the CPU.
         param_norms: the same of each parameter, by name.
         sums: clipped sums.
-        reached: whether the loss depends on a parameter.
-        largest_sum: the largest element of all sums.
+        reached: names of parameters that the loss depends on.
     """
 
-    def __init__(self, model: nn.Module, samples: Samples, task: Task, max_grad_norm: float):
-        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        zeros_B = torch.zeros(samples.count, dtype=torch.float64)
+    def __init__(self, task: Task, max_grad_norm: float):
+        params = {name: p for name, p in task.model.named_parameters() if p.requires_grad}
+        zeros_B = torch.zeros(task.samples.count, dtype=torch.float64)
         self.norms_B = zeros_B.clone()
         self.param_norms = {name: zeros_B.clone() for name in params}
         self.sums = {
             name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
             for name, p in params.items()
         }
-        self.reached = dict.fromkeys(params, False)
-        for b in range(samples.count):
-            model.zero_grad(set_to_none=True)
-            loss = task(model, samples.take([b]))
+        self.reached: set[str] = set()
+        for b in range(task.samples.count):
+            task.model.zero_grad(set_to_none=True)
+            loss = task.total(task.samples.take([b]))
             if loss.requires_grad:
                 loss.backward()
-            grads = {}
-            for name, param in params.items():
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                grad = grad.detach() if grad.layout == torch.strided else grad.to_dense()
-                grads[name] = grad.double()
-                self.reached[name] |= param.grad is not None
-                self.param_norms[name][b] = torch.linalg.vector_norm(grads[name])
+            grads = {name: p.grad for name, p in params.items() if p.grad is not None}
+            self.reached |= grads.keys()
+            plain = {
+                name: (grad if grad.layout == torch.strided else grad.to_dense()).double()
+                for name, grad in grads.items()
+            }
+            for name, grad in plain.items():
+                self.param_norms[name][b] = torch.linalg.vector_norm(grad)
             norm = math.hypot(*(float(norms_B[b]) for norms_B in self.param_norms.values()))
             self.norms_B[b] = norm
             if math.isfinite(norm):
                 coef = min(1.0, max_grad_norm / (norm + NORM_EPSILON))
-                for name, grad in grads.items():
+                for name, grad in plain.items():
                     self.sums[name] += coef * grad
-        self.largest_sum = max(map(largest, self.sums.values()), default=0.0)
 
 
 def largest(x: Tensor) -> float:
@@ -211,5 +222,4 @@ def largest_error(found: Tensor, expected: Tensor, least: Tensor | float) -> flo
     if not torch.equal(found.isfinite(), expected.isfinite()):
         return math.inf
     scale = expected.abs().clamp(min=_TINY).maximum(torch.as_tensor(least).to(expected))
-    errors = ((found - expected).abs() / scale).nan_to_num(nan=0.0)
-    return float(errors.max()) if errors.numel() else 0.0
+    return largest(((found - expected).abs() / scale).nan_to_num(nan=0.0))

@@ -84,7 +84,7 @@ class CheckReport:
         return "\n".join([*blocks, *_summary(self)])
 
 
-_HEADER = (*("parameter", "shape", "rule", "norm", "oracle", "error", "sum error", ""),)
+_HEADER = "parameter", "shape", "rule", "norm", "oracle", "error", "sum error", ""
 
 _RULES = {
     "bare": "read by a module without a rule",
@@ -98,31 +98,30 @@ def _table(parameters: tuple[ParameterReport, ...]) -> str:
     ``norm`` and ``oracle`` are the largest over the samples; ``error`` is the largest relative
     error of any sample, ``sum error`` that of the clipped sum.
     """
-    rows = {
-        parameter.name: (
-            f"  {parameter.name.rpartition('.')[2]}",
-            "x".join(map(str, parameter.shape)) or "1",
-            parameter.rule,
-            _number(max(parameter.norms, default=math.nan), "{:.4g}"),
-            _number(max(parameter.oracle_norms, default=math.nan), "{:.4g}"),
-            _number(parameter.norm_error, "{:.1e}"),
-            _number(parameter.sum_error, "{:.1e}"),
-            parameter.status,
-        )
-        for parameter in parameters
-    }
-    widths = [max(map(len, column)) for column in zip(_HEADER, *rows.values(), strict=True)]
-
-    def line(cells: tuple[str, ...]) -> str:
-        return "  ".join(map(str.ljust, cells, widths)).rstrip()
-
-    lines, layer = [line(_HEADER)], None
-    for parameter in parameters:
-        if parameter.layer != layer:
-            layer = parameter.layer
-            lines.append(f"{layer or 'the model'} ({parameter.layer_type})")
-        lines.append(line(rows[parameter.name]))
+    rows = [_HEADER, *map(_row, parameters)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    for place in range(len(parameters), 0, -1):
+        layer = parameters[place - 1].layer
+        if place == 1 or parameters[place - 2].layer != layer:
+            lines.insert(place, f"{layer or 'the model'} ({parameters[place - 1].layer_type})")
     return "\n".join([*lines, ""])
+
+
+def _row(parameter: ParameterReport) -> tuple[str, ...]:
+    numbers = (
+        ("{:.4g}", max(parameter.norms, default=math.nan)),
+        ("{:.4g}", max(parameter.oracle_norms, default=math.nan)),
+        ("{:.1e}", parameter.norm_error),
+        ("{:.1e}", parameter.sum_error),
+    )
+    return (
+        f"  {parameter.name.rpartition('.')[2]}",
+        "x".join(map(str, parameter.shape)) or "1",
+        parameter.rule,
+        *("" if math.isnan(value) else form.format(value) for form, value in numbers),
+        parameter.status,
+    )
 
 
 def _summary(report: CheckReport) -> list[str]:
@@ -162,5 +161,7 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _number(value: float, form: str) -> str:
-    return "" if math.isnan(value) else form.format(value)
+def described(error: BaseException) -> str:
+    """What an error says, with its type where it is not this library's own."""
+    text, kind = str(error).strip() or repr(error), type(error).__name__
+    return text if kind == "FlashClippingError" else f"{text} ({kind})"
