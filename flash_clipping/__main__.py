@@ -9,8 +9,9 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from flash_clipping.errors import InvalidValue, checked_number
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 _METHODS = ("plain", "private", "graphs", "two_pass")
+
+#: What is no error of the command, but of its arguments and files.
+_REFUSALS = (ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 _FACTORY_DESCRIPTION = """\
 The factory is a function without arguments that returns (model, batch) or (model, batch, loss):
@@ -67,8 +71,20 @@ when the file cannot be used. The file:
   included  whether it was, by a fair coin
 """
 
+_PLAN_DESCRIPTION = """\
+The noise that an epsilon needs, or the epsilon that a noise has; then the epsilon of other batch
+sizes and epochs at that noise.
+"""
+
+_COMPOSE_DESCRIPTION = """\
+Compose the privacy of several runs on one dataset, which gives less than the sum of their epsilons.
+Exit status: 0, or 2 when a file cannot be used.
+"""
 
 _LOGGER = logging.getLogger("flash_clipping.diagnostics.command")
+
+#: What a command gives: its exit status and report, for JSON; then the same in lines of text.
+_Found = Iterator[Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,13 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace(refusals=())
     try:
         try:
-            run = _parser().parse_args(argv, args).run
+            found = _parser().parse_args(argv, args).run(args)
             _speak(args.quiet)
             if args.command != "errors" and sys.stderr.isatty() and "torch" not in sys.modules:
                 _tell("loading PyTorch")
             with warnings.catch_warnings():
                 warnings.showwarning = _warn
-                status: int = run(args)
+                status, report = next(found)
+                for line in [json.dumps(report, indent=2)] if args.json else found:
+                    print(line)
         finally:
             sys.stdout.flush()
             logging.getLogger("flash_clipping.diagnostics").handlers.clear()
@@ -96,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = _with_flags(str(error).replace(f"{args.command}: ", "", 1), args)
         print(f"flash-clipping {args.command}:{place} {text}", file=sys.stderr)
         return 2
-    return status
+    return int(status)
 
 
 def _speak(quiet: bool) -> None:
@@ -126,15 +144,16 @@ def _with_flags(text: str, args: argparse.Namespace) -> str:
     return text
 
 
-def _show(report: dict[str, Any], text: object, args: argparse.Namespace) -> None:
-    print(json.dumps(report, indent=2) if args.json else text)
+def _options(args: argparse.Namespace, *others: str) -> dict[str, Any]:
+    """What a function of the library takes of these, by the same names."""
+    others = ("command", "run", "refusals", "json", "quiet", *others)
+    return {name: value for name, value in vars(args).items() if name not in others}
 
 
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """The first row has the headings."""
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,140 +183,66 @@ def _parser() -> argparse.ArgumentParser:
     )
     of_model.add_argument("--dtype", choices=_DTYPES, help="cast model and batch first")
     of_model.add_argument("--device", help="move model and batch there first")
-    check = commands.add_parser(
-        "check",
-        parents=[of_model, of_all],
-        help="compare a model's norms and clipped sums with a float64 oracle",
-        description=_CHECK_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    modes = ("one_pass", "two_pass", "one_by_one")
-    check.add_argument("--mode", choices=modes, default="one_pass")
-    check.add_argument("--tolerance", type=float, help="relative error allowed")
-    check.add_argument("--max-grad-norm", type=float, help="C; default: the median norm")
-    check.add_argument(
-        "--removals", type=int, default=16, help="how many samples to remove, one at a time"
-    )
-    check.add_argument("--seed", type=int, default=0)
-    check.set_defaults(run=_check, refusals=(InvalidValue,))
-    bench = commands.add_parser(
-        "bench",
-        parents=[of_model, of_all],
-        help="what privacy costs a model on this machine: time, memory, first step",
-        description=_BENCH_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    bench.add_argument("--method", choices=_METHODS, action="append", help="default: all of them")
-    bench.add_argument("--rounds", type=int, default=3, help="turns of each method")
-    bench.add_argument("--steps", type=int, default=10, help="that are timed in a turn")
-    bench.set_defaults(run=_bench, refusals=(InvalidValue,))
-    plan = commands.add_parser(
-        "plan",
-        parents=[of_all],
-        help="what noise an epsilon needs, and what batches and epochs cost",
-        description="The noise that an epsilon needs, or the epsilon that a noise has; then the "
-        "epsilon of other batch sizes and epochs at that noise.",
-    )
-    plan.add_argument("--samples", "--dataset-size", type=int, required=True, help="in the dataset")
-    plan.add_argument("--batch-size", type=int, required=True, help="expected, of a step")
-    duration = plan.add_mutually_exclusive_group(required=True)
-    duration.add_argument("--epochs", type=float)
-    duration.add_argument("--steps", type=int, help="instead of --epochs")
-    noise = plan.add_mutually_exclusive_group(required=True)
-    noise.add_argument("--epsilon", type=float)
-    noise.add_argument("--noise-multiplier", type=float, help="instead of --epsilon")
-    plan.add_argument("--delta", type=float, help="default: a tenth of 1 / samples")
-    plan.add_argument("--accountant", default="prv", choices=("prv", "rdp", "gdp", "pld"))
-    plan.add_argument("--max-physical-batch-size", type=int, help="what fits on the device")
-    plan.add_argument("--parameters", type=int, help="trainable ones, for noise over signal")
-    plan.add_argument("--plot", metavar="FILE", help="draw the table of epsilon (needs matplotlib)")
-    plan.set_defaults(run=_plan, refusals=(ArithmeticError, ImportError, OSError, ValueError))
-    audit = commands.add_parser(
-        "audit",
-        parents=[of_all],
-        help="a lower bound on epsilon, from scores of canaries",
-        description=_AUDIT_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    audit.add_argument("file", metavar="FILE", help="JSON, as above")
-    audit.add_argument("--guesses", type=int, required=True, help="canaries not to abstain on")
-    audit.add_argument("--confidence", type=float, default=0.95)
-    audit.set_defaults(
-        run=_audit, refusals=(ArithmeticError, OSError, RuntimeError, TypeError, ValueError)
-    )
-    env = commands.add_parser(
-        "env",
-        parents=[of_all],
-        help="describe the installation, for a bug report",
-        description="Print versions, devices, Triton's state and settings, for a bug report.",
-    )
-    env.set_defaults(run=_env, refusals=())
-    composed = commands.add_parser(
-        "compose",
-        parents=[of_all],
-        help="epsilon of several runs on one dataset, from their reports",
-        description="Compose the privacy of several runs on one dataset, which gives less than the "
-        "sum of their epsilons. Exit status: 0, or 2 when a file cannot be used.",
-    )
-    composed.add_argument("reports", metavar="FILE", nargs="+", help="JSON of engine.report(delta)")
-    composed.add_argument("--delta", type=float, help="by default that of the reports")
-    composed.set_defaults(run=_compose, refusals=(ArithmeticError, OSError, ValueError))
-    errors = commands.add_parser(
-        "errors", parents=[of_all], help="what a code of an error or a warning means"
-    )
-    errors.add_argument("code", metavar="CODE", nargs="?", help="e.g. FC101; without, all of them")
-    errors.set_defaults(run=_errors, refusals=(InvalidValue,))
+
+    def command(run: Any, refusals: Any, help: str, text: str = "", *parents: Any) -> Any:
+        made = commands.add_parser(
+            run.__name__.strip("_"),
+            parents=[*parents, of_all],
+            help=help,
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(run=run, refusals=refusals)
+        return made.add_argument
+
+    words = "compare a model's norms and clipped sums with a float64 oracle"
+    add = command(_check, InvalidValue, words, _CHECK_DESCRIPTION, of_model)
+    add("--mode", choices=("one_pass", "two_pass", "one_by_one"), default="one_pass")
+    add("--tolerance", type=float, help="relative error allowed")
+    add("--max-grad-norm", type=float, help="C; default: the median norm")
+    add("--removals", type=int, default=16, help="how many samples to remove, one at a time")
+    add("--seed", type=int, default=0)
+
+    words = "what privacy costs a model on this machine: time, memory, first step"
+    add = command(_bench, InvalidValue, words, _BENCH_DESCRIPTION, of_model)
+    add("--method", choices=_METHODS, action="append", help="default: all of them")
+    add("--rounds", type=int, default=3, help="turns of each method")
+    add("--steps", type=int, default=10, help="that are timed in a turn")
+
+    words = "what noise an epsilon needs, and what batches and epochs cost"
+    add = command(_plan, _REFUSALS, words, _PLAN_DESCRIPTION)
+    add("--samples", "--dataset-size", type=int, required=True, help="in the dataset")
+    add("--batch-size", type=int, required=True, help="expected, of a step")
+    add("--epochs", type=float, help="or --steps: one of them")
+    add("--steps", type=int)
+    add("--epsilon", type=float, help="or --noise-multiplier: one of them")
+    add("--noise-multiplier", type=float)
+    add("--delta", type=float, help="default: a tenth of 1 / samples")
+    add("--accountant", default="prv", choices=("prv", "rdp", "gdp", "pld"))
+    add("--max-physical-batch-size", type=int, help="what fits on the device")
+    add("--parameters", type=int, help="trainable ones, for noise over signal")
+    add("--plot", metavar="FILE", help="draw the table of epsilon (needs matplotlib)")
+
+    words = "a lower bound on epsilon, from scores of canaries"
+    add = command(_audit, _REFUSALS, words, _AUDIT_DESCRIPTION)
+    add("file", metavar="FILE", help="JSON, as above")
+    add("--guesses", type=int, required=True, help="canaries not to abstain on")
+    add("--confidence", type=float, default=0.95)
+
+    words = "describe the installation, for a bug report"
+    command(_env, _REFUSALS, words, "Print versions, devices, Triton's state and settings as JSON.")
+
+    words = "epsilon of several runs on one dataset, from their reports"
+    add = command(_compose, _REFUSALS, words, _COMPOSE_DESCRIPTION)
+    add("reports", metavar="FILE", nargs="+", help="JSON of engine.report(delta)")
+    add("--delta", type=float, help="by default that of the reports")
+
+    add = command(_errors, InvalidValue, "what a code of an error or a warning means")
+    add("code", metavar="CODE", nargs="?", help="e.g. FC101; without, all of them")
     return parser
 
 
-def _env(args: argparse.Namespace) -> int:
-    from flash_clipping import diagnostics
-
-    print(json.dumps(diagnostics.environment(), indent=2))
-    return 0
-
-
-def _compose(args: argparse.Namespace) -> int:
-    from flash_clipping.noise.report import compose
-
-    reports = [_json(path) for path in args.reports]
-    _tell(f"composing {len(reports)} reports")
-    report = compose(reports, delta=args.delta)
-    if args.json:
-        print(json.dumps(report, indent=2))
-        return 0
-    rows = [("accountant", "ε", "")]
-    for accountant, found in report["epsilon"].items():
-        epsilon = "-" if found["epsilon"] is None else f"{found['epsilon']:.4g}"
-        rows.append((accountant, epsilon, found["why"] or "a bound"))
-    _print_table(rows)
-    print(f"\nδ = {report['delta']:.3g}; {report['relation']}; {report['unit']}")
-    for kind in ("assumptions", "violated", "seeds"):
-        for text in report[kind]:
-            print(f"{kind}: {text}")
-    return 0
-
-
-def _errors(args: argparse.Namespace) -> int:
-    every = "\n".join(f"{one.code} {one.message}" for one in entries())
-    print(entry(args.code) if args.code else every)
-    return 0
-
-
-def _json(path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidValue(f"FC932 {path}: found no JSON ({error}).") from error
-
-
-def _options(args: argparse.Namespace, *others: str) -> dict[str, Any]:
-    """What a function of the library takes of these, by the same names."""
-    others = ("command", "run", "refusals", "json", "quiet", *others)
-    return {name: value for name, value in vars(args).items() if name not in others}
-
-
-def _check(args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace) -> _Found:
     import torch
 
     from flash_clipping import Kernels, diagnostics
@@ -312,11 +257,11 @@ def _check(args: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):  # of the user's code, which is no part of the report
         model, batch, loss = diagnostics.load_factory(args.factory, args.device, args.dtype)
         report = diagnostics.check(model, batch, loss, **options)
-    _show(report.to_dict(), report, args)
-    return 0 if report.passed else 1
+    yield 0 if report.passed else 1, report.to_dict()
+    yield report
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _bench(args: argparse.Namespace) -> _Found:
     from flash_clipping.diagnostics.bench import bench, table
 
     for name in ("rounds", "steps"):
@@ -324,36 +269,28 @@ def _bench(args: argparse.Namespace) -> int:
     options = _options(args, "factory", "device", "dtype", "method", "rounds", "steps")
     given = args.factory, args.device, args.dtype, args.steps, options
     costs, without = bench(args.method or _METHODS, args.rounds, _tell, *given)
-    if args.json:
-        print(json.dumps({"costs": costs, "without": without}, indent=2))
-        return 0
-    _print_table(table(costs))
-    for method, why in without.items():
-        print(f"{method}: {why}")
-    return 0
+    yield 0, {"costs": costs, "without": without}
+    yield from _aligned(table(costs))
+    yield from (f"{method}: {why}" for method, why in without.items())
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _plan(args: argparse.Namespace) -> _Found:
     from flash_clipping import planning
 
     _tell(f"computing the noise and epsilon of this plan ({args.accountant})")
     shown = ("max_physical_batch_size", "parameters", "plot")
     found = planning.plan(**_options(args, *shown))
-    if args.json:
-        print(json.dumps(found.to_dict(), indent=2))
-        return 0
-    rows = found.rows(args.max_physical_batch_size, args.parameters)
-    width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
-    batches = [b for b in (found.batch_size // 2, found.batch_size, 2 * found.batch_size) if b]
-    batches = [b for b in batches if b <= found.samples]
+    yield 0, found.to_dict()
+    yield from _aligned(found.rows(args.max_physical_batch_size, args.parameters))
+    batches = [found.batch_size // 2, found.batch_size, 2 * found.batch_size]
+    batches = [b for b in batches if 0 < b <= found.samples]
     epochs = [found.epochs * times for times in (0.5, 1, 2, 4)]
     _tell(f"computing epsilon of {len(batches) * len(epochs)} other plans")
     grid = found.over(batches, epochs)
-    print(f"\nε at σ = {found.noise_multiplier:.4g}, by expected batch and epochs")
-    print(f"{'':>10}" + "".join(f"{count:>10.3g}" for count in epochs))
+    yield f"\nε at σ = {found.noise_multiplier:.4g}, by expected batch and epochs"
+    yield f"{'':>10}" + "".join(f"{count:>10.3g}" for count in epochs)
     for batch, row in zip(batches, grid, strict=True):
-        print(f"{batch:>10,}" + "".join(f"{each.epsilon:>10.3g}" for each in row))
+        yield f"{batch:>10,}" + "".join(f"{each.epsilon:>10.3g}" for each in row)
     if not found.delta_is_small:
         _warn(
             f"δ = {found.delta:.3g} is not below 1 / {found.samples:,}: to publish one sample as "
@@ -361,7 +298,7 @@ def _plan(args: argparse.Namespace) -> int:
         )
     if args.plot:
         _draw(args.plot, batches, epochs, grid, args.epsilon)
-    return 0
+        yield f"\n{args.plot}"
 
 
 def _draw(
@@ -382,10 +319,9 @@ def _draw(
     axes.minorticks_off()
     axes.legend()
     figure.savefig(file)
-    print(f"\n{file}")
 
 
-def _audit(args: argparse.Namespace) -> int:
+def _audit(args: argparse.Namespace) -> _Found:
     import torch
 
     from flash_clipping import auditing
@@ -402,8 +338,47 @@ def _audit(args: argparse.Namespace) -> int:
         torch.tensor(told["included"], dtype=torch.bool),
         **_options(args, "file") | {name: float(told[name]) for name in ("epsilon", "delta")},
     )
-    _show(found.to_dict(), found, args)
-    return 1 if found.violated else 0
+    yield 1 if found.violated else 0, found.to_dict()
+    yield from _aligned(found.rows())
+    yield found.verdict
+
+
+def _env(args: argparse.Namespace) -> _Found:
+    from flash_clipping import diagnostics
+
+    report = diagnostics.environment()
+    yield 0, report
+    yield json.dumps(report, indent=2)
+
+
+def _compose(args: argparse.Namespace) -> _Found:
+    from flash_clipping.noise.report import compose
+
+    reports = [_json(path) for path in args.reports]
+    _tell(f"composing {len(reports)} reports")
+    report = compose(reports, delta=args.delta)
+    yield 0, report
+    rows = [("accountant", "ε", "")]
+    for accountant, found in report["epsilon"].items():
+        epsilon = "-" if found["epsilon"] is None else f"{found['epsilon']:.4g}"
+        rows.append((accountant, epsilon, found["why"] or "a bound"))
+    yield from _aligned(rows)
+    yield f"\nδ = {report['delta']:.3g}; {report['relation']}; {report['unit']}"
+    for kind in ("assumptions", "violated", "seeds"):
+        yield from (f"{kind}: {text}" for text in report[kind])
+
+
+def _errors(args: argparse.Namespace) -> _Found:
+    found = [entry(args.code)] if args.code else entries()
+    yield 0, [asdict(one) for one in found]
+    yield from found if args.code else (f"{one.code} {one.message}" for one in found)
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidValue(f"FC932 {path}: found no JSON ({error}).") from error
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from opacus.accountants import create_accountant
@@ -97,15 +98,9 @@ class Plan:
 
     def over(self, batch_sizes: Sequence[int], epochs: Sequence[float]) -> list[list[Plan]]:
         """Plans with this noise multiplier, for each of these batch sizes (rows) and epochs."""
-
-        def of(batch_size: int, count: float) -> Plan:
-            noise, delta, accountant = self.noise_multiplier, self.delta, self.accountant
-            return plan(
-                self.samples, batch_size,
-                epochs=count, noise_multiplier=noise, delta=delta, accountant=accountant,
-            )  # fmt: skip
-
-        return [[of(batch_size, count) for count in epochs] for batch_size in batch_sizes]
+        same: Any = dict(noise_multiplier=self.noise_multiplier, delta=self.delta)
+        of: Any = partial(plan, self.samples, accountant=self.accountant, **same)
+        return [[of(batch_size, epochs=count) for count in epochs] for batch_size in batch_sizes]
 
     def rows(
         self, max_physical_batch_size: int | None = None, parameters: int | None = None
