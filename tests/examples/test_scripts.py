@@ -1,7 +1,7 @@
 """Users' scripts run with their imports changed, and nothing else.
 
 ``scripts/`` holds whole scripts as they are written for Opacus, or for Trainer. Opacus runs each of
-its own as well, and must report the same ε.
+its own as well, on the same batches and noise, and must leave the same parameters and ε.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.support.opacus_randomness import use_randomness_of_opacus
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -45,10 +47,14 @@ def test_a_script_of_opacus_runs_with_the_import_changed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    use_randomness_of_opacus(monkeypatch)
     text = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
     expected = run(tmp_path, name, text)
     found = run(tmp_path, name, text.replace(OPACUS, FLASH))
     engine: Any = found["PrivacyEngine"]
+    pairs = zip(found["model"].parameters(), expected["model"].parameters(), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert engine.__name__ == "FlashPrivacyEngine" != expected["PrivacyEngine"].__name__
     assert found["epsilon"] == pytest.approx(expected["epsilon"], rel=1e-3) and found["epsilon"] > 0
 
