@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn, Unpack
@@ -143,14 +144,14 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
         folded_modules: Sequence[str] = (),
         unit: Documents | None = None,
     ):
-        check_options(locals())
+        check_options(locals(), wrapper=True)
         (refuse_one_by_one if mode == "one_by_one" else refuse_unsupported)(m)
         check_bounds(clipping, max_grad_norm, sum(p.requires_grad for p in m.parameters()))
         is_tapped = mode != "one_by_one"
         self._rounds_by_scale = wings.rounds_by_scale(m) if is_tapped else ""
         self.strict, self.mode, self.clipping, self.unit = strict, mode, clipping, unit
         kernels = kernels or Kernels()
-        self.backend, self.cuda_graphs = kernels.backend, kernels.cuda_graphs or "off"
+        self.kernels = replace(kernels, cuda_graphs=kernels.cuda_graphs or "off")
         self.folded_modules = tuple(folded_modules)
         #: Sums and norms without noise.
         self.running_step = GradLedger(m)
@@ -167,7 +168,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             state=self._state,
             loss_reduction=loss_reduction,
             batch_first=batch_first,
-            backend=self.backend,
+            backend=self.kernels.backend,
         )
         self._session = ClippingSession(options, None if unit is None else unit.argument)
         #: What a model has besides that ``fully_shard`` was applied to.
@@ -188,7 +189,7 @@ class GradSampleHooksFlashClipping(GradSampleHooksFastGradientClipping):
             use_ghost_clipping=use_ghost_clipping,
             max_grad_norm=max_grad_norm,
         )
-        if self.cuda_graphs == "auto":
+        if self.kernels.cuda_graphs == "auto":
             wings.replay_calls(self)
 
     @classmethod

@@ -115,36 +115,35 @@ class EpsilonOptions(PrivateOptions, total=False):
     poisson: bool
 
 
-def check_options(given: dict[str, Any]) -> None:
-    """Raise for values of a wrapper's arguments that are none of those that they take."""
-    kinds = {"mode": Mode, "loss_reduction": Reduction, "clipping": Clipping}
-    for name, kind in kinds.items():
-        check_one_of(name, given[name], get_args(kind))
-    _check_kind("unit", given["unit"], Documents, 'Documents("an argument of forward")')
-    _check_kind("kernels", given["kernels"], Kernels, "Kernels()")
+#: What arguments may be beside ``None``, and a value to paste; those of a wrapper differ.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "clipping": (str | AdaptiveBound, "AdaptiveBound()"),
+    "mechanism": (Mechanism, "PoissonSampling()"),
+    "unit": (Users | Documents, "Users(ids)"),
+    "distributed": (bool | Pipeline, "Pipeline()"),
+    "kernels": (Kernels, "Kernels()"),
+}
+_KINDS_OF_WRAPPER: dict[str, tuple[Any, str]] = {
+    "clipping": (str, '"flat"'),
+    "unit": (Documents, 'Documents("an argument of forward")'),
+    "kernels": _KINDS["kernels"],
+}
 
 
-def _check_kind(name: str, value: Any, kind: Any, line: str) -> None:
-    if not isinstance(value, kind | None):
-        raise InvalidType(f"FC319 {name}: found {type(value).__name__}; use:\n    {name}={line}")
-
-
-def check_groups(given: dict[str, Any]) -> None:
-    """Raise for groups of arguments that are none, or that other arguments rule out."""
-    kinds: dict[str, tuple[Any, str]] = {
-        "clipping": (str | AdaptiveBound, "AdaptiveBound()"),
-        "mechanism": (Mechanism, "PoissonSampling()"),
-        "unit": (Users | Documents, "Users(ids)"),
-        "distributed": (bool | Pipeline, "Pipeline()"),
-        "kernels": (Kernels, "Kernels()"),
-    }
+def check_options(given: dict[str, Any], wrapper: bool = False) -> None:
+    """Raise for values of arguments of ``make_private``, or of a wrapper, that are none of those
+    that they take, or that other arguments rule out."""
     mode_of_opacus = given.get("grad_sample_mode", "flash") != "flash"
-    for name, (kind, line) in kinds.items():
-        _check_kind(name, value := given.get(name), kind, line)
+    for name, (kind, line) in (_KINDS_OF_WRAPPER if wrapper else _KINDS).items():
+        if not isinstance(value := given.get(name), kind | None):
+            found = type(value).__name__
+            raise InvalidType(f"FC319 {name}: found {found}; use:\n    {name}={line}")
         if mode_of_opacus and not isinstance(value, str | None):
             raise InvalidValue(f"FC313 {name}: found with another grad_sample_mode than 'flash'.")
-    if isinstance(clipping := given.get("clipping"), str) and not mode_of_opacus:
-        check_one_of("clipping", clipping, get_args(Clipping))
+    words = {"mode": Mode, "loss_reduction": Reduction, "clipping": Clipping}
+    for name, known in () if mode_of_opacus else words.items():
+        if name in given and not isinstance(given[name], AdaptiveBound):
+            check_one_of(name, given[name], get_args(known))
     if isinstance(given.get("unit"), Users) and not given.get("poisson_sampling", True):
         raise InvalidValue("FC281 unit: found Users with poisson_sampling=False, which draws rows.")
 
@@ -204,7 +203,7 @@ def planned_noise(accountant: IAccountant, given: dict[str, Any], target: dict[s
     known -= {"delta", "steps", "sample_rate", "accountant", "options"}
     options = {name: given.pop(name) for name in known & given.keys()}
     options |= {name: target[name] for name in ("target_epsilon", "target_delta")}
-    check_groups(given)
+    check_options(given)
     wings.requested_process(accountant, given)
     batches = len(given["data_loader"])
     steps = steps_of(target["epochs"], batches)

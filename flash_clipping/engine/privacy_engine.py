@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, Unpack, overload
 
 from opacus import PrivacyEngine
@@ -43,8 +44,8 @@ from flash_clipping.engine.options import (
     NoiseOptions,
     Pipeline,
     Reduction,
-    check_groups,
     check_keywords,
+    check_options,
     check_target,
     planned_noise,
     steps_of,
@@ -264,7 +265,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         given = {**locals(), **kwargs}
         checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
         refuse_no_batch(data_loader)
-        check_groups(given)
+        check_options(given)
         check_keywords(kwargs, grad_sample_mode)
         process = wings.requested_process(self.accountant, given)
         if grad_sample_mode != "flash":
@@ -310,7 +311,13 @@ class FlashPrivacyEngine(PrivacyEngine):
         wrapper = self._wrapped(given)
         refuse_loader(data_loader, poisson_sampling=poisson_sampling, distributed=in_parts)
         warn_of_mixing(data_loader)
-        self._note_dataset(dataset)
+        if self.dataset is not dataset and self.dataset is not None:
+            warn(
+                "FC560 This engine has accounted for another dataset object before. Epsilon is for "
+                "one dataset: use a new engine for another one, unless both are the same data.",
+                stacklevel=2,
+            )
+        self.dataset = dataset if self.dataset is None else self.dataset
         loader = data_loader
         if poisson_sampling:
             stream = self.stream.another()
@@ -439,22 +446,20 @@ class FlashPrivacyEngine(PrivacyEngine):
         module, wrap_model = given["module"], given["wrap_model"]
         validate(module, given["mode"])
         options = {name: given[name] for name in _OF_MODEL}
-        if not isinstance(options["unit"], Documents):
+        if isinstance(options["unit"], Users):
             options["unit"] = None
-        options["folded_modules"] = tuple(options["folded_modules"])
         if isinstance(options["clipping"], AdaptiveBound):
             options["clipping"] = "flat"
         if not (isinstance(module, GradSampleModuleFlashClipping) and wrap_model):
             cls = GradSampleModuleFlashClipping if wrap_model else GradSampleHooksFlashClipping
             return cls(module, **options)
-        kernels = options["kernels"] or Kernels()
-        options |= {"backend": kernels.backend, "cuda_graphs": kernels.cuda_graphs or "off"}
-        defaults = {"mode": "one_pass", "folded_modules": (), "unit": None}
-        defaults |= {"backend": "auto", "cuda_graphs": "off"}
+        options["folded_modules"] = tuple(options["folded_modules"])
+        if kernels := options["kernels"]:
+            options["kernels"] = replace(kernels, cuda_graphs=kernels.cuda_graphs or "off")
+        defaults = {"mode": "one_pass", "folded_modules": (), "kernels": None}
         asked = [key for key, default in defaults.items() if options[key] != default]  # by name
+        asked += ["unit"] * (given["unit"] is not None)
         expected = {key: options[key] for key in ("batch_first", "loss_reduction", *asked)}
-        if isinstance(given["unit"], Users):
-            expected["unit"] = None
         found = {key: getattr(module, key) for key in expected}
         if found != expected:
             raise InvalidValue(
@@ -468,16 +473,6 @@ class FlashPrivacyEngine(PrivacyEngine):
         module.clipping = options["clipping"]
         module.running_step.counts_unclipped = False  # unless clipping is adaptive
         return module
-
-    def _note_dataset(self, dataset: Any) -> None:
-        if self.dataset is None:
-            self.dataset = dataset
-        elif self.dataset is not dataset:
-            warn(
-                "FC560 This engine has accounted for another dataset object before. Epsilon is for "
-                "one dataset: use a new engine for another one, unless both are the same data.",
-                stacklevel=3,
-            )
 
     def _optimizer(self, given: dict[str, Any], expected: float, group: object) -> FlashDPOptimizer:
         """The private optimizer, of the class for how the model is spread over processes.
