@@ -73,22 +73,22 @@ class Repeatable(DispatchMode):  # type: ignore[misc]  # a private class
     def __init__(self, orders: bool, varies: bool, until: ExitStack) -> None:
         super().__init__()
         self._orders, self._varies, self._until = orders, varies, until
-        #: Whether backward may draw once more what was drawn in forward, which it recomputes.
-        self._is_recomputed = False
+        #: Whether backward may draw: in what it recomputes, or as attention drops there.
+        self._draws_again = False
         #: How many operators have drawn.
         self.drawn = 0
         #: Dtypes that floats were cast to: by autocast in the model's own code, say.
         self.casts: set[torch.dtype] = set()
 
     def end_forward(self) -> None:
-        """Operators of backward are watched only where it might recompute what was drawn."""
-        if not self._is_recomputed:
+        """Operators of backward are watched only where it might draw."""
+        if not self._draws_again:
             self._until.close()
 
     def _note_draw(self) -> None:
         """Checkpoints draw in a forward that saves nothing, or what hooks say."""
         if not torch.is_grad_enabled() or saved_tensors_hooks_now():
-            self._is_recomputed = True
+            self._draws_again = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -110,6 +110,8 @@ class Repeatable(DispatchMode):  # type: ignore[misc]  # a private class
         plain_args, plain_kwargs = without_dropout(func, args, kwargs)
         if _place_of_dropout(func) is not None and (plain_args, plain_kwargs) == (args, kwargs):
             return func(*args, **kwargs)  # its probability is 0 already, or left out
+        # Attention's own backward was told the probability, and finds no seed where none was drawn.
+        self._draws_again |= _place_of_dropout(func) is not None
         self._note_draw()
         return self._alike(func, name, plain_args, plain_kwargs)
 

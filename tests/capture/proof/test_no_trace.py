@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_clipping import GradSampleModuleFlashClipping
 from flash_clipping.capture.no_trace import Holdings, untouched
@@ -159,3 +160,29 @@ def test_no_attention_is_planned_in_compared_runs() -> None:
     with repeatable(Holdings(nn.Linear(2, 2)), [], seed=0):
         assert not enabled()
     assert enabled() == before
+
+
+class Probabilities(TorchDispatchMode):
+    """Notes which operators are told a probability of dropout, and which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "dropout_p" in (names := [argument.name for argument in func._schema.arguments]):
+            given = dict(zip(names, args, strict=False))
+            self.seen[func.overloadpacket.__name__] = given.get("dropout_p", 0.0)
+        return func(*args, **kwargs or {})
+
+
+def test_attention_without_dropout_goes_backward_without() -> None:
+    """Its backward was told the probability that autograd saved, and would drop by no seed."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    x = torch.randn(2, 1, 3, 4, requires_grad=True)
+    probabilities = Probabilities()
+    with probabilities, repeatable(Holdings(nn.Linear(2, 2)), [], seed=0) as random:
+        output = attend(x, x, x, 0.5)[0]
+        random.end_forward()
+        output.sum().backward()
+    assert probabilities.seen == {attend.__name__: 0.0, f"{attend.__name__}_backward": 0.0}
