@@ -107,9 +107,8 @@ class Mechanism(ABC):
         return self.kind(**options)
 
     @abstractmethod
-    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Any]:
-        """Return what so many steps release, as it is for each of the neighbours that there are;
-        ε is the largest of them.
+    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> Any:
+        """Return what so many steps release.
 
         ``noise_multiplier``: standard deviation of the independent noise ``Z``, in clipping bounds;
         ``sample_rate``: of one step, over the whole dataset.

@@ -127,9 +127,7 @@ class PldAccountant(CountsSteps, IAccountant):
 
     def get_epsilon(self, delta: float, **_: Any) -> float:
         """ε for this δ, for datasets that are neighbours by :attr:`Mechanism.relation`."""
-        if any(multiplier == 0 for multiplier, _, _ in self.history):
-            return math.inf
-        return max((epsilon_by_pld(r, delta) for r in releases_of(self)), default=0.0)
+        return epsilon_by_pld(releases_of(self), delta)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
         """As Opacus', for steps of one batch each, unless these are ordinary Poisson batches."""
@@ -170,10 +168,9 @@ class PldAccountant(CountsSteps, IAccountant):
         return "pld"
 
 
-def releases_of(accountant: IAccountant) -> list[tuple[Release, ...]]:
-    """What all steps released, as it is for each of the neighbours that there are."""
-    runs = [process_of(accountant).releases(*entry) for entry in accountant.history]
-    return [*zip(*runs, strict=True)]
+def releases_of(accountant: IAccountant) -> tuple[Release, ...]:
+    """What all steps released."""
+    return tuple([process_of(accountant).releases(*entry) for entry in accountant.history])
 
 
 def requested_process(accountant: IAccountant, given: dict[str, Any]) -> Mechanism:

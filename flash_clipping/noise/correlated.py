@@ -9,7 +9,7 @@ them: nothing is sent, and replicas, which draw the same, keep the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ class CorrelatedNoise:
         #: Of banded noise the last rows of ``inv(C) Z``, the latest first; of buffered noise the
         #: buffers.
         self._rows: list[list[Tensor]] = []
-        #: Where ``z`` came from: of banded noise that is drawn again, in every step, in order; of
-        #: noise with a banded inverse, in those that the next one takes back, the latest first.
+        #: Where ``z`` came from, the latest first: of banded noise that is drawn again, in every
+        #: step; of noise with a banded inverse, in those that the next one takes back.
         self._draws: list[Draw] = []
         self._shapes: Any = None
         #: Noise multiplier and standard deviation of the steps before.
@@ -107,49 +107,36 @@ class CorrelatedNoise:
                 "first step to the last, or begin a new run."
             )
         self._shapes = shapes
-        draw = stream.draw(Purpose.NOISE, rounds)
+        mechanism = self.mechanism
+        draws = [stream.draw(Purpose.NOISE, rounds), *self._draws]
         numbers = [*enumerate([0] * len(sums) if shards is None else shards)]
-        if isinstance(self.mechanism, BandedNoise) and self.mechanism.memory == "drawn_again":
-            draws = [*self._draws, draw]
+        if isinstance(mechanism, BandedNoise) and mechanism.memory == "drawn_again":
             row = []
             for number, summed in zip(numbers, sums, strict=True):
                 rows: list[list[Tensor]] = []
-                for before in draws:  # the same arithmetic as that of rows which are kept
-                    rows = self._with_next(_normals(before, [summed], [number]), rows)
+                for draw in draws[::-1]:  # the same arithmetic as that of rows which are kept
+                    z = _normals(draw, [summed], [number])
+                    rows = [_less(z, mechanism.coefficients[1:], rows), *rows]
+                    del rows[mechanism.count - 1 :]
                 row.append(rows[0][0])
             self._draws = draws  # a step that failed has taken nothing
             return row
-        row = _normals(draw, sums, numbers)
-        if isinstance(self.mechanism, BandedInverseNoise):
-            for share, drawn in zip(self.mechanism.taken_back, self._draws, strict=False):
-                for w, z in zip(row, _normals(drawn, sums, numbers), strict=True):
-                    w.sub_(z, alpha=float(share))
-            self._draws = [draw, *self._draws[: self.mechanism.count - 2]]
-        elif isinstance(self.mechanism, BandedNoise):
-            self._rows = self._with_next(row, self._rows)
-        elif isinstance(self.mechanism, BufferedNoise):
-            self._buffer(self.mechanism, row)
+        row = _normals(draws[0], sums, numbers)
+        if isinstance(mechanism, BandedInverseNoise):
+            before = (_normals(draw, sums, numbers) for draw in self._draws)
+            _less(row, mechanism.taken_back, before)
+            self._draws = draws[: mechanism.count - 1]
+        elif isinstance(mechanism, BandedNoise):
+            _less(row, mechanism.coefficients[1:], self._rows)
+            self._rows = [row, *self._rows][: mechanism.count - 1]
+        elif isinstance(mechanism, BufferedNoise) and not self._rows:
+            self._rows = [[x.clone() for x in row] for _ in mechanism.weights]
+        elif isinstance(mechanism, BufferedNoise):
+            _less(row, mechanism.weights, self._rows)
+            for decay, buffer in zip(mechanism.decays, self._rows, strict=True):
+                for w, s in zip(row, buffer, strict=True):
+                    s.mul_(decay).add_(w)
         return row
-
-    def _buffer(self, mechanism: BufferedNoise, z: list[Tensor]) -> None:
-        """Take from ``z`` what the buffers say; it becomes a row, and is added to them."""
-        if not self._rows:
-            self._rows = [[x.clone() for x in z] for _ in mechanism.weights]
-            return
-        for weight, buffer in zip(mechanism.weights, self._rows, strict=True):
-            for w, s in zip(z, buffer, strict=True):
-                w.sub_(s, alpha=weight)
-        for decay, buffer in zip(mechanism.decays, self._rows, strict=True):
-            for w, s in zip(z, buffer, strict=True):
-                s.mul_(decay).add_(w)
-
-    def _with_next(self, z: list[Tensor], rows: list[list[Tensor]]) -> list[list[Tensor]]:
-        """The last rows of banded noise, the latest first, when ``z`` is drawn; it becomes one."""
-        assert isinstance(self.mechanism, BandedNoise)
-        for c, before in zip(self.mechanism.coefficients[1:], rows, strict=False):
-            for w, w_before in zip(z, before, strict=True):
-                w.sub_(w_before, alpha=float(c))
-        return [z, *rows[: self.mechanism.count - 2]]
 
     def __getstate__(self) -> Any:
         raise FlashClippingError(
@@ -157,6 +144,16 @@ class CorrelatedNoise:
             "model, optimizer.state_dict() and engine; a resumed run begins a new row of steps, "
             "which the accountant counts separately."
         )
+
+
+def _less(
+    z: list[Tensor], shares: Iterable[float], before: Iterable[Sequence[Tensor]]
+) -> list[Tensor]:
+    """``z``, which gets a row: less these shares of what was added, or drawn, before."""
+    for share, row in zip(shares, before, strict=False):
+        for w, of_row in zip(z, row, strict=True):
+            w.sub_(of_row, alpha=float(share))
+    return z
 
 
 def _normals(

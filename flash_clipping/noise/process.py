@@ -173,15 +173,10 @@ class PoissonSampling(Mechanism):
             return PoissonSampler(**options)
         return FixedShapeSampler(max_batch_size=self.max_batch_size, fills_up=fills_up, **options)
 
-    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
-        if self.max_batch_size is None:
-            return [Release(noise_multiplier, steps, "poisson", sample_rate)]
-        # For a neighbour with one sample less, and for one with one more.
-        size = self.max_batch_size
-        return [
-            Release(noise_multiplier, steps, "truncated", sample_rate, size, samples)
-            for samples in (self.samples, self.samples + 1)
-        ]
+    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> Release:
+        if (size := self.max_batch_size) is None:
+            return Release(noise_multiplier, steps, "poisson", sample_rate)
+        return Release(noise_multiplier, steps, "truncated", sample_rate, size, self.samples)
 
 
 @dataclass(frozen=True)
@@ -212,8 +207,8 @@ class PoissonRows(Mechanism):
         vars(found)["rows"] = unit.max_rows
         return found
 
-    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
-        return [Release(noise_multiplier, steps, "rows", sample_rate, self.rows)]
+    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> Release:
+        return Release(noise_multiplier, steps, "rows", sample_rate, self.rows)
 
 
 class InOrder(Mechanism):
@@ -271,11 +266,11 @@ class RandomAllocation(InOrder):
         sizes = steps_NK.flatten().bincount(minlength=steps)
         return torch.split(by_step, sizes.tolist())
 
-    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
+    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> Release:
         # A round that has begun counts in full. k steps of a round are one step in each of k parts
         # of it, which are random and may be known (Feldman and Shenfeld 2025).
         times = -(-steps // self.round_steps) * self.participations
-        return [Release(noise_multiplier, times, "one_of", size=self.cycle)]
+        return Release(noise_multiplier, times, "one_of", size=self.cycle)
 
 
 @dataclass(frozen=True)
@@ -327,9 +322,9 @@ class FixedOrder(InOrder):
         order = subset(draw, sampler.num_samples, sampler.num_samples)
         return [order[place :: sampler.steps] for place in range(sampler.steps)]
 
-    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
+    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> Release:
         # Whatever the order is, a sample takes part once in every epoch: nothing is amplified.
-        return [Release(noise_multiplier / self.noise.sensitivity(steps, self.cycle))]
+        return Release(noise_multiplier / self.noise.sensitivity(steps, self.cycle))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | self.noise.settings
@@ -378,8 +373,8 @@ class CyclicPoisson(FixedOrder):
         mask = coin_tosses(draw, members, self.cycle * sampler.sample_rate)
         return [mask.nonzero().flatten() * self.cycle + group]
 
-    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Release]:
+    def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> Release:
         # Columns of one sample's steps are orthogonal: each is a release of its own
         # (arXiv 2306.08153, theorem 4).
         rate, times = min(1.0, sample_rate * self.cycle), -(-steps // self.cycle)
-        return [Release(noise_multiplier / self.noise.sensitivity(steps), times, "poisson", rate)]
+        return Release(noise_multiplier / self.noise.sensitivity(steps), times, "poisson", rate)

@@ -26,9 +26,9 @@ Shape suffixes: ``K`` points of a grid.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -51,7 +51,7 @@ class Release:
         noise_multiplier: standard deviation of the noise; 1 is how far one sample moves the sum.
         times: how often.
         takes_part: who takes part, drawn each time. ``"always"``: the sample. ``"poisson"``: the
-            sample, with probability ``rate``. ``"truncated"``: so, but of more than ``size`` of the
+            sample, with probability ``rate``. ``"truncated"``: so, but of more than ``size`` of all
             ``samples`` that were drawn a random subset is left. ``"one_of"``: the sample, in one of
             the ``size`` sums that a release is then, chosen uniformly. ``"rows"``: each of the
             unit's ``size`` rows, with probability ``rate``.
@@ -82,7 +82,7 @@ class Release:
         return _losses_of_one(replace(self, times=1), h).self_compose(self.times)
 
 
-@lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=32)
 def _losses_of_one(release: Release, h: float) -> Any:
     """The distribution of one sum, which is the same at every step of a run."""
     pld = dp_accounting().pld.privacy_loss_distribution
@@ -102,7 +102,7 @@ def _losses_of_one(release: Release, h: float) -> Any:
     return pld.from_mixture_gaussian_mechanism(noise, rows, probabilities, **on_grid)
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def epsilon_by_pld(releases: tuple[Release, ...], delta: float) -> float:
     """ε of releases one after the other, by their privacy loss distributions.
 
@@ -126,10 +126,17 @@ def epsilon_by_pld(releases: tuple[Release, ...], delta: float) -> float:
         else LOSS_GRID
         for release in releases
     )
-    total_losses = releases[0].losses(h)
-    for release in releases[1:]:
-        total_losses = total_losses.compose(release.losses(h))
-    return float(total_losses.get_epsilon_for_delta(delta))
+    # Of batches that are cut: for a neighbour with one sample less, and for one with one more.
+    is_cut = [release.takes_part == "truncated" for release in releases]
+    found = []
+    for more in (0, 1) if any(is_cut) else (0,):
+        losses = [
+            replace(release, samples=release.samples + more * cut).losses(h)
+            for release, cut in zip(releases, is_cut, strict=True)
+        ]
+        total = functools.reduce(lambda one, other: one.compose(other), losses)
+        found.append(float(total.get_epsilon_for_delta(delta)))
+    return max(found)
 
 
 def dp_accounting() -> Any:
@@ -189,7 +196,7 @@ def grid_step(noise_multiplier: float, steps: int) -> float:
 def _mean_of_lognormals(noise_multiplier: float, steps: int, h: float) -> _Means:
     """The distribution of ``S`` for rounds of so many steps, on a grid; larger in convex order."""
 
-    @cache
+    @functools.cache
     def mean_of(count: int, level: int) -> _Means:
         # In a mean of t, what the grid adds to the variance of n of them is n / t as large.
         own = h * 2 ** (level // 2)

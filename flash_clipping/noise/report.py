@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +33,20 @@ FORMAT = 1
 
 _NEEDED = ("delta", "relation", "unit", "assumptions", "violated", "seeds", "parts", "releases")
 
+#: Who may take part in a release, by the names of accountants; and why there is no other ε.
+_KNOWN: dict[str, tuple[str, ...]] = {
+    "pld": get_args(get_type_hints(Release)["takes_part"]),
+    "prv": ("poisson",),
+    "rdp": ("poisson", "always"),
+    "gdp": ("poisson", "always"),
+}
+_WHY_NOT = {
+    "pld": "",
+    "prv": "knows Poisson batches with independent noise only",
+    "rdp": "knows Gaussian mechanisms, also of Poisson batches, only",
+    "gdp": "knows Gaussian mechanisms, or Poisson batches of one rate and noise, only",
+}
+
 #: Opacus looks for ε up to 500, and takes an exponential of one over the squared noise.
 _LARGEST_MU, _LEAST_NOISE_OF_GDP = 20.0, 0.04
 
@@ -51,11 +65,6 @@ def make_report(engine: Any, delta: float) -> dict[str, Any]:
     """See :meth:`~flash_clipping.FlashPrivacyEngine.report`."""
     accountant, process = engine.accountant, process_of(engine.accountant)
     is_discrete = isinstance(accountant, DiscreteGaussianAccountant)
-    neighbours = [
-        [replace(release, is_discrete=is_discrete) for release in releases]
-        for releases in releases_of(accountant)
-    ] or [[]]
-    warned = engine._warned_not_poisson
     names = "noise_multiplier", "sample_rate", "steps"
     part = {
         "accountant": accountant.mechanism(),
@@ -65,10 +74,11 @@ def make_report(engine: Any, delta: float) -> dict[str, Any]:
         "steps": sum(steps for *_, steps in accountant.history),
         "history": [dict(zip(names, entry, strict=True)) for entry in accountant.history],
     }
+    warned = engine._warned_not_poisson
     return _report(
-        neighbours,
+        [replace(release, is_discrete=is_discrete) for release in releases_of(accountant)],
         delta,
-        relation=process_of(accountant).relation,
+        relation=process.relation,
         unit=engine._unit,
         assumptions=[process.takes_part, *_ASSUMPTIONS],
         violated=["Batches are not those that are accounted for."] if warned else [],
@@ -105,7 +115,7 @@ def statistics_report(
     checked_number("times", times, "[1, inf)", example=1, whole=True)
     given = {"sensitivity": sensitivity, "standard_deviation": standard_deviation, "times": times}
     return _report(
-        [[Release(standard_deviation / sensitivity, times)]],
+        [Release(standard_deviation / sensitivity, times)],
         delta,
         relation=relation,
         unit=unit,
@@ -161,26 +171,19 @@ def compose(reports: Sequence[dict[str, Any]], *, delta: float | None = None) ->
             "Say which:\n"
             "    delta=1e-5"
         )
+
+    def all_of(key: str) -> list[Any]:
+        return [one for report in reports for one in report[key]]
+
     try:
-        neighbours = [
-            [[_release(**release) for release in releases] for releases in report["releases"]]
-            for report in reports
-        ]
+        releases = [_release(**release) for release in all_of("releases")]
     except TypeError as error:
         raise InvalidValue(
             f"FC568 compose: found releases that cannot be read ({error}); expected those of "
             "engine.report(delta)."
         ) from error
-
-    def all_of(key: str) -> list[Any]:
-        return [one for report in reports for one in report[key]]
-
-    most = max(len(alternatives) for alternatives in neighbours)
     return _report(
-        [
-            [release for n in neighbours for release in n[min(number, len(n) - 1)]]
-            for number in range(most)
-        ],
+        releases,
         deltas.pop() if delta is None else delta,
         relation=relation,
         unit=unit,
@@ -196,99 +199,76 @@ def _release(**fields: Any) -> Release:
     checked_number("noise_multiplier", release.noise_multiplier, "[0, inf)", example=1.0)
     checked_number("times", release.times, "[0, inf)", example=1, whole=True)
     checked_number("rate", release.rate, "[0, 1]", example=0.01)
-    check_one_of("takes_part", release.takes_part, get_args(get_type_hints(Release)["takes_part"]))
+    check_one_of("takes_part", release.takes_part, _KNOWN["pld"])
     return release
 
 
 def _report(
-    neighbours: Sequence[Sequence[Release]], delta: float, *, violated: list[str], **said: Any
+    releases: Sequence[Release], delta: float, *, violated: list[str], **said: Any
 ) -> dict[str, Any]:
     checked_number("delta", delta, "(0, 0.5)", example=1e-5)
-    epsilon = {name: _largest(by, neighbours, delta, bool(violated)) for name, by in _BY.items()}
     return {
         "format": FORMAT,
         "delta": delta,
-        "epsilon": epsilon,
+        "epsilon": {name: _epsilon(name, releases, delta, bool(violated)) for name in _KNOWN},
         "violated": violated,
         **said,
-        "releases": [[asdict(release) for release in releases] for releases in neighbours],
+        "releases": [*map(asdict, releases)],
         "versions": _versions(),
     }
 
 
-def _largest(
-    by: Callable[[Sequence[Release], float], tuple[float | None, str]],
-    neighbours: Sequence[Sequence[Release]],
-    delta: float,
-    is_violated: bool,
+def _epsilon(
+    name: str, releases: Sequence[Release], delta: float, is_violated: bool
 ) -> dict[str, Any]:
-    if by is not _by_rdp and any(r.is_discrete for releases in neighbours for r in releases):
-        return {"epsilon": None, "is_bound": False, "why": "not proven for discrete noise"}
-    found = [by(releases, delta) for releases in neighbours]
-    values, why = [value for value, _ in found if value is not None], found[0][1]
-    if len(values) < len(found):
-        return {"epsilon": None, "is_bound": False, "why": why}
-    largest = max(values)
-    if math.isinf(largest):  # no JSON
-        return {"epsilon": None, "is_bound": True, "why": "infinite: there is next to no noise"}
-    if is_violated:
-        why = "what is assumed is violated"
-    return {"epsilon": largest, "is_bound": not why, "why": why or None}
-
-
-def _by_pld(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
-    try:
-        return epsilon_by_pld(tuple(releases), delta), ""
-    except ImportError as error:
-        return None, str(error)
-
-
-def _by_prv(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
-    if any(r.takes_part != "poisson" for r in releases):
-        return None, "knows Poisson batches with independent noise only"
-    accountant = FeasiblePrvAccountant()
-    accountant.history = [(r.noise_multiplier, r.rate, r.times) for r in releases]
-    with without_hints():
-        return accountant.get_epsilon(delta) if releases else 0.0, ""
-
-
-def _by_rdp(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
-    if any(r.takes_part not in ("poisson", "always") for r in releases):
-        return None, "knows Gaussian mechanisms, also of Poisson batches, only"
+    """What one accountant says of these releases."""
+    found: float | None = None
+    why = _WHY_NOT[name] if any(r.takes_part not in _KNOWN[name] for r in releases) else ""
+    is_discrete = any(r.is_discrete for r in releases)
     if any(r.noise_multiplier == 0 for r in releases):
-        return math.inf, ""
-    of_integers = any(r.is_discrete for r in releases)  # a bound for other noise, too
-    accountant = DiscreteGaussianAccountant() if of_integers else RDPAccountant()
-    accountant.history = [(r.noise_multiplier, r.rate, r.times) for r in releases]
-    with without_hints():
-        return float(accountant.get_epsilon(delta)) if releases else 0.0, ""
+        found = math.inf
+    elif not releases:
+        found = 0.0
+    elif is_discrete and name != "rdp":
+        why = "not proven for discrete noise"
+    elif name == "pld":
+        try:
+            found = epsilon_by_pld(tuple(releases), delta)
+        except ImportError as error:
+            why = str(error)
+    elif name == "gdp":
+        found, why = _by_gdp(releases, delta)
+    elif not why:
+        accountant: Any = FeasiblePrvAccountant() if name == "prv" else RDPAccountant()
+        accountant = DiscreteGaussianAccountant() if is_discrete else accountant
+        accountant.history = [(r.noise_multiplier, r.rate, r.times) for r in releases]
+        with without_hints():
+            found = float(accountant.get_epsilon(delta))
+    if found == math.inf:  # no JSON
+        return {"epsilon": None, "is_bound": True, "why": "infinite: there is next to no noise"}
+    if found is not None and is_violated:
+        why = "what is assumed is violated"
+    return {"epsilon": found, "is_bound": not why, "why": why or None}
 
 
 def _by_gdp(releases: Sequence[Release], delta: float) -> tuple[float | None, str]:
-    if any(r.noise_multiplier == 0 for r in releases):
-        return math.inf, ""
-    why = ""
-    if all(r.takes_part == "always" for r in releases):
+    """By a central limit; exactly, where everybody takes part."""
+    why, kinds = "", {(r.takes_part, r.noise_multiplier, r.rate) for r in releases}
+    if all(takes_part == "always" for takes_part, _, _ in kinds):
         mu = sum(r.times / r.noise_multiplier**2 for r in releases) ** 0.5
+    elif len(kinds) > 1 or next(iter(kinds))[0] != "poisson":
+        return None, _WHY_NOT["gdp"]
     else:
-        kinds = {(r.takes_part, r.noise_multiplier, r.rate) for r in releases}
-        if len(kinds) > 1 or next(iter(kinds))[0] != "poisson":
-            return None, "knows Gaussian mechanisms, or Poisson batches of one rate and noise, only"
         _, noise, rate = kinds.pop()
         steps = sum(r.times for r in releases)
         mu, why = math.inf, "a limit for many steps, which may be too small"
         if noise > _LEAST_NOISE_OF_GDP:
-            mu = float(
-                gdp.compute_mu_poisson(steps=steps, noise_multiplier=noise, sample_rate=rate)
-            )
+            mu = gdp.compute_mu_poisson(steps=steps, noise_multiplier=noise, sample_rate=rate)
     if not mu < _LARGEST_MU:
         return None, "finds no epsilon this large"
     if mu == 0 or gdp.delta_eps_mu(eps=0, mu=mu) <= delta:
         return 0.0, why
     return float(gdp.eps_from_mu(mu=mu, delta=delta)), why
-
-
-_BY = {"pld": _by_pld, "prv": _by_prv, "rdp": _by_rdp, "gdp": _by_gdp}
 
 
 def _versions() -> dict[str, str | None]:

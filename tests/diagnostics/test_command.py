@@ -227,7 +227,7 @@ FILES = {
     "format.json": '{"format": 1}',
     "release.json": json.dumps(
         {"format": 1, "delta": 1e-5, "relation": "r", "unit": "u", "assumptions": []}
-        | {"violated": [], "seeds": [], "parts": [], "releases": [[{"noise_multiplier": -1}]]}
+        | {"violated": [], "seeds": [], "parts": [], "releases": [{"noise_multiplier": -1}]}
     ),
     "nothing.json": '{"scores": null, "included": [true], "epsilon": 3, "delta": 1e-5}',
     "object.json": '{"scores": {}, "included": [true], "epsilon": 3, "delta": 1e-5}',

@@ -301,10 +301,12 @@ def test_one_engine_makes_one_model_private_where_steps_are_not_alike() -> None:
 
 def test_truncated_batches_are_accounted_for_both_neighbours() -> None:
     found = PoissonSampling(max_batch_size=9).on(50, 5).releases(1.0, 0.2, 3)
-    assert [(r.samples, r.size, r.rate, r.times) for r in found] == [
-        (50, 9, 0.2, 3),
-        (51, 9, 0.2, 3),
+    assert found == releases.Release(1.0, 3, "truncated", 0.2, 9, 50)
+    epsilons = [
+        replace(found, samples=samples).losses(releases.LOSS_GRID).get_epsilon_for_delta(1e-5)
+        for samples in (50, 51)
     ]
+    assert releases.epsilon_by_pld((found,), 1e-5) == max(epsilons) and epsilons[0] != epsilons[1]
 
 
 # -- discrete noise --------------------------------------------------------------------------------

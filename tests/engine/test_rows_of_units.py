@@ -90,12 +90,12 @@ def test_rows_in_any_direction_tell_no_more(cosine: float) -> None:
 
 def test_one_row_of_each_unit_is_a_sample() -> None:
     process = PoissonRows().on(cycle=20, unit=Users([0], max_rows=1))
-    rows = epsilon_by_pld(tuple(process.releases(1.0, 0.05, 40)), 1e-5)
+    rows = epsilon_by_pld((process.releases(1.0, 0.05, 40),), 1e-5)
     assert rows == pytest.approx(
-        epsilon_by_pld(tuple(PoissonSampling().releases(1.0, 0.05, 40)), 1e-5), rel=1e-6
+        epsilon_by_pld((PoissonSampling().releases(1.0, 0.05, 40),), 1e-5), rel=1e-6
     )
     more = PoissonRows().on(cycle=20, unit=Users([0], max_rows=4))
-    assert epsilon_by_pld(tuple(more.releases(1.0, 0.05, 40)), 1e-5) > 1.5 * rows
+    assert epsilon_by_pld((more.releases(1.0, 0.05, 40),), 1e-5) > 1.5 * rows
     assert more.relation == "add or remove one unit, of 4 rows at most" != ADD_OR_REMOVE
 
 
@@ -124,7 +124,7 @@ def test_training() -> None:
         optimizer.step()
     kept = sum(min(size, 3) for size in SIZES)
     assert optimizer.expected_batch_size == pytest.approx(kept / (ROWS / BATCH))
-    assert releases_of(engine.accountant) == [(Release(1.0, 6, "rows", 1 / 6, 3),)]
+    assert releases_of(engine.accountant) == (Release(1.0, 6, "rows", 1 / 6, 3),)
     assert engine.get_epsilon(1e-3) == pytest.approx(
         epsilon_by_pld((Release(1.0, 6, "rows", 1 / 6, 3),), 1e-3)
     )

@@ -164,9 +164,9 @@ def test_rounds_are_counted_in_full() -> None:
     once = RandomAllocation().on(cycle=20)
     assert once.relation == ADD_OR_REMOVE
     for steps, rounds in ((1, 1), (20, 1), (21, 2), (60, 3)):
-        assert once.releases(1.0, 0.05, steps) == [Release(1.0, rounds, "one_of", size=20)]
+        assert once.releases(1.0, 0.05, steps) == Release(1.0, rounds, "one_of", size=20)
     thrice = RandomAllocation(participations=3).on(cycle=20)
-    assert thrice.releases(1.0, 0.05, 61) == [Release(1.0, 6, "one_of", size=20)]
+    assert thrice.releases(1.0, 0.05, 61) == Release(1.0, 6, "one_of", size=20)
     # A run that goes on from a checkpoint begins a round of its own.
     resumed = accountant(once, (1.0, 10))
     resumed.load_state_dict(resumed.state_dict())
@@ -252,7 +252,7 @@ def test_training_draws_samples_once_a_round(mechanism: Mechanism, release: Rele
     )
     assert optimizer.expected_batch_size == 6
     assert engine.accountant.history == [(1.0, 0.2, 10)]
-    assert releases_of(engine.accountant) == [(release,)]
+    assert releases_of(engine.accountant) == (release,)
     assert engine.get_epsilon(1e-3) == pytest.approx(epsilon_by_pld((release,), 1e-3))
 
 

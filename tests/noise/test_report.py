@@ -27,7 +27,7 @@ from flash_clipping import (
 from flash_clipping.__main__ import main
 from flash_clipping.engine.accounting import ADD_OR_REMOVE, ZERO_OUT
 from flash_clipping.noise.mechanisms import BandedInverseNoise
-from flash_clipping.noise.releases import Release, epsilon_by_pld
+from flash_clipping.noise.releases import LOSS_GRID, Release, grid_step
 from flash_clipping.noise.report import compose, statistics_report
 from tests.support.errors import raises, warns
 
@@ -157,7 +157,7 @@ def test_reports_without_noise_or_steps_say_so() -> None:
 )
 def test_extremes_have_a_number_or_none(release: Release) -> None:
     process = {"sensitivity": 1.0, "standard_deviation": 1.0, "delta": DELTA}
-    report = statistics_report("a", **process) | {"releases": [[asdict(release)]]}
+    report = statistics_report("a", **process) | {"releases": [asdict(release)]}
     for found in compose([report])["epsilon"].values():
         assert (found["epsilon"] is None and found["why"]) or 0 <= found["epsilon"] < math.inf
 
@@ -184,16 +184,13 @@ def test_random_allocation_composes_with_others() -> None:
         "means", sensitivity=0.1, standard_deviation=0.3, delta=DELTA, times=2
     )
     found = compose([allocated.report(DELTA), cut.report(DELTA), statistics])
-    assert len(found["releases"]) == 2 and len(found["parts"]) == 3
+    assert len(found["releases"]) == 3 and len(found["parts"]) == 3
+    h = min(grid_step(1.5, 5), LOSS_GRID)
+    others = Release(1.5, 2, "one_of", size=5).losses(h).compose(Release(3.0, 2).losses(h))
     by_hand = max(
-        epsilon_by_pld(
-            (
-                Release(1.5, 2, "one_of", size=5),
-                Release(1.5, 10, "truncated", 0.2, 12, samples),
-                Release(3.0, 2),
-            ),
-            DELTA,
-        )
+        others.compose(
+            Release(1.5, 10, "truncated", 0.2, 12, samples).losses(h)
+        ).get_epsilon_for_delta(DELTA)
         for samples in (SIZE, SIZE + 1)
     )
     assert found["epsilon"]["pld"]["epsilon"] == pytest.approx(by_hand, rel=1e-6)
