@@ -1,4 +1,5 @@
-"""Layers of models that are not wrapped: an ordinary backward by the arithmetic of their rules."""
+"""An ordinary backward by the arithmetic of rules: layers of models that are not wrapped, and what
+has no parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_clipping.rules.registry import GradRequest, Rule
@@ -15,7 +16,7 @@ from flash_clipping.rules.registry import GradRequest, Rule
 
 def by_rule(
     rule: Rule,
-    layer: nn.Module,
+    layer: Any,
     inputs: tuple[Any, ...],
     params: Mapping[str, Tensor],
     backend: str = "auto",
@@ -24,18 +25,23 @@ def by_rule(
     their sums over all rows.
 
     Args:
+        layer: as ``rule`` is given it.
         params: what the layer reads for its parameters, by their names.
     """
     names = tuple(params)
     return _ByRule.apply(rule, layer, backend, names, *inputs, *params.values())
 
 
+def _split(values: tuple[Any, ...], params: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return values[: len(values) - params], values[len(values) - params :]
+
+
 class _ByRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rule: Rule, layer: nn.Module, backend: str, names: tuple[str, ...], *tensors: Any
+        ctx: Any, rule: Rule, layer: Any, backend: str, names: tuple[str, ...], *tensors: Any
     ) -> Any:
-        inputs, params = tensors[: -len(names)], tensors[-len(names) :]
+        inputs, params = _split(tensors, len(names))
         output, saved = rule.forward(layer, *inputs)
         ctx.asked = rule, layer, backend, names, [param.shape for param in params]
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
@@ -49,9 +55,9 @@ class _ByRule(torch.autograd.Function):
         rule, layer, backend, names, shapes = ctx.asked
         both = zip(ctx.saved_tensors, ctx.others, strict=True)
         saved = tuple(other if x is None else x for x, other in both)
-        wanted = ctx.needs_input_grad[4:]
-        trained = frozenset(compress(names, wanted[-len(names) :]))
-        needs = GradRequest(wanted[: -len(names)], trained, backend)
+        of_inputs_wanted, of_params_wanted = _split(ctx.needs_input_grad[4:], len(names))
+        trained = frozenset(compress(names, of_params_wanted))
+        needs = GradRequest(of_inputs_wanted, trained, backend)
         grad = grads if len(grads) > 1 else grads[0]
         of_inputs, factors = rule.backward(layer, saved, grad, needs)
         if not isinstance(of_inputs, tuple):

@@ -6,11 +6,11 @@ B samples, S positions, n streams, D features, K = n·D, m = n² + 2n logits.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from flash_clipping._compat import transforms_are_active
 from flash_clipping.errors import InvalidValue
@@ -131,18 +131,17 @@ class HyperConnections(nn.Module):
         Raises:
             ValueError: a shape that does not fit.
         """
-        x_BSnD = self.positions(x)
-        params = (self.phi, self.alpha, self.bias, self.gamma)
+        params = {name: getattr(self, name) for name in ("phi", "alpha", "bias", "gamma")}
         if _is_transformed():
             with torch.autocast(x.device.type, enabled=False):
-                h, post, comb, *_ = ops_reference.hyper_connections(x_BSnD, params, self.settings)
-        else:
-            named = dict(zip(("phi", "alpha", "bias", "gamma"), params, strict=True))
-            found: tuple[Tensor, Tensor, Tensor] = by_rule(
-                HyperConnectionsRule(), self, (x,), named, self.backend
-            )
-            return found
-        return self.like(x, h), self.like(x, post), self.like(x, comb)
+                h, post, comb, *_ = ops_reference.hyper_connections(
+                    self.positions(x), (*params.values(),), self.settings
+                )
+            return self.like(x, h), self.like(x, post), self.like(x, comb)
+        found: tuple[Tensor, Tensor, Tensor] = by_rule(
+            HyperConnectionsRule(), self, (x,), params, self.backend
+        )
+        return found
 
     def combine(self, x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """The streams after the sublayer, ``[B, ..., n, D]`` in the dtype of ``x``.
@@ -168,7 +167,7 @@ class HyperConnections(nn.Module):
         if _is_transformed():
             with torch.autocast(x.device.type, enabled=False):
                 return mixing_reference.stream_mix(*inputs, self.transposed).view(x.shape)
-        mixed: Tensor = _Mix.apply(x.shape, self.transposed, self.backend, *inputs)
+        mixed: Tensor = by_rule(_Mix(x.shape), self, inputs, {}, self.backend)
         return mixed
 
     def positions(self, x: Tensor) -> Tensor:
@@ -242,23 +241,21 @@ class HyperConnectionsRule(Rule):
         return dx, {name: factors[name] for name in needs.params}
 
 
-class _Mix(torch.autograd.Function):
-    """The streams after the sublayer, in one pass forward and one backward."""
+@dataclass
+class _Mix(Rule):
+    """The streams after the sublayer, of this shape, in one pass forward and one backward."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, shape: torch.Size, transposed: bool, backend: str, *inputs: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        ctx.options = {"transposed": transposed, "backend": backend}
-        mixed = mixing.stream_mix(*inputs, **ctx.options)
-        return mixed.view(shape).detach()  # no view: it may be changed in place
+    shape: torch.Size
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, y, post, comb = ctx.saved_tensors
-        dx, dy, dpost, dcomb = mixing.stream_mix_backward(
-            x, y, post, comb, grad.reshape(x.shape), **ctx.options
+    def forward(self, layer: Any, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x, y, post, comb = inputs
+        options: dict[str, Any] = {"transposed": layer.transposed, "backend": layer.backend}
+        return mixing.stream_mix(x, y, post, comb, **options).view(self.shape), inputs
+
+    def backward(self, layer: Any, saved: Any, grad_output: Tensor, needs: GradRequest) -> Grads:
+        grads = mixing.stream_mix_backward(
+            *(*saved, grad_output.reshape(saved[0].shape)),
+            transposed=layer.transposed,
+            backend=needs.backend,
         )
-        return None, None, None, dx, dy, dpost.to(post.dtype), dcomb.to(comb.dtype)
+        return tuple(grad.to(x.dtype) for grad, x in zip(grads, saved, strict=True)), {}

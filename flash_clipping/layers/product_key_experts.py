@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from flash_clipping._compat import BATCH_NORMS, never_compiled, transforms_are_active
 from flash_clipping.errors import InvalidValue
 from flash_clipping.factors import PerSampleGrad
+from flash_clipping.layers.by_rule import by_rule
 from flash_clipping.layers.factors import BUFFER, ScaledEmbeddingGrad
 from flash_clipping.layers.ops.product_key import (
     product_key_backward,
@@ -324,43 +325,32 @@ def route(
     autograd, with first derivatives only. A row where ``valid`` ``[...]`` is false gets index -1,
     score ``-inf`` and a gradient of exactly 0."""
     *axes, side = logits_x.shape
-    rows = (logits_x.reshape(-1, side), logits_y.reshape(-1, side))
-    none_N1 = None if valid is None else ~valid.reshape(-1, 1)
+    rows = logits_x.reshape(-1, side), logits_y.reshape(-1, side)
+    if valid is not None:
+        none_N1 = ~valid.reshape(-1, 1)
+        rows = rows[0].masked_fill(none_N1, 0), rows[1].masked_fill(none_N1, 0)
     if transforms_are_active():  # of torch.func, which look at the operations themselves
-        if none_N1 is not None:
-            rows = rows[0].masked_fill(none_N1, 0), rows[1].masked_fill(none_N1, 0)
-        scores_Nk, indices_Nk = _without(none_N1, *reference.product_key_scores(*rows, k))
+        scores_Nk, indices_Nk = reference.product_key_scores(*rows, k)
     else:
-        scores_Nk, indices_Nk = _Route.apply(*rows, none_N1, k, backend)
+        scores_Nk, indices_Nk = by_rule(_Route(k, backend), None, rows, {})
+    if valid is not None:
+        scores_Nk = scores_Nk.masked_fill(none_N1, -torch.inf)
+        indices_Nk = indices_Nk.masked_fill(none_N1, -1)
     return scores_Nk.view(*axes, k), indices_Nk.view(*axes, k)
 
 
-def _without(
-    none_N1: Tensor | None, scores_Nk: Tensor, indices_Nk: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Scores and indices without those of rows that have no experts."""
-    if none_N1 is None:
-        return scores_Nk, indices_Nk
-    return scores_Nk.masked_fill(none_N1, -torch.inf), indices_Nk.masked_fill(none_N1, -1)
+@dataclass
+class _Route(Rule):
+    k: int
+    backend: str
 
+    def forward(self, layer: None, *rows: Tensor) -> tuple[tuple[Tensor, Tensor], Any]:
+        x, y = rows
+        scores, indices = product_key_scores(x, y, self.k, backend=self.backend)
+        return (scores, indices), (indices, x, y)
 
-class _Route(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits_x: Tensor, logits_y: Tensor, none_N1: Tensor | None, k: int, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        found = product_key_scores(logits_x, logits_y, k, backend=backend)
-        scores, indices = _without(none_N1, *found)
-        ctx.backend = backend
-        ctx.mark_non_differentiable(indices)
-        ctx.save_for_backward(indices, logits_x, logits_y)
-        return scores, indices
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_scores: Tensor, _: Any) -> tuple[Any, ...]:
-        grads = product_key_backward(grad_scores, *ctx.saved_tensors, backend=ctx.backend)
-        return (*grads, None, None, None)
+    def backward(self, layer: None, saved: Any, grad_output: Any, needs: GradRequest) -> Grads:
+        return product_key_backward(grad_output[0], *saved, backend=self.backend), {}
 
 
 class TokenGroupNorm(nn.Module):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flash_clipping.ops.runtime.shapes import accumulator
@@ -31,10 +32,10 @@ def stream_mix_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`flash_clipping.layers.ops.stream_mix.stream_mix_backward`."""
     wide = accumulator(x_BSnD)
-    grad = grad_BSnD.to(wide)
-    weight_BSnn = (comb_BSnn if transposed else comb_BSnn.mT).to(wide)
-    dx = (weight_BSnn @ grad).to(x_BSnD.dtype)
-    dy = (post_BSn.to(wide).unsqueeze(-1) * grad).sum(2).to(y_BSD.dtype)
-    dpost = (grad * y_BSD.to(wide).unsqueeze(2)).sum(3)
-    dweight = x_BSnD.to(wide) @ grad.mT
-    return dx, dy, dpost, (dweight if transposed else dweight.mT.contiguous())
+    operands = x_BSnD, y_BSD, post_BSn, comb_BSnn
+    leaves = [operand.detach().to(wide).requires_grad_() for operand in operands]
+    x, y, post, comb = leaves
+    with torch.enable_grad():
+        mixed = stream_mix(x, y, post, comb, transposed)
+    dx, dy, dpost, dcomb = torch.autograd.grad(mixed, leaves, grad_BSnD.to(wide))
+    return dx.to(x_BSnD.dtype), dy.to(y_BSD.dtype), dpost, dcomb
