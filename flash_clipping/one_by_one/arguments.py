@@ -27,13 +27,14 @@ from flash_clipping.capture.inputs import (
     rebuilt,
     tensors_in,
 )
+from flash_clipping.capture.no_trace import Slots
 from flash_clipping.errors import FlashClippingError
 
 #: What is left of an argument for some rows.
 _Cut = Callable[[Sequence[int]], Any]
 
 #: What a forward may write into, and is looked into.
-HOLDERS = (dict, OrderedDict, defaultdict, list)
+HOLDERS = (dict, OrderedDict, defaultdict, list, Slots)
 
 
 class Batch:
@@ -183,9 +184,10 @@ class Batch:
         return lambda rows: self._noted(leaf, kind([cut(rows) for cut in cuts]))
 
     def _cut_tensor(self, name: str, x: Any) -> _Cut:
-        axis = self._axis_of(x)
-        if axis is not None:
-            return lambda rows: _taken(x, axis, rows)
+        axis = 0 if x.ndim == 1 else self.axis  # labels beside [T, B]
+        if x.ndim > axis and x.shape[axis] == self.count:
+            # Copies, of which a forward may change its own in place.
+            return lambda rows: x[(*[slice(None)] * axis, [*rows])]
         if x.ndim <= self.axis or x.shape[self.axis] == 1:
             rest = x.shape[self.axis + 1 :]
             if rest[:1] != (self.count,):
@@ -206,18 +208,6 @@ class Batch:
             "it is wrapped, if it is the same for all batches:\n"
             f"    model.forward = functools.partial(model.forward, {name.partition('[')[0]}=...)"
         )
-
-    def _axis_of(self, x: Any) -> int | None:
-        if x.ndim > self.axis and x.shape[self.axis] == self.count:
-            return self.axis
-        return 0 if x.ndim == 1 and len(x) == self.count else None  # labels beside [T, B]
-
-
-def _taken(x: Any, axis: int, rows: Sequence[int]) -> Any:
-    """These rows, of which a forward may change its own in place."""
-    if not isinstance(x, Tensor):
-        return x.take([*rows], axis)
-    return x.index_select(axis, torch.tensor([*rows], dtype=torch.long, device=x.device))
 
 
 def _leaves(name: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -41,7 +42,7 @@ from flash_clipping.capture.batch_size_checks import refuse_no_rows
 from flash_clipping.capture.draws import NO_ROW
 from flash_clipping.capture.forward_call import ForwardCall
 from flash_clipping.capture.inputs import map_tensors, refuse_layout, tensors_in
-from flash_clipping.capture.no_trace import random_state, refill, state_of, untouched
+from flash_clipping.capture.no_trace import held_by, random_state, refill, state_of, untouched
 from flash_clipping.capture.session import ClippingSession
 from flash_clipping.engine.buffers import BufferWatch
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
@@ -350,7 +351,7 @@ class _Found:
     """A model and its arguments as a batch finds them, and every sample of it."""
 
     def __init__(self, modules: Sequence[nn.Module], given: dict[str, Any]):
-        self._state = state_of([given, *map(vars, modules)])
+        self._state = state_of([given, *chain.from_iterable(map(held_by, modules))])
         #: Attributes of modules and of objects, and all dicts and lists.
         self.holders = [container for container, _ in self._state if type(container) in HOLDERS]
         self._known = [dict(_items(holder)) for holder in self.holders]

@@ -8,7 +8,7 @@ import pickle
 import re
 from collections import UserDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -301,6 +301,22 @@ class Keeper(Cache):
         return self.seen
 
 
+@dataclass(slots=True)
+class SlottedCache:
+    """What a forward writes into, without a dict of its own."""
+
+    seen: list[Tensor] = field(default_factory=list)
+    last: Tensor | None = None
+
+
+class Unreadable(Cache):
+    """An object that does not show what it holds."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("nothing is bound")
+
+
 class RemembersInside(Net):
     """The same, in containers of containers, or in those of an argument."""
 
@@ -311,7 +327,7 @@ class RemembersInside(Net):
         self.queue: deque[Tensor] = deque()
         self.pair: tuple[list[Tensor], int] = ([], 0)
         self.cache, self.caches, self.kept = Cache(), [Cache()], Keeper()
-        self.held = ((Cache(),),)
+        self.held, self.slots = ((Cache(),),), SlottedCache()
 
     def forward(self, x: Tensor, other: Any = None) -> Tensor:
         seen = self.read(self, other)
@@ -333,10 +349,35 @@ REMEMBERS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
         ("object in a list", lambda m, _: m.caches[0].seen, lambda: None),
         ("object in a tuple", lambda m, _: m.held[0][0].seen, lambda: None),
         ("callable object", lambda m, _: m.kept(), lambda: None),
+        ("list in a slot", lambda m, _: m.slots.seen, lambda: None),
+        ("argument with slots", lambda _, other: other.seen, SlottedCache),
         ("argument", lambda _, other: other["seen"]["x"], lambda: {"seen": {"x": []}}),
         ("object", lambda _, other: other.seen, Cache),
     )
 }
+
+
+class RemembersInSlots(Headed):
+    """Writes into slots, also of a module, what it reads again, and what the loop reads."""
+
+    __slots__ = ("before",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, self.before = SlottedCache(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for last in (self.cache.last, self.before):
+            x = x if last is None else x + last.detach().mean(0)
+        self.cache.last, self.before = x.clone(), x
+        h = self.first(x)
+        self.cache.last = h.square().sum(1)
+        return self.head(h.tanh())
+
+
+def slots_loss(model: Any, rows: Sequence[int]) -> Tensor:
+    out = model(X[[*rows]])
+    return out.square().sum() + model.cache.last.sum()
 
 
 class KeepsLoss(Headed):
@@ -469,6 +510,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "mean over the batch": (MeanOverBatch, plain_loss),
     "batch norm": (Normalised, plain_loss),
     "remembers": (Remembers, plain_loss),
+    "slots": (RemembersInSlots, slots_loss),
     "loss on a layer": (KeepsLoss, kept_loss),
     "activations in a dict": (KeepsActivations, activations_loss),
     "tied": (Tied, plain_loss),
@@ -861,6 +903,12 @@ def test_an_object_with_slots_is_put_together() -> None:
     expected, found = model(X), wrap(copy.deepcopy(model))(X)
     torch.testing.assert_close(found.out, expected.out)
     assert found.count == 3
+
+
+def test_an_object_that_does_not_show_what_it_holds_is_refused() -> None:
+    model = Holder(lambda m, x: m.net(x), net=mlp(2), cache=[Unreadable()]).double()
+    with raises("FC185", match="Unreadable whose attributes cannot be read"):
+        wrap(model)(X)
 
 
 class Squeezed(nn.Module):
