@@ -150,6 +150,8 @@ class ParameterSlots:
 
     # -- gradients ----------------------------------------------------------------------------
 
+    own = staticmethod(local_of)
+
     def as_sharded(self, param: Tensor, shard: Tensor) -> Tensor:
         """What is sharded as a parameter, if that is, from this process's shard: a view of it, but
         where shards lie on other devices than their mesh is for (``CPUOffloadPolicy``)."""

@@ -200,9 +200,9 @@ class MicroBatches:
             checked_number(
                 "max_physical_batch_size", most, "[1, inf)", example='"auto"', whole=True
             )
-        found = ""
-        if type(optimizer) not in (FlashDPOptimizer, DistributedFlashDPOptimizer):
-            found = f"{type(optimizer).__name__}, whose processes must run as many parts"
+        found, kinds = "", (FlashDPOptimizer, DistributedFlashDPOptimizer)
+        if type(optimizer) not in kinds or optimizer._sharded is not None:
+            found = "shards or stages, whose processes must run as many parts"
         elif session.rows.whole_batches or session.rows.units_of_calls.sample_of is not None:
             found = "batches that must come whole (units, max_batch_size, batches in an order)"
         if found:

@@ -18,6 +18,7 @@ from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import (
 from torch import Tensor, nn, optim
 
 from flash_clipping._compat import check_optimizer
+from flash_clipping.distributed.process_groups import device_of, shard_of
 from flash_clipping.engine import wings
 from flash_clipping.engine.adaptive import COUNT_NOISE, AdaptiveBound
 from flash_clipping.engine.grad_ledger import (
@@ -47,9 +48,15 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     clipped by: see :meth:`follow`. A sample moves a sum by at most 1.01 C
     (:mod:`flash_clipping.ops.error_bounds`).
 
+    Parameters may be shards, if the optimizer is made after ``fully_shard``. Every process adds
+    noise to its own (:func:`~flash_clipping.distributed.process_groups.shard_number`), by a key
+    that is made of the streams of all: together that is one draw for every element. No process
+    holds noise of a whole parameter, and replicas stay bitwise equal.
+
     Args:
         noise_multiplier: standard deviation of the noise on a sum, in 1.01 ``C``; 0 or more.
-        expected_batch_size: what noisy sums are divided by with ``loss_reduction="mean"``.
+        expected_batch_size: what noisy sums are divided by with ``loss_reduction="mean"``; of
+            shards, that of all processes together.
         max_grad_norm: clipping bound; a list with one bound per parameter for per-layer clipping,
             where ``C`` is the norm of the list.
         stream: what noise is made of; by default with a key of its own, which nobody knows.
@@ -66,6 +73,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         ValueError: noise, bound or expected batch size that is no such number; a generator, or a
             seed in secure mode; in ``step``, for gradients that are not the clipped sums of this
             step.
+        FlashClippingError: in ``signal_skip_step``, with shards and from a ``BatchMemoryManager``
+            of another loader than ``make_private`` returned.
     """
 
     #: Moves the bound at the end of every step: adaptive clipping.
@@ -74,9 +83,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     #: Makes noise that steps partly take back (:mod:`flash_clipping.noise.correlated`); ``None``:
     #: the noise of every step is its own.
     correlated: Any = None
-
-    #: Whether parameters may be shards.
-    _serves_shards = False
 
     #: The grids that noisy sums may be rounded to; the last for this class alone.
     _grids: tuple[NoiseGrid, ...] = (False, True, "exact")
@@ -87,6 +93,8 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     #: The bound, until a model is followed.
     _bound: Bound = 1.0
     _module: Any = None
+    #: What the model has besides, if its parameters are shards.
+    _sharded: Any = None
     _replaced = False
     _iterations = 1
     #: The generator that announces parts of logical batches: Opacus' ``BatchSplittingSampler``.
@@ -109,7 +117,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         checked_number("noise_multiplier", noise_multiplier, "[0, inf)", example=1.0)
         if expected_batch_size is not None:
             checked_number("expected_batch_size", expected_batch_size, "(0, inf)", example=64)
-        grids = self._grids if type(self) is FlashDPOptimizer else self._grids[:2]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._has_shards = any(hasattr(p, "placements") for p in held)
+        is_whole = type(self) is FlashDPOptimizer and not self._has_shards
+        grids = self._grids if is_whole else self._grids[:2]
         if noise_grid not in grids:
             raise NotServed(
                 f"FC317 noise_grid={noise_grid!r}: found {type(self).__name__}; expected one of "
@@ -134,11 +145,6 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
             del vars(p)["summed_grad"]  # Opacus leaves it; sums of skipped steps are in the ledger
         #: Where the sums that were taken are.
         self._ledger = GradLedger(nn.Module())
-        if not self._serves_shards and any(hasattr(p, "placements") for p in self.params):
-            raise NotServed(
-                f"FC605 {type(self).__name__}: found DTensors, as fully_shard makes them. Use "
-                "make_private, or engine.sharded_optimizer.ShardedFlashDPOptimizer."
-            )
 
     def __getstate__(self) -> Any:
         # Opacus' own state cannot be copied: it breaks every optimizer's step on the way.
@@ -157,10 +163,17 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         the step were clipped by. A step is refused unless ``p.grad`` of every parameter that would
         be updated is what the model's backward left there.
 
+        All processes of a model with shards call it together.
+
         Raises:
-            ValueError: another optimizer follows the model.
+            ValueError: another optimizer follows the model; or parameters are shards that were none
+                when the model was wrapped.
         """
         self.check_alone(module, self.original_optimizer)
+        self._sharded = module._sharded
+        self._refuse_unknown_shards()
+        if self._sharded is not None:
+            self.stream = self._sharded.processes.shared_stream(self.stream)
         before = module.running_step.follower
         if before is not None and before is not self:
             before._replaced = True
@@ -170,6 +183,14 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         module.max_grad_norm = self._bound_now()
         module.running_step.follower = self
         self._module, self._ledger = module, module.running_step
+
+    def _refuse_unknown_shards(self) -> None:
+        if self._has_shards and self._sharded is None:
+            raise InvalidValue(
+                "FC605 FlashDPOptimizer: found shards as parameters, and no wrapped model that it "
+                "follows and that fully_shard was applied to before. Wrap the model after "
+                "fully_shard, and follow it (make_private does):\n    optimizer.follow(model)"
+            )
 
     def compile_ahead(self) -> None:
         """Let a thread compile the kernel that draws noise, which takes seconds."""
@@ -298,6 +319,13 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
     def _refuse_parts_of(self, sampler: object) -> None:
         """Raise ``FlashClippingError`` if batches of this sampler may not be split by others."""
         refuse_split_units(self._module, "BatchMemoryManager")
+        if self._sharded is not None:
+            raise FlashClippingError(
+                "FC604 BatchMemoryManager: found a model that fully_shard was applied to, and a "
+                f"loader with {type(sampler).__name__}: processes would split batches into "
+                "different numbers of parts. Give it the loader that make_private returned, with "
+                "poisson_sampling=True."
+            )
 
     def _discard(self, because: str) -> None:
         """Let go of the sums of a logical batch that will never be complete; none was released."""
@@ -361,6 +389,7 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
                 "that was returned last."
             )
         if self._module is None:
+            self._refuse_unknown_shards()
             if any(p.grad is None for p in params):
                 raise InvalidValue(
                     "FC502 A parameter has no clipped sum: its p.grad is None. Call "
@@ -470,17 +499,24 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
 
     def _own(self, tensor: Tensor) -> Tensor:
         """The part of a parameter or its sum that this process has, as reals."""
+        if self._sharded is not None:
+            own: Tensor = self._sharded.slots.own(tensor)
+            return own
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
     def _placed(self, param: Tensor, own: Tensor) -> Tensor:
         """A gradient as the parameter wants it, from what this process has of it."""
+        if self._sharded is not None:
+            slots = self._sharded.slots
+            found: Tensor = slots.as_sharded(param, own.view(slots.own(param).shape))
+            return found
         if param.is_complex():
             return torch.view_as_complex(own.view(*param.shape, 2))
         return own.view_as(param)
 
     def _shards(self) -> list[int] | None:
         """This process's part of each parameter's noise, by number; ``None``: all of it."""
-        return None
+        return None if self._sharded is None else [shard_of(p) for p in self.params]
 
     def _noisy_dtype(self, p: Tensor, summed: Tensor) -> torch.dtype:
         """The dtype of a noisy sum: the parameter's, as optimizers want it."""
@@ -557,6 +593,10 @@ class FlashDPOptimizer(DPOptimizerFastGradientClipping):
         self.max_grad_norm = self.adaptive.next_bound(record.bound, noisy, samples)
 
     def _noisy_count(self, count: Tensor, std: float) -> Tensor:
+        """Processes with shards count their samples, each of them once, and draw the same noise."""
+        if self._sharded is not None:
+            processes = self._sharded.processes
+            count = processes.reduce(count.to(device_of(processes.mesh)), samples=True)
         draw = self.stream.draw(Purpose.COUNT)
         (noisy,) = noisy_means([count.double()], std, 1.0, draw=draw)
         return noisy

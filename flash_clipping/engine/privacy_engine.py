@@ -15,7 +15,7 @@ from opacus.optimizers import DPOptimizer
 from torch import distributed as dist, nn, optim
 from torch.utils.data import DataLoader
 
-from flash_clipping.distributed import has_shards, is_sharded, processes_of
+from flash_clipping.distributed import is_sharded, processes_of
 from flash_clipping.distributed.process_groups import shared_stream
 from flash_clipping.engine import wings
 from flash_clipping.engine.accounting import (
@@ -487,11 +487,7 @@ class FlashPrivacyEngine(PrivacyEngine):
         kwargs |= {"stream": self.stream, "secure_mode": self.secure_mode}
         kwargs["noise_grid"] = given["process"].noise_grid
         cls: Callable[..., FlashDPOptimizer] = FlashDPOptimizer
-        if has_shards(module):
-            from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
-
-            cls = ShardedFlashDPOptimizer
-        elif group is not None:
+        if group is not None:
             cls, kwargs["group"] = wings.stage_optimizer, group
         elif isinstance(module, _DataParallel):
             cls, expected = DistributedFlashDPOptimizer, expected / dist.get_world_size()

@@ -81,10 +81,8 @@ def optimizer_of(model: nn.Module, flash: Any, noise: float, samples: int = SAMP
 
 
 def _optimizer_of(plain: Any, flash: Any, noise: float, samples: int) -> Any:
-    from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
-
-    cls = FlashDPOptimizer if flash._sharded is None else ShardedFlashDPOptimizer
-    optimizer = cls(plain, noise_multiplier=noise, max_grad_norm=C, expected_batch_size=samples)
+    numbers: Any = {"noise_multiplier": noise, "max_grad_norm": C, "expected_batch_size": samples}
+    optimizer = FlashDPOptimizer(plain, **numbers)
     optimizer.follow(flash)
     return optimizer
 

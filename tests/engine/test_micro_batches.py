@@ -273,9 +273,11 @@ def test_what_must_come_whole_is_refused() -> None:
     units = Training(unit=Users(torch.arange(64) // 2))
     with raises("FC546", match="must come whole"):
         MicroBatches(units.optimizer)
-    several = SimpleNamespace(_module=Training().model)  # of shards, or of stages
-    with raises("FC546", match="SimpleNamespace, whose processes"):
-        MicroBatches(several)
+    stage, shards = SimpleNamespace(_module=Training().model), Training().optimizer
+    shards._sharded = SimpleNamespace()
+    for several in (stage, shards):
+        with raises("FC546", match="found shards or stages, whose processes"):
+            MicroBatches(several)
     with raises("FC319", ValueError, match="found Adam"):
         MicroBatches(torch.optim.Adam(nn.Linear(2, 2).parameters()))
     for size in (0, True, 1.5, "all"):

@@ -143,6 +143,22 @@ def test_noise_of_no_standard_deviation_is_refused(multiplier: float) -> None:
     assert all(map(torch.equal, before, private.plain.parameters()))
 
 
+def test_shards_need_a_model_that_was_sharded_when_it_was_wrapped() -> None:
+    model = nn.Linear(3, 2)
+    model.weight.placements = ()  # as of a DTensor
+    optimizer = FlashDPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+    )
+    with raises("FC605", ValueError):
+        optimizer.step()
+    del model.weight.placements
+    with raises("FC605", ValueError):
+        optimizer.follow(GradSampleModuleFlashClipping(model))
+
+
 def test_sparse_adam_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
     with raises("FC534", ValueError):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from flash_clipping import AdaptiveBound, FlashPrivacyEngine, PoissonSampling
 from flash_clipping.engine import wings
-from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer
-from flash_clipping.engine.sharded_optimizer import ShardedFlashDPOptimizer
+from flash_clipping.engine.optimizer import DistributedFlashDPOptimizer, FlashDPOptimizer
 from flash_clipping.noise import discrete
 from flash_clipping.noise.discrete import discrete_gaussian, discrete_grid, discrete_noisy_means
 from flash_clipping.ops.error_bounds import ETA
@@ -191,9 +190,11 @@ def test_exact_noise_is_refused_where_it_is_not_accounted_for() -> None:
     ):
         with raises("FC316", ValueError, match=message):
             private(**options)
-    for cls in (ShardedFlashDPOptimizer, DistributedFlashDPOptimizer):
+    given: Any = dict.fromkeys(("noise_multiplier", "max_grad_norm", "expected_batch_size"), 1.0)
+    whole, shard = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    shard.placements = ()  # as of a DTensor
+    for cls, param in ((FlashDPOptimizer, shard), (DistributedFlashDPOptimizer, whole)):
         with raises("FC317", NotImplementedError):
-            given = dict.fromkeys(("noise_multiplier", "max_grad_norm", "expected_batch_size"), 1.0)
-            cls(torch.optim.SGD([nn.Parameter(torch.zeros(3))]), noise_grid="exact", **given)
+            cls(torch.optim.SGD([param]), noise_grid="exact", **given)
     with raises("FC317", ValueError):
         discrete_grid(1.0, 1e4, 10**9)

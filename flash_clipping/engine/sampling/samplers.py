@@ -180,7 +180,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         """Whether the ``BatchMemoryManager`` of this optimizer gets parts that are alike in all
         processes, unlike Opacus' own. Only optimizers of this library are told which is the last.
         """
-        return self.may_be_split and hasattr(optimizer, "_serves_shards")
+        return self.may_be_split and hasattr(optimizer, "_sharded")
 
     def _parts_of(self, size: int) -> int:
         """Parts of so many samples at most that the last batch has in all processes."""
@@ -244,7 +244,7 @@ class ShardedPoissonSampler(PoissonSampler):
 
     def _splits_for(self, optimizer: Any) -> bool:
         # Optimizers of other models step alone; and rows of a unit stay together.
-        together = self._is_shared and getattr(optimizer, "_serves_shards", False)
+        together = self._is_shared and getattr(optimizer, "_sharded", None) is not None
         return together and self.units is None
 
     def _largest(self) -> int:
