@@ -141,6 +141,9 @@ def borrowed(tensor: Tensor) -> Tensor:
 #: Copies tensors into others, ``copy_all(into, tensors)``, in a few launches. Without: an error.
 copy_all: Callable[[list[Tensor], list[Tensor]], None] = _needed("_foreach_copy_")
 
+#: Adds tensors to others, ``add_all(to, tensors)``, in a few launches. Without: an error.
+add_all: Callable[[list[Tensor], list[Tensor]], None] = _needed("_foreach_add_")
+
 #: Whether two tensors share a storage. Without: an error.
 is_alias_of: Callable[[Tensor, Tensor], bool] = _needed("_C._is_alias_of")
 

@@ -44,6 +44,7 @@ INTERFACES: dict[str, tuple[list[str], str]] = {
     "borrowed": (["_construct_storage_from_data_pointer"], "same"),
     "end_failed_capture": (["_cuda_endAllocateToPool", "_cuda_releasePool"], "same"),
     "let_memory_grow": (["_set_allocator_settings"], "same"),
+    "add_all": (["_foreach_add_"], "same"),
     "copy_all": (["_foreach_copy_"], "same"),
     "is_alias_of": (["_is_alias_of"], r"torch\._C\._is_alias_of"),
     "laid_out_like": (["TensorGuards"], r"TensorGuards"),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import (
+    add_all,
     borrowed,
     copy_all,
     end_failed_capture,
@@ -529,14 +530,15 @@ class GraphedStep:
                 device_checks.add((holds.clone(), message, error))
             for coef in captured.coefs:
                 wrapped._session.calls.non_finite.note(coef)
+        held = [(param.grad, grad) for param, grad in graph.grads if param.grad is not None]
+        if held:  # one by one they take the host as long as the replay
+            add_all([before for before, _ in held], [grad for _, grad in held])
         for param, grad in graph.grads:
-            if param.grad is not None:
-                param.grad.add_(grad)
-                continue
-            # A tensor of its own: optimizers leave marks on what they are given.
-            lent = grad.detach()
-            param.grad = lent
-            self._handed_out.append((param, lent))
+            if param.grad is None:
+                # A tensor of its own: optimizers leave marks on what they are given.
+                lent = grad.detach()
+                param.grad = lent
+                self._handed_out.append((param, lent))
         for wrapped, captured in graph.of_models:
             wrapped.running_step.note_sums(
                 [param for found in captured.norms[:1] for param in found.params]
@@ -545,19 +547,26 @@ class GraphedStep:
     def _take_back_gradients(self) -> bool:
         """Whether a replay may write gradients: what ``p.grad`` and the optimizer still hold of
         those of the last one is copied for them."""
+        self._copy_lent()
+        return not any([references_to(memory_id(memory)) > own for memory, own in self._memories])
+
+    def _copy_lent(self) -> None:
+        """Copy the gradients that were handed out, for whoever holds them."""
         of_graphs = chain(*[graph.of_models for graph in self._graphs.values()])
         steps = {id(wrapped): wrapped.running_step for wrapped, _ in of_graphs}.values()
-        while self._handed_out:
-            param, lent = self._handed_out.pop()
-            if param.grad is lent:
-                param.grad = lent.clone()
-                for step in steps:
-                    step.note_moved(param, lent)
+        handed_out, self._handed_out = self._handed_out, []
+        held = [(param, lent) for param, lent in handed_out if param.grad is lent]
+        copies = [torch.empty_like(lent) for _, lent in held]
+        if held:
+            copy_all(copies, [lent for _, lent in held])
+        for (param, lent), copy in zip(held, copies, strict=True):
+            param.grad = copy
             for step in steps:
+                step.note_moved(param, lent)
+        for step in steps:
+            for param, lent in handed_out:
                 if step.sums.get(id(param)) is lent:
                     step.sums[id(param)] = lent.clone()
-            del lent  # counts as a holder
-        return not any([references_to(memory_id(memory)) > own for memory, own in self._memories])
 
 
 def differentiable(leaves: Sequence[Any]) -> set[int]:

@@ -4,6 +4,9 @@ Rows that are no samples (copies of the last one) fill a batch up to one of a fe
 exactly 0 to the clipped sum. Padding on the right fills texts up to one of a few lengths.
 No text gets longer than the longest that the collator has made: nobody else knows what fits.
 
+A new shape is captured, which takes as long as several calls. So a batch is first filled up to a
+larger shape that was met, until all that filling has cost is what a capture costs.
+
 A draw that is larger than a usual batch is cut: a replay of one more part costs the host little,
 and memory is that of a usual batch.
 """
@@ -11,8 +14,9 @@ and memory is that of a usual batch.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +34,35 @@ _TEXTS: dict[str, int | None] = {
     "labels": -100,
 }
 
+#: What a capture costs, in calls of its shape.
+CAPTURE = 8.0
+
+
+class Shape(NamedTuple):
+    """Of a batch.
+
+    Attributes:
+        rows: samples, and rows that fill up.
+        widths: of arguments ``[B, T]`` that may be padded, by name.
+        others: all that cannot be: names and shapes of rows.
+    """
+
+    rows: int
+    widths: tuple[tuple[str, int], ...]
+    others: tuple[tuple[str, torch.Size], ...]
+
+    @property
+    def area(self) -> int:
+        """Rows and positions, which time goes with."""
+        return self.rows * max(1, sum(width for _, width in self.widths))
+
+    def covers(self, other: Shape) -> bool:
+        """Whether ``other`` can be filled up to this shape."""
+        if self.others != other.others or len(self.widths) != len(other.widths):
+            return False
+        pairs = zip(self.widths, other.widths, strict=True)
+        return self.rows >= other.rows and all(a[0] == b[0] and a[1] >= b[1] for a, b in pairs)
+
 
 class FewShapes:
     """Rounds the sizes of batches up, while the model's calls are replayed.
@@ -45,6 +78,9 @@ class FewShapes:
         self.step = 1 << max(0, math.floor(math.log2(max(1, usual)) / 2))
         #: Of each argument ``[B, T]``: the longest T that was met.
         self._widest: dict[str, int] = {}
+        #: Shapes that were met; of others, what filling up to those has cost, in calls.
+        self._met: set[Shape] = set()
+        self._cost: defaultdict[Shape, float] = defaultdict(float)
 
     def cut(self, batch: Parts, hooks: Any) -> None:
         """Cut parts that are larger than a usual batch, where the model's calls are replayed."""
@@ -77,9 +113,16 @@ class FewShapes:
         if not self._fills(inputs, size, hooks):
             return inputs, None
         tensors = {key: x for key, x in inputs.items() if isinstance(x, Tensor)}
-        wider = self._wider(part, tensors, getattr(hooks._module, "config", None))
-        rows = min(max(1, -(-size // self.step)) * self.step, max(1, size, most))
-        if rows != size:
+        widths = self._widths(part, tensors)
+        limit = max(1, size, most)
+        others = tuple((key, x.shape[1:]) for key, x in tensors.items() if key not in widths)
+        rows = min(max(1, -(-size // self.step)) * self.step, limit)
+        shape = self._near(Shape(rows, tuple(widths.items()), others), limit)
+        fills = _paddings(getattr(hooks._module, "config", None))
+        wider = dict(tensors)
+        for key, width in shape.widths:
+            wider[key] = pad(tensors[key], (0, width - tensors[key].shape[1]), value=fills[key])
+        if (rows := shape.rows) != size:
             device = next(hooks._module.parameters()).device
             row_R = torch.arange(rows, device=device).clamp_(max=max(0, size - 1))
             wider = {key: x.index_select(0, row_R) for key, x in wider.items()}
@@ -87,31 +130,46 @@ class FewShapes:
         hooks._graphs.choice.fill = drawn / max(1, filled)
         return type(inputs)({**inputs, **wider}), rows  # as Trainer rebuilds batches
 
-    def _wider(self, part: Any, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """Texts, ``[B, T]``, of a rounded length, padded on the right; other batches as they are.
+    def _near(self, wanted: Shape, most: int) -> Shape:
+        """The shape that a batch gets, of so many rows at most."""
+        larger = [x for x in self._met if x.rows <= most and x.covers(wanted)]
+        if larger and wanted not in self._met:
+            nearest = min(larger, key=lambda x: x.area)
+            self._cost[wanted] += nearest.area / wanted.area - 1
+            if self._cost[wanted] < CAPTURE:
+                return nearest
+        self._met.add(wanted)
+        return wanted
+
+    def _widths(self, part: Any, tensors: dict[str, Tensor]) -> dict[str, int]:
+        """Rounded lengths of the texts, ``[B, T]``, that may be padded on the right.
 
         Args:
             part: as it was collated, on the host.
         """
         if "attention_mask" not in tensors or not all(map(_is_known, tensors, tensors.values())):
-            return tensors
-        of_padding = getattr(config, "pad_token_id", None)
-        token = of_padding if isinstance(of_padding, int) and of_padding > 0 else 0
-        fills = {key: token if fill is None else fill for key, fill in _TEXTS.items()}
+            return {}
         widths = {key: x.shape[1] for key, x in tensors.items() if x.dim() == 2}
         for key, width in widths.items():
             self._widest[key] = max(width, self._widest.get(key, 0))
-        made = dict(tensors)
+        rounded: dict[str, int] = {}
         for width in set(widths.values()):
             keys = [key for key in widths if widths[key] == width]
-            more = min(round_up(width), *[self._widest[key] for key in keys]) - width
             name = next((key for key in ("attention_mask", "labels") if key in keys), None)
-            if not more or name is None or part[name].is_cuda:
+            if name is None or part[name].is_cuda:
                 continue
             # On the left padding moves positions, and is what the first token is predicted from.
-            if not bool((part[name][:, 0] == fills[name]).any()):
-                made |= {key: pad(tensors[key], (0, more), value=fills[key]) for key in keys}
-        return made
+            if not bool((part[name][:, 0] == _TEXTS[name]).any()):
+                most = min(self._widest[key] for key in keys)
+                rounded |= dict.fromkeys(keys, min(round_up(width), most))
+        return dict(sorted(rounded.items()))
+
+
+def _paddings(config: Any) -> dict[str, int]:
+    """What texts of a model with this configuration are padded with."""
+    of_padding = getattr(config, "pad_token_id", None)
+    token = of_padding if isinstance(of_padding, int) and of_padding > 0 else 0
+    return {key: token if fill is None else fill for key, fill in _TEXTS.items()}
 
 
 def _has_rows(inputs: Any, size: int) -> bool:

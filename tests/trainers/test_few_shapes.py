@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 
 from flash_clipping import Kernels
 from flash_clipping.engine.micro_batches import Parts
+from flash_clipping.trainers import few_shapes
 from flash_clipping.trainers.few_shapes import FewShapes, round_up
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.graphs import replay_by_hand
@@ -48,12 +50,51 @@ def texts(rows: int, width: int, on_left: bool = False) -> dict[str, Tensor]:
 
 
 def rounded(parts: list[Any], hooks: Any, *, most: int = 100, enabled: bool = True) -> Any:
-    """The last of these parts as the model takes it, after the others."""
+    """The last of these parts as the model takes it, after the others, each of a shape of its
+    own."""
     shapes, found = FewShapes(64, enabled), None
-    for part in parts:
-        size = len(part.get("input_ids", part.get("x", ())))
-        found = shapes.rounded(part, size, most, hooks, lambda x: x)
+    with mock.patch.object(few_shapes, "CAPTURE", 0.0):
+        for part in parts:
+            size = len(part.get("input_ids", part.get("x", ())))
+            found = shapes.rounded(part, size, most, hooks, lambda x: x)
     return found
+
+
+def test_a_new_shape_has_to_pay() -> None:
+    """A batch is filled up to a shape that was met, until that has cost what a capture costs."""
+    shapes, hooks, met = FewShapes(64, True), Hooks(), []
+    for size, width in [(64, 128), (32, 96), *[(64, 112)] * 60]:
+        inputs, _ = shapes.rounded(texts(size, width), size, 64, hooks, lambda x: x)
+        met.append(tuple(inputs["input_ids"].shape))
+        assert {len(x) for x in inputs.values()} == {met[-1][0]}
+        assert not inputs["attention_mask"][:, width:].any()
+    assert met[:2] == [(64, 128)] * 2  # 1.7 times more cost less than a capture
+    paid = met.index((64, 112)) - 2
+    assert met == [(64, 128)] * (2 + paid) + [(64, 112)] * (60 - paid)
+    assert paid == -(-few_shapes.CAPTURE // (128 / 112 - 1)) - 1
+
+
+@pytest.mark.parametrize("what", ["far smaller", "rows", "other arguments", "left"])
+def test_shapes_that_no_batch_is_filled_up_to(what: str) -> None:
+    shapes, part = FewShapes(64, True), texts(64, 96, on_left=what == "left")
+    first = texts(64, 128)
+    if what == "far smaller":
+        part = texts(8, 48)
+    elif what == "rows":
+        first, part = texts(56, 128), texts(64, 96)
+    elif what == "other arguments":
+        part["token_type_ids"] = torch.zeros(64, 96, dtype=torch.long)
+    for x in (first, part):
+        size = len(x["labels"])
+        inputs, rows = shapes.rounded(x, size, 64, Hooks(), lambda x: x)
+    assert inputs["input_ids"].shape == part["input_ids"].shape and rows == size
+
+
+def test_no_batch_gets_more_rows_than_fit() -> None:
+    shapes = FewShapes(64, True)
+    for size, most, rows in [(64, 64, 64), (40, 48, 40), (40, 64, 40)]:
+        part = {"x": torch.zeros(size, 4)}
+        assert shapes.rounded(part, size, most, Hooks(), lambda x: x)[1] == rows
 
 
 def test_rows_and_lengths_are_rounded_up() -> None:
