@@ -30,6 +30,7 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
+from flash_clipping.trainers.sample_losses import sample_losses
 from flash_clipping.trainers.transformers import PrivateTrainer
 from tests.support.errors import raises
 from tests.support.trainers import arguments, privacy
@@ -180,8 +181,8 @@ ALIKE = {"OpenAI GPT", "CTRL", "BertGeneration", "a subclass"}
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in FAMILIES]
 )
-def test_the_next_token_is_learnt(tmp_path: Path, family: str) -> None:
-    """As ``Trainer`` would: with the model's own loss, and not to copy what was read."""
+def test_the_loss_of_each_sample_is_the_models_own(tmp_path: Path, family: str) -> None:
+    """Labels are shifted by models that shift them, and by no other."""
     build, shifted = FAMILIES[family]
     torch.manual_seed(0)
     model = build()
@@ -189,12 +190,16 @@ def test_the_next_token_is_learnt(tmp_path: Path, family: str) -> None:
         data = [row for row in counting(shifted, 44) if len(row["input_ids"]) == LENGTH]
     else:
         data = counting(shifted)
-    trainer(tmp_path, model, train_dataset=data, args={"max_steps": 25}).train()
+    private = trainer(tmp_path, model, train_dataset=data)
+    private.train()
     model.eval()
-    row = data[1]["input_ids"][None]
     with torch.no_grad():
-        predicted = model(input_ids=row).logits.argmax(-1)
-    assert torch.equal(predicted[:, :-1], row[:, 1:])
+        batch = padded(data[:4])
+        losses = private.compute_sample_losses(model, {**batch})
+        own = [model(**padded([row])).loss for row in data[:4]]
+        others = sample_losses(model(**batch), {"labels": batch["labels"]}, shift=not shifted)
+    torch.testing.assert_close(losses, torch.stack(own), rtol=1e-5, atol=1e-6)
+    assert (losses - others).abs().min() > 1e-3  # labels tell the two apart
 
 
 class Scaled(LlamaForCausalLM):
