@@ -65,7 +65,6 @@ class Mechanism(ABC):
         is_plain: whether Opacus' own accountants describe it.
         is_in_order: whether step t must take batch t.
         round_steps: steps whose batches are drawn together, all of one noise multiplier.
-        kind: the class of its samplers.
 
     Raises:
         ValueError: arguments that do not go together.
@@ -80,7 +79,6 @@ class Mechanism(ABC):
     is_plain: ClassVar[bool] = False
     is_in_order: ClassVar[bool] = False
     round_steps: ClassVar[int] = 1
-    kind: ClassVar[type[PoissonSampler]]
 
     def __post_init__(self) -> None:
         known = (False, True, "exact") if self.is_plain else (False, True)
@@ -101,10 +99,10 @@ class Mechanism(ABC):
         vars(found).update(samples=samples, cycle=cycle)
         return found
 
+    @abstractmethod
     def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
         """Make what draws its batches: a sampler with these options of ``PoissonSampler``;
         ``fills_up``: whether batches with fewer rows than ``max_batch_size`` are filled up."""
-        return self.kind(**options)
 
     @abstractmethod
     def releases(self, noise_multiplier: float, sample_rate: float, steps: int) -> Any:

@@ -34,7 +34,7 @@ from flash_clipping.capture.session import GraphedResults
 from flash_clipping.engine.grad_ledger import Norms
 from flash_clipping.engine.grad_sample_module import GradSampleHooksFlashClipping
 from flash_clipping.engine.unsupported import refuse_replay
-from flash_clipping.errors import InvalidType, InvalidValue, warn
+from flash_clipping.errors import InvalidType, InvalidValue, checked_number, warn
 from flash_clipping.finish.clipping import total_norm
 from flash_clipping.graphs.conditions import (
     PLAIN,
@@ -199,12 +199,9 @@ class GraphedStep:
         warmup: int = 3,
         graphs: int = 4,
     ):
-        if warmup < 2 or graphs < 0:
-            raise InvalidValue(
-                f"FC702 GraphedStep: found warmup={warmup} and graphs={graphs}; expected at least "
-                "2 (the first call compiles kernels, the last shows whether the step waits for the "
-                "device) and 0."
-            )
+        # The first call compiles kernels, the last shows whether the step waits for the device.
+        checked_number("warmup", warmup, "[2, inf)", 3, whole=True)
+        checked_number("graphs", graphs, "[0, inf)", 4, whole=True)
         self.step, self.model = step, model
         self.warmup, self.size = warmup, graphs
         self.replays: int = 0

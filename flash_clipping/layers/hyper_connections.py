@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_clipping._compat import transforms_are_active
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, check_one_of, checked_number
 from flash_clipping.factors import DenseGrad, LinearGrad, PerSampleGrad, SumGrad, accumulation_dtype
 from flash_clipping.layers.by_rule import by_rule
 from flash_clipping.layers.ops import hyper_connections as ops, stream_mix as mixing
@@ -80,16 +80,9 @@ class HyperConnections(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        if streams not in ops.STREAMS or dim < 1:
-            raise InvalidValue(
-                f"FC302 HyperConnections: found dim={dim} and streams={streams}; expected a "
-                f"positive dim and {ops.STREAMS[0]} to {ops.STREAMS[-1]} streams."
-            )
-        if backend not in BACKENDS:
-            raise InvalidValue(
-                f"FC301 HyperConnections: backend is {backend!r}; expected one of "
-                f"{', '.join(BACKENDS)}."
-            )
+        checked_number("dim", dim, "[1, inf)", 64, whole=True)
+        checked_number("streams", streams, f"[{ops.STREAMS[0]}, {ops.STREAMS[-1]}]", 4, whole=True)
+        check_one_of("backend", backend, BACKENDS)
         self.dim = dim
         self.streams = streams
         self.settings = ops.checked_settings(ops.Settings(norm_eps, hc_eps, iterations))

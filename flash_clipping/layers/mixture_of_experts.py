@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.layers.by_rule import by_rule
 from flash_clipping.layers.routed_rows import (
     Described,
@@ -82,16 +82,9 @@ class MixtureOfExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        for name, value, least in (
-            ("dim", dim, 1),
-            ("hidden", hidden, 1),
-            ("experts", experts, 1),
-            ("rank", rank, 0),
-        ):
-            if value < least:
-                raise InvalidValue(
-                    f"FC302 MixtureOfExperts: found {name}={value}, expected at least {least}."
-                )
+        for name, value in (("dim", dim), ("hidden", hidden), ("experts", experts)):
+            checked_number(name, value, "[1, inf)", 64, whole=True)
+        checked_number("rank", rank, "[0, inf)", 8, whole=True)
         if lora_alpha is not None and not rank:
             raise InvalidValue(
                 f"FC302 MixtureOfExperts: found lora_alpha={lora_alpha} with rank=0, where there "
@@ -258,10 +251,7 @@ class TopKRouter(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if not 1 <= k <= experts:
-            raise InvalidValue(
-                f"FC302 TopKRouter: found k={k}, expected 1 to {experts}, as many experts."
-            )
+        checked_number("k", k, f"[1, {experts}]", 1, whole=True)
         if balance not in (None, "sample"):
             raise InvalidValue(
                 f"FC106 TopKRouter: found balance={balance!r}, expected None or 'sample'. "

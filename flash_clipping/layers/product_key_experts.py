@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_clipping._compat import BATCH_NORMS, never_compiled, transforms_are_active
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, check_one_of, checked_number
 from flash_clipping.factors import PerSampleGrad
 from flash_clipping.layers.by_rule import by_rule
 from flash_clipping.layers.factors import BUFFER, ScaledEmbeddingGrad
@@ -93,11 +93,7 @@ class ExpertTables(nn.Module):
 
     def __init__(self, width: int, experts: int, activation: str = "gelu"):
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise InvalidValue(
-                f"FC301 ExpertTables: found activation={activation!r}; expected one of "
-                f"{', '.join(ACTIVATIONS)}."
-            )
+        check_one_of("activation", activation, [*ACTIVATIONS])
         self.activation = activation
         self.down = nn.Parameter(torch.randn(experts, width) / width**0.5)
         self.up = nn.Parameter(torch.randn(experts, width) / width**0.5)
@@ -275,11 +271,7 @@ class ProductKeyRouter(nn.Module):
                 f"FC302 ProductKeyRouter: found experts={experts}; expected a square, as {side**2} "
                 f"or {(side + 1) ** 2}: each is a pair of entries of two axes."
             )
-        if not 1 <= k <= min(128, experts):
-            raise InvalidValue(
-                f"FC302 ProductKeyRouter: found k={k} for {experts} experts; expected 1 to "
-                f"{min(128, experts)}."
-            )
+        checked_number("k", k, f"[1, {min(128, experts)}]", 1, whole=True)
         self.side, self.k, self.heads, self.backend = side, k, heads, backend
         self.to_x = nn.Linear(width, heads * side, bias=bias)
         self.to_y = nn.Linear(width, heads * side, bias=bias)

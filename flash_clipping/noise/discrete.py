@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, checked_number
 from flash_clipping.ops.noise import refuse_capture
 from flash_clipping.randomness import Draw
 from flash_clipping.randomness.chacha import Keystream
@@ -113,8 +113,7 @@ def discrete_gaussian(
     Guarantees:
         How long it takes depends on the words, and on nothing else: not on data.
     """
-    if not 1 <= bits <= MOST_BITS:
-        raise InvalidValue(f"FC302 discrete_gaussian: {bits} bits; expected 1 to {MOST_BITS}.")
+    checked_number("bits", bits, f"[1, {MOST_BITS}]", 8, whole=True)
     words = Keystream(draw, tensor=tensor, shard=shard)
     found_N = np.empty(count, dtype=np.int64)
     for start in range(0, count, _EXACT_AT_A_TIME):

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from flash_clipping.errors import InvalidValue
+from flash_clipping.errors import InvalidValue, check_one_of, checked_number
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class NoiseMechanism(ABC):
             For such ``C`` no pattern of steps is worse than ``0, separation, 2 separation, ...``
             (Kalinin and Lampert 2024, arXiv 2405.13763, theorem 2).
         """
-        if separation is not None and separation < 1:
-            raise InvalidValue(f"FC318 separation: found {separation}; expected 1 or more steps.")
+        if separation is not None:
+            checked_number("separation", separation, "[1, inf)", 100, whole=True)
         column_T = self.column(steps)
         total_T = np.zeros(steps)
         for start in range(0, steps, separation or max(1, steps)):
@@ -118,12 +118,8 @@ class BandedNoise(NoiseMechanism):
     weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_diagonals("BandedNoise", self.count)
-        if self.memory not in ("stored", "drawn_again"):
-            raise InvalidValue(
-                f"FC301 BandedNoise: found memory={self.memory!r}; expected 'stored' or "
-                "'drawn_again'."
-            )
+        checked_number("count", self.count, "[2, inf)", 4, whole=True)
+        check_one_of("memory", self.memory, ("stored", "drawn_again"))
         if self.weights is None:
             return
         object.__setattr__(self, "weights", tuple(float(c) for c in self.weights))
@@ -148,7 +144,7 @@ class BandedNoise(NoiseMechanism):
             ValueError: fewer than two diagonals; fewer steps than diagonals.
         """
         closed = cls(count, memory)
-        _check_steps("BandedNoise", steps, count)
+        checked_number("steps", steps, f"[{count}, inf)", 10 * count, whole=True)
         start = closed.coefficients
 
         def of_ratios(ratios: np.ndarray) -> BandedNoise:
@@ -196,7 +192,7 @@ class BandedInverseNoise(NoiseMechanism):
     shares: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_diagonals("BandedInverseNoise", self.count)
+        checked_number("count", self.count, "[2, inf)", 4, whole=True)
         if self.shares is None:
             return
         object.__setattr__(self, "shares", tuple(float(a) for a in self.shares))
@@ -225,7 +221,7 @@ class BandedInverseNoise(NoiseMechanism):
             ValueError: fewer than two diagonals; fewer steps than diagonals.
         """
         closed = cls(count)
-        _check_steps("BandedInverseNoise", steps, count)
+        checked_number("steps", steps, f"[{count}, inf)", 10 * count, whole=True)
 
         def of_gaps(quotients: np.ndarray) -> BandedInverseNoise:
             # Gaps of neighbours' ratios to 1 never grow: the ratios do, the column is log-convex.
@@ -302,11 +298,8 @@ class BufferedNoise(NoiseMechanism):
         Raises:
             ValueError: no buffer; fewer steps than buffers.
         """
-        if isinstance(buffers, bool) or buffers < 1:
-            raise InvalidValue(
-                f"FC318 BufferedNoise.optimised: found {buffers!r} buffers; expected 1 or more."
-            )
-        _check_steps("BufferedNoise", steps, buffers)
+        checked_number("buffers", buffers, "[1, inf)", 3, whole=True)
+        checked_number("steps", steps, f"[{buffers}, inf)", 100 * buffers, whole=True)
 
         def of_numbers(x: np.ndarray) -> BufferedNoise:
             # Half of them: logarithms of weights; half: of how far decays are below 1. Their sum is
@@ -356,22 +349,6 @@ def _filtered(numerator: np.ndarray, denominator: np.ndarray, x_T: np.ndarray) -
 
     found: np.ndarray = lfilter(numerator, denominator, x_T)
     return found
-
-
-def _check_diagonals(name: str, count: int) -> None:
-    if isinstance(count, bool) or count < 2:
-        raise InvalidValue(
-            f"FC318 {name}: found {count!r} diagonals; expected 2 or more. With one, noise is "
-            "independent: IndependentNoise()."
-        )
-
-
-def _check_steps(name: str, steps: int, least: int) -> None:
-    if steps < least:
-        raise InvalidValue(
-            f"FC318 {name}.optimised: found {steps} steps; expected as many steps as diagonals or "
-            f"buffers at least, {least}."
-        )
 
 
 _Mechanism = TypeVar("_Mechanism", bound=NoiseMechanism)

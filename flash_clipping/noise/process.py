@@ -161,7 +161,6 @@ class PoissonSampling(Mechanism):
 
     max_batch_size: int | None = None
 
-    kind = PoissonSampler
     takes_part = "Every step draws every sample independently, with the sample rate."
 
     @property
@@ -187,7 +186,6 @@ class PoissonRows(Mechanism):
     #: The most rows of a user.
     rows: int = field(default=1, init=False, repr=False)
 
-    kind = RowsOfUnitsSampler
     takes_part = (
         "Every step draws every row independently, with the sample rate; no unit has more rows "
         "than its number."
@@ -196,6 +194,9 @@ class PoissonRows(Mechanism):
     @property
     def relation(self) -> str:  # type: ignore[override]  # by its fields
         return f"add or remove one unit, of {self.rows} rows at most"
+
+    def sampler(self, *, fills_up: bool = True, **options: Any) -> PoissonSampler:
+        return RowsOfUnitsSampler(**options)
 
     def on(self, samples: int = 0, cycle: int = 1, unit: Any = None) -> Self:
         if not isinstance(unit, Users) or unit.max_rows is None:

@@ -552,10 +552,10 @@ def test_a_step_that_changes_an_argument_is_refused() -> None:
         graphed(x, seen)
 
 
-@pytest.mark.parametrize(("warmup", "graphs"), [(1, 4), (3, -1)])
-def test_numbers_that_make_no_sense(warmup: int, graphs: int) -> None:
-    with raises("FC702", ValueError, match=f"found warmup={warmup} and graphs={graphs}"):
-        GraphedStep(lambda: None, small_network(), warmup=warmup, graphs=graphs)
+@pytest.mark.parametrize(("name", "value"), [("warmup", 1), ("graphs", -1)])
+def test_numbers_that_make_no_sense(name: str, value: int) -> None:
+    with raises("FC302", ValueError, match=f"{name}: found {value}"):
+        GraphedStep(lambda: None, small_network(), **{name: value})
 
 
 @pytest.mark.parametrize("fails", [False, True])

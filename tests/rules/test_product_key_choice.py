@@ -124,10 +124,10 @@ def test_what_mixes_samples_is_refused() -> None:
     ("options", "words"),
     [
         ({"experts": 50}, "experts=50; expected a square, as 49 or 64"),
-        ({"k": 50}, "k=50 for 49 experts; expected 1 to 49"),
-        ({"k": 0}, "k=0"),
+        ({"k": 50}, r"k: found 50; .*\[1, 49\]"),
+        ({"k": 0}, "k: found 0"),
         ({"norm": "group", "groups": 3}, "7 channels for 3 groups"),
-        ({"activation": "sine"}, "activation='sine'; expected one of gelu, relu, silu"),
+        ({"activation": "sine"}, "activation='sine' is unknown; expected one of gelu, relu, silu"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], words: str) -> None:
